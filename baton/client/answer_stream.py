@@ -1,4 +1,4 @@
-"""The events of one request: sent again after a refusal, and continued at another gateway where the first is lost."""
+"""Streams one request's events: retries refusals, and continues at another gateway when the first is lost."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,17 +12,17 @@ from baton.core.errors import BatonError
 from baton.protos.v1 import generation_pb2 as pb
 
 _TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at once
-# While no gateway can be reached, an answer that has begun waits so long, and tries all of them so often.
+# While no gateway can be reached, a started answer tries all gateways at this interval, for this long.
 _RESUME_S, _RESUME_EVERY_S = 10.0, 0.5
 
 
 async def stream(
     gateways: Gateways, request: pb.GenerateRequest, timeout_s: float | None
 ) -> AsyncGenerator[Event, None]:
-    """The request's events, from as many gateways and attempts as it takes. Closing it ends the request.
+    """Yields the request's events, across retries and gateways. Closing the generator ends the request.
 
     Raises:
-        BatonError: the request failed; `request_id` is set.
+        BatonError: the request failed; the error's `request_id` is set.
     """
     several = len(gateways.all) > 1
     prepare(request, resumes=several)
@@ -51,12 +51,12 @@ async def stream(
 
 
 class _Failures:
-    """Decides what follows a failure of one request."""
+    """Decides whether a failed request is sent again, and to which gateway."""
 
     def __init__(self, gateways: Gateways, request_id: str) -> None:
         self._gateways = gateways
         self._request_id = request_id
-        self._begun = False  # a part of the answer has come
+        self._begun = False  # a part of the answer has arrived
         self._in_a_row = 0
         self._since_s = 0.0
 
@@ -65,10 +65,10 @@ class _Failures:
         self._begun = self._begun or begun
 
     def failed(self, error: BatonError) -> BatonError:
-        """Returns a refusal, after which the request may be sent again.
+        """Returns the error if the request may be sent again after it.
 
         Raises:
-            BatonError: an answer that has begun cannot be asked for again.
+            BatonError: the error itself, because a started answer cannot be repeated.
         """
         error.request_id = error.request_id or self._request_id
         if self._begun:
@@ -76,7 +76,10 @@ class _Failures:
         return error
 
     async def lost(self, gateway: Gateway, lost: LostGateway) -> BatonError | None:
-        """Goes on to the next gateway; as `failed`, if none can be reached."""
+        """Switches to the next gateway. Once all of them failed, returns or raises as `failed` does.
+
+        A started answer first keeps trying for some seconds, if there are several gateways.
+        """
         self._gateways.leave(gateway)
         self._since_s = self._since_s if self._in_a_row else monotonic()
         self._in_a_row += 1

@@ -1,6 +1,6 @@
-"""The client of a Baton gateway, and the types and errors that it uses: `from baton import Client`.
+"""The Python client of a Baton gateway, with its types and errors: `from baton import Client`.
 
-The names are imported on first use, so `import baton` loads neither gRPC nor anything of the servers.
+Names are imported on first use, so `import baton` loads neither gRPC nor server code.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Prints a completion as it arrives, from the gateway at BATON_TARGET, else at port 7000 of this machine."""
+"""Prints a completion as it arrives. The gateway is at BATON_TARGET, by default at port 7000 of this machine."""
 
 from baton import Client
 

@@ -1,4 +1,4 @@
-"""Asks for three completions and a chat's answer at once, without waiting for one before the other."""
+"""Requests three completions and the answer of a chat at the same time."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The program `baton`: its commands."""
+"""The commands of the program `baton`."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -39,12 +39,12 @@ _GROUPS: Mapping[str, Mapping[str, Callable[..., None]]] = MappingProxyType(
 
 
 def main() -> None:
-    """The program `baton`."""
+    """Runs `baton` with the process's arguments."""
     run(program(), sys.argv[1:] or ["--help"], "baton")
 
 
 def program() -> typer.Typer:
-    """Its commands."""
+    """Returns the typer app with all commands."""
     app = new_app(completion=True)
     app.callback()(_whole_program)
     for title, commands in _GROUPS.items():

@@ -10,7 +10,10 @@ from baton.settings.environment import set_client_access
 
 ApiKey = Annotated[
     str | None,
-    typer.Option(help="API key; @FILE reads it from a file, which other users cannot see. Default: BATON_API_KEY."),
+    typer.Option(
+        help="API key, or @FILE to read it from a file, so that it does not show in process lists. Default: "
+        "BATON_API_KEY."
+    ),
 ]
 ClientCa = Annotated[
     str | None,
@@ -22,8 +25,7 @@ ClientCa = Annotated[
 
 
 def use(api_key: str | None, client_ca: str | None) -> None:
-    """Lets this command and its children call gateways so.
-
+    """Sets the key and CA with which this process and its children call gateways.
     Raises:
         InvalidRequest: the key's file cannot be read.
     """
@@ -31,8 +33,7 @@ def use(api_key: str | None, client_ca: str | None) -> None:
 
 
 def read_key(given: str) -> str:
-    """The key, or what the file after an @ has.
-
+    """Returns the key; of @FILE, the file's content.
     Raises:
         InvalidRequest: the file cannot be read.
     """

@@ -13,18 +13,18 @@ from baton.cli.program import new_app
 from baton.client.client import DEFAULT_TARGET
 from baton.rpc.describe import load_adapter, unload_adapter
 
-_DIGITS = 12  # of a revision
+_DIGITS = 12  # shown of a revision
 
-Name = Annotated[str, typer.Argument(help="Name that clients give as their model.")]
+Name = Annotated[str, typer.Argument(help="Name of the adapter. Clients send it as their model.")]
 Nodes = Annotated[
     list[str] | None,
-    typer.Option("--node", help="Name or address of a node; may be repeated. Default: every node of the gateway."),
+    typer.Option("--node", help="Name or address of a node; may be repeated. Default: all nodes of the gateway."),
 ]
 Target = Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")]
 
 
 def adapter_app() -> typer.Typer:
-    """The commands under `baton adapter`."""
+    """Returns the typer app with the commands of `baton adapter`."""
     app = new_app()
     app.callback()(_adapters)
     for name, command in (("list", list_adapters), ("load", load), ("unload", unload)):
@@ -42,7 +42,7 @@ def list_adapters(
     api_key: ApiKey = None,
     client_ca: ClientCa = None,
 ) -> None:
-    """Show which node has which adapter, and of which revision."""
+    """Show each node's adapters with their revisions."""
     use(api_key, client_ca)
     nodes = asyncio.run(nodes_of(target))
     if as_json:
@@ -55,15 +55,15 @@ def list_adapters(
 
 def load(
     name: Name,
-    directory: Annotated[Path, typer.Argument(help="Directory on the nodes' machines, as PEFT saves an adapter.")],
+    directory: Annotated[Path, typer.Argument(help="Directory of a PEFT adapter on the nodes' machines.")],
     node: Nodes = None,
     target: Target = DEFAULT_TARGET,
     api_key: ApiKey = None,
     client_ca: ClientCa = None,
 ) -> None:
-    """Load an adapter, next to the running requests.
+    """Load an adapter while requests run.
 
-    It takes the place of another revision of that name. Nodes have room for it with --max-adapters.
+    Replaces another revision of the same name. Start the nodes with --max-adapters to reserve memory for adapters.
     """
     use(api_key, client_ca)
     asyncio.run(_load(target, node or [], name, directory))
@@ -76,7 +76,7 @@ def unload(
     api_key: ApiKey = None,
     client_ca: ClientCa = None,
 ) -> None:
-    """Unload an adapter; requests that have it go on."""
+    """Unload an adapter. Running requests keep it until they end."""
     use(api_key, client_ca)
     asyncio.run(_unload(target, node or [], name))
 
@@ -90,4 +90,4 @@ async def _load(target: str, wanted: list[str], name: str, directory: Path) -> N
 async def _unload(target: str, wanted: list[str], name: str) -> None:
     for node in await chosen_nodes(target, wanted):
         await unload_adapter(node.address, name)
-        print(f"{node.name} has {name} no more", flush=True)
+        print(f"{node.name} no longer has {name}", flush=True)

@@ -1,4 +1,4 @@
-"""`baton certs`: certificates for a laptop. `baton key`: an API key, and the lines that let it in."""
+"""`baton certs` makes certificates for a laptop; `baton key` makes an API key and adds it to the gateway's file."""
 
 import socket
 from pathlib import Path
@@ -13,18 +13,18 @@ from baton.security.watched import FILE_BYTES_MAX
 
 
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Folder for the files; made if it is missing.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the files; created if missing.")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Host name or address at which clients reach a gateway; may be given several times."),
+        typer.Option(help="Host name or address at which clients reach a gateway; may be repeated."),
     ] = None,
-    days: Annotated[float, typer.Option(min=0.001, max=36_500, help="How long the certificates are valid.")] = 90,
+    days: Annotated[float, typer.Option(min=0.001, max=36_500, help="Days that the certificates are valid.")] = 90,
 ) -> None:
     """Make a CA and a certificate for each role.
 
-    One more is for the gateway to show its clients. A CA that is there already is kept.
+    Also makes the certificate that gateways show to clients. Keeps a CA that the folder already has.
     """
-    # Importing it takes a tenth of a second, which no other command should pay.
+    # This import takes a tenth of a second, so only this command pays for it.
     from baton.security.certificates import write_set
 
     hosts = dict.fromkeys(["localhost", "127.0.0.1", "::1", socket.gethostname(), *(host or ())])
@@ -33,17 +33,19 @@ def certs(
         write_set(folder, hosts=list(hosts), days=days)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}", field="folder", value=folder) from None
-    print(f"wrote certificates to {folder}; keep ca.key, and every other .key, from others")
+    print(f"wrote certificates to {folder}; keep ca.key and the other .key files secret")
 
 
 def key(
-    name: Annotated[str, typer.Argument(help="Whose key it is.")],
-    file: Annotated[Path, typer.Option(help="The file of API keys, BATON_API_KEYS of the gateway; made if missing.")],
-    operator: Annotated[bool, typer.Option("--operator", help="An operator's: also for status, top and role.")] = False,
+    name: Annotated[str, typer.Argument(help="Owner of the key, for logs and limits.")],
+    file: Annotated[Path, typer.Option(help="File of API keys (the gateway's BATON_API_KEYS); created if missing.")],
+    operator: Annotated[
+        bool, typer.Option("--operator", help="Allow operators' commands too, such as status, top and role.")
+    ] = False,
 ) -> None:
     """Make an API key, print it, and add its hash to a file.
 
-    Nobody can print the key again.
+    The key itself is stored nowhere, so save it now.
     """
     made = new_key()
     lines = entry(name, made, operator=operator)
@@ -55,18 +57,18 @@ def key(
         parse_keys(after.encode(), file)
         write_regular_file(file, after)
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot write {file}: {why}", field="file", value=file) from None
     except ConfigError:
         if f'[keys."{name}"]' in before:
             cure = "choose another name, or edit the file"
-            raise ConfigError(f"{file} has a key of {name} already", field="name", value=name, cure=cure) from None
+            raise ConfigError(f"{file} already has a key of {name}", field="name", value=name, cure=cure) from None
         raise
     print(made)
 
 
 def _content(file: Path) -> str:
-    """Empty for a file that is yet to be made."""
+    """Returns the file's text, or "" if the file does not exist yet."""
     try:
         return read_regular_file(file, bytes_max=FILE_BYTES_MAX).decode()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation in the terminal, with the checkpoint's chat template at the gateway."""
+"""`baton chat`: a conversation in the terminal. The gateway applies the checkpoint's chat template."""
 
 import asyncio
 import json
@@ -30,14 +30,14 @@ def chat(
     sampling: SamplingParams,
     target: Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")] = DEFAULT_TARGET,
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
-    model: Annotated[str, typer.Option(help="Name of the model; default: the one that is served.")] = "",
+    model: Annotated[str, typer.Option(help="Served model, or one of its adapters. Default: the served model.")] = "",
     template_kwargs: Annotated[
-        str, typer.Option(help="JSON object with variables of the template, such as enable_thinking.")
+        str, typer.Option(help='Variables of the chat template as JSON, such as {"enable_thinking": false}.')
     ] = "{}",
     api_key: ApiKey = None,
     client_ca: ClientCa = None,
 ) -> None:
-    """Talk to the model. Lines that are piped in are one turn each."""
+    """Talk to the model. If input is piped, each line is one turn."""
     use(api_key, client_ca)
     questions = Questions(target, model, sampling, _read_object(template_kwargs))
     failed = _converse(Conversation(system), questions)
@@ -66,11 +66,11 @@ class Conversation:
 
 
 def _converse(conversation: Conversation, questions: "Questions") -> bool:
-    """Reads turns until the end of input. Returns whether an answer failed and nobody was there to see it."""
+    """Answers turns until the end of input. Returns whether an answer failed while input was piped."""
     notes = Console(stderr=True, highlight=False)
     interactive = sys.stdin.isatty()
     failed = False
-    # Input is read outside of the event loop, so that Ctrl-C ends a read; within the loop it cancels the answer.
+    # Input is read outside the event loop: there Ctrl-C ends the read, whereas inside the loop it cancels the answer.
     with asyncio.Runner() as runner, _connected(runner, questions.target) as client:
         if interactive:
             cards = runner.run(client.list_models())
@@ -83,7 +83,7 @@ def _converse(conversation: Conversation, questions: "Questions") -> bool:
                     break
                 case "/reset":
                     conversation.reset()
-                    notes.print("the conversation is forgotten", style="dim")
+                    notes.print("conversation reset", style="dim")
                     continue
                 case "/help":
                     notes.print(_HELP, style="dim")
@@ -129,7 +129,7 @@ async def _show(client: AsyncClient, conversation: Conversation, questions: "Que
 
 
 def _read_turn(*, interactive: bool) -> str | None:
-    """One line of input without its end; None at the end of input."""
+    """Reads one line of input, without its newline. Returns None at the end of input."""
     if not interactive:
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
@@ -145,7 +145,7 @@ def _read_turn(*, interactive: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Questions:
-    """What every turn sends besides the conversation."""
+    """The parts of a request that all turns share."""
 
     target: str
     model: str
@@ -154,7 +154,7 @@ class Questions:
 
 
 class ChatReply:
-    """Prints one answer as it arrives: the answer to stdout; reasoning, tool calls and notices to stderr, dim."""
+    """Prints one answer as it arrives: its text to stdout, and reasoning, tool calls and notices to stderr, dimmed."""
 
     def __init__(self, notes: Console) -> None:
         self._notes = notes
@@ -194,13 +194,15 @@ class ChatReply:
 
 
 def _read_object(text: str) -> dict[str, object]:
-    """Raises:
-    BadParameter: the text is no JSON object.
+    """Parses the value of --template-kwargs.
+
+    Raises:
+        BadParameter: the text is not a JSON object.
     """
     try:
         value = json.loads(text)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--template-kwargs") from None
     if not isinstance(value, dict):
-        raise typer.BadParameter(f"{text!r} is no JSON object", param_hint="--template-kwargs")
+        raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint="--template-kwargs")
     return value

@@ -1,7 +1,7 @@
-"""What a gateway shows of its cluster (`Operations.ClusterView`), read for `baton top`.
+"""Parses a gateway's view of its cluster (`Operations.ClusterView`) for `baton top`.
 
-Fields that are not there have a default and others are ignored, so that gateways of other versions are shown too. Texts
-come from whoever named a node or sent a request: none of them has a character that a terminal would obey.
+Missing fields have defaults and unknown ones are ignored, so gateways of other versions can be shown too. Clients and
+nodes choose some of the texts, so control characters are removed from all of them.
 """
 
 from typing import Annotated
@@ -22,7 +22,7 @@ class _Shown(BaseModel):
 
 
 class ShownNode(_Shown):
-    """A node as the gateway sees it; `step_s`: of a decode step of its present requests."""
+    """A node as the gateway sees it; `step_s` is the predicted time of a decode step with its present requests."""
 
     name: Name = ""
     address: Name = ""
@@ -43,7 +43,11 @@ class ShownNode(_Shown):
 
 
 class ShownLink(_Shown):
-    """A prefill node's link to a decode node: their places among the nodes; None: the gateway does not know it."""
+    """A prefill node's link to a decode node.
+
+    Attributes:
+        prefill, decode: indices into the view's nodes; None if the gateway does not know the node.
+    """
 
     prefill: int | None = None
     decode: int | None = None
@@ -61,7 +65,7 @@ class ShownReceipt(_Shown):
 
 
 class ShownRequest(_Shown):
-    """A request that has ended; `slow`: why it was slow or failed."""
+    """A request that has ended; `slow` lists why it was slow or failed."""
 
     request_id: Name = ""
     client: Name = ""
@@ -87,7 +91,7 @@ class Totals(_Shown):
 
 
 class Charts(_Shown):
-    """Each list has one value for each window, the last one of now; None: nothing happened in it."""
+    """Time series: one value per window, the newest last; None if nothing happened in the window."""
 
     window_s: float = 0.0
     ttft_p50: tuple[float | None, ...] = ()
@@ -98,7 +102,7 @@ class Charts(_Shown):
 
 
 class ClusterView(_Shown):
-    """All of it; `now_s` is the gateway's unix time."""
+    """The whole view; `now_s` is the gateway's Unix time."""
 
     now_s: float = 0.0
     gateway: Name = ""
@@ -114,17 +118,17 @@ class ClusterView(_Shown):
 
 
 def read_view(text: str) -> ClusterView:
-    """Reads the JSON of a gateway.
+    """Parses the JSON that a gateway returned.
 
     Raises:
-        InternalError: it has something else.
+        InternalError: the JSON is not a cluster view.
     """
     try:
         return ClusterView.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "all of it"
+        where = ".".join(map(str, first["loc"])) or "the whole view"
         raise InternalError(
-            f"the gateway's view is not understood: {where}: {first['msg']}",
-            cure="use the `baton` of the gateway's version",
+            f"cannot read the gateway's view: {where}: {first['msg']}",
+            cure="use a `baton` of the gateway's version",
         ) from None

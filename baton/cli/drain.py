@@ -1,4 +1,4 @@
-"""`baton drain`: a running node finishes its requests and ends."""
+"""`baton drain`: makes a running node finish its requests and end."""
 
 import asyncio
 from typing import Annotated
@@ -20,17 +20,17 @@ def drain(
         typer.Option(
             min=0,
             max=SECONDS_MAX,
-            help="How long running requests may take to finish; the others go on elsewhere. Default: the node's own "
+            help="Seconds for running requests to finish; the rest continue on other nodes. Default: the node's "
             "--drain-grace-s.",
         ),
     ] = None,
     api_key: ApiKey = None,
     client_ca: ClientCa = None,
 ) -> None:
-    """Let a node finish its requests, and end.
+    """Make a node finish its requests and end.
 
-    The node is called at its own address: with certificates, BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA name those
-    of an operator.
+    This command calls the node directly. In a cluster with TLS, set BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA to
+    an operator's certificate.
     """
     use(api_key, client_ca)
     asyncio.run(_drain(target, node, grace_s))
@@ -39,4 +39,4 @@ def drain(
 async def _drain(target: str, node: str, grace_s: float | None) -> None:
     found = await node_of(target, node)
     await ask_to_drain(found.address, grace_s)
-    print(f"{found.name} drains, and ends when its requests have ended")
+    print(f"{found.name} is draining, and ends after its last request")

@@ -1,4 +1,4 @@
-"""`baton expert-load`: how many tokens each expert of a node got, as the file that --expert-load takes."""
+"""`baton expert-load`: saves how many tokens each expert of a node got, in the format that --expert-load reads."""
 
 import asyncio
 from pathlib import Path
@@ -18,16 +18,16 @@ def expert_load(
     seconds: Annotated[
         float | None,
         typer.Option(
-            min=0, max=SECONDS_MAX, help="Only the tokens of the coming seconds. Default: all since the node's start."
+            min=0, max=SECONDS_MAX, help="Count for this many seconds from now. Default: all since the node's start."
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="File to write. Default: the standard output.", show_default=False)
+        Path | None, typer.Option(help="File to write. Default: standard output.", show_default=False)
     ] = None,
 ) -> None:
     """Save how many tokens each expert of a node got.
 
-    As JSON by layer and expert, for the --expert-load of its next start.
+    Writes JSON by layer and expert. Pass the file to the node's next start with --expert-load.
     """
     if output is not None:
         check_output(output, field="output")

@@ -1,4 +1,4 @@
-"""One frame of `baton top`: text of a cluster's view, as wide and as high as there is room. Pure."""
+"""Renders a cluster's view as one frame of `baton top`, fitted to the terminal's width and height. Pure."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ _LATEST_S = 32_503_680_000  # the year 3000
 
 @dataclass(frozen=True)
 class Frame:
-    """What is shown at one moment.
+    """One frame of the display.
 
     Args:
-        view: the last one; None: there is none yet.
-        before: the one before, for rates.
-        trouble: why the gateway does not answer; empty: it does.
-        age_s: of the view.
-        whole: nothing is left out for want of lines.
+        view: the latest view; None before the first one arrived.
+        before: the view before it, from which rates are computed.
+        trouble: why the gateway does not answer; empty if it does.
+        age_s: age of `view`.
+        whole: show all rows, even if the terminal has fewer lines.
     """
 
     view: ClusterView | None
@@ -79,7 +79,7 @@ class Frame:
 
 
 def shares(room: int, wanted: Sequence[int]) -> list[int]:
-    """Divides lines among sections: none gets more than it wants, and those that are cut get as many as any other."""
+    """Divides lines fairly among sections: each gets what it wants or an equal share, whichever is less."""
     given, left = [0] * len(wanted), max(0, room)
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     for place, index in enumerate(order):
@@ -93,11 +93,11 @@ def shares(room: int, wanted: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Column(Generic[Row]):
-    """A column, which is left out where it is empty.
+    """A column, shown unless all its cells are empty.
 
     Args:
-        from_width: only terminals as wide as that have it.
-        shrinks: its cells are cut first.
+        from_width: least terminal width that shows the column.
+        shrinks: whether its cells are cut first if the width does not suffice.
     """
 
     title: str
@@ -109,7 +109,7 @@ class _Column(Generic[Row]):
 
 @dataclass(frozen=True)
 class _Section(Generic[Row]):
-    """A table; `first`: its rows by how much they matter where some are left out."""
+    """A table. `first` has its rows in order of importance, for when not all of them fit."""
 
     name: str
     columns: Sequence[_Column[Row]]
@@ -121,7 +121,7 @@ class _Section(Generic[Row]):
 
     @property
     def lines(self) -> int:
-        """How many it takes: an empty one, the titles, and the rows."""
+        """Lines of the whole section: an empty one, the titles, and the rows."""
         return 2 + max(len(self.rows), 1)
 
     def render(self, lines: int) -> Iterator[RenderableType]:
@@ -240,7 +240,7 @@ def _path(request: ShownRequest) -> str:
 
 
 def _rates(view: ClusterView, before: ClusterView | None) -> dict[tuple[str, str], float]:
-    """Bytes per second of each link since the view before."""
+    """Returns each link's bytes per second between the two views."""
     if before is None or view.now_s <= before.now_s:
         return {}
     known = {_key(before, link): link.bytes_total for link in before.links}
@@ -249,7 +249,7 @@ def _rates(view: ClusterView, before: ClusterView | None) -> dict[tuple[str, str
     for link in view.links:
         key = _key(view, link)
         if key in known:
-            found[key] = max(0, link.bytes_total - known[key]) / passed_s  # a restarted node counts from 0
+            found[key] = max(0, link.bytes_total - known[key]) / passed_s  # a restarted node's count begins at 0
     return found
 
 
@@ -275,7 +275,7 @@ def _line(*parts: str | tuple[str, str]) -> Text:
 
 
 def _text(cell: str | Text, *, one_line: bool) -> Text:
-    """NOTE: rich reads markup in plain strings."""
+    """Wraps a cell in `Text`. NOTE: rich would interpret markup in a plain string."""
     text = cell if isinstance(cell, Text) else Text(cell)
     if one_line:
         text.no_wrap, text.overflow = True, "ellipsis"

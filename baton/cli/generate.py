@@ -1,4 +1,4 @@
-"""`baton generate`: sends prompts to a gateway and prints text as it arrives, or JSON."""
+"""`baton generate`: sends prompts to a gateway, and prints text as it arrives or JSON at the end."""
 
 import asyncio
 import json
@@ -40,8 +40,8 @@ def generate(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts that run at once, instead of PROMPT: one text per line, or JSON lines, each a string "
-            'or {"prompt": text or token ids, "id": ...}.',
+            help="File of prompts instead of PROMPT: one text per line, or JSON lines, each a string or "
+            '{"prompt": text or token ids, "id": ...}. Prompts run in parallel.',
             exists=True,
             dir_okay=False,
         ),
@@ -50,14 +50,24 @@ def generate(
         bool, typer.Option("--json", help="Print one JSON object; with --file, one per line, in order.")
     ] = False,
     timeout: Annotated[
-        float | None, typer.Option(min=DURATION_S_MIN, max=SECONDS_MAX, help="Seconds that each request may take.")
+        float | None,
+        typer.Option(min=DURATION_S_MIN, max=SECONDS_MAX, help="Deadline of each request in seconds. Default: none."),
     ] = None,
     ttft_ms: Annotated[
-        float | None, typer.Option(min=DURATION_S_MIN, max=1e3 * SECONDS_MAX, help="Expected time to the first token.")
+        float | None,
+        typer.Option(
+            min=DURATION_S_MIN,
+            max=1e3 * SECONDS_MAX,
+            help="Target time to the first token in milliseconds. Default: the gateway's.",
+        ),
     ] = None,
     tpot_ms: Annotated[
         float | None,
-        typer.Option(min=DURATION_S_MIN, max=1e3 * SECONDS_MAX, help="Expected mean time per further token."),
+        typer.Option(
+            min=DURATION_S_MIN,
+            max=1e3 * SECONDS_MAX,
+            help="Target mean time per further token in milliseconds. Default: the gateway's.",
+        ),
     ] = None,
     api_key: ApiKey = None,
     client_ca: ClientCa = None,
@@ -77,7 +87,7 @@ def generate(
 
 
 async def stream_to_terminal(target: str, prompt: Prompt, sampling: Sampling, **options: Unpack[Options]) -> Finished:
-    """Prints text as it arrives, then, if stderr is a terminal, a summary of the receipt to stderr."""
+    """Prints text as it arrives. Then prints a summary of the receipt to stderr, if that is a terminal."""
     finished: Finished | None = None
     shown = False
     try:
@@ -92,7 +102,7 @@ async def stream_to_terminal(target: str, prompt: Prompt, sampling: Sampling, **
                     finished = event
     finally:
         if shown:
-            print(flush=True)  # what follows, such as an error, starts on a new line
+            print(flush=True)  # an error after the text starts on a new line
     if finished is None:
         raise InternalError("the stream ended without its last message", cure="see the gateway's log")
     if sys.stderr.isatty():
@@ -103,13 +113,13 @@ async def stream_to_terminal(target: str, prompt: Prompt, sampling: Sampling, **
 
 
 def summary(usage: Usage, receipt: Receipt) -> str:
-    """The receipt in a few lines."""
+    """Describes usage and receipt in a few lines."""
     decode_s = receipt.total_s - receipt.ttft_s
     speed = (usage.completion_tokens - 1) / decode_s if decode_s > 0 else 0.0
     lines = [
         f"{receipt.path}: {receipt.why}",
-        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} new ones, the "
-        f"first after {receipt.ttft_s * 1e3:.0f} ms, then {speed:.0f} per second",
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} output tokens, "
+        f"the first after {receipt.ttft_s * 1e3:.0f} ms, then {speed:.0f} per second",
     ]
     if receipt.bytes_sent:
         lines.append(
@@ -162,8 +172,7 @@ async def _print_json(target: str, prompt: Prompt, sampling: Sampling, options: 
 async def _all(
     target: str, records: Sequence[PromptRecord], sampling: Sampling, options: Options, *, as_json: bool
 ) -> bool:
-    """Runs the prompts at once and prints results in order, each once all before it are printed. Returns whether any
-    prompt failed."""
+    """Runs the prompts in parallel, and prints their results in the file's order. Returns whether a prompt failed."""
     failed = False
     with _progress() as progress:
         bar = progress.add_task("prompts", total=len(records))
@@ -196,7 +205,7 @@ def _print_result(notes: Console, record: PromptRecord, result: Completion | Bat
         if isinstance(result, Completion):
             print(result.text, flush=True)
     if isinstance(result, BatonError):
-        # Through the console of the progress bar, which may share the terminal.
+        # The progress bar may share the terminal, so the line goes through its console.
         notes.print(f"baton: prompt {record.index + 1}: {escaped(str(result))}", markup=False, soft_wrap=True)
 
 
@@ -212,7 +221,7 @@ def _record_to_json(record: PromptRecord, result: Completion | BatonError) -> di
 def _progress() -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # NOTE: rich would send stdout to the bar's stderr even where stdout is a file.
+    # NOTE: by default rich redirects stdout to the bar's stderr, even if stdout is a file.
     return Progress(
         *columns,
         console=console,

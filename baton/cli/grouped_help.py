@@ -1,6 +1,6 @@
-"""Help in groups: the commands of a program, and the flags of a command, under the title of their `rich_help_panel`.
+"""Prints --help in groups: commands and flags appear under the title of their `rich_help_panel`.
 
-It is plain text: rich's boxes cut off names of flags on terminals of 80 columns.
+The output is plain text, because rich's boxes cut off names of flags on terminals of 80 columns.
 """
 
 from collections.abc import Iterable
@@ -46,7 +46,7 @@ class App(typer.Typer):
 
 
 def _title(named: object, default: str) -> str:
-    """The title of the group of a command or flag."""
+    """Returns the group's title of a command or flag."""
     title = getattr(named, "rich_help_panel", None)
     return title if isinstance(title, str) and title else default
 

@@ -1,4 +1,4 @@
-"""Names, roles and versions of a gateway's reports about its nodes, as people and scripts read them."""
+"""Formats the names, roles and versions in a gateway's reports about its nodes."""
 
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.convert import phase_name, role_name
@@ -6,7 +6,7 @@ from baton.rpc.revisions import Member, revision_of
 
 
 def members(cluster: operations_pb2.ClusterStatusResponse) -> list[Member]:
-    """The gateway, and the nodes that work on requests."""
+    """Returns the gateway and the nodes that serve requests."""
     members = [Member(cluster.gateway, cluster.package_version)]
     for node in cluster.nodes:
         if node.reachable and not node.detail:

@@ -1,4 +1,4 @@
-"""The nodes of a gateway, for commands that then call the nodes themselves."""
+"""Looks up a gateway's nodes, for commands that call the nodes directly."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from baton.core.log_lines import escaped
 
 
 class KnownNode(NamedTuple):
-    """A node as its gateway knows it; `adapters`: revisions by name."""
+    """A node as its gateway knows it; `adapters` maps names to revisions."""
 
     name: str
     address: str
@@ -17,11 +17,11 @@ class KnownNode(NamedTuple):
 
 
 async def nodes_of(target: str) -> list[KnownNode]:
-    """The nodes that the gateway reaches.
+    """Returns the nodes that the gateway reaches.
 
     Raises:
-        BatonError: the gateway cannot be reached, or wants an operator's key.
-        NoNode: it reaches none.
+        BatonError: the gateway cannot be reached, or requires an operator's key.
+        NoNode: the gateway reaches no node.
     """
     async with OperatorClient(target) as client:
         reports = (await client.cluster_status()).nodes
@@ -40,8 +40,7 @@ async def nodes_of(target: str) -> list[KnownNode]:
 
 
 async def node_of(target: str, wanted: str) -> KnownNode:
-    """The node of that name or address.
-
+    """Returns the node with that name or address.
     Raises:
         InvalidRequest: the gateway knows no such node.
     """
@@ -50,9 +49,9 @@ async def node_of(target: str, wanted: str) -> KnownNode:
         if wanted in (node.name, node.address):
             return node
     names = tuple(node.name for node in nodes)
-    raise InvalidRequest(f"{wanted} is no node of {target}", field="node", value=wanted, allowed=names)
+    raise InvalidRequest(f"{target} has no node {wanted}", field="node", value=wanted, allowed=names)
 
 
 async def chosen_nodes(target: str, wanted: Sequence[str]) -> list[KnownNode]:
-    """The nodes of these names or addresses; all of the gateway's where none is named."""
+    """Returns the nodes with these names or addresses; if none are named, all of the gateway's nodes."""
     return [await node_of(target, each) for each in wanted] if wanted else await nodes_of(target)

@@ -1,4 +1,4 @@
-"""Files that a command's flags name for its results."""
+"""Writes the files that a command's flags name for its results."""
 
 from pathlib import Path
 from typing import NoReturn
@@ -8,10 +8,10 @@ from baton.core.regular_file import check_can_write, write_regular_file
 
 
 def check_output(path: Path, *, field: str) -> None:
-    """To be called before the work whose result goes there.
+    """Checks that the file can be written. Call it before the work whose result the file gets.
 
     Raises:
-        InvalidRequest: nothing can be written there.
+        InvalidRequest: the file cannot be written.
     """
     try:
         check_can_write(path)
@@ -20,8 +20,10 @@ def check_output(path: Path, *, field: str) -> None:
 
 
 def write_output(path: Path, data: bytes | str, *, field: str) -> None:
-    """Raises:
-    InvalidRequest: as `check_output`.
+    """Writes the file in one step.
+
+    Raises:
+        InvalidRequest: the file cannot be written.
     """
     try:
         write_regular_file(path, data)
@@ -30,5 +32,5 @@ def write_output(path: Path, data: bytes | str, *, field: str) -> None:
 
 
 def _refuse(path: Path, error: OSError, field: str) -> NoReturn:
-    cure = "name a new or a regular file in a writable directory"
+    cure = "name a new file, or an existing regular file, in a writable directory"
     raise InvalidRequest(f"cannot write {path}: {error.strerror}", field=field, value=path, cure=cure) from None

@@ -1,4 +1,4 @@
-"""The gateway's ports on this machine: checked before any process starts, which then binds them itself."""
+"""Checks the gateway's ports before any process starts. The gateway itself binds them later."""
 
 from baton.core.errors import ConfigError
 from baton.rpc.server import ListenAddress, why_taken
@@ -9,18 +9,20 @@ _HOST = "127.0.0.1"
 
 
 def refuse_taken_port(port: int, *, flag: str) -> None:
-    """Raises:
-    ConfigError: another process listens on the port.
+    """Checks that a port is free.
+
+    Raises:
+        ConfigError: another process listens on the port.
     """
     if not _is_free(port):
-        cure = f"is a `baton up` running already? Else give {flag} another port, or 0 for a free one"
-        raise ConfigError(f"port {port} of {_HOST} is taken", field=flag, value=port, cure=cure)
+        cure = f"end the `baton up` that may run already, or give {flag} another port, or 0 for a free one"
+        raise ConfigError(f"port {port} of {_HOST} is in use", field=flag, value=port, cure=cure)
 
 
 def http_listen(port: int | None) -> str | None:
-    """Where the gateway serves HTTP: at `port`, else where the environment says (None), else at the default port, else
-    at a free one.
+    """Returns the address at which the gateway serves HTTP: `port`, else the default port, else a free one.
 
+    Returns None if `port` is None and the environment names the address.
     Raises:
         ConfigError: `port` is taken.
     """

@@ -1,4 +1,4 @@
-"""Starts the processes of a local cluster, follows their reports until they serve, and ends them."""
+"""Starts the processes of a local cluster, receives their reports until they are ready, and ends them."""
 
 import json
 import os
@@ -39,12 +39,12 @@ class Running(Protocol):
 
 
 def module_of(program: str) -> str:
-    """The module that runs a program: `prefill_node` and `decode_node` are modules, `gateway` is `baton.gateway`."""
+    """Returns the module of a program: `baton.gateway` for `gateway`, else the program's own name."""
     return f"baton.{program}" if program == "gateway" else program
 
 
 def launch(program: str, arguments: Sequence[str]) -> Running:
-    """Starts `python -m program` in its own session: Ctrl-C reaches only this process, which drains the others."""
+    """Starts a program in its own session, so that Ctrl-C reaches only this process, which drains the others."""
     return subprocess.Popen(
         [sys.executable, "-m", module_of(program), *arguments],
         stdin=subprocess.DEVNULL,
@@ -59,13 +59,13 @@ class Process:
     """A child process and what it last reported.
 
     Attributes:
-        name: for people.
-        address: where it serves; set before it is ready, as soon as its port is bound.
-        http: where a gateway serves HTTP, if it does.
-        metrics: where its metrics are scraped, if they have a port.
-        stage: what it does, such as "loading"; "ready" once it serves.
-        error: why it cannot start or go on, if it said so.
-        done, total: measure of the stage; both 0 without one.
+        name: for display.
+        address: where the process serves; set once its port is bound, before it is ready.
+        http: where a gateway serves HTTP; None if it does not.
+        metrics: where its metrics are scraped; None if they have no port.
+        stage: what the process does, such as "loading"; "ready" once it serves.
+        error: why the process cannot start or continue, if it reported that.
+        done, total: progress of the stage in bytes; both 0 if it is not measured.
     """
 
     program: str
@@ -85,7 +85,7 @@ class Process:
 
     @property
     def how(self) -> str:
-        """How it ended."""
+        """How the process ended, for a message."""
         code = self.popen.poll()
         if code is None or code >= 0:
             return f"with exit code {code}"
@@ -97,8 +97,10 @@ class Process:
 
 
 def check_running(processes: Iterable[Process]) -> None:
-    """Raises:
-    ConfigError: a process has ended.
+    """Checks that all processes still run.
+
+    Raises:
+        ConfigError: a process has ended.
     """
     for process in processes:
         if process.popen.poll() is not None:
@@ -106,7 +108,7 @@ def check_running(processes: Iterable[Process]) -> None:
 
 
 class _Reports:
-    """Receives the reports of child processes, each on its own connection, which the kernel marks with its pid."""
+    """Receives reports of child processes. Each has its own connection, for which the kernel tells the sender's pid."""
 
     def __init__(self) -> None:
         self.name = f"baton-{os.getpid()}-{secrets.token_hex(8)}"
@@ -117,8 +119,10 @@ class _Reports:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def receive(self, timeout_s: float) -> list[tuple[int, dict[str, object]]] | None:
-        """Waits for reports; returns at most one of each connection, with the pid of its sender, or None: nothing has
-        come, neither reports nor connections."""
+        """Waits for reports. Returns at most one per connection, with the pid of its sender.
+
+        Returns None if neither a report nor a connection arrived in time.
+        """
         found: list[tuple[int, dict[str, object]]] = []
         events = self._selector.select(timeout_s)
         for key, _ in events:
@@ -158,10 +162,11 @@ def _pid(connection: socket.socket) -> int:
 
 @dataclass
 class Processes:
-    """Child processes that end together, in reverse order of their start, and with this process, however it ends.
+    """Child processes that end together in reverse order of their start, and also when this process dies.
 
     Attributes:
-        launch: starts one program; tests give one that forks a warm process.
+        report: prints a line about a process.
+        launch: starts one program; tests pass a function that forks a warm process.
         on_change: called with all processes whenever one may have reported, and often while waiting.
     """
 
@@ -181,7 +186,7 @@ class Processes:
         self._reports.close()
 
     def start(self, program: str, arguments: Sequence[str], *, name: str = "") -> Process:
-        """Starts a program. `wait_ready` knows when it serves."""
+        """Starts a program, and returns at once; `wait_ready` waits until it serves."""
         popen = self.launch(program, [*arguments, "--supervisor", self._reports.name])
         process = Process(program, name or program, popen)
         self.running.append(process)
@@ -189,8 +194,7 @@ class Processes:
         return process
 
     def wait_bound(self, processes: Sequence[Process]) -> None:
-        """Waits until every process has its address, at which it may not serve yet.
-
+        """Waits until every process has bound its port. It may not serve there yet.
         Raises:
             ConfigError: a process ended or took too long; its own message is on stderr.
         """
@@ -207,16 +211,16 @@ class Processes:
             self.report(f"{process.name} serves on {process.address}")
 
     def take_reports(self) -> None:
-        """Takes all reports that have come, without waiting."""
+        """Applies all reports that have arrived, without waiting."""
         while self._receive(0.0):
             pass
 
     def first_ended(self) -> Process | None:
-        """A process that ended on its own, if any."""
+        """Returns the first process that ended on its own, or None."""
         return next((process for process in self.running if process.popen.poll() is not None), None)
 
     def stop(self) -> None:
-        """Drains and ends all processes, the last started first. Kills those that do not end in time."""
+        """Drains and ends all processes, the last started first. Kills processes that do not end in time."""
         while self.running:
             program = self.running[-1].program
             group = [process for process in self.running if process.program == program]
@@ -235,7 +239,7 @@ class Processes:
             self._receive(0.05)
 
     def _receive(self, timeout_s: float) -> bool:
-        """Whether there may be more."""
+        """Applies the reports that arrive in time. Returns whether more may follow."""
         by_pid = {process.pid: process for process in self.running}
         reports = self._reports.receive(timeout_s)
         for pid, report in reports or ():
@@ -257,13 +261,13 @@ class Processes:
             try:
                 process.popen.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self.report(f"{process.name} (pid {process.pid}) did not end: killed")
+                self.report(f"killed {process.name} (pid {process.pid}), which did not end in {_STOP_TIMEOUT_S:.0f} s")
                 process.popen.kill()
                 process.popen.wait()
 
 
 def _why_ended(process: Process) -> ConfigError:
-    """The process's own error, which other processes may have too, or that it ended."""
+    """Returns the error that the process reported, or one that says how it ended."""
     if process.error:
         return ConfigError(process.error)
     return ConfigError(f"{process.name} ended {process.how}", cure="see its message above")

@@ -1,4 +1,4 @@
-"""Runs a command line: its errors are one line on stderr each, and its exit code says what kind it was."""
+"""Runs a command line. An error is one line on stderr, and the exit code tells its kind."""
 
 import io
 import sys
@@ -11,27 +11,27 @@ from baton.cli.grouped_help import App, GroupedCommands
 from baton.core.errors import BatonError
 from baton.core.logs import write_line
 
-# Base class of the errors for wrong flags. typer exports only some of its subclasses.
+# Base class of the errors for wrong flags; typer exports only some of its subclasses.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 def new_app(*, completion: bool = False) -> typer.Typer:
-    """A program without commands yet.
+    """Returns a program without commands.
 
     Args:
-        completion: it also installs and shows the completion of its commands and flags for a shell.
+        completion: add flags that install or show shell completion.
     """
     return App(cls=GroupedCommands, add_completion=completion, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def run(app: typer.Typer, arguments: Sequence[str], program: str) -> NoReturn:
-    """Ends the process. Exit codes: 0, 1 for an error, 2 for a wrong flag, 130 after Ctrl-C.
+    """Runs the command and ends the process. Exit codes: 0, 1 for an error, 2 for a wrong flag, 130 after Ctrl-C.
 
     Args:
-        program: its name in messages.
+        program: the program's name in messages.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Paths, names and texts may have characters that a terminal or a locale lacks.
+        # Paths, names and texts may have characters that the locale's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(list(arguments), prog_name=program, standalone_mode=False)
@@ -50,7 +50,7 @@ def run(app: typer.Typer, arguments: Sequence[str], program: str) -> NoReturn:
 
 
 def _value_of(arguments: Sequence[str], flags: Sequence[str]) -> str | None:
-    """What the command line gives for a flag; bounds of numbers are checked without naming it."""
+    """Returns the value that the command line gives for a flag; click's errors about bounds do not name it."""
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         flag, has_value, value = argument.partition("=")
         if flag in flags:

@@ -1,4 +1,4 @@
-"""One display for all processes of a starting cluster: a row each on a terminal, plain lines elsewhere."""
+"""Shows the progress of a starting cluster: one row per process on a terminal, plain lines elsewhere."""
 
 import subprocess
 import sys
@@ -20,15 +20,15 @@ from baton.settings.environment import child_environment
 
 
 class ClusterProgress:
-    """Shows what each process does. Within the context, lines of `say` and of the processes appear above the rows.
+    """Shows the stage of each process. Inside the context, other lines appear above the rows.
 
     Args:
-        console: None: stderr.
+        console: where to print; default: stderr.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
-        self._since: dict[str, float] = {}  # when each process started its stage
+        self._since: dict[str, float] = {}  # when each process began its stage
         self._stages: dict[str, str] = {}
         self._live: Live | None = None
 
@@ -44,7 +44,7 @@ class ClusterProgress:
         self.close()
 
     def close(self) -> None:
-        """Removes the rows; lines go on."""
+        """Removes the rows. Lines may still be printed."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -59,16 +59,16 @@ class ClusterProgress:
                 continue
             self._stages[process.name] = process.stage
             self._since[process.name] = time.monotonic()
-            # A process that is ready gets a line of its own, and starting takes no time worth a line.
+            # `wait_ready` prints a line for a ready process, and starting is too short to be worth one.
             if self._live is None and not process.ready and not process.stage.startswith("starting"):
                 self.say(f"{process.name}: {process.stage}")
         if self._live is not None:
             self._live.update(self._table(processes))
 
     def launch(self, program: str, arguments: Sequence[str]) -> Running:
-        """Starts `python -m program` in its own session: Ctrl-C reaches only this process, which drains the others.
+        """Starts a program in its own session, so that Ctrl-C reaches only this process, which drains the others.
 
-        On a terminal, the process's lines go through the display; elsewhere they go to stderr themselves.
+        On a terminal, the program's lines go through this display; elsewhere they go straight to stderr.
         """
         piped = self._console.is_terminal
         popen = subprocess.Popen(

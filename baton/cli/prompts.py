@@ -1,4 +1,4 @@
-"""Prompts of `baton generate`, and the file that `--file` names: JSON lines, or one text per line."""
+"""Parses the prompts of `baton generate`: token ids, or a file of JSON lines or of one text per line."""
 
 import json
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class PromptRecord:
     """One prompt of a file.
 
     Attributes:
-        index: its place, from 0, in the file without its blank lines.
-        id: the record's own, if it has one; shown with its result.
+        index: position in the file, from 0; blank lines do not count.
+        id: the record's "id", if it has one; the result repeats it.
     """
 
     index: int
@@ -25,17 +25,19 @@ class PromptRecord:
 
 
 def read_records(file: Path) -> list[PromptRecord]:
-    """The prompts of a file. It holds JSON lines if every line is a JSON string or object, or its name ends in .jsonl;
-    else each line is a prompt. Blank lines do not count.
+    """Reads the prompts of a file, without blank lines.
+
+    If the file's name ends in .jsonl, or every line is a JSON string or object, the lines are JSON; otherwise each line
+    is a prompt.
 
     Raises:
-        BadParameter: the file cannot be read, has no prompts, or a line is wrong; names the line.
+        BadParameter: the file cannot be read, has no prompts, or a line is wrong; the error names the line.
     """
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{file} cannot be read: {error}", param_hint="--file") from None
-    # Not splitlines: JSON strings may hold U+2028.
+    # Not splitlines, which would cut JSON strings at U+2028.
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise typer.BadParameter(f"{file} has no prompts", param_hint="--file")
@@ -45,15 +47,17 @@ def read_records(file: Path) -> list[PromptRecord]:
 
 
 def parse_token_ids(text: str) -> list[int]:
-    """Raises:
-    BadParameter: the text is not a comma-separated list of numbers.
+    """Parses a comma-separated list of token ids.
+
+    Raises:
+        BadParameter: the text is not such a list.
     """
     try:
         token_ids = [int(part) for part in text.split(",")]
     except ValueError:
         token_ids = [-1]
     if min(token_ids) < 0:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,2,3", param_hint="--token-ids")
+        raise typer.BadParameter(f"{text!r} is not a list of token ids such as 1,2,3", param_hint="--token-ids")
     return token_ids
 
 

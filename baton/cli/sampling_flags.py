@@ -1,4 +1,4 @@
-"""Flags of the sampling parameters, as `baton.core.sampling` declares them, for the commands that send prompts."""
+"""Adds flags for the sampling parameters of `baton.core.sampling` to the commands that send prompts."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ _TYPES: Mapping[Kind, Any] = {Kind.INTEGER: int, Kind.NUMBER: float, Kind.FLAG: 
 
 
 def takes_sampling_flags(door: Door) -> Callable[[Callable[Concatenate[SamplingParams, P], None]], Callable[..., None]]:
-    """A decorator of a command: in place of its first parameter come the flags of `door`."""
+    """Returns a decorator that replaces a command's first parameter by the sampling flags of `door`."""
     taken = {name: field for name, field in SAMPLING_FIELDS.items() if door in field.doors}
 
     def extend(command: Callable[Concatenate[SamplingParams, P], None]) -> Callable[..., None]:
@@ -28,7 +28,7 @@ def takes_sampling_flags(door: Door) -> Callable[[Callable[Concatenate[SamplingP
 
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         flags = [_parameter(field) for field in taken.values()]
-        # typer reads both.
+        # typer reads the signature and the annotations.
         run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in (*own, *flags)}
         return run
@@ -56,8 +56,10 @@ def _help(field: SamplingField) -> str:
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:
-    """Raises:
-    BadParameter: a value is out of range.
+    """Builds the parameters from the flags that are given.
+
+    Raises:
+        BadParameter: a value is out of range.
     """
     try:
         return SamplingParams(**given)

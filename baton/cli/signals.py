@@ -1,4 +1,4 @@
-"""Turns SIGINT and SIGTERM into an exception, so that a command leaves its `with` blocks in order."""
+"""Turns SIGINT and SIGTERM into an exception, so that a command's `with` blocks end in order."""
 
 import signal
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from types import FrameType
 
 
 class Stopped(Exception):
-    """The user asked the command to end."""
+    """The process received SIGINT or SIGTERM."""
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Raises Stopped in the main thread at the first SIGINT or SIGTERM, and ignores later ones during cleanup."""
+    """Raises Stopped in the main thread at the first SIGINT or SIGTERM. Later signals are ignored during cleanup."""
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):

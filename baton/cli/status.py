@@ -1,4 +1,4 @@
-"""`baton status`: a gateway's view of its cluster, as tables or as JSON."""
+"""`baton status`: prints a gateway's view of its cluster, as tables or as JSON."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from baton.core.errors import BatonError
 from baton.core.logs import write_line
 from baton.protos.v1 import operations_pb2
 
-# Where output goes to no terminal, long names do not wrap.
+# Least width if the output is not a terminal, so that long names do not wrap.
 _WIDTH_IN_FILES = 160
 _WATCH_S = 1.0
 
@@ -27,7 +27,7 @@ _WATCH_S = 1.0
 def status(
     target: Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")] = DEFAULT_TARGET,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again each second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat every second until Ctrl-C.")] = False,
     api_key: ApiKey = None,
     client_ca: ClientCa = None,
 ) -> None:
@@ -53,7 +53,7 @@ def _print(console: Console, cluster: operations_pb2.ClusterStatusResponse, *, a
 
 
 async def _watch(target: str, console: Console, *, as_json: bool) -> None:
-    """Shows the status each second. A gateway that does not answer is shown, and asked again."""
+    """Shows the status every second. An error is shown in its place, and the gateway is asked again."""
     in_place = console.is_terminal and not as_json
     with Live(console=console, auto_refresh=False) if in_place else nullcontext() as live:
         while True:

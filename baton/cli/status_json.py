@@ -1,4 +1,4 @@
-"""A cluster's status as the JSON object of `baton status --json`."""
+"""Formats a cluster's status as the JSON object of `baton status --json`."""
 
 from baton.cli.node_reports import members, node_role, peer_phase
 from baton.protos.v1 import node_status_pb2, operations_pb2
@@ -6,7 +6,7 @@ from baton.rpc.revisions import mixture, revision_of
 
 
 def to_json(cluster: operations_pb2.ClusterStatusResponse) -> dict[str, object]:
-    """The object that `--json` prints. Incarnations are hexadecimal: JSON numbers lose their digits."""
+    """Returns the object that `--json` prints. Incarnations are hexadecimal, because JSON numbers would be rounded."""
     return {
         "gateway": cluster.gateway,
         "version": cluster.package_version,

@@ -1,4 +1,4 @@
-"""A cluster's status as tables and lines for a terminal."""
+"""Formats a cluster's status as tables and lines for a terminal."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,12 +15,12 @@ from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.revisions import describe_revision, mixture, revision_of
 
 _COLUMNS = 80
-_DIGITS = 12  # of a revision
-_ADAPTERS_MAX, _ADAPTER_NAME_MAX = 16, 64  # that a node's line has
+_DIGITS = 12  # shown of a revision
+_ADAPTERS_MAX, _ADAPTER_NAME_MAX = 16, 64  # shown of one node
 
 
 def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
-    """The status as tables and lines of at most 80 columns, unless names are long."""
+    """Formats the status in at most 80 columns, unless names are long."""
     cluster = _escaped(cluster)
     nodes = cluster.nodes
     version = f" ({cluster.package_version})" if cluster.package_version else ""
@@ -61,7 +61,7 @@ def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
 
 
 def _escaped(cluster: operations_pb2.ClusterStatusResponse) -> operations_pb2.ClusterStatusResponse:
-    """Nodes choose their names: a copy without a character that a terminal would obey."""
+    """Returns a copy without control characters, which the names that nodes choose may contain."""
     copy = operations_pb2.ClusterStatusResponse()
     copy.CopyFrom(cluster)
     _escape(copy)
@@ -109,7 +109,7 @@ def _table() -> Table:
 def _described(
     nodes: Sequence[operations_pb2.NodeReport], describe: Callable[[node_status_pb2.NodeStatus], str]
 ) -> list[str]:
-    """One line for all nodes that are alike, or two where it is long."""
+    """Returns a line, or two if it is long, for each group of nodes with the same description."""
     alike: dict[str, list[str]] = {}
     for node in nodes:
         if node.status.info.model.name:  # otherwise it has never been reached
@@ -133,7 +133,7 @@ def _model(status: node_status_pb2.NodeStatus) -> str:
 
 
 def _context(info: node_status_pb2.NodeInfo) -> str:
-    """Says so where a node takes shorter requests than its model could."""
+    """Describes the context limit of a node that takes shorter requests than its model could."""
     if info.max_context_tokens >= info.model_context_tokens:
         return ""
     return f", requests of up to {info.max_context_tokens:,} of the model's {info.model_context_tokens:,} tokens"
@@ -145,7 +145,7 @@ def _release(status: node_status_pb2.NodeStatus) -> str:
 
 
 def _adapters(status: node_status_pb2.NodeStatus) -> str:
-    """The first ones by name, with as many digits of the revision as tell people which it is; `--json` has all."""
+    """Lists the first adapters by name, with the first digits of their revisions; `--json` has all of them."""
     listed = [
         f"{shortened(each.name, _ADAPTER_NAME_MAX)} ({each.revision[:_DIGITS]})"
         for each in status.adapters[:_ADAPTERS_MAX]
@@ -155,7 +155,7 @@ def _adapters(status: node_status_pb2.NodeStatus) -> str:
 
 
 def _experts(status: node_status_pb2.NodeStatus) -> str:
-    """How evenly the ranks share the tokens of experts."""
+    """Describes how evenly the ranks share the experts' tokens."""
     balance = status.expert_balance
     copies = f"; {balance.redundant_experts} redundant" if balance.redundant_experts else ""
     if not balance.imbalance_max:
@@ -201,7 +201,7 @@ def _pairs_table(
 
 
 def _gone(node: operations_pb2.NodeReport) -> str:
-    """The state of a node that cannot be reached."""
+    """Returns the state of a node that cannot be reached."""
     if node.status.HasField("loading"):
         return "loading"
     return "lost" if node.status.info.name else "unreachable"
@@ -210,7 +210,7 @@ def _gone(node: operations_pb2.NodeReport) -> str:
 def _is_lost(
     node: operations_pb2.NodeReport, peer: node_status_pb2.PeerState, nodes: Sequence[operations_pb2.NodeReport]
 ) -> bool:
-    """Whether an end of the pair is lost. What the prefill node last said of the pair is then out of date."""
+    """Whether one end of the pair is lost, so that the prefill node's last report about the pair is out of date."""
     ends = (node, *(each for each in nodes if peer.incarnation == each.status.info.incarnation != 0))
     return not all(end.reachable for end in ends)
 

@@ -1,4 +1,4 @@
-"""`baton role`: a running node becomes a prefill node or a decode node."""
+"""`baton role`: switches a running node to prefill or decode."""
 
 import asyncio
 from enum import StrEnum
@@ -14,7 +14,7 @@ from baton.protos.v1 import node_status_pb2
 
 
 class NodeRole(StrEnum):
-    """What a node can be."""
+    """A role that a node can have."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -25,19 +25,19 @@ _ROLES = {NodeRole.PREFILL: node_status_pb2.ROLE_PREFILL, NodeRole.DECODE: node_
 
 def role(
     node: Annotated[str, typer.Argument(help="Name or address of the node, as `baton status` shows it.")],
-    wanted: Annotated[NodeRole, typer.Argument(metavar="prefill|decode", help="The role that it gets.")],
+    wanted: Annotated[NodeRole, typer.Argument(metavar="prefill|decode", help="The node's new role.")],
     target: Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")] = DEFAULT_TARGET,
     grace_s: Annotated[
         float | None,
         typer.Option(
-            min=0, max=SECONDS_MAX, help="How long running requests may take to finish; the others go on elsewhere."
+            min=0, max=SECONDS_MAX, help="Seconds for running requests to finish; the rest continue on other nodes."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Even if no other node of its present role is left.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Switch even the last node of its present role.")] = False,
     api_key: ApiKey = None,
     client_ca: ClientCa = None,
 ) -> None:
-    """Switch a running node to another role. It keeps its weights, and no request is lost."""
+    """Switch a running node to another role. The node keeps its weights, and no request is lost."""
     use(api_key, client_ca)
     asyncio.run(_switch(target, node, wanted, grace_s=grace_s, force=force))
 
@@ -49,5 +49,5 @@ async def _switch(target: str, node: str, wanted: NodeRole, *, grace_s: float | 
     print(
         f"{name} is a {wanted} node now, after {done.elapsed_s:.2f} s"
         if done.elapsed_s
-        else f"{name} is a {wanted} node already"
+        else f"{name} already is a {wanted} node"
     )

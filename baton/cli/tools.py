@@ -1,4 +1,4 @@
-"""`baton bench` and `baton plan`: the same as `python -m` of the tool's module, flags included."""
+"""`baton bench` and `baton plan`: each runs its module of `baton-tools`, and passes all flags on."""
 
 from importlib.util import find_spec
 from typing import NoReturn
@@ -8,18 +8,17 @@ from baton.core.errors import ConfigError
 
 
 def bench(flags: Flags = None) -> None:
-    """Measure latency and goodput; --help shows all flags."""
+    """Measure latency and goodput; see its own --help."""
     become_tool("bench", "baton.load", flags)
 
 
 def plan(flags: Flags = None) -> None:
-    """Find how many nodes a load needs; --help shows all flags."""
+    """Find how many nodes a load needs; see its own --help."""
     become_tool("plan", "baton.planner", flags)
 
 
 def become_tool(command: str, module: str, flags: list[str] | None) -> NoReturn:
-    """Replaces this process by the tool's.
-
+    """Replaces this process by the tool.
     Raises:
         ConfigError: the tool is not installed.
     """

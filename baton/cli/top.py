@@ -1,4 +1,4 @@
-"""`baton top`: a gateway's cluster in the terminal, live."""
+"""`baton top`: shows a gateway's cluster live in the terminal."""
 
 import asyncio
 import signal
@@ -18,11 +18,11 @@ from baton.client.operators import OperatorClient
 from baton.core.errors import BatonError, ConfigError, NoNode, PermissionDenied, Unauthenticated
 from baton.core.log_lines import escaped
 
-# Where output goes to no terminal, long names are not cut.
+# Least width if the output is not a terminal, so that long names are not cut.
 _WIDTH_IN_FILES = 160
-_ANSWER_S = 5.0  # a gateway that is stopped keeps its connections
+_ANSWER_S = 5.0  # a suspended gateway keeps its connections open without answering
 _TERMINATED = 128 + signal.SIGTERM
-# Asking again heals none of these.
+# Errors that asking again does not fix.
 _LASTING = (ConfigError, PermissionDenied, Unauthenticated)
 _INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.2, 3600.0
 
@@ -32,11 +32,13 @@ def top(
     interval: Annotated[
         float, typer.Option(min=_INTERVAL_S_MIN, max=_INTERVAL_S_MAX, help="Seconds between frames.")
     ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame without colours; so do pipes.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame without colours and end; the default if output is piped.")
+    ] = False,
     api_key: ApiKey = None,
     client_ca: ClientCa = None,
 ) -> None:
-    """Show the cluster with latencies and slow requests, live."""
+    """Show nodes, links, latencies and slow requests, live."""
     use(api_key, client_ca)
     console = Console(highlight=False)
     if once or not console.is_terminal or console.is_dumb_terminal:
@@ -66,7 +68,7 @@ async def _watch(target: str, console: Console, interval_s: float) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, task.cancel)  # so that the terminal is left as it was
+        loop.add_signal_handler(number, task.cancel)  # `Live` then restores the terminal
     frames = Frames(target)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         loop.add_signal_handler(signal.SIGWINCH, live.refresh)
@@ -76,7 +78,7 @@ async def _watch(target: str, console: Console, interval_s: float) -> None:
 
 
 class Frames:
-    """The frames of one gateway. One that does not answer is in the frame, and asked again for the following one."""
+    """The frames of one gateway. A frame also tells if the gateway does not answer; the next frame asks it again."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -85,8 +87,10 @@ class Frames:
         self._at_s = 0.0
 
     async def following(self) -> Frame:
-        """Raises:
-        BatonError: the gateway will never answer.
+        """Asks the gateway, and returns the next frame.
+
+        Raises:
+            BatonError: the gateway will never answer.
         """
         trouble = ""
         try:
@@ -96,7 +100,7 @@ class Frames:
         except BatonError as error:
             trouble = escaped(str(error))
         else:
-            if self._view is None or found.now_s != self._view.now_s:  # else it is the same one
+            if self._view is None or found.now_s != self._view.now_s:  # else the gateway sent the same view again
                 self._before, self._view, self._at_s = self._view, found, monotonic()
         return Frame(self._view, self._before, trouble, monotonic() - self._at_s)
 
@@ -106,4 +110,4 @@ async def _ask(target: str) -> ClusterView:
         async with asyncio.timeout(_ANSWER_S), OperatorClient(target) as client:
             return read_view(await client.cluster_view())
     except TimeoutError:
-        raise NoNode(f"{target} has not answered within {_ANSWER_S:g} s", field="target", value=target) from None
+        raise NoNode(f"{target} did not answer within {_ANSWER_S:g} s", field="target", value=target) from None

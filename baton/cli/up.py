@@ -1,4 +1,4 @@
-"""`baton up`: a local cluster in the foreground. `baton demo`: one prompt through a local cluster."""
+"""`baton up` runs a local cluster in the foreground; `baton demo` sends one prompt through a local cluster."""
 
 import asyncio
 import json
@@ -31,8 +31,8 @@ from baton.settings.model_source import find_model
 from baton.settings.node_config import NodeSettings
 
 _PAIRED_TIMEOUT_S = 60.0
-_NODES_MAX = 256  # of each role, on one machine
-# Nodes on one GPU divide what a single node would use.
+_NODES_MAX = 256  # of each role
+# Nodes on one GPU divide the share of memory that a single node would use.
 _GPU_SHARE = NodeSettings.model_fields["gpu_memory_fraction"].default
 
 DEMO_PROMPT = (
@@ -43,7 +43,7 @@ DEMO_PROMPT = (
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """The cluster to start. None leaves a setting to its variable or default."""
+    """Options of the cluster to start. None leaves a setting to its variable or default."""
 
     prefill: int = 1
     decode: int = 1
@@ -73,7 +73,7 @@ class LocalCluster:
     processes: Processes
 
     def describe(self) -> dict[str, object]:
-        """The line that `baton up` prints."""
+        """Returns the object that `baton up` prints."""
         return {
             "gateway": self.gateway.address,
             "http": self.gateway.http,
@@ -116,7 +116,7 @@ def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
             ca = options.certs and options.certs / "ca.crt"
             adapters = asyncio.run(_until_paired(gateway, prefill, decode, ca))
         except (Unauthenticated, PermissionDenied):
-            paired = "whether all pairs are ready is for operators to see: BATON_API_KEY may have an operator's key"
+            paired = "serving; to check that all nodes are paired, set BATON_API_KEY to an operator's key"
         else:
             paired = "every prefill node is paired with every decode node"
             if adapters:
@@ -158,8 +158,10 @@ def _own_certificate(options: ClusterOptions, role: str) -> dict[str, object]:
 
 
 def _devices(num_nodes: int, num_gpus: int, *, ranks: int = 1, device_given: bool = False) -> Iterator[list[str]]:
-    """Device flags of each node. Nodes take GPUs in turn, one per rank, and split the memory of a shared GPU. Settings
-    from flags and environment win."""
+    """Yields the device flags of each node. Nodes take GPUs in turn, one per rank, and share a GPU's memory equally.
+
+    A device or memory fraction that flags or environment set is kept.
+    """
     device_given = device_given or is_set("device")
     places = max(1, num_gpus // ranks)
     sharing = -(-num_nodes // places)
@@ -200,8 +202,8 @@ async def _until_paired(
     """Waits until every pair is ready. Returns the names of the adapters that all nodes have.
 
     Raises:
-        Unauthenticated, PermissionDenied: the gateway wants an operator's key.
-        ConfigError: a pair was refused or was not ready in time, with the reasons; or a process has ended.
+        Unauthenticated, PermissionDenied: the gateway requires an operator's key.
+        ConfigError: a pair was refused, a pair was not ready in time, or a process ended.
     """
     wanted = len(prefill) * len(decode)
     deadline = time.monotonic() + _PAIRED_TIMEOUT_S
@@ -218,7 +220,7 @@ async def _until_paired(
             for peer in peers:
                 if peer.phase == node_status_pb2.PEER_PHASE_REFUSED:
                     reasons = "; ".join(f"{item.field}: {item.ours} and {item.theirs}" for item in peer.mismatches)
-                    raise ConfigError(f"{peer.name} and its prefill node do not fit: {reasons}")
+                    raise ConfigError(f"{peer.name} and its prefill node are incompatible: {reasons}")
             ready = sum(peer.phase == node_status_pb2.PEER_PHASE_READY for peer in peers)
             if ready == wanted and len(status.nodes) == len(prefill) + len(decode):
                 loaded = ({adapter.name for adapter in node.status.adapters} for node in status.nodes)
@@ -229,14 +231,20 @@ async def _until_paired(
 
 
 def up(
-    prefill_nodes: Annotated[int, typer.Option(min=0, max=_NODES_MAX, help="Prefill nodes.")] = ClusterOptions.prefill,
-    decode_nodes: Annotated[int, typer.Option(min=1, max=_NODES_MAX, help="Decode nodes.")] = ClusterOptions.decode,
+    prefill_nodes: Annotated[
+        int, typer.Option(min=0, max=_NODES_MAX, help="Number of prefill nodes.")
+    ] = ClusterOptions.prefill,
+    decode_nodes: Annotated[
+        int, typer.Option(min=1, max=_NODES_MAX, help="Number of decode nodes.")
+    ] = ClusterOptions.decode,
     model: Annotated[
         Path | None,
-        typer.Option(help="Directory, or name on the Hugging Face hub (owner/name@revision); default: a demo model."),
+        typer.Option(
+            help="Model directory, or name on the Hugging Face hub (owner/name@revision). Default: a small demo model."
+        ),
     ] = None,
     model_name: Annotated[
-        str | None, typer.Option(help="Name of the model for clients; default: the directory's or the hub's.")
+        str | None, typer.Option(help="Name under which clients request the model. Default: that of --model.")
     ] = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="gRPC port of the gateway; 0 takes a free port.")
@@ -246,38 +254,46 @@ def up(
         typer.Option(
             min=0,
             max=65535,
-            help=f"HTTP port of the gateway; default: {DEFAULT_HTTP_PORT} if it is free, else another one.",
+            help=f"HTTP port of the gateway; 0 takes a free port. Default: {DEFAULT_HTTP_PORT}, or a free port if it "
+            "is in use.",
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Device of every node: cpu, cuda, cuda:1; default: the GPUs in turn.")
+        str | None,
+        typer.Option(help="Device of every node: cpu, cuda, cuda:1. Default: each node takes the next GPU, if any."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Dtype of weights and activations: auto, float32, bfloat16, float16.")
+        str | None,
+        typer.Option(help="Dtype of weights and activations: auto, float32, bfloat16, float16. Default: auto."),
     ] = None,
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(min=1, max=64, help="GPUs or processes of each node.")
+        int | None, typer.Option(min=1, max=64, help="Ranks of each node: GPUs, or processes on a CPU. Default: 1.")
     ] = None,
     prefill_kv_cache_layout: Annotated[
-        str | None, typer.Option(help="KV layout of prefill nodes: NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC.")
+        str | None,
+        typer.Option(help="KV cache layout of prefill nodes: NHD, HND, BLNHC, BLHNC; for MLA models LBNC or BLNC."),
     ] = None,
-    decode_kv_cache_layout: Annotated[str | None, typer.Option(help="KV layout of decode nodes.")] = None,
+    decode_kv_cache_layout: Annotated[
+        str | None, typer.Option(help="KV cache layout of decode nodes; may differ from the prefill nodes'.")
+    ] = None,
     prefill_block_size: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Token slots per block on prefill nodes.")
+        int | None, typer.Option(min=1, max=1024, help="Tokens per KV block on prefill nodes.")
     ] = None,
     decode_block_size: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Token slots per block on decode nodes.")
+        int | None, typer.Option(min=1, max=1024, help="Tokens per KV block on decode nodes.")
     ] = None,
     local_policy: Annotated[
-        LocalPolicy | None, typer.Option(help="Where prompts are prefilled; default: elastic.")
+        LocalPolicy | None,
+        typer.Option(help="Whether decode nodes may compute prompts themselves. Default: elastic."),
     ] = None,
     certs: Annotated[
-        Path | None, typer.Option(help="Folder of `baton certs`: TLS between all processes and for clients.")
+        Path | None,
+        typer.Option(help="Folder made by `baton certs`; turns on TLS between all processes and for clients."),
     ] = None,
 ) -> None:
     """Run a local cluster in the foreground until Ctrl-C. Prints one JSON line on stdout when it is ready.
 
-    All other settings of nodes and gateway are taken from BATON_* variables.
+    Other settings of nodes and gateway come from BATON_* variables: see `baton prefill-node --help`.
     """
     write_in_background("stderr", "stdout")
     options = ClusterOptions(
@@ -310,9 +326,9 @@ def up(
 def demo(
     model: Annotated[Path | None, typer.Option(help="Model directory; default: the DeepSeek demo model.")] = None,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = DEMO_PROMPT,
-    max_tokens: Annotated[int, typer.Option(min=1, max=TOKENS_MAX, help="How many tokens to generate.")] = 80,
+    max_tokens: Annotated[int, typer.Option(min=1, max=TOKENS_MAX, help="Most tokens to generate.")] = 80,
 ) -> None:
-    """Start a cluster, send one prompt, print its receipt, stop."""
+    """Start a local cluster, send one prompt, print its receipt."""
     options = ClusterOptions(model=model or DEMO_MODELS / "deepseek", log_level="warning")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     try:
@@ -333,8 +349,7 @@ def demo(
 
 
 def _wait_until_the_gateway_ends(processes: Processes) -> None:
-    """Never returns: it ends with an exception. The cluster goes on without a node that ended.
-
+    """Waits for the gateway's end, and drops nodes that end before it. Never returns.
     Raises:
         ConfigError: the gateway ended.
     """
@@ -348,7 +363,7 @@ def _wait_until_the_gateway_ends(processes: Processes) -> None:
         line += f": {ended.error}" if ended.error else ""
         if ended.program == "gateway":
             raise ConfigError(line)
-        _report(f"{line}; the cluster goes on without it")
+        _report(f"{line}; the cluster continues without it")
         processes.running.remove(ended)
 
 

@@ -1,4 +1,4 @@
-"""The events of one request: sent again after a refusal, and continued at another gateway where the first is lost."""
+"""Streams one request's events: retries refusals, and continues at another gateway when the first is lost."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -11,17 +11,17 @@ from baton.client.resumption import AnswerProgress, prepare
 from baton.core.errors import BatonError
 from baton.protos.v1 import generation_pb2 as pb
 
-# While no gateway can be reached, an answer that has begun waits so long, and tries all of them so often.
+# While no gateway can be reached, a started answer tries all gateways at this interval, for this long.
 _RESUME_S, _RESUME_EVERY_S = 10.0, 0.5
 
 
 async def stream(
     gateways: Gateways, request: pb.GenerateRequest, timeout_s: float | None
 ) -> AsyncGenerator[Event, None]:
-    """The request's events, from as many gateways and attempts as it takes. Closing it ends the request.
+    """Yields the request's events, across retries and gateways. Closing the generator ends the request.
 
     Raises:
-        BatonError: the request failed; `request_id` is set.
+        BatonError: the request failed; the error's `request_id` is set.
     """
     several = len(gateways.all) > 1
     prepare(request, resumes=several)
@@ -53,7 +53,7 @@ async def stream(
 
 
 class _Failures:
-    """Decides what follows a failure of one request."""
+    """Decides whether a failed request is sent again, and to which gateway."""
 
     def __init__(self, gateways: Gateways, request_id: str) -> None:
         self._gateways = gateways
@@ -72,7 +72,10 @@ class _Failures:
         return error
 
     async def lost(self, gateway: Gateway, lost: LostGateway) -> BatonError | None:
-        """Goes on to the next gateway; as `failed`, if none can be reached."""
+        """Switches to the next gateway. Once all of them failed, returns or raises as `failed` does.
+
+        A started answer first keeps trying for some seconds, if there are several gateways.
+        """
         self._gateways.leave(gateway)
         self._since_s = self._since_s if self._in_a_row else monotonic()
         self._in_a_row += 1

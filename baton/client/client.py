@@ -1,11 +1,4 @@
-"""The asynchronous client of a gateway, or of several: outputs as typed events, errors as `baton.core.errors`.
-
-async with AsyncClient() as client:
-    async for event in client.generate("Once upon a time", {"max_tokens": 64}):
-        print(event.text, end="")
-
-With `AsyncClient(addresses=[...])`, a request whose gateway is lost goes on at the next one, without a token twice.
-"""
+"""The asynchronous client of one or several gateways: typed events, and the errors of `baton.core.errors`."""
 
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping, Sequence
@@ -34,28 +27,35 @@ from baton.settings.environment import client_access
 
 Answer = TypeVar("Answer")
 
-DEFAULT_PORT = 7000  # of the gateway in `baton up` and in the images
+DEFAULT_PORT = 7000  # where `baton up` and the images serve gRPC
 DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
 UNARY_TIMEOUT_S = 60.0
 
 
 class AsyncClient:
-    """A connection to one gateway, or to one of several in front of the same nodes. It carries any number of requests
-    at once.
+    """Sends requests to a gateway, any number at once, and returns their outputs as typed events or whole.
+
+    async with AsyncClient() as client:
+        async for event in client.generate("Once upon a time", {"max_tokens": 64}):
+            print(event.text, end="")
+
+    With several `addresses`, a request whose gateway is lost continues at the next one; no token arrives twice.
 
     Args:
-        target: the gateway's address, or several with commas; None: BATON_TARGET, else port 7000 of this machine.
-        addresses: those of several gateways, instead of `target`. The first one that answers is used; when it is lost
-            or drains, requests go on at the next one. One whose answer has begun waits some seconds for a gateway.
-        api_key: None: that of BATON_API_KEY, if it is set.
-        tls_ca: PEM file with the CA of the gateways' certificates, or "system"; None: BATON_CLIENT_CA, else no TLS.
-        unary_timeout_s: for each call that generates nothing, such as `tokenize`. A request that generates has its own
-            option `timeout_s`.
-        retry_s: how long requests that are refused with a time to come again are sent again, at that time, within their
-            `timeout_s`; None: until `timeout_s`, and for a minute without one; 0: never.
+        target: host:port of the gateway, or of several with commas. Default: BATON_TARGET, else port 7000 of this machine.
+        addresses: host:port of several gateways in front of the same nodes, used in place of `target`. The client uses
+            the first one that answers, and switches to the next when that one is lost or drains. If none can be
+            reached, a request whose output has begun keeps trying for 10 s.
+        api_key: Default: BATON_API_KEY, else none.
+        tls_ca: PEM file with the CA of the gateways' certificates, or "system" for the machine's own CAs. Default:
+            BATON_CLIENT_CA, else no TLS.
+        unary_timeout_s: seconds for each call that generates nothing, such as `tokenize`. Requests that generate take
+            the option `timeout_s` instead.
+        retry_s: seconds during which a refused request is retried, each time when the refusal says so, and never past
+            the request's `timeout_s`. None: until `timeout_s`, or for 60 s if it has none. 0: never.
 
     Raises:
-        ConfigError: an address is not one, the CA cannot be read, or the key would cross a network unencrypted.
+        ConfigError: an address is wrong, the CA cannot be read, or the API key would cross a network unencrypted.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AsyncClient:
 
     @property
     def target(self) -> str:
-        """The gateway that is asked next."""
+        """Address of the gateway that gets the next request."""
         return self._gateways.current.target
 
     async def __aenter__(self) -> Self:
@@ -88,7 +88,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections; running requests end."""
+        """Closes the connections, which ends running requests."""
         await self._gateways.close()
 
     # ---- requests
@@ -96,11 +96,20 @@ class AsyncClient:
     def generate(
         self, prompt: str | Sequence[int], sampling: Sampling = None, **options: Unpack[StreamOptions]
     ) -> AsyncGenerator[Event, None]:
-        """The outputs as they arrive; each ends with `Finished`. Closing the generator or cancelling ends the request.
+        """Streams the outputs for a prompt as they arrive; each output ends with a `Finished` event.
+
+        Closing the generator, or cancelling the task that iterates it, ends the request.
+
+        Args:
+            prompt: text, or token ids.
+            sampling: `SamplingParams`, or a mapping with their names. Unset parameters take the model's defaults.
+            options: see `StreamOptions`.
 
         Raises:
-            BatonError: the request failed, or took longer than `timeout_s`.
-            TypeError: there is no such option.
+            InvalidRequest: the gateway or this client refused a value; the error names the field.
+            DeadlineExceeded: the request took longer than `timeout_s`.
+            BatonError: the request failed for another reason; see `baton.core.errors`.
+            TypeError: an option or a sampling parameter does not exist; the message lists the allowed ones.
         """
         return stream(self._gateways, generate_message(prompt, sampling, options), options.get("timeout_s"))
 
@@ -120,11 +129,9 @@ class AsyncClient:
         n: int | None = None,
         **options: Unpack[Options],
     ) -> Completion | list[Completion]:
-        """The whole output at once; with `n`, a list of `n` outputs.
+        """Returns the whole output for a prompt; with `n`, a list of `n` outputs.
 
-        Raises:
-            BatonError: as in `generate`.
-            TypeError: there is no such option.
+        Takes and raises what `generate` does.
         """
         message = generate_message(prompt, sampling, {**options, "n": n})
         return await self._whole(message, n, options.get("timeout_s"))
@@ -135,11 +142,15 @@ class AsyncClient:
         sampling: Sampling = None,
         **options: Unpack[ChatStreamOptions],
     ) -> AsyncGenerator[Event, None]:
-        """As `generate`, for a conversation in the shapes of OpenAI's chat completions; events have `chat`.
+        """Streams the answer to a conversation. Each event's `chat` holds its answer text, reasoning and tool calls.
+
+        Args:
+            messages: the conversation, in the shape of OpenAI's chat completions: {"role": "user", "content": "Hi"}.
+            sampling: as in `generate`.
+            options: see `ChatStreamOptions`.
 
         Raises:
-            BatonError: as in `generate`.
-            TypeError: there is no such option.
+            BatonError, TypeError: as in `generate`.
         """
         return stream(self._gateways, chat_message(messages, sampling, options), options.get("timeout_s"))
 
@@ -169,17 +180,19 @@ class AsyncClient:
         n: int | None = None,
         **options: Unpack[ChatOptions],
     ) -> Completion | list[Completion]:
-        """The whole answer to a conversation: text, reasoning, tool calls and usage; with `n`, a list of `n` answers.
+        """Returns the whole answer to a conversation: text, reasoning, tool calls and usage.
 
-        Raises:
-            BatonError: as in `generate`.
-            TypeError: there is no such option.
+        With `n`, returns a list of `n` answers. Takes and raises what `stream_chat` does.
         """
         message = chat_message(messages, sampling, {**options, "n": n})
         return await self._whole(message, n, options.get("timeout_s"))
 
     async def abort(self, *request_ids: str) -> list[str]:
-        """Ends running requests; returns the ids of those that ran. Their callers get `Cancelled`."""
+        """Ends running requests, whose callers get `Cancelled`. Returns the ids that were running.
+
+        Raises:
+            BatonError: no gateway can be reached, or one refused the call.
+        """
         aborted: set[str] = set()
         lost: list[BatonError] = []
         request = pb.AbortRequest(request_ids=request_ids)
@@ -196,33 +209,35 @@ class AsyncClient:
     # ---- what a gateway knows
 
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a text. `model` empty: the served model."""
         request = pb.TokenizeRequest(add_special_tokens=add_special_tokens)
         set_text(request, model=model, text=text)
         answer = await self._ask(lambda gateway, left_s: gateway.stub.Tokenize(request, timeout=left_s))
         return list(answer.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids."""
         request = pb.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
         request.token_ids.extend(token_ids_message(token_ids).ids)
         return (await self._ask(lambda gateway, left_s: gateway.stub.Detokenize(request, timeout=left_s))).text
 
     async def list_models(self) -> list[ModelCard]:
-        """The served model and its adapters."""
+        """Returns the served model, followed by its LoRA adapters."""
         request = pb.ListModelsRequest()
         answer = await self._ask(lambda gateway, left_s: gateway.stub.ListModels(request, timeout=left_s))
         return [ModelCard.from_message(card) for card in answer.models]
 
     async def model_info(self, model: str = "") -> ModelInfo:
-        """Limits, special tokens, default sampling and more of the served model."""
+        """Returns limits, special tokens, default sampling and more of the served model."""
         request = pb.GetModelInfoRequest(model=model)
         answer = await self._ask(lambda gateway, left_s: gateway.stub.GetModelInfo(request, timeout=left_s))
         return ModelInfo.from_message(answer)
 
     async def tokenizer(self, model: str = "") -> bytes:
-        """The model's tokenizer files as a zip archive.
+        """Returns the model's tokenizer files as a zip archive.
 
         Raises:
-            DataLoss: it arrived damaged.
+            DataLoss: the archive arrived damaged.
         """
         request = pb.GetTokenizerRequest(model=model)
         return await self._ask(lambda gateway, left_s: _download(gateway.stub.GetTokenizer(request, timeout=left_s)))
@@ -263,7 +278,7 @@ async def _download(pieces: AsyncIterable[pb.GetTokenizerResponse]) -> bytes:
     """Joins the archive's pieces.
 
     Raises:
-        DataLoss: it arrived damaged.
+        DataLoss: the checksum does not match.
     """
     data, sha256 = bytearray(), ""
     async for piece in pieces:

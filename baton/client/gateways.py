@@ -1,4 +1,4 @@
-"""The gateways of one client: channels, which gateway is asked next, and what a failed call means."""
+"""The gateways of one client: their channels, which one gets the next call, and what a failed call means."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -18,16 +18,16 @@ from baton.security.tls import Dial
 
 Answer = TypeVar("Answer")
 
-# Without our details: how gRPC ends a call whose server process is going away.
+# gRPC ends a call with these, and without our error details, when the server process is going away.
 _BROKEN_STREAM = (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _REFUSALS = (Overloaded, NoNode, Draining)
-_RETRY_S_MIN = 0.01  # a server that says "at once" is not asked in a busy loop
+_RETRY_S_MIN = 0.01  # keeps a retry time of 0 from becoming a busy loop
 TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at once
-_RETRY_S = 60.0  # how long refusals are retried where the call has no deadline
+_RETRY_S = 60.0  # how long refusals are retried if the call has no deadline
 
 
 class LostGateway(Exception):
-    """The gateway is not there or takes no requests; `error` is what that means if there is no other one."""
+    """A gateway cannot be reached or takes no requests; `error` is what the caller gets if no other gateway helps."""
 
     def __init__(self, error: BatonError) -> None:
         super().__init__(str(error))
@@ -84,10 +84,11 @@ class Gateway:
 
 
 class Retries:
-    """How long a refused request is sent again: after the time that the refusal carries, before its deadline.
+    """Decides whether a refused call is retried: after the wait that the refusal names, before the deadline.
 
     Args:
-        retry_s: the most time from now on; None: until the deadline, and for a minute where there is none.
+        deadline_s: on the monotonic clock; None: no deadline.
+        retry_s: most seconds of retrying, from now on; None: until the deadline, or 60 s without one.
     """
 
     def __init__(self, deadline_s: float | None, retry_s: float | None) -> None:
@@ -99,7 +100,7 @@ class Retries:
             self._until_s = now_s + retry_s if deadline_s is None else min(deadline_s, now_s + retry_s)
 
     def left_s(self) -> float | None:
-        """Time to the deadline; None: there is none."""
+        """Returns the seconds until the deadline; None if there is no deadline."""
         return None if self.deadline_s is None else max(0.0, self.deadline_s - monotonic())
 
     async def wait(self, refusal: BatonError) -> bool:
@@ -118,13 +119,13 @@ class Retries:
 
 
 class Gateways:
-    """One gateway or several in front of the same nodes, of which one is used until it is lost.
+    """One or several gateways in front of the same nodes. One of them gets all calls until it is lost.
 
     Args:
         retry_s: see `Retries`.
 
     Raises:
-        ConfigError: the CA cannot be read, or the key would cross a network unencrypted.
+        ConfigError: the CA cannot be read, or the API key would cross a network unencrypted.
     """
 
     def __init__(
@@ -138,11 +139,11 @@ class Gateways:
 
     @property
     def current(self) -> Gateway:
-        """The gateway that is asked next."""
+        """The gateway that gets the next call."""
         return self.all[self._current]
 
     def leave(self, gateway: Gateway) -> None:
-        """The next gateway is used from now on, unless another request has left this one already."""
+        """Switches to the next gateway, unless another request already left this one."""
         if self.current is gateway:
             self._current = (self._current + 1) % len(self.all)
 
@@ -157,11 +158,14 @@ class Gateways:
         timeout_s: float | None,
         retry_s: float | None = None,
     ) -> Answer:
-        """The answer of the first gateway that gives one.
+        """Returns the answer of the first gateway that gives one.
 
         Args:
-            ask: calls the gateway; gets the time that is left.
-            retry_s: None: the client's.
+            ask: calls the gateway; its second argument is the time left in seconds, or None without a deadline.
+            retry_s: overrides the client's `retry_s`.
+
+        Raises:
+            BatonError: all gateways are lost, or one of them refused the call.
         """
         deadline_s = None if timeout_s is None else monotonic() + min(timeout_s, TIMEOUT_S_MAX)
         retries = Retries(deadline_s, self.retry_s if retry_s is None else retry_s)
@@ -187,11 +191,11 @@ class Gateways:
 
 @contextmanager
 def typed_errors(gateway: Gateway) -> Iterator[None]:
-    """Turns gRPC's errors into ours.
+    """Converts gRPC errors to `BatonError`.
 
     Raises:
-        LostGateway: another gateway may answer.
-        BatonError: instead of any other gRPC status.
+        LostGateway: this gateway is unreachable or draining; another one may answer.
+        BatonError: every other gRPC status.
     """
     try:
         yield
@@ -216,8 +220,8 @@ def typed_errors(gateway: Gateway) -> Iterator[None]:
 
 def _unreachable(gateway: Gateway, cause: str) -> NoNode:
     target, through = gateway.target, ""
-    cure = "start a gateway there, or give the address of one that runs; one with TLS wants BATON_CLIENT_CA"
+    cure = "start a gateway there, or give the address of a running one; a gateway with TLS needs BATON_CLIENT_CA"
     if gateway.proxy is not None:
         through = f" through the proxy {gateway.proxy}"
-        cure = f"name its host in no_proxy to reach it directly, or correct {gateway.proxy.variable}; else {cure}"
+        cure = f"add the host to no_proxy to reach it directly, or correct {gateway.proxy.variable}; else {cure}"
     return NoNode(f"cannot reach {target}{through}: {cause}", field="target", value=target, cure=cure)

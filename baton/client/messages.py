@@ -1,4 +1,4 @@
-"""What a client's request and its events are on the wire."""
+"""Translates a client's requests to protobuf messages, and messages to events."""
 
 import json
 import math
@@ -20,13 +20,18 @@ from baton.rpc.convert import (
     usage_from_proto,
 )
 
-# How to choose tokens; a mapping has the names of SamplingParams. What is unset is up to the gateway.
+# How to choose tokens; a mapping uses the names of SamplingParams. The gateway fills in what is unset.
 Sampling = SamplingParams | Mapping[str, Any] | None
 
 
 class Options(TypedDict, total=False):
-    """What every request takes; `GenerateRequest` on the wire describes the fields. `timeout_s`: None: no deadline;
-    `ttft_s`, `tpot_s`: see `baton.core.types.Slo`; None: the gateway's."""
+    """Options of every request. `GenerateRequest` in generation.proto documents each field.
+
+    Attributes:
+        model: the served model or one of its adapters; empty: the served model.
+        timeout_s: seconds for the whole request, retries included; None: no deadline.
+        ttft_s, tpot_s: seconds to the first token and per further token, see `Slo`; None: the gateway's.
+    """
 
     model: str
     request_id: str
@@ -42,13 +47,13 @@ class Options(TypedDict, total=False):
 
 
 class StreamOptions(Options, total=False):
-    """`Options`, and the number of outputs."""
+    """`Options` plus the number of outputs, `n`."""
 
     n: int
 
 
 class ChatOptions(Options, total=False):
-    """`Options`, and those of a conversation; `Chat` on the wire describes the fields."""
+    """`Options` plus those of a conversation. `Chat` in generation.proto documents each field."""
 
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
@@ -58,18 +63,17 @@ class ChatOptions(Options, total=False):
 
 
 class ChatStreamOptions(ChatOptions, total=False):
-    """`ChatOptions`, and the number of outputs."""
+    """`ChatOptions` plus the number of outputs, `n`."""
 
     n: int
 
 
 def generate_message(prompt: str | Sequence[int], sampling: Sampling, options: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The request for a prompt, with `StreamOptions`.
+    """Builds the request for a prompt, with `StreamOptions`.
 
     Raises:
-        TypeError: there is no such option.
+        TypeError: an option or sampling parameter does not exist.
         InvalidRequest: a value cannot be sent.
-        TypeError: there is no such sampling parameter.
     """
     _check_names(options, StreamOptions.__optional_keys__)
     request = _request_message(sampling, options)
@@ -83,10 +87,10 @@ def generate_message(prompt: str | Sequence[int], sampling: Sampling, options: M
 def chat_message(
     messages: Sequence[Mapping[str, Any]], sampling: Sampling, options: Mapping[str, Any]
 ) -> pb.GenerateRequest:
-    """The request for a conversation, with `ChatStreamOptions`.
+    """Builds the request for a conversation, with `ChatStreamOptions`.
 
     Raises:
-        TypeError: there is no such option.
+        TypeError: an option or sampling parameter does not exist.
         InvalidRequest: a value cannot be sent.
     """
     _check_names(options, ChatStreamOptions.__optional_keys__)
@@ -111,7 +115,7 @@ def _check_names(options: Mapping[str, Any], allowed: frozenset[str]) -> None:
 
 
 def _request_message(sampling: Sampling, options: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The request without its prompt."""
+    """Builds a request without its prompt."""
     request = pb.GenerateRequest()
     if sampling is not None:
         request.sampling.CopyFrom(sampling_to_proto(_sampling_params(sampling)))
@@ -152,7 +156,7 @@ def json_text(field: str, value: object) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(
-            f"{field} cannot be sent: {error}", field=field, cure="give what JSON can express"
+            f"{field} cannot be sent: {error}", field=field, cure="use only values that JSON can express"
         ) from None
     return text
 
@@ -161,10 +165,10 @@ def set_text(
     message: pb.GenerateRequest | common_pb2.Slo | pb.TokenizeRequest | operations_pb2.SwitchNodeRoleRequest,
     **texts: str,
 ) -> None:
-    """Fills fields of the message.
+    """Sets text fields of the message.
 
     Raises:
-        InvalidRequest: a text is not valid Unicode, such as a wrongly decoded argument or file.
+        InvalidRequest: a text cannot be encoded as UTF-8, for example because a file was decoded wrongly.
     """
     for name, text in texts.items():
         try:

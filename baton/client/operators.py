@@ -1,6 +1,6 @@
-"""The client of operators: the command line, tests and tools ask a gateway about its cluster with it.
+"""The operators' client, with which the command line, tests and tools query a gateway's cluster.
 
-It returns the wire's messages, which is why `baton` does not offer it to users.
+It returns protobuf messages, so `baton` does not export it.
 """
 
 from collections.abc import AsyncIterable
@@ -11,21 +11,21 @@ from baton.protos.v1 import node_status_pb2, operations_pb2
 
 
 class OperatorClient(AsyncClient):
-    """An `AsyncClient` that also asks what operators ask."""
+    """An `AsyncClient` with the calls of baton.v1.Operations."""
 
     async def loads(self) -> operations_pb2.GetLoadsResponse:
-        """How full each node is."""
+        """Returns the load of each node."""
         return await self._ask(
             lambda gateway, left_s: gateway.operations.GetLoads(operations_pb2.GetLoadsRequest(), timeout=left_s)
         )
 
     async def cluster_status(self) -> operations_pb2.ClusterStatusResponse:
-        """The cluster as the gateway sees it."""
+        """Returns the cluster's state as the gateway sees it."""
         request = operations_pb2.ClusterStatusRequest()
         return await self._ask(lambda gateway, left_s: gateway.operations.ClusterStatus(request, timeout=left_s))
 
     async def cluster_view(self) -> str:
-        """What the gateway's page /ui shows, as JSON."""
+        """Returns what the gateway's page /ui shows, as JSON."""
         request = operations_pb2.ClusterViewRequest()
         answer = await self._ask(lambda gateway, left_s: gateway.operations.ClusterView(request, timeout=left_s))
         return answer.state_json
@@ -33,14 +33,15 @@ class OperatorClient(AsyncClient):
     async def switch_role(
         self, node: str, role: node_status_pb2.Role.ValueType, *, grace_s: float | None = None, force: bool = False
     ) -> node_status_pb2.RoleSwitchProgress:
-        """Lets the node of that name or address switch to the role; returns when it has, and the gateway uses it so.
+        """Switches a node to another role. Returns once the gateway uses the node in that role.
 
         Args:
-            grace_s: how long its running requests may take to finish; None: the node's default.
-            force: even if no other node of its present role is left.
+            node: name or address.
+            grace_s: how long the node's running requests may take to finish; None: the node's default.
+            force: switch even the last node of its present role.
 
         Raises:
-            BatonError: why it does not switch.
+            BatonError: the node did not switch; the error says why.
         """
         request = operations_pb2.SwitchNodeRoleRequest(role=role, grace_s=grace_s, force=force)
         set_text(request, node=node)

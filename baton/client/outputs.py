@@ -1,4 +1,4 @@
-"""What a request gives: the events of its outputs, and whole outputs joined from them."""
+"""The results of a request: events while it streams, and whole outputs joined from them."""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from baton.core.types import FinishReason, PromptLogprob, Receipt, TokenOutput, 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call of an answer, or a piece of one: the pieces of a call have its index, the first its id and name."""
+    """A tool call, or a streamed piece of one. All pieces share `index`; only the first has `id` and `name`."""
 
     index: int
     id: str
@@ -20,7 +20,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ChatDelta:
-    """What some text of the model means in a conversation."""
+    """New answer text, reasoning and tool calls of a chat, parsed from the model's raw text."""
 
     content: str
     reasoning: str
@@ -29,21 +29,28 @@ class ChatDelta:
 
 @dataclass(frozen=True)
 class Piece:
-    """New tokens of one output and the text that they add. `text` may be empty while a character is incomplete."""
+    """New tokens of one output, with their text.
+
+    Attributes:
+        text: empty while a character is incomplete; of a chat, the raw text with its markup.
+        index: number of the output, from 0.
+        chat: the text's meaning; None unless the request is a chat.
+        prompt_logprobs: in an output's first event with tokens, if they were requested.
+    """
 
     text: str
     tokens: tuple[TokenOutput, ...]
-    index: int = 0  # which output
-    chat: ChatDelta | None = None  # of a chat
+    index: int = 0
+    chat: ChatDelta | None = None
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     request_id: str = ""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of one output: the rest of the text, why the output ended, usage and receipt.
+    """The last event of one output: the rest of its text, why it ended, usage and receipt.
 
-    Of several outputs, the one that ends last has the usage of all; the others' is zero.
+    If a request has several outputs, the last one to end carries the usage of all, and the others carry zeros.
     """
 
     text: str
@@ -60,7 +67,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Notice:
-    """Why no token has come for a while, in one sentence for display."""
+    """A sentence for display that says why no token has arrived for a while."""
 
     message: str
     request_id: str = ""
@@ -76,10 +83,13 @@ class Completion:
     """A whole output.
 
     Attributes:
-        text: what the model says; of a chat without `reasoning` and `tool_calls`.
-        raw_text: as the model wrote it, with the markup of both.
-        usage: of all outputs of the request.
-        index: which output of the request.
+        text: the answer; of a chat, without reasoning and tool calls.
+        tokens: the output's tokens, with logprobs if they were requested.
+        stop_reason: the stop string or stop token id that ended the output; empty if none did.
+        usage: tokens of all outputs of the request together.
+        receipt: which nodes served the output, and how long each stage took.
+        index: number of the output, from 0.
+        raw_text: the text as the model wrote it, with the markup of reasoning and tool calls.
     """
 
     text: str
@@ -97,12 +107,16 @@ class Completion:
 
 
 async def collect(events: AsyncGenerator[Event, None]) -> Completion:
-    """Joins all events of one request; of several outputs, returns the first."""
+    """Joins all events of one request, and returns its first output."""
     return (await collect_all(events))[0]
 
 
 async def collect_all(events: AsyncGenerator[Event, None]) -> list[Completion]:
-    """Joins all events of one request, output by output."""
+    """Joins all events of one request, and returns its outputs in order.
+
+    Raises:
+        InternalError: the stream ended before an output did.
+    """
     outputs: dict[int, list[Piece | Finished]] = {}
     async for event in events:
         if not isinstance(event, Notice):

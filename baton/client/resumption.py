@@ -1,8 +1,9 @@
-"""How a client's request goes on at another gateway: what to ask of it, and what to pass on of its answer. Pure.
+"""Resumes a request at another gateway: what to send there, and which part of its answer the client still lacks. Pure.
 
 An output's tokens, text and chat deltas depend on the request and its seed, not on how they were cut into messages. So
-a request is sent again with the tokens up to the last message but one, and as much of the new answer is dropped as came
-after them. The last message's own tokens are computed again: they may be followed by an end that never arrived.
+the resumed request carries the tokens up to the last message but one, and the client drops from the new answer as much
+as it received after those tokens. The last message's tokens are computed again, because an end may have followed them
+that never arrived.
 """
 
 import secrets
@@ -15,10 +16,10 @@ from baton.protos.v1 import generation_pb2 as pb
 
 
 def prepare(request: pb.GenerateRequest, *, resumes: bool) -> None:
-    """Gives the request what a gateway would draw for it: an id, from which follow those of tool calls, and a seed.
+    """Sets the request's id, on which ids of tool calls depend, and its seed; a gateway would otherwise draw both.
 
     Args:
-        resumes: the answer may go on at another gateway, which must draw the same tokens.
+        resumes: the answer may continue at another gateway, which must then draw the same tokens.
     """
     if not request.request_id:
         request.request_id = f"req-{uuid.uuid4().hex}"
@@ -27,12 +28,12 @@ def prepare(request: pb.GenerateRequest, *, resumes: bool) -> None:
 
 
 @dataclass
-class _Given:
-    """How much of one output came after the tokens that a resumed request begins with, or is still to be dropped.
+class _Amount:
+    """Counts the tokens and characters of a piece of one output.
 
     Attributes:
-        call_ids: indices of tool calls whose id and name came.
-        arguments: characters of their arguments, by index.
+        call_ids: indices of tool calls whose id and name arrived.
+        arguments: characters of the calls' arguments, by index.
     """
 
     tokens: int = 0
@@ -59,7 +60,7 @@ class _Given:
         return any(counts)
 
     def drop_from(self, message: pb.GenerateResponse) -> None:
-        """Removes from the message what the client has, and counts it."""
+        """Removes from the message what the client already has, and lowers the counts by it."""
         tokens = min(self.tokens, len(message.tokens))
         del message.tokens[:tokens]
         self.tokens -= tokens
@@ -85,34 +86,34 @@ class _Given:
 
 
 def _without(text: str, characters: int) -> tuple[str, int]:
-    """The text without its first characters, and how many more are to be dropped from the next one."""
+    """Returns the text without its first characters, and how many characters remain to be dropped."""
     dropped = min(characters, len(text))
     return text[dropped:], characters - dropped
 
 
 @dataclass
 class _Output:
-    """One output as far as the client has it.
+    """The part of one output that the client has.
 
     Attributes:
         base: tokens with which a resumed request begins.
-        last: tokens that came after `base`.
-        since: what came after `base`.
-        dropping: what a resumed answer repeats of it.
-        finished: its last message came.
-        revision: of the weights that it comes from; empty: not known.
+        last: tokens that arrived after `base`.
+        since: how much arrived after `base`.
+        dropping: how much of that the resumed answer still repeats.
+        finished: whether the output's last message arrived.
+        revision: of the weights that computed the output; empty until it is known.
     """
 
     base: list[int] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
-    since: _Given = field(default_factory=_Given)
-    dropping: _Given = field(default_factory=_Given)
+    since: _Amount = field(default_factory=_Amount)
+    dropping: _Amount = field(default_factory=_Amount)
     finished: bool = False
     revision: str = ""
 
 
 class AnswerProgress:
-    """One request, its answer so far, and its continuation at other gateways."""
+    """Tracks the answer of one request, so that another gateway can continue it."""
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         self._request = request
@@ -120,7 +121,7 @@ class AnswerProgress:
         self._outputs: dict[int, _Output] = {}
 
     def request(self) -> pb.GenerateRequest:
-        """What to ask of the next gateway: the rest of the one output; several are drawn again from the beginning."""
+        """Returns the request for the next gateway: for the rest of a single output, or for several from the start."""
         request = pb.GenerateRequest()
         request.CopyFrom(self._request)
         for output in self._outputs.values():
@@ -133,10 +134,10 @@ class AnswerProgress:
         return request
 
     def take(self, message: pb.GenerateResponse) -> pb.GenerateResponse | None:
-        """What the client has not had of the gateway's next message; None: nothing.
+        """Returns the part of a message that the client does not have yet; None if it has all of it.
 
         Raises:
-            NoNode: it comes from other weights than what the client has.
+            NoNode: the message comes from other weights than the answer so far.
         """
         if message.notice:
             return message
@@ -144,9 +145,9 @@ class AnswerProgress:
         if output.finished:
             return None
         if message.revision and message.revision != (output.revision or message.revision):
-            what = f"the answer began with revision {output.revision} of the weights, and goes on with another one"
+            what = f"the answer began with revision {output.revision} of the weights, and would continue with"
             cure = "send the request again from its beginning"
-            raise NoNode(f"{what}, {message.revision}", field="revision", value=message.revision, cure=cure)
+            raise NoNode(f"{what} {message.revision}", field="revision", value=message.revision, cure=cure)
         output.revision = message.revision or output.revision
         repeats = output.dropping.some_left
         output.dropping.drop_from(message)
@@ -159,7 +160,7 @@ class AnswerProgress:
             if not repeats:
                 output.base += output.last
                 output.last = []
-                output.since = _Given(prompt_logprobs=output.since.prompt_logprobs)
+                output.since = _Amount(prompt_logprobs=output.since.prompt_logprobs)
             output.last += [token.token_id for token in message.tokens]
         output.since.add(message)
         return message

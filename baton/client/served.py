@@ -1,4 +1,4 @@
-"""What a gateway says about the models that it serves, as plain values."""
+"""Descriptions of the models that a gateway serves, as plain values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from baton.protos.v1 import generation_pb2 as pb
 
 @dataclass(frozen=True)
 class ModelRevision:
-    """Weights that serve now; `name` is the operator's, or empty."""
+    """A revision of the weights that serves now; `name` is the operator's name for it, or empty."""
 
     revision: str
     name: str
@@ -18,7 +18,12 @@ class ModelRevision:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A served model, or a LoRA adapter of the model `parent`. It has several revisions while one replaces another."""
+    """A served model, or a LoRA adapter.
+
+    Attributes:
+        revisions: revisions of the weights that serve; more than one only while nodes change to new weights.
+        parent: of an adapter, the model that it belongs to; else empty.
+    """
 
     name: str
     architecture: str
@@ -42,12 +47,12 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a client needs to know to use the model without its files.
+    """What a client without the model's files needs to know about it.
 
     Attributes:
-        default_sampling: of generation_config.json, by the names of `SamplingParams`.
-        tokenizer_sha256: of the archive that `tokenizer` returns, hex.
-        grammar_kinds: names of `GrammarKind` that the gateway takes.
+        default_sampling: the values of generation_config.json, under the names of `SamplingParams`.
+        tokenizer_sha256: SHA-256 of the archive that `AsyncClient.tokenizer` returns, in hex.
+        grammar_kinds: names of the `GrammarKind` members that the gateway accepts.
     """
 
     model: ModelCard
@@ -76,6 +81,6 @@ def _kind_name(kind: common_pb2.GrammarKind.ValueType) -> str:
 
 
 def _given(sampling: common_pb2.SamplingParams) -> dict[str, Any]:
-    """The numbers that are set; generation_config.json sets no others."""
+    """Returns the scalar and list fields that are set; generation_config.json sets no messages."""
     values = {field.name: value for field, value in sampling.ListFields() if field.message_type is None}
     return {name: value if isinstance(value, int | float | str) else tuple(value) for name, value in values.items()}

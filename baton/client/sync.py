@@ -1,9 +1,4 @@
-"""The client for programs without an event loop: `AsyncClient`'s calls, run by one thread of its own.
-
-with Client() as client:
-    for event in client.generate("Once upon a time", {"max_tokens": 64}):
-        print(event.text, end="")
-"""
+"""The client for programs without an event loop. It runs an `AsyncClient` in a thread of its own."""
 
 import asyncio
 import os
@@ -28,16 +23,21 @@ _CANCEL_S = 5.0  # how long an interrupted call may take to end its request
 
 
 class Client:
-    """As `AsyncClient`, for threads that may wait. Several threads may use one client at once.
+    """Sends requests to a gateway, and returns their outputs as typed events or whole. Threads may share a client.
 
-    Ctrl-C ends the request that the main thread waits for. Leaving a stream early, or closing it, ends its request. A
-    client that nothing refers to any more closes itself. Close clients before a fork, which gRPC does not survive.
+    with Client() as client:
+        for event in client.generate("Once upon a time", {"max_tokens": 64}):
+            print(event.text, end="")
+
+    Every call blocks, and takes, returns and raises what the same call of `AsyncClient` does. Ctrl-C ends the request
+    that the main thread waits for. Leaving a stream early, or closing it, ends its request. A client that
+    nothing refers to any more closes itself. Close clients before a fork, which gRPC does not survive.
 
     Args:
         target, addresses, api_key, tls_ca, unary_timeout_s, retry_s: as for `AsyncClient`.
 
     Raises:
-        ConfigError: the CA cannot be read, or the key would cross a network unencrypted.
+        ConfigError: the CA cannot be read, or the API key would cross a network unencrypted.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Client:
     ) -> None:
         self._loop = _LoopThread()
 
-        async def connect() -> AsyncClient:  # channels belong to the loop in which they are made
+        async def connect() -> AsyncClient:  # gRPC binds a channel to the event loop that creates it
             return AsyncClient(
                 target,
                 addresses=addresses,
@@ -71,7 +71,7 @@ class Client:
 
     @property
     def target(self) -> str:
-        """The gateway that is asked next."""
+        """Address of the gateway that gets the next request."""
         return self._client.target
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int], sampling: Sampling = None, **options: Unpack[StreamOptions]
     ) -> Generator[Event, None, None]:
-        """As `AsyncClient.generate`."""
+        """Streams the outputs for a prompt as they arrive; see `AsyncClient.generate`."""
         return self._iterate(self._client.generate(prompt, sampling, **options))
 
     @overload
@@ -110,7 +110,7 @@ class Client:
         n: int | None = None,
         **options: Unpack[Options],
     ) -> Completion | list[Completion]:
-        """As `AsyncClient.complete`."""
+        """Returns the whole output for a prompt; with `n`, a list of `n` outputs. See `AsyncClient.complete`."""
         if n is None:
             return self._loop.run(self._client.complete(prompt, sampling, **options))
         return self._loop.run(self._client.complete(prompt, sampling, n=n, **options))
@@ -121,7 +121,7 @@ class Client:
         sampling: Sampling = None,
         **options: Unpack[ChatStreamOptions],
     ) -> Generator[Event, None, None]:
-        """As `AsyncClient.stream_chat`."""
+        """Streams the answer to a conversation; see `AsyncClient.stream_chat`."""
         return self._iterate(self._client.stream_chat(messages, sampling, **options))
 
     @overload
@@ -150,33 +150,35 @@ class Client:
         n: int | None = None,
         **options: Unpack[ChatOptions],
     ) -> Completion | list[Completion]:
-        """As `AsyncClient.chat`."""
+        """Returns the whole answer to a conversation; with `n`, a list of `n` answers. See `AsyncClient.chat`."""
         if n is None:
             return self._loop.run(self._client.chat(messages, sampling, **options))
         return self._loop.run(self._client.chat(messages, sampling, n=n, **options))
 
     def abort(self, *request_ids: str) -> list[str]:
-        """As `AsyncClient.abort`."""
+        """Ends running requests, whose callers get `Cancelled`. Returns the ids that were running."""
         return self._loop.run(self._client.abort(*request_ids))
 
     # ---- what a gateway knows
 
     def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a text. `model` empty: the served model."""
         return self._loop.run(self._client.tokenize(text, model=model, add_special_tokens=add_special_tokens))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids."""
         return self._loop.run(self._client.detokenize(token_ids, model=model, skip_special_tokens=skip_special_tokens))
 
     def list_models(self) -> list[ModelCard]:
-        """The served model and its adapters."""
+        """Returns the served model, followed by its LoRA adapters."""
         return self._loop.run(self._client.list_models())
 
     def model_info(self, model: str = "") -> ModelInfo:
-        """Limits, special tokens, default sampling and more of the served model."""
+        """Returns limits, special tokens, default sampling and more of the served model."""
         return self._loop.run(self._client.model_info(model))
 
     def tokenizer(self, model: str = "") -> bytes:
-        """As `AsyncClient.tokenizer`."""
+        """Returns the model's tokenizer files as a zip archive; see `AsyncClient.tokenizer`."""
         return self._loop.run(self._client.tokenizer(model))
 
     def _iterate(self, events: AsyncGenerator[Event, None]) -> Generator[Event, None, None]:
@@ -196,7 +198,7 @@ async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
 
 
 class _LoopThread:
-    """An event loop in a thread of its own, which does not keep the program from ending."""
+    """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -207,7 +209,7 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """The coroutine's result. What interrupts the wait, such as Ctrl-C, cancels it first.
+        """Runs the coroutine and returns its result. An interrupt such as Ctrl-C cancels the coroutine first.
 
         Raises:
             RuntimeError: the client is closed, or belongs to the process that forked this one.

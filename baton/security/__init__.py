@@ -1,1 +1,1 @@
-"""Who may talk to a process, and how: certificates, roles, keys, limits, and one table of what each caller may do."""
+"""Authentication, authorization and TLS: certificates, roles, keys, limits, and one table of who may call what."""

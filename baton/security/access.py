@@ -1,4 +1,4 @@
-"""How a client reaches a gateway: its API key, and the CA that the gateway's certificate is from."""
+"""Credentials with which a client reaches a gateway: its API key, and the CA of the gateway's certificate."""
 
 from pathlib import Path
 
@@ -10,11 +10,13 @@ from baton.security.tls import Dial
 from baton.security.watched import Watched
 from baton.settings.environment import client_access, proxy_variables
 
-SYSTEM = "system"  # in place of a file: the CAs that everybody knows
+SYSTEM = "system"  # in place of a file: the public CAs that gRPC knows
 
 
 def dial_gateway(target: str, *, api_key: str | None = None, tls_ca: str | Path | None = None) -> Dial | None:
-    """Credentials of a channel to a gateway; None: neither key nor TLS. What is not given comes from the environment.
+    """Returns the credentials for channels to a gateway, or None for neither key nor TLS.
+
+    A key or CA that is not given is taken from the environment.
 
     Raises:
         ConfigError: the CA cannot be read, or the key would cross a network unencrypted.
@@ -36,7 +38,7 @@ def dial_gateway(target: str, *, api_key: str | None = None, tls_ca: str | Path 
 
 
 def client_proxy(target: str) -> Proxy | None:
-    """The proxy through which a client reaches host:port; None: directly, as on this machine in any case."""
+    """Returns the proxy for calls to host:port, or None to connect directly, as always on this machine."""
     return None if is_local(target) else proxy_for(target, proxy_variables())
 
 

@@ -1,4 +1,4 @@
-"""Which client a key or a token belongs to: what the gateway's two servers ask of each call."""
+"""Finds the client that an API key or token belongs to, for every call of the gateway's gRPC and HTTP servers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ _CURE = "send `authorization: Bearer KEY`; for `baton` and its client set BATON_
 
 
 class AuthenticatorSettings(Protocol):
-    """The gateway's settings that say who may come in."""
+    """The gateway's settings about clients' credentials."""
 
     @property
     def api_keys(self) -> Path | None: ...
@@ -55,20 +55,20 @@ class Authenticator:
 
     @property
     def locked(self) -> bool:
-        """Whether callers need a key."""
+        """Whether callers need a key or a token."""
         return self._keys is not None or self._tokens is not None
 
     def caller(self, credential: str | None, host: str) -> Caller:
-        """Who sends this credential from this host.
+        """Returns the caller that sends this credential from this host.
 
         Raises:
-            Unauthenticated: it is needed and missing, or not valid. The error does not have it.
+            Unauthenticated: the credential is not valid, or one is required and missing. The error never contains it.
         """
         if not self.locked:
             trusted = self._insecure or is_loopback(host) or host == "unix"
             return Caller(host, _OPERATOR if trusted else _CLIENT)
         if not credential:
-            raise Unauthenticated("this gateway wants an API key", field="authorization", cure=_CURE)
+            raise Unauthenticated("this gateway requires an API key", field="authorization", cure=_CURE)
         if self._tokens is not None and credential.count(".") == 2:
             subject = self._tokens.get().subject(credential)
             limits = Limits() if self._keys is None else self._keys.get().default_limits
@@ -90,19 +90,19 @@ class Authenticator:
             known = Budget(limits, name)
         self._budgets[name] = known
         if len(self._budgets) > _BUDGETS_MAX:
-            # The longest unused one; its owner begins anew.
+            # Drops the budget that was unused the longest; its owner starts with a full one.
             del self._budgets[next(iter(self._budgets))]
         return known
 
 
 def bearer(authorization: str | None) -> str | None:
-    """The credential of an `authorization` header."""
+    """Returns the credential of an `authorization` header; None if it has no bearer credential."""
     scheme, _, credential = (authorization or "").strip().partition(" ")
     return credential.strip() or None if scheme.lower() == "bearer" else None
 
 
 def _watch_tokens(path: Path, audience: str | None, issuer: str | None) -> "Watched[Tokens]":
-    # Importing the libraries for signatures takes half a second, which only those pay who use tokens.
+    # Importing the signature libraries takes half a second, so only gateways with tokens do it.
     from baton.security.tokens import read_tokens
 
     read: Callable[[], Tokens] = lambda: read_tokens(path, audience=audience, issuer=issuer)  # noqa: E731

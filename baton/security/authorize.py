@@ -1,4 +1,4 @@
-"""Who may call what: one table with a row for each RPC of each service. An RPC without a row is refused."""
+"""Decides who may call what, by one table with a row for each RPC of each service. An RPC without a row is refused."""
 
 from collections.abc import Mapping, Set
 from enum import StrEnum
@@ -7,7 +7,7 @@ from baton.core.errors import PermissionDenied
 
 
 class Right(StrEnum):
-    """What a caller has proved to be, by its certificate or key. Every caller has `ANYONE`."""
+    """A right that a caller's certificate or key grants. Every caller has `ANYONE`."""
 
     ANYONE = "anyone"
     CLIENT = "client"
@@ -82,9 +82,9 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "RepositoryModelLoad": _OPERATOR,
         "RepositoryModelUnload": _OPERATOR,
     },
-    # Served by the endpoint picker, to a proxy, which shows no certificate.
+    # Served by the endpoint picker to a proxy, which shows no certificate.
     "envoy.service.ext_proc.v3.ExternalProcessor": {"Process": _ANYONE},
-    # Served by all.
+    # Served by every process.
     "grpc.health.v1.Health": {"Check": _ANYONE, "List": _ANYONE, "Watch": _ANYONE},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _OPERATOR},
     "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": _OPERATOR},
@@ -92,13 +92,13 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
 
 _NOBODY: frozenset[Right] = frozenset()
 
-# What the page /ui is made of. It has no data: its `/ui/state` shows what its caller may see.
+# Files of the page /ui. They contain no data; the page fetches /ui/state, which checks its caller.
 UI_FILES = frozenset(
     f"/ui/{name}"
     for name in ("page.css", "page.js", "dom.js", "map.js", "charts.js", "requests.js", "prompt.js", "icon.svg")
 )
 
-# Paths of the gateway's HTTP server that need no key. Any other path is for clients, also one that does not exist.
+# Paths of the gateway's HTTP server that need no key. All others need a client's key, even paths that do not exist.
 OPEN_PATHS = frozenset(
     {"/", "/health", "/ready", "/version", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/ui", *UI_FILES}
 )
@@ -106,26 +106,31 @@ OPERATOR_PATHS = frozenset({"/metrics"})
 
 
 def rights_for(method: str) -> frozenset[Right]:
-    """The rights that let a caller use `/package.Service/Method`: any is enough; none if the table lacks it."""
+    """Returns the rights that allow `/package.Service/Method`. One suffices; a method without a row has none."""
     service, _, name = method.removeprefix("/").rpartition("/")
     return TABLE.get(service, {}).get(name, _NOBODY)
 
 
 def rights_for_path(path: str) -> frozenset[Right]:
-    """As `rights_for`, of an HTTP path."""
+    """Returns the rights that allow an HTTP path. One suffices."""
     if path in OPEN_PATHS:
         return _ANYONE
     return _OPERATOR if path in OPERATOR_PATHS else _CLIENT
 
 
 def check(what: str, needed: Set[Right], held: Set[Right]) -> None:
-    """Checks that a caller has one of the rights that are needed.
+    """Checks that a caller holds one of the needed rights.
+
+    Args:
+        what: the method or path, for the error.
 
     Raises:
-        PermissionDenied: the caller has none of the rights that are needed.
+        PermissionDenied: the caller holds none of them.
     """
     if not needed & held:
         mine = ", ".join(sorted(held - {Right.ANYONE})) or "nobody"
         allowed = tuple(sorted(needed)) or ("nobody",)
-        cure = "call with a certificate or key of one of these; `baton key NAME --operator` makes an operator's"
-        raise PermissionDenied(f"{what} is not for {mine}", field="caller", value=mine, allowed=allowed, cure=cure)
+        cure = "use a certificate or key of one of these; `baton key NAME --operator` makes an operator's key"
+        raise PermissionDenied(
+            f"{what} is not allowed for {mine}", field="caller", value=mine, allowed=allowed, cure=cure
+        )

@@ -1,6 +1,6 @@
-"""Makes a set of certificates for a laptop or a test: a CA, one certificate per role, and one for a gateway's clients.
+"""Makes the certificates of a laptop or a test: a CA, one certificate per role, and one that gateways show to clients.
 
-A cluster should get its certificates from whatever issues them there, with the same names: `baton.security.roles`.
+In a cluster, the cluster's own issuer should make certificates, with the names of `baton.security.roles`.
 """
 
 import ipaddress
@@ -23,7 +23,7 @@ from baton.core.regular_file import check_can_write, write_regular_file
 from baton.security.roles import Role, dns_names_of, uri_of
 
 CA_CERT, CA_KEY = "ca.crt", "ca.key"
-CLIENTS = "clients"  # the name of the certificate that a gateway shows its clients
+CLIENTS = "clients"  # name of the certificate that a gateway shows to clients
 _DNS_NAME = re.compile(r"(?=.{1,253}$)(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.?)+")
 _SKEW = timedelta(minutes=5)  # between the clocks of machines
 
@@ -36,7 +36,7 @@ class Pair:
     key: bytes = field(repr=False)
 
     def write(self, folder: Path, name: str) -> None:
-        """Writes NAME.crt and NAME.key, which only the owner may read, each in one step."""
+        """Writes NAME.crt and NAME.key, each in one step. Only the owner may read the key."""
         for suffix, data, mode in ((".key", self.key, 0o600), (".crt", self.cert, 0o644)):
             write_regular_file(folder / f"{name}{suffix}", data, mode=mode)
 
@@ -51,7 +51,7 @@ class Authority:
     @classmethod
     def new(cls, *, days: float) -> Self:
         key = ec.generate_private_key(ec.SECP256R1())
-        # Two CAs of one name would look like one that signs wrongly.
+        # With equal names, a second CA would look like the first one with wrong signatures.
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Baton CA {secrets.token_hex(4)}")])
         builder = _builder(name, name, key.public_key(), timedelta(days=days))
         usage = _usage(signs_certificates=True)
@@ -64,10 +64,10 @@ class Authority:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The CA of a set that `pair.write` has written.
+        """Reads the CA that `pair.write` wrote to the folder.
 
         Raises:
-            ConfigError: the files have something else.
+            ConfigError: the files contain something else.
         """
         try:
             cert = x509.load_pem_x509_certificate((folder / CA_CERT).read_bytes())
@@ -84,13 +84,14 @@ class Authority:
         return Pair(_pem(self._cert), _pem_key(self._key))
 
     def for_role(self, role: Role, *, lifetime: timedelta) -> Pair:
-        """For both ends of the traffic between processes. A negative lifetime: it has expired."""
+        """Makes a role's certificate, for both ends of traffic between processes. Its lifetime may be negative, for an
+        expired one."""
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri_of(role))]
         names += [x509.DNSName(name) for name in dns_names_of(role)]
         return self._sign(role, names, (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH), lifetime)
 
     def for_hosts(self, hosts: Sequence[str], *, lifetime: timedelta) -> Pair:
-        """For a server with these host names and addresses. It names no role, so it opens no door."""
+        """Makes the certificate of a server with these names and addresses. It names no role, so it grants no right."""
         return self._sign(CLIENTS, [_host(host) for host in hosts], (ExtendedKeyUsageOID.SERVER_AUTH,), lifetime)
 
     def _sign(
@@ -110,10 +111,10 @@ class Authority:
 
 
 def write_set(folder: Path, *, hosts: Sequence[str], days: float) -> None:
-    """Writes a whole set into an existing folder; takes the CA that is there, or makes one.
+    """Writes all certificates into an existing folder, signed by the CA in the folder or by a new one.
 
     Raises:
-        OSError: a file cannot be written; then none is.
+        OSError: a file cannot be written; then nothing is written.
     """
     for name in ("ca", *Role, CLIENTS):
         for suffix in (".key", ".crt"):

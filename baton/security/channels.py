@@ -1,4 +1,4 @@
-"""A gRPC channel that adds metadata to every call, and goes over to new credentials while old calls end."""
+"""A gRPC channel that adds metadata to every call, and switches to new credentials without ending running calls."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class _Opened:
-    """One real channel, closed once it is retired and its calls have ended."""
+    """One underlying channel. Closes when it is retired and its calls have ended."""
 
     def __init__(self, channel: grpc.aio.Channel, secrets: object) -> None:
         self.channel = channel
@@ -48,7 +48,7 @@ class _Opened:
 
 
 class _Method:
-    """One method of a stub, on whichever channel is the present one."""
+    """One method of a stub, called on the current underlying channel."""
 
     def __init__(self, channel: "KeyedChannel", kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kind = kind
@@ -63,11 +63,11 @@ class _Method:
 
 
 class KeyedChannel(grpc.aio.Channel):
-    """A channel that is opened anew when its secrets change.
+    """A channel that reconnects with new secrets when they change.
 
     Args:
-        open_channel: makes a real channel with these secrets.
-        secrets: returns the present ones, the same object until they change.
+        open_channel: opens an underlying channel with the given secrets.
+        secrets: returns the current secrets, and the same object until they change.
         metadata: added to every call.
     """
 
@@ -77,7 +77,7 @@ class KeyedChannel(grpc.aio.Channel):
         self.metadata = metadata
         self._open = open_channel
         self._secrets = secrets
-        self._retired: list[_Opened] = []  # with calls that still run
+        self._retired: list[_Opened] = []  # channels with running calls
         found = secrets()
         self._opened = _Opened(open_channel(found), found)
 

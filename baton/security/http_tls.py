@@ -1,4 +1,4 @@
-"""The TLS context of an HTTP server, which takes changed files at the next handshake."""
+"""The TLS context of an HTTP server. Changed files take effect at the next handshake."""
 
 import os
 import ssl
@@ -10,12 +10,12 @@ from baton.security.watched import Watched
 
 
 def http_context(pems: Watched[Pems]) -> ssl.SSLContext:
-    """For TLS 1.2 and 1.3, with what `pems` has at each handshake."""
+    """Returns a server context for TLS 1.2 and 1.3 that uses the current value of `pems` at each handshake."""
     used = pems.get()
     current = first = _context(used)
 
     def renew(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context_of: ssl.SSLContext) -> None:
-        """OpenSSL calls it at each handshake, whether or not the client names a host."""
+        """Switches to changed files. OpenSSL calls this at each handshake, even if the client names no host."""
         nonlocal used, current
         found = pems.get()
         if found is not used:
@@ -32,7 +32,7 @@ def _context(pems: Pems) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    # OpenSSL takes a chain from a file only: one that this user alone can read, for a moment.
+    # OpenSSL loads a chain only from a file, so this one exists for a moment and only this user can read it.
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         file = Path(folder) / "pair.pem"
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:

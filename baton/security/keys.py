@@ -1,17 +1,17 @@
-"""The file of API keys: a table with the hash, the rights and the limits of each key's owner. It has no key itself.
+"""Reads the file of API keys: a table with the key's hash, the rights and the limits of each owner.
 
-    [limits]                       # of owners that state none, and of tokens (JWT)
+    [limits]                       # of owners without limits of their own, and of tokens (JWT)
     concurrent = 64
 
     [keys.alice]
-    sha256 = "b2c4..."             # a list, while a key is replaced
+    sha256 = "b2c4..."             # or a list, while a key is being replaced
     tokens_per_minute = 200000
 
     [keys.admin]
     sha256 = "91fe..."
     operator = true
 
-A key has 256 random bits, so one round of SHA-256 protects it: there is nothing to guess.
+A key has 256 random bits and cannot be guessed, so one round of SHA-256 protects it.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _LIMITS = tuple(field.name for field in fields(Limits))
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose key it is."""
+    """The owner of a key."""
 
     name: str
     operator: bool
@@ -45,13 +45,13 @@ class Owner:
 
 @dataclass(frozen=True)
 class KeyFile:
-    """Owners by the digest of their keys."""
+    """The owners, by the SHA-256 digests of their keys."""
 
     owners: Mapping[bytes, Owner]
     default_limits: Limits
 
     def owner(self, key: str) -> Owner | None:
-        """Takes the same time for every key: the digest is compared as a whole, and a digest cannot be steered."""
+        """Returns the key's owner, or None. Takes the same time for every key, so its timing reveals no digest."""
         digest = hashlib.sha256(key.encode(errors="replace")).digest()
         found = None
         for known, owner in self.owners.items():
@@ -65,10 +65,10 @@ def new_key() -> str:
 
 
 def entry(name: str, key: str, *, operator: bool) -> str:
-    """The lines for the file.
+    """Returns the file's lines for a new key.
 
     Raises:
-        ConfigError: the name cannot be an owner's.
+        ConfigError: the name is not allowed.
     """
     _check_name(name)
     digest = hashlib.sha256(key.encode()).hexdigest()
@@ -79,18 +79,23 @@ def read_keys(path: Path) -> KeyFile:
     """Reads the file of API keys.
 
     Raises:
-        ConfigError: the file cannot be read, or is no table of keys.
+        ConfigError: the file cannot be read, or is not a table of keys.
     """
     return parse_keys(read_file(path, FIELD), path)
 
 
 def parse_keys(data: bytes, path: Path) -> KeyFile:
-    """What a file has, or is to have. Raises:
-    ConfigError: it is no table of keys.
+    """Parses the content of a file of API keys.
+
+    Args:
+        path: the file, for errors.
+
+    Raises:
+        ConfigError: the content is not a table of keys.
     """
     try:
         table = tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:  # of TOML, of its encoding, or of a number of 5,000 digits
+    except (ValueError, RecursionError) as error:  # also for wrong UTF-8 and for a number of 5,000 digits
         raise _wrong(path, f"is not TOML: {error}") from None
     if unknown := set(table) - {"limits", "keys"}:
         raise _wrong(path, f"has a table {sorted(unknown)[0]!r}")
@@ -118,13 +123,13 @@ def _limits(path: Path, where: str, given: Mapping[str, Any], default: Limits) -
             allowed = ", ".join(("sha256", "operator", *_LIMITS))
             raise _wrong(path, f"has {where}.{name}; allowed: {allowed}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _wrong(path, f"has {where}.{name}, which is no whole number of at least 1")
+            raise _wrong(path, f"has {where}.{name}, which is not a whole number of at least 1")
     return Limits(**{name: given.get(name, getattr(default, name)) for name in _LIMITS})
 
 
 def _table(path: Path, name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _wrong(path, f"has {name}, which is no table")
+        raise _wrong(path, f"has {name}, which is not a table")
     return dict(value)
 
 

@@ -1,4 +1,4 @@
-"""Limits of one client: requests and tokens per minute as token buckets, and requests at once."""
+"""Limits of one client: requests and tokens per minute, as token buckets, and concurrent requests."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ _BUSY_RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class Limits:
-    """None: no limit."""
+    """A client's limits; None means no limit."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
@@ -20,7 +20,7 @@ class Limits:
 
 
 class _Bucket:
-    """Holds what a minute allows, and fills up at that pace. It may owe: what a request costs is known at its end."""
+    """A token bucket of one minute's allowance. Its level may fall below 0, because costs are known only afterwards."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
         self._per_minute = per_minute
@@ -29,7 +29,7 @@ class _Bucket:
         self._at_s = clock()
 
     def wait_s(self, wanted: float) -> float:
-        """How long until it holds that much, or is full."""
+        """Returns the seconds until the bucket holds that much or is full."""
         now_s = self._clock()
         self._level = min(self._per_minute, self._level + (now_s - self._at_s) * self._per_minute / 60)
         self._at_s = now_s
@@ -40,7 +40,7 @@ class _Bucket:
 
 
 class LimitedPrompt:
-    """The charge for one request's prompt: held in advance, and replaced when the prompt has been tokenized."""
+    """The charge for one request's prompt: an estimate, until the prompt is tokenized."""
 
     def __init__(self, bucket: _Bucket | None, held: int) -> None:
         self._bucket = bucket
@@ -49,20 +49,20 @@ class LimitedPrompt:
             bucket.take(held)
 
     def has(self, tokens: int) -> None:
-        """Charges its tokens in place of what was held."""
+        """Replaces the estimate by the prompt's real number of tokens."""
         self.release()
         if self._bucket is not None:
             self._bucket.take(tokens)
 
     def release(self) -> None:
-        """Gives back what was held."""
+        """Returns the estimate to the bucket."""
         if self._bucket is not None:
             self._bucket.take(-self._held)
         self._held = 0
 
 
 class Budget:
-    """What is left to one client in this process."""
+    """What is left of one client's limits in this process."""
 
     def __init__(self, limits: Limits, name: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
@@ -73,22 +73,22 @@ class Budget:
 
     @contextmanager
     def request(self, *, outputs: int = 1, tokens: int = 0, is_new: bool = True) -> Iterator[LimitedPrompt]:
-        """A request of the client, until the block ends.
+        """Counts a request of the client until the block ends.
 
         Args:
-            outputs: each counts as a request.
-            tokens: about how many the prompt has, as far as its bytes tell; held until they are counted.
-            is_new: False: this only prepares a request, which is counted later.
+            outputs: number of outputs; each counts as a request.
+            tokens: estimate of the prompt's tokens, charged until the prompt is tokenized.
+            is_new: False if this call only prepares a request that is counted later.
 
         Raises:
-            Overloaded: it is over a limit; with the time after which to try again.
-            InvalidRequest: it has more outputs than the client may ever have at once.
+            Overloaded: the client is at a limit; `retry_after_s` says when to try again.
+            InvalidRequest: the request has more outputs than the client may run concurrently.
         """
         limits, most = self.limits, self.limits.concurrent
         if most is not None and outputs > most:
             allowed = (f"1 to {most}",)
             raise InvalidRequest(
-                f"{outputs} outputs count as as many requests", field="n", value=outputs, allowed=allowed
+                f"{outputs} outputs count as {outputs} requests at once", field="n", value=outputs, allowed=allowed
             )
         if most is not None and self._running + outputs > most:
             raise self._over(f"{most} requests at once", _BUSY_RETRY_S)
@@ -107,12 +107,12 @@ class Budget:
             self._running -= outputs
 
     def spend(self, tokens: int) -> None:
-        """Counts tokens of an output."""
+        """Charges tokens of an output."""
         if self._tokens is not None:
             self._tokens.take(tokens)
 
     def _over(self, limit: str, wait_s: float) -> Overloaded:
-        cure = "try again later, or ask the operator for more"
+        cure = "try again later, or ask the operator for a higher limit"
         return Overloaded(f"{self._name} is at its limit of {limit}", cure=cure, retry_after_s=wait_s)
 
 

@@ -1,6 +1,6 @@
-"""Mutual TLS between the hosts of one node: both ends have a certificate of the node's role.
+"""Mutual TLS between the hosts of one node, each with a certificate of the node's role.
 
-Files are read once: these connections live as long as the processes at their ends.
+Files are read once, because the connections live as long as the processes at their ends.
 """
 
 import ssl
@@ -15,11 +15,7 @@ from baton.security.tls import TlsSettings
 
 @dataclass(frozen=True)
 class PeerTls:
-    """Contexts of one host.
-
-    Attributes:
-        name: DNS name that the server's certificate has.
-    """
+    """The TLS contexts of one host of a node."""
 
     role: Role
     server: ssl.SSLContext
@@ -27,16 +23,16 @@ class PeerTls:
 
     @classmethod
     def read(cls, settings: TlsSettings, role: Role) -> "PeerTls":
-        """Reads the certificates with which nodes and gateways meet.
+        """Reads the files that BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA name.
 
         Raises:
-            ConfigError: the settings name no files, some only, or files that do not fit.
+            ConfigError: a file is not named or cannot be used, or the files do not belong together.
         """
         files = Files(settings.tls_cert, settings.tls_key, settings.tls_ca)
         if len(files.paths) < 3:
             raise ConfigError(
-                "the hosts of a node need BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA: they run what they send each "
-                "other",
+                "the hosts of a node need BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA, because each host runs what "
+                "another one sends",
                 field="tls_cert",
                 cure="set all three; `baton certs` makes the files",
             )
@@ -45,10 +41,11 @@ class PeerTls:
 
     @property
     def name(self) -> str:
+        """The DNS name that the server's certificate must have."""
         return name_of(self.role)
 
     def admits(self, certificate: dict[str, Any] | None) -> bool:
-        """Whether the peer has this role, by `getpeercert()` of a finished handshake."""
+        """Whether the peer's certificate, from `getpeercert()`, allows this role."""
         names = (certificate or {}).get("subjectAltName", ())
         try:
             return allows(role_of(value for kind, value in names if kind == "URI"), self.role)

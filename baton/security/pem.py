@@ -1,4 +1,4 @@
-"""Reads certificates and keys from the files that settings name, and checks that they fit each other."""
+"""Reads certificates and keys from the files that settings name, and checks that they belong together."""
 
 import warnings
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class Files:
-    """A certificate chain, its key, and the CA that others' certificates are from. The fields are those of settings."""
+    """Paths of a certificate chain, its key, and the CA of the peers' certificates; with the settings' names."""
 
     cert: Path | None
     key: Path | None
@@ -41,7 +41,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Pems:
-    """What the files have; None where none is named."""
+    """The content of the files; None for a file that is not named."""
 
     cert: bytes | None
     key: bytes | None = field(repr=False)
@@ -49,14 +49,14 @@ class Pems:
 
 
 def read_pems(files: Files, *, role: Role | None = None) -> Pems:
-    """The content of all files.
+    """Reads and checks all files.
 
     Args:
-        role: which the certificate must allow; None: any or none.
+        role: role that the certificate must allow; None: any role or none.
 
     Raises:
-        ConfigError: a file cannot be read, certificate and key do not fit, or the certificate has expired or another
-            role.
+        ConfigError: a file cannot be read, certificate and key do not match, or the certificate has expired or is for
+            another role.
     """
     ca = None
     if files.ca is not None:
@@ -85,10 +85,12 @@ def _certificates(data: bytes, path: Path, field: str) -> list[x509.Certificate]
 
 @contextmanager
 def _readable(path: Path, field: str, else_: str) -> Iterator[None]:
-    """Turns errors inside into one that names what cannot be read.
+    """Converts parsing errors to a ConfigError that names the setting and the file.
+
+    Attributes of a certificate also belong inside the block, because they are parsed on access.
 
     Raises:
-        ConfigError: what is read inside cannot be read. Parts of a certificate are parsed when they are asked for.
+        ConfigError: the data cannot be parsed.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""The roles that a certificate can name, and what they look like in it.
+"""The roles of processes, and the names that stand for them in certificates.
 
-A role is a URI, `spiffe://baton/prefill`, by which a server knows its caller, and a DNS name, `prefill.baton`, by which
-a caller knows its server. The DNS name `node.baton` says: a node of either kind. The role `node` is for nodes that
-switch between the two kinds: its certificate is good for both.
+A server identifies its caller by a URI such as `spiffe://baton/prefill`; a caller identifies its server by a DNS name
+such as `prefill.baton`. The DNS name `node.baton` stands for a node of either kind. A certificate of the role `node`
+is valid for both kinds, for nodes that switch between them.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,7 @@ _DOMAIN = ".baton"
 
 
 class Role(StrEnum):
-    """What a process of the cluster is; `operator` is a person or a tool that looks after it, `node` a node that may be
-    a prefill node or a decode node."""
+    """A role in the cluster. An `operator` is a person or tool; a `node` may act as prefill node and as decode node."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -38,28 +37,28 @@ def name_of(role: Role) -> str:
 
 
 def dns_names_of(role: Role) -> tuple[str, ...]:
-    """The names that a certificate of this role has."""
+    """Returns the DNS names that a certificate of this role must have."""
     if role is Role.NODE:
         return (*map(name_of, _OF_NODES), NODE)
     return (name_of(role), NODE) if role in _OF_NODES else (name_of(role),)
 
 
 def allows(certified: Role, role: Role) -> bool:
-    """Whether a process with a certificate of the first role may have the second one."""
+    """Whether a certificate of the role `certified` is valid for `role`."""
     return certified is role or (certified is Role.NODE and role in _OF_NODES)
 
 
 def role_of(uris: Iterable[str]) -> Role:
-    """The role that these URIs of a certificate name.
+    """Returns the role that a certificate's URIs name.
 
     Raises:
-        Unauthenticated: they name none, or several.
+        Unauthenticated: the URIs name no role, or several.
     """
     named = [uri.removeprefix(_URI) for uri in uris if uri.startswith(_URI)]
     allowed = tuple(uri_of(role) for role in Role)
     if len(named) != 1 or named[0] not in set(Role):
         raise Unauthenticated(
             "the caller's certificate names no role of Baton, or several", field="certificate", allowed=allowed,
-            cure="give it one of these URIs as its only one; `baton certs` makes such certificates",
+            cure="use a certificate with exactly one of these URIs; `baton certs` makes such certificates",
         )  # fmt: skip
     return Role(named[0])

@@ -1,4 +1,4 @@
-"""gRPC credentials from files: of servers, which take changed files at the next handshake, and of channels."""
+"""gRPC credentials from files, for servers and channels. Changed files take effect at the next handshake or call."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from baton.security.watched import Watched
 
 
 class TlsSettings(Protocol):
-    """The settings of traffic between processes."""
+    """The TLS settings for traffic between processes."""
 
     @property
     def tls_cert(self) -> Path | None: ...
@@ -32,13 +32,13 @@ class InternalTls:
 
     @classmethod
     def read(cls, settings: TlsSettings, role: Role | None) -> "InternalTls | None":
-        """None: the settings name no files.
+        """Reads the files that the settings name. Returns None if they name none.
 
         Args:
-            role: of this process, which its certificate must allow; None: any.
+            role: this process's role, which its certificate must allow; None: any role.
 
         Raises:
-            ConfigError: they name some files only, or files that do not fit.
+            ConfigError: the settings name only some of the files, or files that cannot be used together.
         """
         files = Files(settings.tls_cert, settings.tls_key, settings.tls_ca)
         if not files.paths:
@@ -51,11 +51,11 @@ class InternalTls:
         return cls(Watched(files.paths, lambda: read_pems(files, role=role)))
 
     def server(self) -> grpc.ServerCredentials:
-        """Callers must show a certificate of the CA."""
+        """Returns server credentials that require a client certificate from the CA."""
         return _server(self.pems, wants_certificate=True)
 
     def to(self, name: str) -> "Dial":
-        """For channels to servers whose certificate has this DNS name, which says their role."""
+        """Returns credentials for channels to servers whose certificate has this DNS name, which stands for a role."""
         return Dial(self.pems, server_name=name)
 
     def to_role(self, role: Role) -> "Dial":
@@ -64,11 +64,11 @@ class InternalTls:
 
 @dataclass(frozen=True)
 class Dial:
-    """How to open channels.
+    """Credentials with which to open channels.
 
     Args:
-        pems: None: without TLS.
-        server_name: DNS name that the server's certificate must have; "": that of the address.
+        pems: certificates; None: no TLS.
+        server_name: DNS name that the server's certificate must have; empty: the address's host.
         metadata: sent with every call.
     """
 
@@ -77,7 +77,7 @@ class Dial:
     metadata: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def channel(self, address: str, options: Options) -> grpc.aio.Channel:
-        """A channel that goes over to changed files with the next call after the change."""
+        """Opens a channel, which uses changed files from the next call on."""
         if self.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.server_name)]
         if self.pems is None:
@@ -92,7 +92,7 @@ class Dial:
 
 
 def client_server_credentials(pems: Watched[Pems]) -> grpc.ServerCredentials:
-    """Of a server whose callers show no certificate, but keys."""
+    """Returns credentials of a server whose callers send keys instead of certificates."""
     return _server(pems, wants_certificate=False)
 
 
@@ -100,7 +100,7 @@ def _server(pems: Watched[Pems], *, wants_certificate: bool) -> grpc.ServerCrede
     used = pems.get()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        """gRPC calls it at each handshake, one at a time."""
+        """Returns the new configuration if the files changed. gRPC calls this at each handshake, one at a time."""
         nonlocal used
         found = pems.get()
         if found is used:
@@ -108,7 +108,7 @@ def _server(pems: Watched[Pems], *, wants_certificate: bool) -> grpc.ServerCrede
         used = found
         return _server_configuration(found)
 
-    fetch: Any = changed  # the stubs do not know that it may return None
+    fetch: Any = changed  # the type stubs do not allow None as its result
     return grpc.dynamic_ssl_server_credentials(_server_configuration(used), fetch, wants_certificate)
 
 

@@ -1,4 +1,4 @@
-"""Signed tokens (JWT) in place of API keys: who issued the keys that check them decides who may call."""
+"""Checks signed tokens (JWT), which clients may send in place of API keys."""
 
 import json
 import re
@@ -20,17 +20,17 @@ FIELD = "jwt_keys"
 OPERATOR_SCOPE = "baton:operator"
 _LEEWAY_S = 10
 _SECRET_BYTES_MIN = 32
-# One word: a page that took the place of a key set, such as an error's, is no secret.
+# A single word, so that an error page saved in place of a key set is not taken for a secret.
 _SECRET = re.compile(rb"[A-Za-z0-9+/=_.-]{%d,}" % _SECRET_BYTES_MIN)
 _SUBJECT_MAX = 128
 _ISSUER_MAX = 256
-_WRONG_KEY = (ValueError, TypeError, UnsupportedAlgorithm)  # what reading one raises
+_WRONG_KEY = (ValueError, TypeError, UnsupportedAlgorithm)  # raised for a key that cannot be read
 _CURVES = {"secp256r1": "ES256", "secp384r1": "ES384", "secp521r1": "ES512"}
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key that checks signatures, and the only algorithms for which it may be used."""
+    """A key that verifies signatures, and the only algorithms that it may be used with."""
 
     key: AllowedPublicKeys | bytes = field(repr=False)
     algorithms: Sequence[str]
@@ -38,10 +38,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Subject:
-    """Whom a token names.
+    """The client that a token names.
 
     Attributes:
-        name: `jwt:SUBJECT`, or `jwt:SUBJECT@ISSUER`. Two issuers' subjects never have the same name.
+        name: `jwt:SUBJECT`, or `jwt:SUBJECT@ISSUER`, so that equal subjects of two issuers differ.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Checks tokens.
+    """Verifies tokens.
 
     Args:
-        keys: by their ids; a file with one key has the id "".
-        audience, issuer: which tokens must name; None: any.
+        keys: keys by id; the only key of a file without ids has the id "".
+        audience, issuer: what tokens must name; None: anything.
     """
 
     keys: Mapping[str, Key]
@@ -62,10 +62,10 @@ class Tokens:
     issuer: str | None
 
     def subject(self, token: str) -> Subject:
-        """The subject of a token, whose signature and times are checked.
+        """Checks a token's signature and times, and returns its subject.
 
         Raises:
-            Unauthenticated: the token is not valid. The error does not have it.
+            Unauthenticated: the token is not valid. The error never contains it.
         """
         try:
             key = self._key(jwt.get_unverified_header(token).get("kid"))
@@ -114,10 +114,10 @@ def _refused(why: str) -> Unauthenticated:
 
 
 def read_tokens(path: Path, *, audience: str | None, issuer: str | None) -> Tokens:
-    """Of a file with a key set (JWKS), a PEM public key, or a secret: one word of at least 32 letters and digits.
+    """Reads a file with a key set (JWKS), a PEM public key, or a secret, which is one word of at least 32 characters.
 
     Raises:
-        ConfigError: it has none of these.
+        ConfigError: the file cannot be read, or contains none of these.
     """
     data = read_file(path, FIELD)
     if data.lstrip().startswith(b"{"):
@@ -128,7 +128,7 @@ def read_tokens(path: Path, *, audience: str | None, issuer: str | None) -> Toke
         keys = {"": Key(secret, ("HS256", "HS384", "HS512"))}
     else:
         raise _wrong(
-            path, f"has neither a key set, nor a PEM public key, nor a word of {_SECRET_BYTES_MIN} letters and digits"
+            path, f"has no key set, no PEM public key, and no secret of {_SECRET_BYTES_MIN} or more letters and digits"
         )
     return Tokens(keys, audience, issuer)
 
@@ -138,11 +138,11 @@ def _key_set(path: Path, data: bytes) -> dict[str, Key]:
         listed = json.loads(data)["keys"]
         found = [jwt.PyJWK(each) for each in listed if each.get("use", "sig") == "sig"]
     except (*_WRONG_KEY, KeyError, AttributeError, RecursionError, jwt.PyJWTError):
-        raise _wrong(path, "is no key set") from None
+        raise _wrong(path, "is not a key set") from None
     keys: dict[str, Key] = {}
     for index, each in enumerate(found):
         if not isinstance(each.key_id, str | None):
-            raise _wrong(path, "has a key whose id is no text")
+            raise _wrong(path, "has a key whose id is not text")
         if isinstance(each.key, bytes) and len(each.key) < _SECRET_BYTES_MIN:
             raise _wrong(path, f"has a secret of fewer than {_SECRET_BYTES_MIN} bytes")
         keys[each.key_id or f"#{index}"] = Key(each.key, (str(each.algorithm_name),))
@@ -155,7 +155,7 @@ def _public_key(path: Path, data: bytes) -> Key:
     try:
         key: Any = load_pem_public_key(data)
     except _WRONG_KEY:
-        raise _wrong(path, "has no PEM public key that can be used") from None
+        raise _wrong(path, "has no usable PEM public key") from None
     if isinstance(key, rsa.RSAPublicKey):
         return Key(key, ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"))
     if isinstance(key, ed25519.Ed25519PublicKey):

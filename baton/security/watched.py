@@ -1,4 +1,4 @@
-"""A value that is read from files, and read again once one of them has changed. Safe to use from several threads."""
+"""A value read from files, and read again when one of them changes. Threads may share it."""
 
 import logging
 import threading
@@ -20,14 +20,16 @@ FILE_BYTES_MAX = 16 << 20  # a bundle of every public CA has 200 kB
 
 
 class Watched(Generic[T]):
-    """The value of some files.
+    """Holds the value that `read` makes of some files.
+
+    If changed files cannot be read, the old value stays in use, and a warning is logged.
 
     Args:
-        read: returns the value; raises BatonError if the files have none.
-        look_every_s: least time between two looks at the files.
+        read: returns the value, or raises BatonError if the files cannot be used.
+        look_every_s: least seconds between two checks for changes.
 
     Raises:
-        BatonError: of the first `read`. Later, files that cannot be read leave the value as it was, with a warning.
+        BatonError: from the first `read`.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], T], *, look_every_s: float = _LOOK_EVERY_S) -> None:
@@ -55,16 +57,17 @@ class Watched(Generic[T]):
         try:
             value = self._read()
         except Exception as error:  # noqa: BLE001 - a file may have anything in it
-            # Perhaps one of two files is not written yet: the next look tries again.
+            # The writer may not have finished; the next check tries again.
             if self._warned != stamps:
                 log.warning(
-                    "changed files are not used: %s", error if isinstance(error, BatonError) else type(error).__name__
+                    "keeping the old value, because changed files cannot be used: %s",
+                    error if isinstance(error, BatonError) else type(error).__name__,
                 )
                 self._warned = stamps
             return
-        if stamps == self._stamps():  # else a file changed while it was read
+        if stamps == self._stamps():  # else a file changed during the read
             self._value, self._seen = value, stamps
-            log.info("using the changed %s", ", ".join(path.name for path in self._paths))
+            log.info("reloaded %s", ", ".join(path.name for path in self._paths))
 
     def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(_stamp(path) for path in self._paths)
@@ -79,10 +82,10 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_file(path: Path, field: str) -> bytes:
-    """The file that a setting names.
+    """Reads the file that a setting names.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         return read_regular_file(path, bytes_max=FILE_BYTES_MAX)

@@ -54,21 +54,21 @@ def test_an_adapter_is_loaded_on_every_node_and_unloaded_from_those_that_are_nam
     assert [line.split(" (")[0] for line in printed.splitlines()] == ["p has sql", "d has sql"]
     until_adapters(cluster, {"p": ["sql"], "d": ["sql"]})
     assert baton("adapter", "list", *at).startswith("p: sql (")
-    assert baton("adapter", "unload", "sql", "--node", "p", *at) == "p has sql no more\n"
+    assert baton("adapter", "unload", "sql", "--node", "p", *at) == "p no longer has sql\n"
     until_adapters(cluster, {"p": [], "d": ["sql"]})
 
 
 def test_a_node_that_the_gateway_does_not_know_is_refused_with_those_that_it_knows(cluster: Cluster) -> None:
     ended = run_warm(BATON, "drain", "nobody", "--target", cluster.target)
     assert ended.returncode == 1
-    assert ended.stderr == f"baton: nobody is no node of {cluster.target}; allowed: p, d\n"
+    assert ended.stderr == f"baton: {cluster.target} has no node nobody; allowed: p, d\n"
 
 
 def test_a_node_that_is_asked_to_drain_ends(cluster: Cluster) -> None:
     (node,) = cluster.start.nodes(("decode", {"model": LLAMA, "num_blocks": 64, "name": "d2"}))
     gateway = cluster.start.gateway([], [node], model=LLAMA, local_policy="local")
     printed = baton("drain", "d2", "--target", gateway.address, "--grace-s", "1")
-    assert printed == "d2 drains, and ends when its requests have ended\n"
+    assert printed == "d2 is draining, and ends after its last request\n"
     assert node.popen.wait(DEADLINE_S) == 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.client.resumption import _Given
+from baton.client.resumption import _Amount
 from baton.core.errors import BatonError
 from baton.core.types import TokenOutput
 from baton.engine.scheduling.request_table import RequestTable
@@ -310,10 +310,10 @@ def _hand_over_to_itself(patch: pytest.MonkeyPatch) -> None:
 
 
 def _resumed_tokens_come_twice(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: _Given, message: generation_pb2.GenerateResponse) -> None:
+    def mutated(self: _Amount, message: generation_pb2.GenerateResponse) -> None:
         return
 
-    patch.setattr(_Given, "drop_from", mutated)
+    patch.setattr(_Amount, "drop_from", mutated)
 
 
 def _resumes_one_token_late(patch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""The gateway's gRPC services in front of `baton.gateway.serving.serving`, one file each: Baton's own, vLLM's engine,
-Open Inference.
+"""The gateway's gRPC services, one file each: Baton's own, vLLM's engine, and Open Inference.
 
-Each translates its messages to `GenerateRequest` and from `GenerateResponse`; none reaches a node.
+Each service translates its messages to `GenerateRequest` and from `GenerateResponse`, and calls
+`baton.gateway.serving.serving`. None of them calls a node.
 """

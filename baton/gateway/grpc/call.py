@@ -1,4 +1,4 @@
-"""What every gRPC service of the gateway needs of one call: its request id, its trace, its errors as statuses."""
+"""Handles what all gRPC calls of the gateway share: request id, trace, deadline, and errors as statuses."""
 
 import logging
 from collections.abc import AsyncIterator, Sequence, Sized
@@ -25,7 +25,7 @@ _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%"
 
 
 class GrpcCall:
-    """One call. `begin` decides its request id and sends it to the client."""
+    """One gRPC call. `begin` determines its request id and sends the id to the client."""
 
     def __init__(self, context: Context) -> None:
         self.request_id = ""
@@ -44,12 +44,12 @@ class GrpcCall:
 
     @property
     def budget_s(self) -> float | None:
-        """Time left until the client's deadline; None: it has none."""
+        """Seconds left until the client's deadline; None if it set none."""
         remaining_s: float | None = self._context.time_remaining()
         return remaining_s
 
     async def begin(self, request_id: str = "") -> str:
-        """Sends the request id as initial metadata, and returns it: the message's, else the metadata's, else a new one.
+        """Returns the request id: the message's, else the metadata's, else a new one. Sends it as initial metadata.
 
         Raises:
             InvalidRequest: the id is too long, or has control characters.
@@ -59,7 +59,7 @@ class GrpcCall:
         return self.request_id
 
     def note(self, message: pb.GenerateResponse) -> None:
-        """Takes the receipt for the trailing metadata from an output's last message."""
+        """Copies the receipt from the first output's last message to the trailing metadata."""
         if message.finish_reason and not message.index:
             self.send_receipt(message.receipt)
 
@@ -67,14 +67,14 @@ class GrpcCall:
         self._context.set_trailing_metadata((("baton-receipt-bin", receipt.SerializeToString()),))
 
     async def unimplemented(self, reason: str) -> NoReturn:
-        """Ends the call of a method that Baton does not have."""
+        """Ends the call of a method that Baton does not implement."""
         await self._context.abort(grpc.StatusCode.UNIMPLEMENTED, reason)
         raise AssertionError("context.abort raises")
 
 
 @asynccontextmanager
 async def answering(context: Context) -> AsyncIterator[GrpcCall]:
-    """The call; an error inside ends it with its status."""
+    """Yields the call. An error inside the block ends the call with the error's status."""
     call = GrpcCall(context)
     with client_may_leave():
         try:
@@ -84,16 +84,16 @@ async def answering(context: Context) -> AsyncIterator[GrpcCall]:
         except (grpc.aio.InternalError, grpc.aio.AbortError):
             raise
         except Exception as error:
-            log.exception("%s failed", call.request_id or "a request")
-            unexpected = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
+            log.exception("request %s failed", call.request_id or "without an id")
+            unexpected = InternalError(f"{type(error).__name__} in the gateway", cure="see the gateway's log")
             await abort(context, unexpected, request_id=call.request_id)
 
 
 def check_count(field: str, values: Sized) -> None:
-    """Checks the number of values of a message.
+    """Checks the number of values in a field of a message.
 
     Raises:
-        InvalidRequest: there are more values than a body of HTTP may have.
+        InvalidRequest: the field has more values than the HTTP APIs allow in a body.
     """
     if len(values) > VALUES_MAX:
         allowed = (f"up to {VALUES_MAX}",)
@@ -101,10 +101,10 @@ def check_count(field: str, values: Sized) -> None:
 
 
 def check_ids(field: str, request_ids: Sequence[str]) -> None:
-    """Checks the ids of requests that a message names.
+    """Checks the request ids in a field of a message.
 
     Raises:
-        InvalidRequest: there are too many ids, or one cannot be a request's.
+        InvalidRequest: there are too many ids, or one is not a valid request id.
     """
     if len(request_ids) > _IDS_MAX:
         allowed = (f"up to {_IDS_MAX} ids",)

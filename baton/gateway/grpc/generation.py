@@ -1,4 +1,4 @@
-"""Baton's own service for clients, baton.v1.Generation: every call is passed on as it is."""
+"""Baton's own service for clients, baton.v1.Generation. Its messages need no translation."""
 
 from collections.abc import AsyncIterator, Awaitable
 
@@ -19,14 +19,14 @@ SERVICE_NAME = "baton.v1.Generation"
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    """What clients ask of a gateway."""
+    """Serves baton.v1.Generation."""
 
     def __init__(self, serving: Serving, fleet: Fleet, archive: TokenizerArchive) -> None:
         self._serving = serving
         self._fleet = fleet
         self._archive = archive
 
-    # The stubs' types have no handler that writes to its context, which is the cheapest way per token.
+    # Writing to the context is the cheapest way per token, but the type stubs have no such handler.
     async def Generate(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> None:

@@ -1,7 +1,7 @@
-"""SubscribeKvEvents: the prefix caches of all nodes as the KV events of one vLLM engine.
+"""SubscribeKvEvents: presents the prefix caches of all nodes as the KV events of one vLLM engine.
 
-A subscriber gets an empty snapshot, then every block that some node has, then the changes. So nothing is kept for one
-that comes back: it begins anew, above its last number.
+A subscriber gets an empty snapshot, then all cached blocks of the nodes, then changes. The gateway keeps no events: a
+subscriber that returns gets everything again, with sequence numbers above its last one.
 """
 
 import asyncio
@@ -24,23 +24,23 @@ from baton.protos.internal.v1 import node_pb2
 
 log = logging.getLogger("baton")
 
-_LOOK_S = 0.5  # between looks at which nodes there are
-_QUEUE_MESSAGES = 64  # a slow subscriber slows the nodes' streams down
+_LOOK_S = 0.5  # interval at which nodes are added and dropped
+_QUEUE_MESSAGES = 64  # a full queue makes the nodes' streams wait for a slow subscriber
 _AFTER_MAX = 2**63
 
 
 class _Kind(NamedTuple):
-    """Nodes that are equal in it name equal blocks equally."""
+    """Identifies how a node names blocks. Nodes of equal kind give equal blocks equal names."""
 
     identity: str
     block_size: int
 
 
 class KvEvents:
-    """Follows the caches of nodes for subscribers.
+    """Streams the nodes' cache changes to subscribers.
 
     Args:
-        clients: returns the connections to all nodes by address.
+        clients: returns the connections to all nodes, by address.
     """
 
     def __init__(self, fleet: Fleet, clients: Callable[[], Mapping[str, NodeClient]]) -> None:
@@ -48,10 +48,10 @@ class KvEvents:
         self._clients = clients
 
     async def subscribe(self, after: int) -> AsyncGenerator[smg.KvEventBatch, None]:
-        """Batches with the numbers after `after`, until it is closed.
+        """Yields batches, numbered from `after` + 1, until the generator is closed.
 
         Raises:
-            InvalidRequest: the numbers would not fit into their 64 bits.
+            InvalidRequest: the numbers would not fit into 64 bits.
         """
         if after > _AFTER_MAX:
             field, allowed = "start_sequence_number", (f"0 to {_AFTER_MAX}",)
@@ -103,7 +103,7 @@ class _Subscription:
             stream.cancel()
 
     async def _kind(self) -> _Kind:
-        """Of the decode nodes, whose block size `GetServerInfo` reports; waits for the first one."""
+        """Waits for a reachable decode node, and returns its kind; `GetServerInfo` reports its block size too."""
         while True:
             for node in self._fleet.decodes.values():
                 if node.reachable and node.cache_kind[0]:
@@ -111,7 +111,7 @@ class _Subscription:
             await asyncio.sleep(_LOOK_S)
 
     def _follow_fleet(self, kind: _Kind) -> list[str]:
-        """Begins to follow new nodes; returns those whose streams have ended."""
+        """Opens streams to new nodes. Returns the addresses of nodes whose streams have ended."""
         nodes = {node.address: node for node in self._fleet.nodes()}
         ended = [
             address
@@ -133,9 +133,9 @@ class _Subscription:
             async for message in call:
                 await self._queue.put((address, message))
         except grpc.aio.AioRpcError:
-            return  # followed again at the next look, if it can be reached
+            return  # `_follow_fleet` tries again if the node is reachable
         except Exception:
-            log.exception("%s: its prefix cache cannot be followed for a subscriber; trying again", address)
+            log.exception("%s: cannot stream prefix-cache changes to a KV event subscriber; retrying", address)
         finally:
             call.cancel()
 
@@ -162,5 +162,5 @@ def _to_events(changes: UnionChanges, block_size: int) -> list[smg.KvCacheEvent]
 
 
 def _signed(block: int) -> int:
-    """The int64 with the same bits."""
+    """Returns the int64 with the same bits."""
     return block - (1 << 64) if block >= 1 << 63 else block

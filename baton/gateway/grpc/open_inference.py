@@ -1,6 +1,6 @@
-"""The Open Inference Protocol, version 2, service inference.GRPCInferenceService: text in, text out.
+"""The Open Inference Protocol, version 2, as the service inference.GRPCInferenceService: text in, text out.
 
-KServe's and Triton's clients speak it. `ModelInfer` gives a whole output, `ModelStreamInfer` streams it.
+Clients of KServe and Triton use it. `ModelInfer` returns a whole output, and `ModelStreamInfer` streams it.
 """
 
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
-    """The served model as one with a text input and a text output."""
+    """Serves the model as one with a text input and a text output."""
 
     def __init__(self, serving: Serving, fleet: Fleet) -> None:
         self._serving = serving
@@ -75,11 +75,11 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
             request.id = asked.message.request_id = await call.begin(request.id)
             return await self._whole(request, asked, call)
 
-    # Its stub has no handler that writes to its context, either.
+    # As in GenerationService.Generate, the type stubs have no handler that writes to its context.
     async def ModelStreamInfer(  # type: ignore[override]
         self, requests: AsyncIterator[oip.ModelInferRequest], context: Context
     ) -> None:
-        """Answers one request after the other. An error of one is a response, and the stream goes on."""
+        """Answers requests one after another. A request's error becomes a response, and the stream continues."""
         async with answering(context) as call:
             await call.begin()
             async for request in requests:
@@ -91,7 +91,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
                     await context.write(oip.ModelStreamInferResponse(error_message=str(error), infer_response=failed))
 
     async def _answer(self, request: oip.ModelInferRequest, call: GrpcCall, context: Context) -> None:
-        request.id = check_request_id(request.id)  # draws one where it is empty
+        request.id = check_request_id(request.id)  # draws an id if the request has none
         asked = read_request(request)
         if not asked.stream:
             whole = await self._whole(request, asked, call, final=True)
@@ -121,7 +121,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         await self._serving.generate(asked.message, collector.write, budget_s=call.budget_s, caller_trace=call.trace)
         whole = collector.response()
         if not whole.outputs:
-            raise InternalError("the request ended without output", cure="see the gateway's log")
+            raise InternalError("the request ended without an output", cure="see the gateway's log")
         output = whole.outputs[0]
         if final is None:
             call.send_receipt(output.receipt)
@@ -129,7 +129,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
             output.text = asked.message.text + output.text
         return to_response(request, output, whole.usage, name=self._serving.model.name, raw=asked.raw, final=final)
 
-    # ---- what Baton does not have
+    # ---- methods that Baton does not implement
 
     async def RepositoryModelLoad(
         self, request: oip.RepositoryModelLoadRequest, context: Context

@@ -1,7 +1,7 @@
-"""Open Inference messages as Baton's and back. Pure.
+"""Translates Open Inference messages to Baton's and back. Pure.
 
-A request has its prompt in the tensor `text_input`. Its sampling numbers are parameters of the request, or JSON in
-the tensor `sampling_parameters`, as Triton's vLLM backend takes them; the names are those of SamplingParams.
+A request's prompt is in the tensor `text_input`. Its sampling parameters, named as in SamplingParams, are parameters of
+the request or JSON in the tensor `sampling_parameters`, as in Triton's vLLM backend.
 """
 
 from collections.abc import Mapping
@@ -35,19 +35,19 @@ _BOOLEANS = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """A request as Baton's, and what its response must look like."""
+    """A request as Baton's message, and the form that its response must have."""
 
     message: pb.GenerateRequest
     stream: bool
     echo: bool  # the output begins with the prompt
-    raw: bool
+    raw: bool  # outputs are raw bytes
 
 
 def read_request(request: oip.ModelInferRequest) -> InferenceRequest:
-    """Reads an inference request as ours.
+    """Translates an inference request.
 
     Raises:
-        InvalidRequest: names the tensor or parameter that is wrong.
+        InvalidRequest: a tensor or parameter is wrong; the error names it.
     """
     check_version(request.model_version)
     for field, given in (("inputs", request.inputs), ("outputs", request.outputs), ("parameters", request.parameters)):
@@ -77,7 +77,7 @@ def read_request(request: oip.ModelInferRequest) -> InferenceRequest:
 
 
 def check_version(version: str) -> None:
-    """Checks the model's version that a request names.
+    """Checks the model version that a request names.
 
     Raises:
         InvalidRequest: the model has no such version.
@@ -95,12 +95,13 @@ def to_response(
     raw: bool,
     final: bool | None = None,
 ) -> oip.ModelInferResponse:
-    """One output, or a part of one.
+    """Builds the response for one output, or for a part of one.
 
     Args:
-        usage: None: not known yet; then the response has no counts.
-        name: of the model.
-        final: of a stream: whether the request has ended.
+        usage: None if it is not known yet; the response then has no counts.
+        name: the model's name.
+        raw: write outputs as raw bytes.
+        final: in a stream, whether this is the request's last response; else None.
     """
     response = oip.ModelInferResponse(model_name=name, model_version=VERSION, id=request.id)
     values: dict[str, str | int] = {
@@ -176,7 +177,7 @@ def _read(name: str, field: Any, value: Any) -> Any:
 
 
 def _scalar(field: Any, value: Any) -> Any:
-    """The value in the field's type; numbers may come as text, because KServe's parameters have no fractions."""
+    """Converts the value to the field's type. Numbers may be text, because KServe's parameters have no fractions."""
     if field.cpp_type == field.CPPTYPE_STRING:
         if not isinstance(value, str):
             raise TypeError("it must be text")
@@ -193,7 +194,7 @@ def _scalar(field: Any, value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value in short; never a walk through a long list."""
+    """Returns a short description of a value for an error. Takes constant time even for a long list."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     return repr(value[:_SHOWN_CHARACTERS] if isinstance(value, str) else value)

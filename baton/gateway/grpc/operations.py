@@ -1,4 +1,4 @@
-"""What operators ask of a gateway, baton.v1.Operations."""
+"""The service for operators, baton.v1.Operations."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -19,7 +19,7 @@ SERVICE_NAME = "baton.v1.Operations"
 
 
 class OperationsService(operations_pb2_grpc.OperationsServicer):
-    """State of the cluster as this gateway sees it, and its nodes' roles."""
+    """Reports the cluster's state as this gateway sees it, and switches the roles of nodes."""
 
     def __init__(self, serving: Serving, connections: Connections, view: View) -> None:
         self._view = view

@@ -1,4 +1,4 @@
-"""All services of the gateway's gRPC server."""
+"""Adds all services to the gateway's gRPC server."""
 
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
@@ -24,7 +24,7 @@ SERVICE_NAMES = (
 def add_services(
     server: GrpcServer, settings: GatewaySettings, serving: Serving, connections: Connections, view: View
 ) -> None:
-    """Adds the services of SERVICE_NAMES to a server that has not been started."""
+    """Adds the services of SERVICE_NAMES to a server that has not started yet."""
     fleet = connections.fleet
     archive = TokenizerArchive(serving.model.directory, settings.chat_template)
     clients = generation.GenerationService(serving, fleet, archive)

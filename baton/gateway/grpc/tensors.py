@@ -1,6 +1,6 @@
-"""Tensors of the Open Inference Protocol: reading a request's inputs, writing a response's outputs. Pure.
+"""Reads input tensors of Open Inference requests, and writes output tensors of responses. Pure.
 
-A tensor's elements are in `contents`, or as raw bytes in a list of their own. A response has the form of its request.
+A tensor's elements are in its `contents`, or as raw bytes in a separate list. A response uses the form of its request.
 """
 
 import struct
@@ -11,12 +11,12 @@ from typing import Any
 from baton.core.errors import InvalidRequest
 from baton.protos.inference import open_inference_pb2 as oip
 
-_LENGTH_BYTES = 4  # before each element of type BYTES
+_LENGTH_BYTES = 4  # length prefix of each element of type BYTES
 
 
 @dataclass(frozen=True)
 class OutputTensors:
-    """One output of one element: text, or a number of type UINT32."""
+    """An output tensor with one element: text, or a number of type UINT32."""
 
     name: str
     value: str | int
@@ -27,7 +27,7 @@ class OutputTensors:
 
 
 def read_inputs(request: oip.ModelInferRequest, datatypes: dict[str, str]) -> dict[str, Any]:
-    """The single element of each input: bytes or a boolean.
+    """Returns the single element of each input, as bytes or a boolean.
 
     Args:
         datatypes: the known inputs, each BYTES or BOOL.

@@ -1,7 +1,7 @@
-"""The model's tokenizer files as one archive that clients can download.
+"""Packs the model's tokenizer files into an archive that clients can download.
 
-Equal files give equal bytes, so every gateway of a model has the same checksum: names are sorted, times are constant,
-and nothing is compressed, because compressed bytes depend on the library's version.
+Equal files give equal bytes, so all gateways of a model have the same checksum. For that, names are sorted, times are
+constant, and nothing is compressed, because compressed bytes depend on the library's version.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _FILES = (
     "vocab.json",
 )
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
-_EARLIEST = (1980, 1, 1, 0, 0, 0)  # that a zip archive can state
+_EARLIEST = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip archive can store
 _PIECE_BYTES = 64 << 10
 
 
@@ -38,16 +38,16 @@ class Archive:
     sha256: str
 
     def pieces(self) -> Iterator[bytes]:
-        """The archive in pieces of at most 64 KiB."""
+        """Yields the archive in pieces of at most 64 KiB."""
         for start in range(0, len(self.data), _PIECE_BYTES):
             yield self.data[start : start + _PIECE_BYTES]
 
 
 class TokenizerArchive:
-    """The archive of one model directory, made at its first use and kept.
+    """The archive of one model directory, made at its first use and then kept.
 
     Args:
-        chat_template: a file to use in place of the directory's own template.
+        chat_template: a file that replaces the directory's own template.
     """
 
     def __init__(self, directory: Path, chat_template: Path | None) -> None:
@@ -64,7 +64,7 @@ class TokenizerArchive:
 
 
 def make_archive(directory: Path, chat_template: Path | None = None) -> Archive:
-    """Reads the files.
+    """Packs the tokenizer files of a directory.
 
     Raises:
         OSError: a file cannot be read.
@@ -78,7 +78,7 @@ def make_archive(directory: Path, chat_template: Path | None = None) -> Archive:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(files):
             entry = zipfile.ZipInfo(name, _EARLIEST)
-            entry.create_system = 3  # else the platform's
+            entry.create_system = 3  # Unix; by default it depends on the platform
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, files[name].read_bytes())
     data = buffer.getvalue()

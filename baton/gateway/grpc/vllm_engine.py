@@ -1,6 +1,6 @@
-"""vLLM's engine service, vllm.grpc.engine.VllmEngine, as the package smg-grpc-proto publishes it.
+"""vLLM's engine service, vllm.grpc.engine.VllmEngine, as the package smg-grpc-proto defines it.
 
-A router that drives vLLM engines, such as smg, drives Baton with it: the whole cluster looks like one engine.
+With it, a router for vLLM engines, such as smg, can use Baton: the whole cluster looks like one engine.
 """
 
 import json
@@ -31,10 +31,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """The cluster as one engine.
+    """Serves the cluster as one engine.
 
     Args:
-        max_requests: the most requests that run at once.
+        kv_events: streams cache changes; None: the service refuses subscriptions.
+        max_requests: most requests that may run at once.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         context: Context,
         prompt_tokens: int,
     ) -> None:
-        """Sends each message's tokens, and the end of each output without its tokens, which the client has."""
+        """Sends each message's tokens, and then each output's end without the tokens, which the client has already."""
         last_token_ids: dict[int, int] = {}
         sampling = request.sampling_params
 
@@ -170,7 +171,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         return vllm.GetLoadsResponse(timestamp=now, version=__version__, dp_rank_count=1, loads=[self._load()])
 
     def _load(self) -> vllm.SchedulerLoad:
-        """The decode nodes together: their blocks are what a request needs until its end."""
+        """Sums the decode nodes' loads, because a request occupies their blocks until its end."""
         nodes = [node.status for node in self._fleet.decodes.values() if node.reachable]
         used = sum((each.blocks_total - each.blocks_free) * each.info.cache_shape.block_size for each in nodes)
         total = sum(each.blocks_total * each.info.cache_shape.block_size for each in nodes)
@@ -204,20 +205,22 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[smg.KvEventBatch]:
         if self._kv_events is None:
             async with answering(context) as call:
-                await call.unimplemented("KV events tell the prompts of all clients; BATON_KV_EVENTS=true serves them")
+                await call.unimplemented(
+                    "KV events are off, because they reveal the prompts of all clients; set BATON_KV_EVENTS=true"
+                )
         async with answering(context), aclosing(self._kv_events.subscribe(request.start_sequence_number)) as batches:
             async for batch in batches:
                 yield batch
 
-    # ---- what Baton does not have
+    # ---- methods that Baton does not implement
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
         async with answering(context) as call:
-            await call.unimplemented("Baton serves models that generate text; it computes no embeddings")
+            await call.unimplemented("Baton serves models that generate text, and computes no embeddings")
 
     async def FlushCache(self, request: smg.FlushCacheRequest, context: Context) -> smg.FlushCacheResponse:
         async with answering(context) as call:
-            await call.unimplemented("the prefix caches of several nodes cannot be flushed; use a cache salt instead")
+            await call.unimplemented("a gateway cannot flush its nodes' prefix caches; use another cache salt instead")
 
     async def StartProfile(self, request: smg.StartProfileRequest, context: Context) -> smg.ProfileResponse:
         async with answering(context) as call:

@@ -1,7 +1,7 @@
-"""vLLM's engine messages as Baton's and back. Pure.
+"""Translates vLLM's engine messages to Baton's and back. Pure.
 
-vLLM reads absent numbers as its own defaults, not as the model's, so every number is set. Numbers have 32 bits on this
-wire; their shortest decimal form gives the same outputs as the same numbers through the other doors.
+vLLM gives absent numbers its own defaults, not the model's, so every number is set here. Its messages carry 32-bit
+floats, which are read in their shortest decimal form, so that a number has the same effect as in the other APIs.
 """
 
 import json
@@ -24,10 +24,10 @@ _REFUSED_FIELDS = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs",
 
 
 def to_generate(request: vllm.GenerateRequest, prompt: Sequence[int], max_context_tokens: int) -> pb.GenerateRequest:
-    """The request for this prompt.
+    """Translates a request; `prompt` holds its token ids.
 
     Raises:
-        InvalidRequest: it has something that Baton does not do; names the field.
+        InvalidRequest: the request uses a field that Baton does not support, or a wrong value; the error names it.
     """
     _check_fields(request)
     params = request.sampling_params
@@ -45,7 +45,7 @@ def _check_fields(request: vllm.GenerateRequest) -> None:
     given = [name for name in _REFUSED_FIELDS if request.HasField(name)]
     given += ["extra_mm_inputs"] if request.extra_mm_inputs else []
     if given:
-        cure = "send text or token ids; Baton's own nodes exchange KV among themselves"
+        cure = "send text or token ids only; Baton's nodes exchange KV themselves"
         raise InvalidRequest(f"{given[0]} is not supported", field=given[0], cure=cure)
     if request.data_parallel_rank:
         raise InvalidRequest(
@@ -78,7 +78,7 @@ def _sampling(params: vllm.SamplingParams, *, room: int) -> common_pb2.SamplingP
 
 
 def _value(params: vllm.SamplingParams, name: str, field: SamplingField) -> Any:
-    """One parameter in Baton's form; None: unset."""
+    """Returns one parameter in Baton's form, or None if it is unset."""
     value = getattr(params, name)
     match field.kind:
         case Kind.TEXTS | Kind.TOKENS:
@@ -89,7 +89,7 @@ def _value(params: vllm.SamplingParams, name: str, field: SamplingField) -> Any:
         if not params.HasField(name) or (name == "seed" and value == -1):  # -1: vLLM draws one
             return field.default if field.kind is Kind.NUMBER else None
     elif not value and field.bounds is not None and not field.bounds.hold(value):
-        return field.default  # such as a top_p of 0, which is an absent one
+        return field.default  # for example, a top_p of 0 means that it is absent
     return _number(value) if field.kind is Kind.NUMBER else value
 
 
@@ -112,14 +112,14 @@ def _grammar(params: vllm.SamplingParams) -> Grammar | None:
 
 
 def _number(value: float) -> float:
-    """The shortest decimal number whose nearest 32-bit float is this one."""
+    """Returns the shortest decimal number whose nearest 32-bit float is this one."""
     return float(f"{value:.7g}")
 
 
 def to_chunk(
     message: pb.GenerateResponse, *, prompt_tokens: int, cached_tokens: int, sampling: vllm.SamplingParams
 ) -> vllm.GenerateResponse:
-    """The message's tokens; counts are of this message, as vLLM's are."""
+    """Translates a message with tokens. As in vLLM, the counts are those of this message."""
     chunk = vllm.GenerateStreamChunk(
         token_ids=[token.token_id for token in message.tokens],
         prompt_tokens=prompt_tokens,
@@ -141,7 +141,11 @@ def to_complete(
     sampling: vllm.SamplingParams,
     last_token_id: int | None,
 ) -> vllm.GenerateResponse:
-    """The end of one output. `last_token_id` shows whether a stop token ended it, or a stop string like its number."""
+    """Builds the end of one output.
+
+    Args:
+        last_token_id: the output's last token; distinguishes a stop token from a stop string with the same digits.
+    """
     complete = vllm.GenerateComplete(
         output_ids=[token.token_id for token in output.tokens],
         finish_reason=finish_reason_from_proto(output.finish_reason),

@@ -1,5 +1,5 @@
-"""The HTTP door: OpenAI's and Anthropic's APIs in front of `baton.gateway.serving.serving`.
+"""The HTTP server: OpenAI's and Anthropic's APIs in front of `baton.gateway.serving.serving`.
 
-Models at the edge check every field; a stream's chunks are written from prebuilt templates. No other package imports
+Pydantic models check every field of a body, and streams are written from prebuilt templates. No other package imports
 FastAPI.
 """

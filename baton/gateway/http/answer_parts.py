@@ -1,4 +1,4 @@
-"""An answer as an ordered list of parts: reasoning, text and tool calls, put together from its messages. Pure."""
+"""Assembles an answer's messages to an ordered list of parts: reasoning, text and tool calls. Pure."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ Kind = Literal["reasoning", "text", "tool_call"]
 
 @dataclass(slots=True)
 class AnswerPart:
-    """One piece of reasoning, of the answer's text, or one tool call with its arguments' JSON.
+    """A stretch of reasoning or of text, or one tool call with its arguments as JSON.
 
     Attributes:
-        position: in the answer, from 0.
-        id, name: of a tool call.
-        tokens: those of text.
+        position: number of the part in the answer, from 0.
+        id, name: those of a tool call, else empty.
+        tokens: tokens of a text part, if they are kept.
     """
 
     kind: Kind
@@ -37,7 +37,7 @@ class AnswerPart:
 
 @dataclass(slots=True)
 class Growth:
-    """What one message adds to one part; `tokens` are those that the part got with it."""
+    """What one message adds to one part; `tokens` are the tokens that the part gets with it."""
 
     part: AnswerPart
     text: str
@@ -46,13 +46,13 @@ class Growth:
 
 
 class OutputParts:
-    """Collects the messages of a chat's only output.
+    """Collects the messages of a chat that has one output.
 
     Args:
-        keeps_tokens: parts get their tokens, for logprobs.
+        keeps_tokens: keep the tokens of text parts, for logprobs.
 
     Attributes:
-        reasoning_tokens: number of tokens whose text is reasoning, as far as messages tell them apart.
+        reasoning_tokens: number of reasoning tokens; a message that adds several parts counts for the last one.
     """
 
     def __init__(self, *, keeps_tokens: bool = False) -> None:
@@ -64,7 +64,7 @@ class OutputParts:
         self.reasoning_tokens = 0
         self._tool_index = -1  # of the tool call in progress
         self._keeps_tokens = keeps_tokens
-        self._pending: list[common_pb2.Token] = []  # tokens whose text has not come yet
+        self._pending: list[common_pb2.Token] = []  # tokens whose text has not arrived yet
         self._pending_count = 0
 
     @property
@@ -76,7 +76,7 @@ class OutputParts:
         return self.finish_reason == common_pb2.FINISH_REASON_LENGTH
 
     def push(self, message: pb.GenerateResponse) -> list[Growth]:
-        """Adds a message; returns what grew, in order."""
+        """Adds a message. Returns what it adds to each part, in order."""
         self._pending_count += len(message.tokens)
         if self._keeps_tokens:
             self._pending += message.tokens
@@ -98,7 +98,7 @@ class OutputParts:
         return grown
 
     def collect(self, message: pb.GenerateResponse) -> bytes:
-        """As `push`, for an answer in one piece: nothing is to be sent yet."""
+        """Adds a message of an answer that is sent in one piece. Returns no event."""
         self.push(message)
         return b""
 
@@ -131,21 +131,21 @@ class OutputParts:
 
 
 class AnswerStream(ABC):
-    """Encodes a chat's answer, part by part, as one API's events. The first event comes with the first message.
+    """Encodes a chat's answer, part by part, as one API's events. The first message produces the first event.
 
     Args:
-        token_ids: deltas have the ids of their tokens, and the revision of the weights.
+        token_ids: add the token ids and the weights' revision to deltas.
     """
 
     def __init__(self, answer: OutputParts, *, token_ids: bool) -> None:
         self._answer = answer
         self._returns_token_ids = token_ids
-        self._token_ids: list[int] = []  # of tokens that no event has yet
+        self._token_ids: list[int] = []  # tokens that no event carries yet
         self._revision = ""  # of the weights
         self._begun = False
 
     def push(self, message: pb.GenerateResponse) -> bytes:
-        """The events for this message; may be empty."""
+        """Returns the events for this message; may be empty."""
         grown = self._answer.push(message)
         if self._returns_token_ids:
             self._token_ids += [token.token_id for token in message.tokens]
@@ -164,7 +164,7 @@ class AnswerStream(ABC):
         return b"".join(events)
 
     def skip(self, message: pb.GenerateResponse) -> None:
-        """The client has the events for this message."""
+        """Takes a message whose events the client already has."""
         self.push(message)
         self._token_ids = []
 
@@ -176,24 +176,28 @@ class AnswerStream(ABC):
 
     @abstractmethod
     def _begin(self) -> list[bytes]:
-        """The events before the first part."""
+        """Returns the events before the first part."""
 
     @abstractmethod
     def _next_part(self, part: AnswerPart) -> list[bytes]:
-        """The events that end the part before this one, and begin this one."""
+        """Returns the events that end the previous part and begin this one."""
 
     @abstractmethod
     def _delta(self, growth: Growth) -> bytes:
-        """The event for what a message adds to the current part; may be empty."""
+        """Returns the event for what a message adds to the current part; may be empty."""
 
 
 def with_token_ids(event: bytes, token_ids: Sequence[int], revision: str) -> bytes:
-    """The event with what a client needs to go on elsewhere: the tokens whose text the stream has with this event, and
-    had not before it, and the revision of the weights."""
+    """Adds to an event what a client needs to continue at another gateway.
+
+    Args:
+        token_ids: the tokens whose text is complete with this event, and was not before it.
+        revision: of the weights.
+    """
     start = event.removesuffix(b"}\n\n")
     return b'%b,"token_ids":%b,"revision":%b}\n\n' % (start, orjson.dumps(token_ids), orjson.dumps(revision))
 
 
 def event(name: str, data: bytes) -> bytes:
-    """One server-sent event whose data is one line of JSON."""
+    """Returns a server-sent event whose data is one line of JSON."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)

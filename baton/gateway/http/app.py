@@ -1,4 +1,4 @@
-"""The application: all routes, the page that describes them, and one answer for every error."""
+"""The ASGI application: routes, the page /docs that describes them, authentication, and one answer for every error."""
 
 import ipaddress
 import logging
@@ -26,7 +26,7 @@ from baton.security.authenticator import bearer
 from baton.security.authorize import Right, check, rights_for_path
 from baton.security.identity import NOBODY, enter
 
-_CURE = "set keys (BATON_API_KEYS), or have the proxy send the address that it connects to as the host"
+_CURE = "set API keys (BATON_API_KEYS), or make the proxy send the address that it connects to as the host"
 _REQUEST_ID_CHARACTERS_MAX = 256
 _SCHEMAS = "#/components/schemas/{model}"
 
@@ -36,7 +36,7 @@ Handler = Callable[[HttpCall], Awaitable[Response]]
 
 
 class App:
-    """The ASGI application. Draws request ids, and answers what no handler does."""
+    """The ASGI application. Assigns request ids, checks callers, and answers errors."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -60,9 +60,9 @@ class App:
         """Adds a route.
 
         Args:
-            handler: gets the call; what it raises becomes the answer.
-            body: model of the request's body, for the page; the handler itself reads it.
-            listed: the page has it.
+            handler: answers a call; an error that it raises becomes the answer.
+            body: model of the request's body, for /docs only; the handler itself reads the body.
+            listed: show the route in /docs.
         """
 
         async def endpoint(request: Request) -> Response:
@@ -73,7 +73,7 @@ class App:
                 raise call.in_own_words(error) from None
             except ClientLeft:
                 raise
-            except Exception as error:  # noqa: BLE001  the framework would answer it in its own shape
+            except Exception as error:  # noqa: BLE001  the framework would answer in its own shape
                 return self._error(request.scope, error)
             response.headers["x-request-id"] = call.request_id
             return response
@@ -124,27 +124,27 @@ class App:
                 raise
             await self._error(scope, error)(scope, receive, start)
         finally:
-            # It refers to the server's request, which has the scope: a cycle that only the collector would free.
+            # `send` refers to the server's request, which refers to the scope: a cycle for the garbage collector.
             del scope[RAW_SEND]
 
     def _admit(self, scope: Scope) -> None:
-        """Finds the caller, and checks its rights for the path.
+        """Identifies the caller, and checks its rights for the path.
 
         Raises:
-            Unauthenticated, PermissionDenied, Refused: the caller may not use this path.
+            Unauthenticated, PermissionDenied, HttpRefusal: the caller may not use this path.
         """
-        door, needed = self.context.door, rights_for_path(scope["path"])
-        if door is None:
+        authenticator, needed = self.context.authenticator, rights_for_path(scope["path"])
+        if authenticator is None:
             return
         headers = Headers(scope=scope)
-        if not door.locked:
+        if not authenticator.locked:
             check_not_a_page(scope["method"], headers, listen_host=self.context.listen_host)
         if Right.ANYONE in needed:
             enter(NOBODY)
             return
         # Anthropic's clients send x-api-key.
         credential = bearer(headers.get("authorization")) or headers.get("x-api-key")
-        caller = door.caller(credential, (scope.get("client") or ("unix", 0))[0])
+        caller = authenticator.caller(credential, (scope.get("client") or ("unix", 0))[0])
         check(scope["path"], needed, caller.rights)
         enter(caller)
 
@@ -167,16 +167,16 @@ class App:
     def _error(self, scope: Scope, error: Exception) -> Response:
         request_id = scope[REQUEST_ID]
         if not isinstance(error, BatonError):
-            log.error("%s: a request failed", request_id, exc_info=error)
-            error = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
-        # A request to the model has counted its own error, and a probe that has to wait is not an error.
+            log.error("request %s failed", request_id, exc_info=error)
+            error = InternalError(f"{type(error).__name__} in the gateway", cure="see the gateway's log")
+        # Errors with a request id were counted by `serving`, and a probe that must wait is not an error.
         if not error.request_id and scope["path"] != "/ready":
             self.context.serving.meter.refused_at_door(error)
         log_answer(request_id, error)
         return error_response(error, request_id, self.context.error_shape(scope["path"]))
 
     def _openapi(self) -> dict[str, Any]:
-        """The page's data, with the bodies that handlers read themselves."""
+        """Returns the OpenAPI schema, with the bodies that handlers read themselves."""
         if self._page is None:
             page = get_openapi(title=self.api.title, version=self.api.version, routes=self.api.routes)
             _, schemas = models_json_schema(
@@ -196,19 +196,19 @@ def _is_request_id(text: str) -> bool:
 
 
 def check_not_a_page(method: str, headers: Mapping[str, str], *, listen_host: str | None) -> None:
-    """Keeps web pages away from a gateway without keys, whose port every page in a browser on this machine can reach.
+    """Refuses requests of web pages to a gateway without keys, which any page in a browser on this machine can reach.
 
-    A page's requests without a preflight have one of a few content types, or none, and never application/json. A page
-    whose own name was made to resolve to this machine (DNS rebinding) sends its own name as the host. Neither needs a
-    rule about origins, and answers have no CORS headers, so no page of another origin reads one.
+    Without a preflight, a page can send only a few content types, never application/json. A page whose name was made
+    to resolve to this machine (DNS rebinding) sends its own name as the host. So neither check needs a rule about
+    origins. Answers have no CORS headers, so pages of other origins cannot read them.
 
     Args:
-        headers: with lower-case names.
-        listen_host: where the gateway listens, if only this machine reaches that; None: others do, by names that are
-            not known.
+        headers: headers with lower-case names.
+        listen_host: host that the gateway listens on, if only this machine reaches it; None: other machines reach it,
+            by unknown names.
 
     Raises:
-        Refused: 403 for another host's name, 415 for a body that does not say that it is JSON.
+        HttpRefusal: 403 for a foreign host name, or 415 for a body without a content type.
     """
     if listen_host is not None and not _is_own(headers.get("host", ""), listen_host):
         message = f"this gateway is not {headers.get('host', '')!r}"
@@ -219,8 +219,8 @@ def check_not_a_page(method: str, headers: Mapping[str, str], *, listen_host: st
 
 
 def _is_own(host: str, listen_host: str) -> bool:
-    """Whether a browser sends that host only for pages that this machine, or an address without a name, has served."""
-    if not host:  # no browser
+    """Whether a browser sends this host only for pages that this machine or a bare IP address served."""
+    if not host:  # not from a browser
         return True
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     name = name.lower().rstrip(".")

@@ -1,4 +1,4 @@
-"""The object `baton` in the bodies of all APIs: what only this server has. Answers have an object of this name too."""
+"""The object `baton` in the bodies of all APIs, with Baton's own options. Answers may have a `baton` object too."""
 
 from typing import Annotated
 
@@ -10,22 +10,22 @@ from baton.protos.v1 import generation_pb2 as pb
 
 
 class BatonOptions(Model):
-    """Each one is optional. Whoever uses OpenAI's library sends `extra_body={"baton": {...}}`."""
+    """Baton's own options, all of them optional. With OpenAI's library, send `extra_body={"baton": {...}}`."""
 
-    ttft_s: float | None = Field(None, gt=0, description="expected time to the first token; default: the gateway's")
-    tpot_s: float | None = Field(None, gt=0, description="expected mean time per further token; default: the gateway's")
+    ttft_s: float | None = Field(None, gt=0, description="target time to the first token; default: the gateway's")
+    tpot_s: float | None = Field(None, gt=0, description="target mean time per further token; default: the gateway's")
     session_id: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="requests of one session go to the same nodes where that costs nothing"
+        None, description="requests of one session go to the same nodes if that costs nothing"
     )
     output_token_ids: Items[U32] = Field(
         [],
-        description="tokens of the output that the client has already, from a gateway that it lost: the answer goes on "
-        "after them. Needs the same x-request-id, and a seed where tokens are drawn",
+        description="tokens of the output that the client already has from a lost gateway; the answer continues after "
+        "them. Needs the same x-request-id, and a seed unless sampling is greedy",
     )
     revision: str = Field(
         "",
-        description="the `system_fingerprint` or `revision` of the part of the answer that the client has already: it "
-        "goes on with the weights and the adapter of this revision, or fails",
+        description="`system_fingerprint` or `revision` of the part of the answer that the client already has; the "
+        "answer continues with the same weights and adapter, or fails",
     )
     receipt: bool = Field(False, description="add the receipt, as the header x-baton-receipt does")
 
@@ -37,7 +37,7 @@ class BatonOptions(Model):
 
 
 def set_slo(slo: common_pb2.Slo, *, ttft_s: float | None, tpot_s: float | None) -> None:
-    """Sets the bounds that the message does not have yet."""
+    """Sets those targets that the message does not have yet."""
     if ttft_s is not None and not slo.HasField("ttft_s"):
         slo.ttft_s = ttft_s
     if tpot_s is not None and not slo.HasField("tpot_s"):

@@ -1,6 +1,6 @@
-"""The bodies that clients send to OpenAI's endpoints, with vLLM's further fields.
+"""Models of the bodies of OpenAI's endpoints, with vLLM's additional fields.
 
-Types are checked here, and what fields mean together; a number's range where all doors check it.
+They check types and combinations of fields. `baton.gateway.serving` checks the ranges of numbers for all APIs.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ ToolChoice = Annotated[
 
 
 def _prompt_shape(value: object) -> str | None:
-    """By the first element, so that an error names the first one that is different."""
+    """Returns the shape of a prompt's first element, so that an error names the first element that differs."""
     if isinstance(value, str):
         return "text"
     if not isinstance(value, list):
@@ -49,10 +49,10 @@ Prompt = Annotated[
 
 
 class StreamOptions(Model):
-    """What else a stream has."""
+    """Additional content of a stream."""
 
-    include_usage: bool = Field(False, description="a last chunk with the usage")
-    continuous_usage_stats: bool = Field(False, description="the usage so far in every chunk")
+    include_usage: bool = Field(False, description="add a last chunk with the usage")
+    continuous_usage_stats: bool = Field(False, description="add the usage so far to every chunk")
     include_obfuscation: bool | None = Field(None, description=IGNORED)
 
 
@@ -66,7 +66,7 @@ class JsonSchemaFormat(Model):
 
 
 class ResponseFormat(Model):
-    """What the output must be."""
+    """The constraint that the output must satisfy."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -82,7 +82,7 @@ class ResponseFormat(Model):
 
 
 class StructuredOutputs(Model):
-    """What the output must be, in vLLM's words; one of these."""
+    """The constraint that the output must satisfy, with vLLM's field names. Set at most one field."""
 
     json_: TextOrObject | None = Field(None, alias="json")
     regex: Text | None = None
@@ -95,7 +95,7 @@ class StructuredOutputs(Model):
 
 
 class GenerationBody(Model):
-    """Fields of every request for an output, but for those of sampling that no other field depends on."""
+    """Fields of all requests that generate. `takes_sampling` adds the sampling parameters."""
 
     model: str = Field("", description="default: the served model")
     stream: bool = False
@@ -105,7 +105,7 @@ class GenerationBody(Model):
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, ge=1, lt=1 << 32)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    priority: int = Field(0, ge=-(1 << 31), lt=1 << 31, description="among waiting requests lower values go first")
+    priority: int = Field(0, ge=-(1 << 31), lt=1 << 31, description="waiting requests with lower values go first")
     cache_salt: Text | None = Field(None, description="requests share cached prefixes only with the same salt")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -116,7 +116,7 @@ class GenerationBody(Model):
     guided_decoding_backend: str | None = Field(None, description=IGNORED)
     return_tokens_as_token_ids: bool = Field(False, description="in logprobs: token_id:N in place of a token's text")
     return_token_ids: bool = Field(False, description="add the token ids of the output")
-    baton: BatonOptions = Field(BatonOptions(), description="what only this server has")
+    baton: BatonOptions = Field(BatonOptions(), description="options of this server only")
     user: str | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
@@ -132,7 +132,7 @@ class GenerationBody(Model):
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs and stream exclude each other")
         if not self.spaces_between_special_tokens:
-            raise ValueError("spaces_between_special_tokens: only true is possible")
+            raise ValueError("spaces_between_special_tokens is false; allowed: true")
         return self
 
     @property
@@ -156,13 +156,13 @@ class ChatBody(GenerationBody):
     tools: Items[dict[str, Any]] = Field([])
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    reasoning_effort: str | None = Field(None, description="a variable of the template; none: no reasoning")
+    reasoning_effort: str | None = Field(None, description="variable of the template; none: no reasoning")
     include_reasoning: bool = True
     chat_template: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = Field(
         None, description="name of one of the checkpoint's templates"
     )
-    chat_template_kwargs: dict[str, Any] = Field({}, description="further variables of the template")
-    documents: Items[dict[str, Any]] | None = Field(None, description="a variable of the template")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="more variables of the template")
+    documents: Items[dict[str, Any]] | None = Field(None, description="variable of the template")
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: Literal[False] = Field(False, description="the template writes all special tokens itself")
@@ -191,12 +191,12 @@ class CompletionBody(GenerationBody):
     echo: bool = Field(False, description="begin with the prompt")
     best_of: int | None = Field(None, ge=1, le=_OUTPUTS_MAX)
     add_special_tokens: bool = True
-    suffix: Literal[""] = Field("", description="not possible: no model here fills in the middle")
+    suffix: Literal[""] = Field("", description="not supported, because no model here fills in the middle")
 
     @model_validator(mode="after")
     def _is_possible_completion(self) -> "CompletionBody":
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens is 0, which only echo allows")
+            raise ValueError("max_tokens is 0; allowed: 1 or more, or 0 with echo")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError("best_of is less than n")
         if self.best_of is not None and self.best_of > self.n and self.stream:
@@ -209,7 +209,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """One or more prompts, each as text or as token ids."""
+        """The prompts, each as text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -218,7 +218,7 @@ class CompletionBody(GenerationBody):
 
 
 class TokenizeBody(Model):
-    """POST /tokenize: of a text, or of a conversation."""
+    """POST /tokenize, for a text or a conversation."""
 
     model: str = ""
     prompt: str | None = None

@@ -1,5 +1,5 @@
-"""One HTTP request as every API in front of `baton.gateway.serving.serving` needs it: its id, its deadline, its body,
-and the answer as a stream of events or in one piece. Knows no API's shape."""
+"""One HTTP request, as the handlers of all APIs use it: its id, deadline and body, and its answer as a stream of events
+or in one piece. Knows no API's shape."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 REQUEST_ID = "baton.request_id"  # key in the scope of a request
 
-_SMALL_BODY = 1 << 16  # bytes; the largest one of the costliest shape holds the event loop for milliseconds
+_SMALL_BODY = 1 << 16  # bytes; parsing a body of this size blocks the event loop for milliseconds at worst
 _DEADLINES = ("x-request-timeout-s", "x-baton-deadline-s")
 
 log = logging.getLogger("baton")
@@ -50,28 +50,28 @@ log = logging.getLogger("baton")
 
 @dataclass
 class Context:
-    """What the handlers of all requests share.
+    """State that the handlers of all requests share.
 
     Attributes:
-        view: what operators see of the cluster.
-        door: who may come in; None: everybody.
-        error_shapes: by the beginning of a path; every other path has OpenAI's shape.
+        view: the cluster's state for operators.
+        authenticator: identifies callers; None: everybody may call everything.
+        error_shapes: formats of errors, by the beginning of a path; the default is OpenAI's.
         draining: whether the process is about to end.
-        started_s: unix time of the process's start.
+        started_s: Unix time of the process's start.
     """
 
     settings: GatewaySettings
     serving: Serving
     fleet: Fleet
     view: View
-    door: Authenticator | None = None
+    authenticator: Authenticator | None = None
     error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
     draining: bool = False
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def listen_host(self) -> str | None:
-        """The host that it listens on, if only this machine reaches that."""
+        """The host that the server listens on, if only this machine reaches it; else None."""
         host = self.settings.http_listen.rpartition(":")[0]
         return host if is_loopback(host) else None
 
@@ -84,12 +84,12 @@ class HttpCall:
     """One HTTP request.
 
     Attributes:
-        request_id: the client's x-request-id, or a drawn one; the answer has it too.
-        wants_receipt: whether the answer is to have the receipt.
-        field_names: what this API calls the fields that errors name, where it differs.
+        request_id: the client's x-request-id, or a random id; the answer repeats it.
+        wants_receipt: whether the client asked for the receipt by a header.
+        field_names: this API's names of our fields, for errors, where they differ.
 
     Raises:
-        InvalidRequest: a header is wrong.
+        InvalidRequest: a header has a wrong value.
     """
 
     def __init__(self, context: Context, request: Request) -> None:
@@ -108,21 +108,25 @@ class HttpCall:
 
     @property
     def budget_s(self) -> float | None:
-        """What is left of the time that the client allows; None: it does not say."""
+        """Seconds left of the client's limit; None if the client set none."""
         return None if self._limit_s is None else self._limit_s - (self._loop.time() - self._started_at_s)
 
     async def read(self, model: type[M]) -> M:
-        """The body as a checked model; raises as `read_as`."""
+        """Returns the body as a checked model. Raises what `read_as` raises."""
         return await self.read_as(lambda value: checked(model, value))
 
     async def read_as(self, understand: Callable[[dict[str, Any]], T]) -> T:
-        """What `understand` makes of the JSON object that is the body. Pure; a large body is read in a thread, so that
-        it delays no other request's tokens.
+        """Reads the body as a JSON object, and returns what `understand` makes of it.
+
+        A large body is parsed in a thread, so that it delays no other request's tokens.
+
+        Args:
+            understand: a pure function; may run in a thread.
 
         Raises:
-            InvalidRequest: it is none, or too large, or `understand` says so.
-            Overloaded: too many large bodies wait already.
-            ClientLeft: it ends early.
+            InvalidRequest: the body is not a JSON object or is too large, or `understand` refused it.
+            Overloaded: too many large bodies are waiting.
+            ClientLeft: the client left before the body ended.
         """
         with self.serving.texts.holding() as hold:
             body = await self._read_body(hold)
@@ -140,15 +144,15 @@ class HttpCall:
             raise ClientLeft from None
         except TimeoutError:
             raise HttpRefusal(
-                408, "request_timeout", "the body took too long", headers={"connection": "close"}
+                408, "request_timeout", "the body did not arrive in time", headers={"connection": "close"}
             ) from None
 
     async def collect(self, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> pb.CompleteResponse:
-        """The request's whole outputs. A client that leaves cancels the request.
+        """Returns the whole outputs of a request. Cancels the request if the client leaves.
 
         Raises:
-            BatonError: why it cannot be finished.
-            ClientLeft: nobody waits for it any more.
+            BatonError: the request failed.
+            ClientLeft: the client closed its connection.
         """
         (whole,) = await self.collect_all([message], chat)
         return whole
@@ -156,31 +160,31 @@ class HttpCall:
     async def collect_all(
         self, messages: Sequence[pb.GenerateRequest], chat: ChatRequest | None = None
     ) -> list[pb.CompleteResponse]:
-        """As `collect`, for several requests at the same time."""
+        """Returns the whole outputs of several requests that run at the same time. Raises what `collect` raises."""
         collectors = [AnswerCollector() for _ in messages]
         jobs = [HttpJob(message, collector.push, chat) for message, collector in zip(messages, collectors, strict=True)]
         await self.serve(jobs)
         return [collector.response() for collector in collectors]
 
     async def serve(self, jobs: Sequence[HttpJob]) -> None:
-        """Serves jobs for an answer in one piece, which their `push` collect; raises as `collect`."""
+        """Runs jobs whose `push` collect an answer in one piece. Raises what `collect` raises."""
         generation = asyncio.create_task(self.generate(jobs, _ignore))
         await unless_left(generation, self.request.receive)
 
     def stream(self, message: pb.GenerateRequest, encoder: ChatEncoder, chat: ChatRequest) -> Response:
-        """The answer to a chat as server-sent events."""
+        """Returns the answer to a chat as server-sent events."""
         return self.stream_all([HttpJob(message, encoder.push, chat, encoder.skip)], encoder)
 
     def stream_all(self, jobs: Sequence[HttpJob], encoder: ResponseEncoder) -> Response:
-        """As `stream`, for several requests at the same time; `encoder` ends the stream."""
+        """Streams the answers of several requests that run at the same time; `encoder` ends the stream."""
         shape = self.context.error_shape(self.request.scope["path"])
         return EventStream(self.request_id, partial(self.generate, jobs), encoder, self.in_own_words, shape)
 
     async def generate(self, jobs: Sequence[HttpJob], write: WriteFor) -> None:
-        """Serves the jobs at the same time; the first error ends all.
+        """Runs the jobs at the same time. The first error ends all of them.
 
         Raises:
-            BatonError: why one cannot be finished.
+            BatonError: a request failed.
         """
         for job in jobs:
             self._add_headers(job.message)
@@ -206,12 +210,12 @@ class HttpCall:
         return read_context(given[0], ",".join(headers.getlist("tracestate"))) if len(given) == 1 else None
 
     def _add_headers(self, message: pb.GenerateRequest) -> None:
-        """What headers say about the request and its body does not."""
+        """Copies to the message what headers set and the body does not."""
         set_slo(message.slo, ttft_s=self._ttft_s, tpot_s=self._tpot_s)
         message.session_id = message.session_id or self._session_id
 
     def in_own_words(self, error: BatonError) -> BatonError:
-        """The error with the field's name as this API's clients know it."""
+        """Replaces the field's name in the error by this API's name."""
         name = error.field.removeprefix("sampling.")
         error.field = self.field_names.get(name, f"baton.{name}" if name in BatonOptions.model_fields else name)
         return error

@@ -1,6 +1,6 @@
-"""How a JSON body becomes a checked value: strict pydantic models, and one `InvalidRequest` that names the wrong field.
+"""Checks JSON bodies with strict pydantic models, and turns the first mistake into an `InvalidRequest` with its field.
 
-Unions are tagged by a function, so that an error names the one shape that was meant. Knows no endpoint.
+Unions are tagged by a function, so that an error is about the shape that the client meant. Knows no endpoint.
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
@@ -18,9 +18,9 @@ from baton.gateway.http.head import check_content
 
 _VALUE_CHARS_MAX = 100
 _FIELD_CHARS_MAX = 200
-_ALIKE = 0.8  # of 1: temprature and max_token are above, foo and text below
+_ALIKE = 0.8  # least similarity, of 1: temprature and max_token are above it, foo and text below
 
-# Marks tags of unions in pydantic's locations, so that they are left out of field names.
+# Prefix of union tags in pydantic's locations, so that they can be left out of field names.
 _TAG = "~"
 _UNSUPPORTED = "unsupported"
 _UNKNOWN = "unknown"
@@ -34,21 +34,21 @@ _KINDS: Mapping[str, tuple[type, str]] = {
 
 
 class Model(BaseModel):
-    """A JSON object: no unknown fields, no conversions between types, no NaN."""
+    """A JSON object without unknown fields, conversions between types, or NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
     def _has_no_unknown_field(cls, value: object) -> object:
-        """pydantic describes each of half a million unknown fields before it gives its errors; this names the first."""
+        """Refuses the first unknown field. Pydantic itself would describe all of them, and a body may have 500,000."""
         if not isinstance(value, dict):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
         if value.keys() <= known:
             return value
         unknown = next(name for name in value if name not in known)
-        # NOTE: only strings: pydantic writes every value of the context as text, however long.
+        # NOTE: short strings only, because pydantic converts every value of the context to text, however long.
         nearest = _nearest(unknown[:_VALUE_CHARS_MAX], known, _inner_fields(cls))
         context = {"name": unknown, "value": short(value[unknown]), "nearest": nearest}
         raise PydanticCustomError(_UNKNOWN, "it is not a parameter of this endpoint", context)
@@ -85,7 +85,7 @@ U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 
 def at_most(most: int) -> BeforeValidator:
-    """An object of that many keys. pydantic would first describe each one that is wrong."""
+    """Limits the number of an object's keys, before pydantic describes each wrong one."""
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > most:
@@ -99,12 +99,12 @@ PositiveU32 = Annotated[int, Field(ge=1, le=2**32 - 1)]
 
 
 def tag(name: str) -> PydanticTag:
-    """One shape of a union; `name` is what the function of `by_type` or `text_or_list` gives for it."""
+    """Marks one shape of a union. `name` is what the union's discriminator returns for that shape."""
     return PydanticTag(_TAG + name)
 
 
 def by_type(default: str | None = None) -> Discriminator:
-    """Chooses an object's shape by its `type`; `default` is the shape of an object without it."""
+    """Chooses an object's shape by its `type`; an object without one has the shape `default`."""
 
     def choose(value: object) -> str | None:
         found = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
@@ -114,7 +114,7 @@ def by_type(default: str | None = None) -> Discriminator:
 
 
 def by_shape(choose: Callable[[object], str | None], allowed: str) -> Discriminator:
-    """Chooses the shape whose tag `choose` gives for a value; None: it is none of the allowed ones."""
+    """Chooses the shape whose tag `choose` returns for a value. If it returns None, the value has no allowed shape."""
 
     def tagged(value: object) -> str | None:
         found = choose(value)
@@ -124,7 +124,7 @@ def by_shape(choose: Callable[[object], str | None], allowed: str) -> Discrimina
 
 
 def by_kind(*kinds: str) -> Discriminator:
-    """Chooses the shape by the JSON type: `text`, `list` or `object`."""
+    """Chooses the shape by the value's JSON type: `text`, `list` or `object`."""
 
     def choose(value: object) -> str | None:
         return next((kind for kind in kinds if isinstance(value, _KINDS[kind][0])), None)
@@ -140,7 +140,7 @@ Stops = Annotated[Annotated[StopText, tag("text")] | Annotated[Items[StopText], 
 
 
 def unsupported(cure: str, *harmless: object) -> BeforeValidator:
-    """A known parameter that Baton does not offer: only null and the `harmless` values pass, as None."""
+    """Refuses a known parameter that Baton does not support. Null and the `harmless` values pass, as None."""
 
     def check(value: object) -> None:
         if value is None or any(value is one or (type(value) is type(one) and value == one) for one in harmless):
@@ -154,10 +154,11 @@ JsonObject = dict[str, Any]  # `parse_object` limits its depth
 
 
 def checked(model: type[M], body: Mapping[str, Any]) -> M:
-    """The parsed body as this model; a null at its top is as good as absent.
+    """Validates a parsed body. Members of the body that are null count as absent.
 
     Raises:
-        InvalidRequest: names the first wrong field as the client wrote it, such as `input[2].content[0].text`.
+        InvalidRequest: a field is wrong; the error names the first one as clients write it, such as
+            `input[2].content[0].text`.
     """
     given = {name: value for name, value in body.items() if value is not None}
     try:
@@ -167,12 +168,12 @@ def checked(model: type[M], body: Mapping[str, Any]) -> M:
 
 
 def invalid_request(error: ValidationError) -> InvalidRequest:
-    # Few by design: lists fail at their first wrong element, models at their first unknown field.
+    # There are only a few errors, because lists fail at the first wrong element and models at the first unknown field.
     return _describe(error.errors(include_url=False)[0])
 
 
 def field_name(location: Iterable[str | int]) -> str:
-    """`("input", "~items", 2, "content")` as `input[2].content`."""
+    """Formats a pydantic location: `("input", "~items", 2, "content")` becomes `input[2].content`."""
     name = ""
     for part in location:
         if isinstance(part, int):
@@ -194,7 +195,7 @@ def _describe(detail: ErrorDetails) -> InvalidRequest:
 
 
 def short(value: object) -> str:
-    """A value for an error message: never long, and never a walk through nested JSON."""
+    """Describes a value for an error message, briefly and without walking through nested JSON."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list | tuple):
@@ -217,7 +218,7 @@ def _unknown(field: str, _value: str, context: dict[str, Any]) -> InvalidRequest
 
 
 def _of_models(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
-    """What a model's own validator says about its fields together."""
+    """Converts an error of a model's own validator, which checks combinations of fields."""
     return InvalidRequest(str(context["error"]), field=field, value=value)
 
 
@@ -248,7 +249,7 @@ def _unknown_type(field: str, value: str, context: dict[str, Any]) -> InvalidReq
 
 
 def _no_type(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
-    """No object, or one without a `type`."""
+    """Converts the error for a value that is not an object or has no `type`."""
     if value == "an object":
         return _missing(f"{field}.type" if field else "type", value, context)
     return InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=("an object with a type",))
@@ -267,7 +268,7 @@ _DESCRIPTIONS: dict[str, Callable[[str, str, dict[str, Any]], InvalidRequest]] =
 }
 
 
-# What pydantic wanted, in our words.
+# What pydantic expected, in our words.
 _WANTED = {
     "string_type": "a string",
     "int_type": "an integer",
@@ -289,10 +290,10 @@ _WANTED = {
 
 
 async def read_body(chunks: AsyncIterator[bytes], headers: Mapping[str, str], *, bytes_max: int) -> bytes:
-    """Reads the body, of declared or of unknown length.
+    """Reads the whole body.
 
     Raises:
-        Refused: 413 as soon as it is too large; 415 for another media type, charset or coding.
+        HttpRefusal: 413 as soon as the body is too large, or 415 for a wrong media type, charset or coding.
     """
     check_content(headers)
     declared = headers.get("content-length", "0")
@@ -307,11 +308,11 @@ async def read_body(chunks: AsyncIterator[bytes], headers: Mapping[str, str], *,
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that the body is.
+    """Parses the body as a JSON object.
 
     Raises:
-        Refused: it is no JSON, or no object, or has too many values.
-        InvalidRequest: it names a key twice.
+        HttpRefusal: the body is not JSON, is not an object, or has too many values.
+        InvalidRequest: an object has the same key twice.
     """
     try:
         value = parse_json(body)
@@ -319,7 +320,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise HttpRefusal(400, "invalid_json", f"the body is not valid JSON: {error}") from None
     except TooMuchJson as error:
         message, allowed = f"the body has {error}", (error.allowed,)
-        raise HttpRefusal(413, "body_too_large", message, allowed=allowed, cure="send less") from None
+        raise HttpRefusal(413, "body_too_large", message, allowed=allowed, cure="send a smaller body") from None
     except KeyTwice as error:
         raise InvalidRequest(f"the body has the key {short(error.key)} twice", field=error.field) from None
     if not isinstance(value, dict):
@@ -328,11 +329,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def parse(model: type[M], body: bytes) -> M:
-    """The body as a model; raises as `parse_object` and `checked`."""
+    """Parses the body as a model. Raises what `parse_object` and `checked` raise."""
     return checked(model, parse_object(body))
 
 
 def _too_large(bytes_max: int) -> HttpRefusal:
-    headers = {"connection": "close"}  # the rest of the body is not read
-    cure = "send less"
+    headers = {"connection": "close"}  # because the rest of the body is not read
+    cure = "send a smaller body"
     return HttpRefusal(413, "body_too_large", f"the body has more than {bytes_max} bytes", cure=cure, headers=headers)

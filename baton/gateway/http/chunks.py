@@ -1,7 +1,4 @@
-"""Streams of OpenAI's chunks. What all chunks of a stream share is written once; a chunk adds the escaped text.
-
-Pure: messages to bytes.
-"""
+"""Writes streams of OpenAI's chunks. The shared beginning of a stream's chunks is encoded once. Pure."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,16 +19,17 @@ _dumps = orjson.dumps
 
 @dataclass(frozen=True)
 class StreamShape:
-    """What every chunk of one stream needs.
+    """The settings that all chunks of one stream share.
 
     Attributes:
         object_name: "chat.completion.chunk" or "text_completion".
-        created_s: unix time.
-        logprobs: how to write them; None: they are not wanted.
-        continuous_usage: every chunk has the usage so far; else only the last one, with `include_usage`.
-        outputs: choices for each prompt.
-        prompt_tokens: for `continuous_usage`; the last chunk counts them itself.
-        tokens_before: that the client has of the output.
+        created_s: Unix time.
+        logprobs: writes logprobs; None: the client wants none.
+        include_usage: add a last chunk with the usage.
+        continuous_usage: add the usage so far to every chunk.
+        outputs: number of choices for each prompt.
+        prompt_tokens: number of prompt tokens, for `continuous_usage`; the last chunk counts them itself.
+        tokens_before: number of output tokens that the client already has.
     """
 
     object_name: str
@@ -50,7 +48,7 @@ class StreamShape:
     tokens_before: int = 0
 
     def beginning(self, revision: str = "") -> bytes:
-        """Of every chunk, up to its choices; `revision`: of the weights, once it is known."""
+        """Returns the beginning of every chunk, up to its choices. `revision` is the weights', once it is known."""
         fixed = {"id": self.id, "object": self.object_name, "created": self.created_s, "model": self.model}
         if revision:
             fixed["system_fingerprint"] = revision
@@ -58,18 +56,18 @@ class StreamShape:
 
 
 class _Stream:
-    """What the streams of both endpoints share."""
+    """The common part of both endpoints' streams."""
 
     def __init__(self, shape: StreamShape) -> None:
         self.shape = shape
         self.usage = common_pb2.Usage()
         self._completion_tokens = shape.tokens_before
         self._beginning = shape.beginning()
-        self._heads: dict[int, bytes] = {}  # of each choice that has begun: the beginning of a plain chunk
+        self._heads: dict[int, bytes] = {}  # beginning of a plain chunk, for each choice that has begun
         self._plain_end = b'}],"usage":null}\n\n' if shape.include_usage else b"}]}\n\n"
 
     def end(self, message: pb.GenerateResponse) -> bytes:
-        """The end of a chunk, from its choice's last brace on."""
+        """Returns the end of a chunk, from its choice's last brace on."""
         shape = self.shape
         extra: dict[str, Any] = {}
         if shape.continuous_usage:
@@ -87,7 +85,7 @@ class _Stream:
             add_usage(self.usage, message.usage)
 
     def ending(self, message: pb.GenerateResponse, finish: str) -> bytes:
-        """The fields of a choice that say how it ended."""
+        """Returns the fields of a choice that say how it ended."""
         ended: dict[str, Any] = {"finish_reason": finish, "stop_reason": stop_reason_json(message.stop_reason)}
         return b"," + _dumps(ended)[1:-1]
 
@@ -126,7 +124,7 @@ class ChatChunks(_Stream):
         return head + _dumps(content) + self._plain_end if content else b""
 
     def skip(self, message: pb.GenerateResponse) -> None:
-        """The client has the chunks for this message."""
+        """Takes a message whose chunks the client already has."""
         if message.chat.tool_calls:
             self._with_tools.add(message.index)
 
@@ -162,11 +160,11 @@ class ChatChunks(_Stream):
 
 
 class CompletionChunks(_Stream):
-    """The chunks of one completion, of one or several prompts.
+    """The chunks of one completion request, for one or several prompts.
 
     Args:
-        echoes: the text of each prompt, to begin with; none: not wanted.
-        hides_tokens: the outputs' tokens were not asked for.
+        echoes: the prompts' texts, with which the choices begin; empty: the client wants no echo.
+        hides_tokens: leave out the outputs, because the client asked for 0 tokens.
     """
 
     def __init__(self, shape: StreamShape, *, echoes: tuple[str, ...] = (), hides_tokens: bool = False) -> None:
@@ -178,11 +176,11 @@ class CompletionChunks(_Stream):
         self._plain_end = b',"logprobs":null,"finish_reason":null' + self._plain_end
 
     def push(self, message: pb.GenerateResponse) -> bytes:
-        """For a single prompt."""
+        """Returns the chunk for a message, if there is a single prompt."""
         return self._push(0, message)
 
     def for_prompt(self, number: int) -> Callable[[pb.GenerateResponse], bytes]:
-        """Takes the messages of this prompt."""
+        """Returns the function that encodes the messages of this prompt."""
         return lambda message: self._push(number, message)
 
     def _push(self, number: int, message: pb.GenerateResponse) -> bytes:
@@ -242,12 +240,12 @@ def receipt_json(receipt: common_pb2.Receipt) -> dict[str, Any]:
 
 
 def finish_name(reason: common_pb2.FinishReason.ValueType) -> str:
-    """ "stop" or "length", as OpenAI calls them; empty while the output goes on."""
+    """Returns "stop" or "length", OpenAI's names, or "" while the output continues."""
     return finish_reason_from_proto(reason) or ""
 
 
 def stop_reason_json(stop_reason: str) -> str | int | None:
-    """The stop string; a stop token's id as a number, as vLLM has it."""
+    """Returns the stop string, or, as in vLLM, the stop token's id as a number."""
     return int(stop_reason) if stop_reason.isascii() and stop_reason.isdecimal() else stop_reason or None
 
 

@@ -1,5 +1,5 @@
-"""Parameters that Baton adds to the Responses and the Messages API, named as in vLLM and SGLang, and
-what those that all APIs share become in a request."""
+"""Parameters that Baton adds to the Responses and Messages APIs, named as in vLLM and SGLang, and the translation of
+the parameters that all APIs share."""
 
 from typing import Annotated
 
@@ -15,7 +15,7 @@ from baton.protos.v1 import generation_pb2 as pb
 
 
 class CommonFields(Model):
-    """What these APIs take besides their own parameters and those of sampling."""
+    """Baton's additional parameters of the Responses and Messages APIs."""
 
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -25,7 +25,7 @@ class CommonFields(Model):
 
 
 def fill(message: pb.GenerateRequest, given: CommonFields | GenerationBody, door: Door) -> common_pb2.SamplingParams:
-    """Writes to the message what all APIs have; returns its sampling parameters."""
+    """Copies the parameters that all APIs share to the message. Returns the message's sampling parameters."""
     fill_sampling(message.sampling, given, door)
     given.baton.write(message)
     message.cache_salt = given.cache_salt or ""
@@ -34,10 +34,14 @@ def fill(message: pb.GenerateRequest, given: CommonFields | GenerationBody, door
 
 
 def reasoning_variables(*, effort: str | None, thinking: bool | None = None) -> dict[str, object]:
-    """Variables of the chat template for an effort and for reasoning at all; None: as the template does by default.
+    """Returns chat-template variables that set the reasoning effort, and whether the model reasons.
 
-    `reasoning_effort` is gpt-oss' name, `enable_thinking` Qwen's and GLM's, `thinking` DeepSeek's and Granite's. A
-    template ignores variables that it does not know.
+    gpt-oss uses `reasoning_effort`, Qwen and GLM `enable_thinking`, DeepSeek and Granite `thinking`. Templates ignore
+    variables that they do not know.
+
+    Args:
+        effort: "none" turns reasoning off; None: the template's default.
+        thinking: whether the model reasons; None: the template's default.
     """
     if effort == "none":
         thinking = False

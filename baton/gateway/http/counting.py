@@ -1,4 +1,4 @@
-"""A conversation's tokens."""
+"""Renders and tokenizes a conversation."""
 
 from baton.gateway.serving.preparation import render, size_of_chat
 from baton.gateway.serving.serving import Serving
@@ -6,10 +6,12 @@ from baton.gateway.text.chat.types import ChatRequest
 
 
 async def encode_chat(serving: Serving, chat: ChatRequest, *, is_request: bool = False) -> list[int]:
-    """Renders in another process and tokenizes in a thread, so that a long conversation delays no other's tokens.
+    """Returns a conversation's token ids.
+
+    Renders in another process and tokenizes in a thread, so that a long conversation delays no other request's tokens.
 
     Args:
-        is_request: as in `Serving.encode`.
+        is_request: see `Serving.encode`.
 
     Raises:
         InvalidRequest: the template refuses the conversation.

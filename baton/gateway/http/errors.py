@@ -1,8 +1,8 @@
-"""What each error is in HTTP: status, headers, and the body in OpenAI's shape.
+"""Converts errors to HTTP answers: status, headers, and the body in OpenAI's shape.
 
 BatonError
 └── InvalidRequest
-    └── Refused          a mistake in the HTTP request itself; has a status of its own
+    └── HttpRefusal      a mistake in the HTTP request itself; has a status of its own
 """
 
 import math
@@ -16,18 +16,18 @@ from baton.core.error_codes import BY_HTTP, ErrorCode, code_of
 from baton.core.errors import BatonError, InternalError, InvalidRequest
 
 ErrorShape = Callable[[BatonError, str], dict[str, Any]]
-"""Error and request id to the body of the answer."""
+"""Formats an error and its request id as the body of the answer."""
 
-_RETRY_AFTER_S = 1.0  # where waiting helps, and the error does not say how long
+_RETRY_AFTER_S = 1.0  # for retryable errors that name no time
 
 
 class HttpRefusal(InvalidRequest):
-    """A request that HTTP itself lets us refuse: path, method, size, type, syntax.
+    """A mistake in the HTTP request itself: its path, method, size, type or syntax.
 
     Args:
-        status: of the answer.
-        code: in the answer's body.
-        headers: further headers of the answer.
+        status: HTTP status of the answer.
+        code: error code in the answer's body.
+        headers: additional headers of the answer.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ def status_of(error: BatonError) -> int:
 
 
 def row_of(error: BatonError) -> ErrorCode:
-    """The error's row; of a refusal by HTTP itself the row of its status, or of the nearest one."""
+    """Returns the error's row in the table; for an HttpRefusal, the row of its status or of a similar one."""
     if not isinstance(error, HttpRefusal):
         return code_of(error)
     return BY_HTTP.get(error.status) or code_of(InvalidRequest if error.status < 500 else InternalError)
 
 
 def headers_of(error: BatonError) -> dict[str, str]:
-    """Says when to try again, in whole seconds as HTTP wants it and in milliseconds as OpenAI's clients read it."""
+    """Returns the headers. A retry time is in whole seconds for HTTP, and in milliseconds for OpenAI's clients."""
     headers = dict(error.headers) if isinstance(error, HttpRefusal) else {}
     if status_of(error) == 401:
         headers["www-authenticate"] = "Bearer"
@@ -74,7 +74,7 @@ def headers_of(error: BatonError) -> dict[str, str]:
 
 
 def openai_error(error: BatonError, request_id: str) -> dict[str, Any]:
-    """The body in OpenAI's shape."""
+    """Returns the body in OpenAI's shape."""
     return {
         "error": {
             "message": str(error),
@@ -87,6 +87,6 @@ def openai_error(error: BatonError, request_id: str) -> dict[str, Any]:
 
 
 def error_response(error: BatonError, request_id: str, shape: ErrorShape = openai_error) -> Response:
-    headers = {**headers_of(error), "x-request-id": request_id, "request-id": request_id}  # OpenAI's name, Anthropic's
+    headers = {**headers_of(error), "x-request-id": request_id, "request-id": request_id}  # OpenAI's, Anthropic's
     body = orjson.dumps(shape(error, request_id))
     return Response(body, status_of(error), headers, media_type="application/json")

@@ -1,4 +1,4 @@
-"""An answer as a stream of server-sent events, whichever API's events they are, and the end of a client that leaves."""
+"""Sends an answer as server-sent events of any API, and cancels the request if its client leaves."""
 
 import asyncio
 import logging
@@ -16,44 +16,49 @@ from baton.gateway.serving.output_run import Skip
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import generation_pb2 as pb
 
-KEEP_ALIVE_S = 10.0  # a comment goes out when nothing was written for this to twice this long
-RAW_SEND = "baton.send"  # key in the scope of a request: the server's own `send` without the frameworks' wrappers
+KEEP_ALIVE_S = 10.0  # a comment is sent after a silence of between once and twice this time
+RAW_SEND = "baton.send"  # key in a request's scope of the server's own `send`, without the frameworks' wrappers
 _EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 log = logging.getLogger("baton")
 
 
 class ClientLeft(Exception):
-    """The client closed its connection: nobody reads an answer."""
+    """The client closed its connection before the answer ended."""
 
 
 class ResponseEncoder(Protocol):
-    """Writes one stream in an API's own events."""
+    """Encodes one stream as an API's own events."""
 
     def push(self, message: pb.GenerateResponse) -> bytes:
-        """The events for this message, which is no notice; may be empty."""
+        """Returns the events for a message that is not a notice; may be empty."""
         ...
 
     def finish(self) -> bytes:
-        """The events after the last message."""
+        """Returns the events after the last message."""
         ...
 
     def error(self, error: BatonError) -> bytes:
-        """The event that ends a stream that cannot go on."""
+        """Returns the event that ends a failed stream."""
         ...
 
 
 class ChatEncoder(ResponseEncoder, Protocol):
-    """Writes the stream of a chat."""
+    """Encodes the stream of a chat."""
 
     def skip(self, message: pb.GenerateResponse) -> None:
-        """The client has the events for this message, and gets those that follow."""
+        """Takes a message whose events the client already has, before those that it still gets."""
         ...
 
 
 @dataclass(frozen=True)
 class HttpJob:
-    """One call of `Serving.generate`, and who takes its messages, and those that the client has already."""
+    """One call of `Serving.generate`.
+
+    Attributes:
+        push: takes each message, and returns its events.
+        skip: takes the messages that the client already has, before the others.
+    """
 
     message: pb.GenerateRequest
     push: Callable[[pb.GenerateResponse], bytes]
@@ -65,9 +70,10 @@ WriteFor = Callable[[HttpJob], Callable[[pb.GenerateResponse], Awaitable[None]]]
 
 
 class EventStream(Response):
-    """Serves a request while it answers.
+    """Runs a request, and streams its answer.
 
-    An error before the first event has its own status; later it is an event."""
+    An error before the first event is answered with its own HTTP status; a later one becomes an event.
+    """
 
     def __init__(
         self,
@@ -85,7 +91,7 @@ class EventStream(Response):
         self._in_own_words, self._error_shape = in_own_words, error_shape
         self._started = False
         self._writing = False  # while an event waits for a slow client
-        self._written = True  # since the last look
+        self._written = True  # since the last `_keep_alive`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send_start = send
@@ -103,8 +109,8 @@ class EventStream(Response):
         except BatonError as error:
             await self._fail(self._in_own_words(error), scope, receive, send)
         except Exception as error:
-            log.exception("%s: a request failed", self._request_id)
-            internal = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
+            log.exception("request %s failed", self._request_id)
+            internal = InternalError(f"{type(error).__name__} in the gateway", cure="see the gateway's log")
             await self._fail(internal, scope, receive, send)
 
     async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,7 +131,7 @@ class EventStream(Response):
             if not self._started:
                 await self._write(data)
                 return
-            self._writing = self._written = True  # as `_write`, once per token
+            self._writing = self._written = True  # `_write` inlined, because this runs once per token
             await send({"type": "http.response.body", "body": data, "more_body": True})
             self._writing = False
 
@@ -146,12 +152,12 @@ class EventStream(Response):
 
 
 def comment(text: str) -> bytes:
-    """A line that clients of event streams skip."""
+    """Returns a comment, which clients of event streams ignore."""
     return f": {' '.join(text.split())}\n\n".encode()
 
 
 def log_answer(request_id: str, error: BatonError) -> None:
-    """`baton.gateway.serving.serving` has logged what failed there."""
+    """Logs an error that is answered. Only for debugging, because `baton.gateway.serving` logs failed requests."""
     log.debug("%s: %s", request_id, loggable(error))
 
 
@@ -162,13 +168,13 @@ async def unless_left(
     every_s: float | None = None,
     act: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Waits for the task, whose request's body is read; cancels it when the client closes its connection.
+    """Waits for the task, and cancels it when the client closes its connection. Call it once the body is read.
 
     Args:
-        every_s, act: what to do in these intervals meanwhile.
+        every_s, act: call `act` at this interval while waiting.
 
     Raises:
-        ClientLeft: it did.
+        ClientLeft: the client closed its connection.
     """
     leaving = asyncio.create_task(_left(receive))
     try:

@@ -1,4 +1,4 @@
-"""What the head of a request must be, by RFC 9110 and RFC 9112, beyond what the parser checks itself. Pure."""
+"""Checks a request's first line and headers by RFC 9110 and RFC 9112, where the parser does not. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,20 +15,20 @@ def check_head(method: bytes, version: str, headers: Iterable[tuple[bytes, bytes
     """Checks a request's first line and headers.
 
     Args:
-        headers: with lower-case names.
+        headers: headers with lower-case names.
 
     Raises:
-        Refused: 400 for no host, several hosts or one that is none; 501 for a method or a transfer coding that this
-            server does not know; 505 for another version of HTTP.
+        HttpRefusal: 400 for a missing, repeated or malformed host; 501 for an unknown method or transfer coding; 505
+            for another version of HTTP.
     """
     if version not in _VERSIONS:
-        raise HttpRefusal(505, "http_version_not_supported", f"the request is of HTTP {version}", allowed=_VERSIONS)
+        raise HttpRefusal(505, "http_version_not_supported", f"the request uses HTTP {version}", allowed=_VERSIONS)
     if method == b"CONNECT":
-        raise HttpRefusal(501, "not_implemented", "this is no proxy: it has no method CONNECT")
+        raise HttpRefusal(501, "not_implemented", "CONNECT is not supported, because this server is not a proxy")
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and version == "1.1"):
-        cure = "send one header host"
-        raise HttpRefusal(400, "invalid_http", f"the request has {len(hosts)} hosts", field="host", cure=cure)
+        cure = "send one host header"
+        raise HttpRefusal(400, "invalid_http", f"the request has {len(hosts)} host headers", field="host", cure=cure)
     if hosts and not _HOST.fullmatch(hosts[0].strip()):
         allowed = ("host", "host:port")
         raise HttpRefusal(400, "invalid_http", f"host is {hosts[0].decode('latin-1')!a}", field="host", allowed=allowed)
@@ -39,13 +39,13 @@ def check_head(method: bytes, version: str, headers: Iterable[tuple[bytes, bytes
 
 
 def check_content(headers: Mapping[str, str]) -> None:
-    """Checks that the body is JSON, by its headers.
+    """Checks that the headers describe an uncompressed JSON body in UTF-8. The content type may be missing.
 
     Args:
-        headers: with lower-case names.
+        headers: headers with lower-case names.
 
     Raises:
-        Refused: 415, unless the body is JSON in UTF-8 without compression; it may have no type.
+        HttpRefusal: 415 for anything else.
     """
     coding = headers.get("content-encoding", "").strip().lower()
     if coding not in ("", "identity"):
@@ -59,10 +59,10 @@ def check_content(headers: Mapping[str, str]) -> None:
         name, _, value = parameter.partition("=")
         charset = value.strip().strip('"').lower()
         if name.strip().lower() == "charset" and charset not in _CHARSETS:
-            raise unsupported(f"the body's charset is {charset!r}", JSON_TYPE, "send UTF-8, which all JSON is")
+            raise unsupported(f"the body's charset is {charset!r}", JSON_TYPE, "send the JSON in UTF-8")
 
 
 def unsupported(message: str, allowed: str, cure: str, *, header: str = "accept") -> HttpRefusal:
-    """Status 415; `header` says what is accepted."""
+    """Returns an error with status 415, whose answer lists what is accepted in `header`."""
     headers = {header: allowed}
     return HttpRefusal(415, "unsupported_media_type", message, allowed=(allowed,), cure=cure, headers=headers)

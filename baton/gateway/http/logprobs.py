@@ -1,4 +1,4 @@
-"""Tokens with their logprobs in OpenAI's two shapes, and prompt tokens in vLLM's. Pure."""
+"""Writes logprobs of output tokens in OpenAI's two shapes, and of prompt tokens in vLLM's. Pure."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -6,11 +6,11 @@ from typing import Any, Protocol
 from baton.gateway.text.reply import Detokenizing
 from baton.protos.v1 import common_pb2
 
-_LOWEST = -9999.0  # JSON has no infinity; OpenAI's value for a token that is impossible
+_LOWEST = -9999.0  # OpenAI's value for an impossible token, because JSON has no infinity
 
 
 class LogprobTexts(Protocol):
-    """What a token is as bytes and as text, as `baton.gateway.text.tokenizer.TextTokenizer` knows it."""
+    """The part of `TextTokenizer` that returns tokens as bytes and as text."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
@@ -23,8 +23,8 @@ class LogprobWriter:
     """Writes the logprobs of one model's tokens.
 
     Args:
-        as_ids: token_id:N in place of a token's text.
-        skip_special_tokens: the outputs' texts have none.
+        as_ids: write token_id:N in place of a token's text.
+        skip_special_tokens: whether the outputs' texts leave out special tokens.
     """
 
     def __init__(self, texts: LogprobTexts, *, as_ids: bool, skip_special_tokens: bool = True) -> None:
@@ -33,18 +33,18 @@ class LogprobWriter:
         self._as_ids = as_ids
 
     def chat(self, tokens: Iterable[common_pb2.Token]) -> dict[str, Any]:
-        """`logprobs` of a choice of a chat completion."""
+        """Returns the `logprobs` of a chat completion's choice."""
         return {"content": [self._chat_token(token) for token in tokens], "refusal": None}
 
     def prompt(self, tokens: Iterable[common_pb2.PromptLogprob]) -> list[dict[str, Any] | None]:
-        """`prompt_logprobs`: for each token itself and its alternatives, by token id; the first has none."""
+        """Returns `prompt_logprobs`: each token and its alternatives by token id, and None for the first token."""
         return [self._prompt_token(token) if token.HasField("logprob") else None for token in tokens]
 
     def name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._texts.token_text(token_id)
 
     def text(self, *, with_prompt: bool) -> Detokenizing:
-        """Makes the text of a choice: of the output, or of the prompt and then the output."""
+        """Returns a detokenizer for a choice's text, which may begin with the prompt."""
         return self._texts.text_after(is_prompt=with_prompt, skip_special_tokens=self._skip_special_tokens)
 
     def _chat_token(self, token: common_pb2.Token) -> dict[str, Any]:
@@ -69,12 +69,12 @@ class LogprobWriter:
 
 
 class CompletionLogprobs:
-    """`logprobs` of the choices of one completion; remembers where the next token's text begins.
+    """Writes the `logprobs` of one completion's choice, and tracks where each token's text begins.
 
-    A token that is part of a character begins where the character does.
+    A token that is part of a character begins where the character begins.
 
     Args:
-        with_prompt: the text begins with the prompt.
+        with_prompt: whether the text begins with the prompt.
     """
 
     def __init__(self, writer: LogprobWriter, *, with_prompt: bool = False) -> None:
@@ -84,7 +84,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def write(self, tokens: Sequence[common_pb2.Token | common_pb2.PromptLogprob]) -> dict[str, Any]:
-        """The next tokens' logprobs; a prompt's first token has none."""
+        """Returns the logprobs of the next tokens; None for a prompt's first token."""
         writer, offsets = self._writer, []
         for token in tokens:
             self._offset = max(self._offset, self._shown + len(self._text.held))

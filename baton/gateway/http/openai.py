@@ -1,4 +1,4 @@
-"""Handlers of OpenAI's endpoints that generate: chat completions and completions."""
+"""The handlers of OpenAI's chat completions and completions."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ def _understand_completion(
     body = checked(CompletionBody, value)
     count = len(body.prompts)
     if count > limit:
-        raise InvalidRequest(f"{count} prompts", field="prompt", value=count, allowed=(f"up to {limit}",))
+        raise InvalidRequest(f"prompt has {count} prompts", field="prompt", value=count, allowed=(f"up to {limit}",))
     return body, completion_messages(body, request_id)
 
 
@@ -113,7 +113,7 @@ def _writer(call: HttpCall, body: GenerationBody) -> LogprobWriter:
 
 
 async def _count(call: HttpCall, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> int:
-    """Prompt tokens. Tokenizes once more, which a stream with the usage in every chunk has to pay for."""
+    """Counts prompt tokens. This tokenizes the prompt a second time, for streams with the usage in every chunk."""
     special = not message.HasField("add_special_tokens") or message.add_special_tokens
     if chat is not None:
         tokens = await encode_chat(call.serving, chat)
@@ -158,7 +158,7 @@ def _completion_choice(
     echo: str,
     echoed: Sequence[common_pb2.PromptLogprob],
 ) -> dict[str, Any]:
-    """`echo` is the prompt in front of the output, `echoed` the logprobs of its tokens."""
+    """Returns a choice. `echo` is the prompt's text to begin with, and `echoed` has the logprobs of its tokens."""
     hidden = body.max_tokens == 0
     tokens: list[common_pb2.Token | common_pb2.PromptLogprob] = [*echoed, *(() if hidden else output.tokens)]
     logprobs = None

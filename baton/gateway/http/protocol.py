@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with limits on headers and a body in OpenAI's shape for what is no HTTP."""
+"""uvicorn's HTTP/1.1 protocol with limits on headers and times. Malformed requests get an error in OpenAI's shape."""
 
 import asyncio
 from typing import Any
@@ -12,12 +12,12 @@ from baton.gateway.http.errors import HttpRefusal, openai_error, status_of
 from baton.gateway.http.head import check_head
 
 HEADER_BYTES_MAX = 64 << 10
-# For a request's headers, once its connection is open or its first byte has come, and then for each piece of its body.
+# Longest wait for a request's whole headers on an open connection, and then for each piece of its body.
 REQUEST_S = 60.0
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Closes a connection whose request takes too long, or whose headers are too large or no HTTP."""
+    """Closes connections whose request takes too long, has too large headers, or is not HTTP."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -25,7 +25,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._unparsed_bytes = 0
         self._refused = False
-        self._patience: asyncio.TimerHandle | None = None
+        self._timeout: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,9 +40,9 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if not self._in_headers:
             self._stop_waiting()
-        if self._patience is None:
+        if self._timeout is None:
             self._wait_for_more()
-        self._unparsed_bytes += len(data)  # a header counts once it is complete; one that never ends counts here
+        self._unparsed_bytes += len(data)  # `_header_bytes` counts complete headers; this counts endless ones too
         self._unset_keepalive_if_required()
         self._parse(data)
         if self._in_headers and self._unparsed_bytes > HEADER_BYTES_MAX:
@@ -66,7 +66,7 @@ class LimitedProtocol(HttpToolsProtocol):
             check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
         except HttpRefusal as error:
             self._refuse(error)
-        if self._refused:  # requests that came with a refused one have no bodies, and would wait for them
+        if self._refused:  # later requests in the same data would wait for bodies that never arrive
             return
         super().on_headers_complete()
         self._in_headers, self._unparsed_bytes = False, 0
@@ -92,33 +92,35 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(HttpRefusal(400, "invalid_http", "the request is not HTTP"))
 
     def _wants_upgrade(self) -> bool:
-        """Whether the parser ends at this request's head. The HTTP client of Java asks for HTTP/2 in this way."""
+        """Whether the request asks for an upgrade, at which the parser stops. Java's HTTP client asks for HTTP/2 so."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Reads the head once more, without the header that a server may ignore, and then the body, which the parser of
-        an upgraded connection leaves out."""
+        """Parses the request again without its upgrade header, which a server may ignore.
+
+        The parser would otherwise skip the body, as on an upgraded connection.
+        """
         if self._refused:
             return
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         self.parser, self._header_bytes = httptools.HttpRequestParser(self), 0
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # uvicorn's setting
         self._parse(b"\r\n".join((*lines, b"", b"")) + rest)
 
     def _wait_for_more(self) -> None:
-        self._patience = self.loop.call_later(REQUEST_S, self._lose_patience)
+        self._timeout = self.loop.call_later(REQUEST_S, self._time_out)
 
-    def _lose_patience(self) -> None:
-        self._patience = None
+    def _time_out(self) -> None:
+        self._timeout = None
         if not self._refused:
             what = "no whole request" if self._in_headers else "no more of the request's body"
             self._refuse(HttpRefusal(408, "request_timeout", f"{what} within {REQUEST_S:.0f} s"))
 
     def _stop_waiting(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None
 
     def _refuse_headers(self) -> None:
         allowed = (f"up to {HEADER_BYTES_MAX} bytes",)
@@ -128,7 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._refused = True
-        cycle = self.cycle  # in headers: of the request before
+        cycle = self.cycle  # while headers arrive, this is still the previous request's
         if cycle is not None and (not cycle.response_complete if self._in_headers else cycle.response_started):
             self.transport.close()
             return

@@ -1,4 +1,4 @@
-"""Which path has which handler: one table."""
+"""The table of HTTP paths and their handlers."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from baton.gateway.http.ui.state import state
 
 @dataclass(frozen=True)
 class HttpRoute:
-    """A path; one with a body is a POST, any other a GET. `listed`: /docs has it."""
+    """A path and its handler. A route with a body is a POST, any other a GET. `listed` routes appear in /docs."""
 
     path: str
     handler: Handler
@@ -56,7 +56,7 @@ ROUTES = (
 
 
 def create_app(context: Context) -> App:
-    """The application with all routes."""
+    """Creates the application with all routes."""
     app = App(context)
     for route in ROUTES:
         app.add(

@@ -1,6 +1,6 @@
-"""Adds the sampling parameters that `baton.core.sampling` declares to HTTP bodies, and copies them into messages.
+"""Adds the sampling parameters of `baton.core.sampling` to HTTP bodies, and copies them to messages.
 
-Types are checked here, ranges where all doors check them. A body's own declaration of a parameter comes first.
+Bodies check types; `baton.gateway.serving` checks ranges for all APIs. A body's own declaration of a parameter wins.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from baton.protos.v1 import common_pb2
 
 
 def takes_sampling(door: Door) -> Callable[[type[M]], type[M]]:
-    """A class decorator that adds the sampling parameters of `door` to a body."""
+    """Returns a class decorator that adds the sampling parameters of `door` to a body."""
 
     def extend(body: type[M]) -> type[M]:
         added: dict[str, Any] = {}
@@ -29,7 +29,7 @@ def takes_sampling(door: Door) -> Callable[[type[M]], type[M]]:
 
 
 def fill_sampling(sampling: common_pb2.SamplingParams, body: Model, door: Door) -> None:
-    """Sets the parameters that the body has, but for those that `door` translates by hand."""
+    """Copies the body's parameters, except those that the code of `door` translates itself."""
     for field in SAMPLING_FIELDS.values():
         if door not in field.doors or door in field.by_hand:
             continue
@@ -50,7 +50,7 @@ def _json_type(field: SamplingField) -> Any:
     match field.kind:
         case Kind.INTEGER:
             least = 0 if field.lenient is None else field.lenient.low
-            # The message's types: what is beyond them cannot be carried to the check of the range.
+            # The limits of the message's types; the message could not carry a larger value to the range check.
             most = U64_MAX if field.bounds is not None and field.bounds.high == U64_MAX else U32_MAX
             return Annotated[int, Field(ge=least, le=most)]
         case Kind.NUMBER:
@@ -62,7 +62,7 @@ def _json_type(field: SamplingField) -> Any:
         case Kind.TOKENS:
             return Items[U32]
         case Kind.BIASES:
-            assert field.items_max is not None, "pydantic would describe each wrong key of any number of them"
+            assert field.items_max is not None, "without a limit, pydantic would describe any number of wrong keys"
             return Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], at_most(field.items_max)]
         case _:
             raise AssertionError(f"{field.name} has no form in JSON: list all HTTP doors in by_hand")

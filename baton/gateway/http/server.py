@@ -1,4 +1,4 @@
-"""The HTTP server of the gateway: its socket, uvicorn on the gateway's event loop, and its end."""
+"""The gateway's HTTP server: its socket, uvicorn on the gateway's event loop, and its shutdown."""
 
 import asyncio
 import contextlib
@@ -24,17 +24,17 @@ from baton.security.watched import Watched
 from baton.settings.gateway_config import GatewaySettings
 
 _BACKLOG = 4096
-_KEEP_ALIVE_S = 75  # of an idle connection; longer than the 60 s after which common proxies close their end
+_KEEP_ALIVE_S = 75  # for idle connections; longer than the 60 s after which common proxies close theirs
 _SHUTDOWN_S = 1.0
 
 
 class HttpServer:
-    """Serves during the `async with` block. When it ends, only answers that are nearly sent are waited for.
+    """Serves during the `async with` block. At its end, waits up to a second for answers in progress.
 
     Args:
-        view: what operators see of the cluster.
-        bound: of `bind`.
-        door: who may come in; None: everybody.
+        view: the cluster's state for operators.
+        bound: the socket that `bind` returned.
+        authenticator: identifies callers; None: everybody may call everything.
         pems: the certificate that clients see; None: no TLS.
     """
 
@@ -46,11 +46,11 @@ class HttpServer:
         view: View,
         bound: socket.socket,
         *,
-        door: Authenticator | None = None,
+        authenticator: Authenticator | None = None,
         pems: Watched[Pems] | None = None,
     ) -> None:
         self._socket = bound
-        self._context = Context(settings, serving, fleet, view, door)
+        self._context = Context(settings, serving, fleet, view, authenticator)
         self.address = sockets.address_of(bound)
         config = uvicorn.Config(
             create_app(self._context),
@@ -90,12 +90,12 @@ class HttpServer:
         self._socket.close()
 
     def drain(self) -> None:
-        """From now on /ready says no, and every answer closes its connection."""
+        """Makes /ready answer 503, and every answer close its connection."""
         self._context.draining = True
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signals alone."""
+    """A server that installs no signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -103,12 +103,12 @@ class _Server(uvicorn.Server):
 
 
 def bind(listen: str, *, shared: bool = False) -> socket.socket | None:
-    """The listening socket for this setting; None: off.
+    """Returns the listening socket for this setting, or None for `off`.
 
     Args:
-        shared: other processes of this user may listen on the same port.
+        shared: let other processes of this user listen on the same port.
 
     Raises:
-        ConfigError: the address is none, or cannot be listened on.
+        ConfigError: the address is malformed, or cannot be listened on.
     """
     return sockets.bind(listen, field="http_listen", shared=shared, backlog=_BACKLOG)

@@ -1,4 +1,4 @@
-"""Handlers that generate nothing: models, tokens, health, version and metrics."""
+"""The handlers that generate nothing: models, tokenization, health, version and metrics."""
 
 from typing import Any
 
@@ -68,12 +68,12 @@ async def root(call: HttpCall) -> Response:
 
 
 async def health(_: HttpCall) -> Response:
-    """The process lives."""
+    """Answers as long as the process lives."""
     return _json({"status": "ok"})
 
 
 async def ready(call: HttpCall) -> Response:
-    """New requests can be served."""
+    """Answers whether new requests can be served."""
     if call.context.draining:
         raise Draining("the gateway is draining")
     if not call.context.fleet.serves():
@@ -86,13 +86,13 @@ async def version(_: HttpCall) -> Response:
 
 
 async def metrics(call: HttpCall) -> Response:
-    """What Prometheus scrapes."""
+    """Answers with the metrics, for Prometheus."""
     names = names_of(call.request.url.query)
     return Response(await call.serving.metrics.page(names), media_type=CONTENT_TYPE)
 
 
 def _card(call: HttpCall, adapter: AdapterRef | None = None) -> dict[str, Any]:
-    """Of the served model, or of an adapter of it."""
+    """Returns the card of the served model, or of one of its adapters."""
     served, fleet = call.serving.model, call.context.fleet
     revisions = serving_revisions(fleet.nodes())
     if adapter is not None:

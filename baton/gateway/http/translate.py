@@ -1,4 +1,4 @@
-"""OpenAI's bodies to the requests that `baton.gateway.serving.serving` takes. Pure."""
+"""Translates the bodies of OpenAI's endpoints to requests of `baton.gateway.serving.serving`. Pure."""
 
 from typing import Any
 
@@ -28,10 +28,10 @@ _CONVERSATION = (
 
 
 def chat_request(body: ChatBody) -> ChatRequest:
-    """The conversation of a chat's body.
+    """Translates the conversation of a chat's body.
 
     Raises:
-        InvalidRequest: a field cannot be.
+        InvalidRequest: a field has a wrong shape, or two fields exclude each other.
     """
     given = {name: getattr(body, name) for name in _CONVERSATION}
     kwargs = body.chat_template_kwargs
@@ -42,7 +42,7 @@ def chat_request(body: ChatBody) -> ChatRequest:
 
 
 def chat_message(body: ChatBody, request_id: str) -> pb.GenerateRequest:
-    """The rest of a chat's request, besides the conversation."""
+    """Translates all of a chat's body but the conversation."""
     message = _message(body, request_id, Door.CHAT)
     max_tokens = body.max_completion_tokens or body.max_tokens
     if max_tokens is not None:
@@ -53,14 +53,14 @@ def chat_message(body: ChatBody, request_id: str) -> pb.GenerateRequest:
 
 
 def completion_messages(body: CompletionBody, request_id: str) -> list[pb.GenerateRequest]:
-    """One request for each prompt; their ids have a number where there are several."""
+    """Returns one request per prompt. If there are several, their ids end in a number."""
     prompts = body.prompts
     grammar, _ = grammar_of(body)
     first = _message(body, request_id, Door.COMPLETIONS)
     first.add_special_tokens = body.add_special_tokens
     first.best_of = body.best_of or 0
     if body.max_tokens is not None:
-        first.sampling.max_tokens = max(1, body.max_tokens)  # the token that nobody asked for is not shown
+        first.sampling.max_tokens = max(1, body.max_tokens)  # if 0 are asked for, one is generated and not shown
     if body.logprobs is not None:
         first.sampling.logprobs = body.logprobs
         if body.echo:
@@ -82,15 +82,15 @@ def completion_messages(body: CompletionBody, request_id: str) -> list[pb.Genera
 
 
 def grammar_of(body: GenerationBody) -> tuple[Grammar | None, str]:
-    """What the output must be, and the field that says so.
+    """Returns the output's constraint, if any, and the field that gives it.
 
     Raises:
-        InvalidRequest: several fields say it.
+        InvalidRequest: several fields give a constraint.
     """
     given = [(field, grammar) for field, grammar in _grammars(body) if grammar is not None]
     if len(given) > 1:
         names = " and ".join(field for field, _ in given)
-        raise InvalidRequest(f"{names} exclude each other", field=given[1][0], cure="give one of them")
+        raise InvalidRequest(f"{names} exclude each other", field=given[1][0], cure="give only one of them")
     if not given:
         return None, "grammar"
     field, grammar = given[0]

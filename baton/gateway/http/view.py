@@ -1,7 +1,7 @@
-"""What operators see of the gateway and its cluster, as one JSON object: the page /ui and `baton top` show it.
+"""The state of the gateway and its cluster as one JSON object, for the page /ui and `baton top`.
 
-An operator sees the cluster and all requests; a client that has shown who it is sees its own requests; anybody else
-sees the names of gateway and model only.
+An operator sees the cluster and all requests, an authenticated client sees its own requests, and anybody else sees only
+the names of gateway and model.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ from baton.settings.gateway_config import GatewaySettings
 
 REQUESTS_SHOWN = 60
 _TEXT_MAX = 400
-_KEPT_S = 1.0  # an answer: many viewers cost no more than one
+_KEPT_S = 1.0  # how long an answer is reused, so that many viewers cost no more than one
 _CLIENTS_MAX = 100
 _CLUSTER = rights_for("/baton.v1.Operations/ClusterView")
 
 
 class View:
-    """Reads the latencies of the charts during its `async with` block.
+    """Builds the JSON for each caller. Samples the charts' latencies during its `async with` block.
 
     Attributes:
-        name: of the gateway.
+        name: the gateway's name.
     """
 
     def __init__(self, settings: GatewaySettings, serving: Serving, fleet: Fleet, name: str) -> None:
@@ -50,7 +50,7 @@ class View:
         self._serving = serving
         self._fleet = fleet
         self._latencies = Latencies(serving.shared_counters)
-        self._answers: dict[str | None, tuple[float, bytes]] = {}  # by client; None: whoever sees everything
+        self._answers: dict[str | None, tuple[float, bytes]] = {}  # by client; None: callers who see everything
 
     async def __aenter__(self) -> Self:
         self._reading = asyncio.create_task(self._read(), name="latencies")
@@ -68,7 +68,7 @@ class View:
             await asyncio.sleep(STEP_S)
 
     async def shown_to(self, caller: Caller) -> bytes:
-        """What this caller may see, as UTF-8 JSON; up to a second old."""
+        """Returns what this caller may see, as UTF-8 JSON that is at most a second old."""
         sees = may_see(caller)
         client = None if sees == "cluster" else caller.name if sees == "own" else ""
         at_s, answer = self._answers.get(client, (0.0, b""))
@@ -109,7 +109,7 @@ class View:
         return found
 
     def _mixed(self) -> str:
-        """Which versions and revisions serve at once; empty: one of each."""
+        """Describes the versions and revisions that serve at once; empty if there is one of each."""
         members = [
             Member(node.name, node.version, node.revision, node.revision_name)
             for node in self._fleet.nodes()
@@ -119,7 +119,10 @@ class View:
 
 
 def may_see(caller: Caller) -> str:
-    """ "cluster", "own" requests, or "nothing": a host may be shared by many who have shown no key."""
+    """Returns "cluster", "own" for the caller's own requests, or "nothing".
+
+    A caller without a key sees nothing, because several clients may share its host.
+    """
     if caller.rights & _CLUSTER:
         return "cluster"
     return "own" if caller.proved and caller.name else "nothing"
@@ -200,7 +203,7 @@ def _node(node: FleetNode) -> dict[str, Any]:
 
 
 def _step_s(node: FleetNode) -> float | None:
-    """What the next step of the requests that decode there costs, by the node's own step costs; None: none decodes."""
+    """Predicts the time of the node's next decode step from its step costs. Returns None if no request decodes."""
     costs, status = node.view().costs, node.status
     if costs is None or not status.decode_rows:
         return None
@@ -208,10 +211,10 @@ def _step_s(node: FleetNode) -> float | None:
 
 
 def _link(prefill: int, decode: int | None, peer: node_status_pb2.PeerState) -> dict[str, Any]:
-    """One pair of nodes, as /ui draws it.
+    """Describes one pair of nodes for /ui.
 
     Args:
-        prefill, decode: the nodes' places in the list; None: the gateway does not know the decode node.
+        prefill, decode: indices into the list of nodes; `decode` is None if the gateway does not know the node.
     """
     mismatches = [f"{item.field}: {item.ours} and {item.theirs}; {item.cure}" for item in peer.mismatches]
     return {
@@ -229,5 +232,5 @@ def _link(prefill: int, decode: int | None, peer: node_status_pb2.PeerState) -> 
 
 
 def _finite(value: float) -> float:
-    """JSON has no other numbers."""
+    """Returns the value, or 0 if it is not finite, which JSON cannot express."""
     return value if isfinite(value) else 0.0

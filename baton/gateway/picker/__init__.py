@@ -1,11 +1,10 @@
-"""An endpoint picker: a proxy asks it to which of several gateways a request shall go.
+"""An endpoint picker: tells a proxy which of several gateways should serve a request.
 
-It speaks the endpoint picker protocol of the Gateway API Inference Extension over Envoy's external processing.
+It implements the endpoint picker protocol of the Gateway API Inference Extension, over Envoy's external processing.
 
-choice     which gateway, by readiness, load and affinity. Pure
-prompt     what a request's body says about that. Pure
-exchange   one request's messages. Pure
-gateways   finds the gateways, and reads their load
-service    serves the protocol
-process    the whole program
+choice     chooses a gateway by readiness, load and affinity. Pure
+prompt     reads the conversation's key and the size from a request's body. Pure
+exchange   handles the messages about one request. Pure
+gateways   finds the gateways, and polls their load
+process    the service and the whole program
 """

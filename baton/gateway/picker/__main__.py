@@ -1,4 +1,4 @@
-"""`python -m baton.gateway.picker`: one endpoint picker, until SIGTERM."""
+"""`python -m baton.gateway.picker`: runs one endpoint picker until SIGTERM."""
 
 from baton.core.interrupts import plain_interrupts
 
@@ -10,7 +10,7 @@ def main() -> None:
         from baton.settings.reader import read_settings
 
         settings = read_settings(PickerSettings, "picker")
-        quiet_grpc()  # before its import, at which it reads the variable
+        quiet_grpc()  # before gRPC's import, which reads the variable
         from baton.gateway.picker.process import start
 
     start(settings)

@@ -1,8 +1,8 @@
-"""Which gateway a request goes to. Pure: reports and the time come in, addresses go out.
+"""Chooses the gateway for a request. Pure: reports and times go in, addresses come out.
 
-A gateway's load is what it reported, and what this picker has sent since. Requests of one conversation have a key, by
-which each gateway has a rank (rendezvous hashing): the first one gets them, unless it has a quarter more than its share
-of the load; then the next one does. So a conversation stays where its texts are known, wherever gateways come and go.
+A gateway's load is what it reported plus what this picker sent since. Requests of one conversation share a key, which
+ranks the gateways (rendezvous hashing). The first gateway gets them, unless its load exceeds its share by a quarter;
+then the next one does. So a conversation stays at the gateway that cached its texts, even if others come and go.
 """
 
 from collections import deque
@@ -16,22 +16,22 @@ from baton.core.errors import NoNode, Overloaded
 Affinity = Literal["kept", "spilled", "none"]
 
 _SHARE_MOST = 1.25  # of the mean load
-_FREE = 8.0  # requests that each gateway may have in any case
-# A request that left that long before a report was asked for has reached the gateway.
+_FREE = 8.0  # requests that each gateway may always have
+# A report counts the requests that were sent at least this long before it was requested.
 _ON_ITS_WAY_S = 0.05
 _WEIGHT_LEAST, _WEIGHT_MOST = 0.1, 10.0
-_FORGETS = 0.02  # the mean size of requests changes with each one by that much
+_FORGETS = 0.02  # weight of each request in the moving mean of sizes
 _RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a gateway has said about itself.
+    """A gateway's report about itself.
 
     Attributes:
-        asked_s: when it was asked.
-        ready: it takes new requests.
-        running, waiting: requests.
+        asked_s: when the picker requested it.
+        ready: whether the gateway takes new requests.
+        running, waiting: numbers of requests.
     """
 
     asked_s: float
@@ -42,13 +42,13 @@ class Report:
 
 @dataclass(frozen=True)
 class PickRequest:
-    """What a request asks for.
+    """What the choice needs to know about a request.
 
     Attributes:
-        key: of its conversation; None: any gateway is as good.
-        tokens: of its prompt and output, roughly.
+        key: the conversation's key; None: no gateway is preferred.
+        tokens: estimated tokens of prompt and output.
         subset: allowed gateways, as host:port or host; None: all.
-        sheddable: it is refused where requests wait on all gateways.
+        sheddable: refuse the request if requests wait on all gateways.
     """
 
     key: bytes | None = None
@@ -59,7 +59,7 @@ class PickRequest:
 
 @dataclass(frozen=True)
 class Picked:
-    """host:port of gateways in the order in which they shall be tried."""
+    """The chosen gateways, as host:port, in the order in which the proxy should try them."""
 
     addresses: tuple[str, ...]
     affinity: Affinity
@@ -67,11 +67,11 @@ class Picked:
 
 @dataclass(eq=False)
 class _Gateway:
-    """What the picker knows of one gateway.
+    """What the picker knows about one gateway.
 
     Attributes:
-        doubted_s: when a request did not reach it; only a later report makes it ready again.
-        sent: time and weight of requests that its report does not count.
+        doubted_s: when a request failed to reach it; only a later report makes it ready again.
+        sent: times and weights of sent requests that its report does not include.
     """
 
     address: str
@@ -82,7 +82,7 @@ class _Gateway:
 
     @property
     def load(self) -> float:
-        """In requests of mean size."""
+        """The load, in requests of mean size."""
         reported = 0.0 if self.report is None else self.report.running + self.report.waiting
         return reported + self.sent_weight
 
@@ -90,7 +90,7 @@ class _Gateway:
         self.sent.append((now_s, weight))
         self.sent_weight += weight
 
-    def hear(self, report: Report) -> None:
+    def update(self, report: Report) -> None:
         self.report = report
         while self.sent and self.sent[0][0] < report.asked_s - _ON_ITS_WAY_S:
             self.sent.popleft()
@@ -102,12 +102,12 @@ class _Gateway:
 
 
 class GatewayChoice:
-    """All gateways that were found.
+    """Chooses among all known gateways.
 
     Args:
-        stale_s: a report that is older counts no more.
-        fallbacks: further addresses of each answer.
-        shed_waiting: requests that wait on each gateway from which on sheddable ones are refused.
+        stale_s: age at which a report is no longer used.
+        fallbacks: number of additional addresses in each answer.
+        shed_waiting: refuse sheddable requests if at least this many requests wait on every gateway.
     """
 
     def __init__(self, *, stale_s: float, fallbacks: int, shed_waiting: int) -> None:
@@ -119,42 +119,42 @@ class GatewayChoice:
         self._turn = 0
 
     def set_addresses(self, addresses: Set[str]) -> None:
-        """From now on these, as host:port, are all gateways."""
+        """Sets the addresses of all gateways, as host:port."""
         self._gateways = {each: self._gateways.get(each) or _Gateway(each) for each in sorted(addresses)}
 
     def report(self, address: str, report: Report) -> None:
         if (gateway := self._gateways.get(address)) is not None:
-            gateway.hear(report)
+            gateway.update(report)
 
     def lost(self, address: str) -> None:
-        """The gateway cannot be reached."""
+        """Notes that a gateway cannot be reached."""
         if (gateway := self._gateways.get(address)) is not None:
             gateway.report = None
 
     def doubt(self, address: str, now_s: float) -> None:
-        """A request did not reach the gateway."""
+        """Notes that a request did not reach the gateway."""
         if (gateway := self._gateways.get(address)) is not None:
             gateway.doubted_s = now_s
 
     def count(self, now_s: float) -> tuple[int, int]:
-        """How many gateways are ready, and how many are not."""
+        """Returns how many gateways are ready, and how many are not."""
         ready = sum(gateway.is_ready(now_s, self._stale_s) for gateway in self._gateways.values())
         return ready, len(self._gateways) - ready
 
     def pick(self, wanted: PickRequest, now_s: float) -> Picked:
-        """The gateway for a request that goes there now.
+        """Chooses the gateway for a request, and counts the request as sent.
 
         Raises:
-            NoNode: none that is allowed is ready.
-            Overloaded: requests wait on all of them, and this one is sheddable.
+            NoNode: no allowed gateway is ready.
+            Overloaded: the request is sheddable, and requests wait on all gateways.
         """
         allowed = list(_allowed(self._gateways.values(), wanted.subset))
         ready = [each for each in allowed if each.is_ready(now_s, self._stale_s)]
         if not ready:
-            message = f"none of {len(allowed)} gateways that may serve the request is ready"
+            message = f"none of the {len(allowed)} gateways that may serve the request is ready"
             raise NoNode(message, cure="send it again", retry_after_s=_RETRY_S)
         if wanted.sheddable and all(each.report and each.report.waiting >= self._shed_waiting for each in ready):
-            message = "requests wait on all gateways, and this one's objective is sheddable"
+            message = "requests wait on all gateways, and this request's objective is sheddable"
             raise Overloaded(message, cure="send it again later", retry_after_s=_RETRY_S)
         weight = self._weight(wanted.tokens)
         most = max(_FREE, _SHARE_MOST * (sum(each.load for each in ready) + weight) / len(ready))
@@ -173,7 +173,7 @@ class GatewayChoice:
         return Picked(tuple(each.address for each in order[: 1 + self._fallbacks]), affinity)
 
     def _weight(self, tokens: int) -> float:
-        """The request's size against the mean of all."""
+        """Returns the request's size relative to the mean."""
         size = float(max(tokens, 1))
         if not self._mean_tokens:
             self._mean_tokens = size

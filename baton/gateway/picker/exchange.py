@@ -1,10 +1,10 @@
-"""One HTTP request's messages between the proxy and the picker. Pure: the proxy's message comes in, answers go out.
+"""The messages between proxy and picker about one HTTP request. Pure: the proxy's messages go in, answers come out.
 
-When the gateway is picked depends on how the proxy sends bodies:
+When the picker chooses depends on how the proxy sends bodies:
 
-    full duplex   once the body has ended, or enough of it is here; until then it is held, and then sent back as it came
-    buffered      when the whole body comes, in one message
-    otherwise     at the headers, because the proxy goes on before it sends the body
+    full duplex   once the body ended, or enough of it arrived; until then the picker holds it, and then returns it
+    buffered      when the whole body arrives, in one message
+    otherwise     at the headers, because the proxy continues before it sends the body
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -34,33 +34,33 @@ Response = pb.ProcessingResponse
 
 
 class Picks(Protocol):
-    """Where gateways are picked."""
+    """Chooses gateways, and learns which one served."""
 
     def pick(self, wanted: PickRequest) -> Picked:
-        """Picks the gateway for a prompt.
+        """Chooses the gateways for a request.
 
         Raises:
-            BatonError: no gateway gets the request.
+            BatonError: no gateway can take the request.
         """
         ...
 
     def served(self, picked: Picked, address: str) -> None:
-        """The proxy says which gateway answered."""
+        """Takes the address of the gateway that answered, as the proxy reports it."""
         ...
 
 
 class Exchange:
-    """One request of the proxy: its messages in, our answers out.
+    """Answers the proxy's messages about one request.
 
     Attributes:
-        ended: the last answer ended the request.
+        ended: whether the last answer ended the request.
     """
 
     def __init__(self, picks: Picks, sheddable: frozenset[str]) -> None:
         self.ended = False
         self._picks = picks
         self._sheddable = sheddable
-        # The protocol of endpoint pickers wants full duplex, so proxies that do not say what they do do that.
+        # The endpoint picker protocol requires full duplex, so that is the mode of proxies that announce none.
         self._request_mode: int = pb.FULL_DUPLEX_STREAMED
         self._response_mode: int = pb.FULL_DUPLEX_STREAMED
         self._headers: dict[str, str] = {}
@@ -78,10 +78,10 @@ class Exchange:
         }
 
     def receive(self, request: pb.ProcessingRequest) -> list[Response]:
-        """The answers to one message."""
+        """Returns the answers to one message."""
         handler = self._handlers.get(request.WhichOneof("request") or "")
         if handler is None:
-            return []  # of a newer proxy
+            return []  # an unknown message, from a newer proxy
         try:
             answers = list(handler(request))
         except BatonError as error:
@@ -145,10 +145,10 @@ class Exchange:
         self._held = []
 
     def _pick(self, body: bytes, *, whole: bool) -> Response:
-        """The answer to the request's headers.
+        """Chooses the gateways, and returns the answer to the request's headers.
 
         Raises:
-            BatonError: no gateway gets the request.
+            BatonError: no gateway can take the request.
         """
         length = self._headers.get("content-length", "")
         prompt = look(
@@ -172,7 +172,7 @@ def _as_it_came(body: pb.HttpBody) -> pb.BodyResponse:
 
 
 def _set(mutation: pb.HeaderMutation, headers: dict[str, str]) -> None:
-    """Sets headers, whatever the client has sent under these names."""
+    """Sets headers, replacing what the client sent under these names."""
     for key, value in headers.items():
         header = pb.HeaderValue(key=key, raw_value=value.encode())
         action = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
@@ -180,7 +180,7 @@ def _set(mutation: pb.HeaderMutation, headers: dict[str, str]) -> None:
 
 
 def _refuse(error: BatonError, headers: dict[str, str]) -> Response:
-    """The answer that the client gets in place of a gateway's."""
+    """Returns the answer that the client gets in place of a gateway's."""
     shape = anthropic_error if headers.get(":path", "").startswith("/v1/messages") else openai_error
     answer = Response()
     refusal = answer.immediate_response
@@ -196,7 +196,7 @@ def _read_headers(given: pb.HeaderMap) -> dict[str, str]:
 
 
 def _read_metadata(given: pb.Metadata, namespace: str, key: str) -> list[str] | None:
-    """The texts of a text or a list, other values left out; None: it is not there."""
+    """Returns the texts of a text or list value, without other values. Returns None if the value is missing."""
     if namespace not in given.filter_metadata or key not in given.filter_metadata[namespace].fields:
         return None
     value = given.filter_metadata[namespace].fields[key]
@@ -205,7 +205,7 @@ def _read_metadata(given: pb.Metadata, namespace: str, key: str) -> list[str] | 
 
 
 def _read_subset(given: pb.Metadata) -> frozenset[str] | None:
-    """The gateways that the proxy allows; it lists them in a list or in one text, with commas."""
+    """Returns the gateways that the proxy allows, which it gives as a list or as text with commas; None: all."""
     texts = _read_metadata(given, SUBSET_NAMESPACE, SUBSET)
     if texts is None:
         return None

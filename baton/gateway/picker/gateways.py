@@ -1,4 +1,4 @@
-"""Finds the gateways, and asks each for its load and readiness again and again: a few of the metrics that it serves."""
+"""Finds the gateways, and polls the load and readiness of each from its metrics."""
 
 import asyncio
 import logging
@@ -26,17 +26,17 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,9}) *\r\n", re.IGNORECASE)
 
 
 class Gateways:
-    """Keeps a choice up to date during the `async with` block.
+    """Keeps a `GatewayChoice` up to date during the `async with` block.
 
     Attributes:
-        upkeep: never ends, unless it fails.
+        upkeep: the task that does so; it ends only if it fails.
     """
 
     def __init__(self, settings: PickerSettings, choice: GatewayChoice) -> None:
-        """Reads which gateways there are from the settings.
+        """Parses the setting `pool`.
 
         Raises:
-            ConfigError: no gateways are named, or in no form that is known.
+            ConfigError: `pool` is empty or malformed.
         """
         self._settings = settings
         self._choice = choice
@@ -46,7 +46,7 @@ class Gateways:
             raise ConfigError("pool is empty", field="pool", value="", allowed=FORMS)
         self._directory = Directory(places, self._changed.set)
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._silent: dict[str, str] = {}  # by address, why
+        self._silent: dict[str, str] = {}  # why a gateway does not answer, by address
         self._pace = ConnectPace()
         self._asked: set[str] = set()
         self._known = asyncio.Event()
@@ -65,7 +65,7 @@ class Gateways:
         await self._directory.__aexit__(exc_type, exc, traceback)
 
     async def until_known(self) -> None:
-        """Waits until gateways were found, and each has been asked once."""
+        """Waits until gateways were found and each was polled once."""
         await self._known.wait()
 
     async def _keep_up(self) -> None:
@@ -91,7 +91,7 @@ class Gateways:
             try:
                 async with self._pace.turn(answered=answered), asyncio.timeout(self._settings.stale_s):
                     asked_s = monotonic()
-                    page = await _get(self._door(address))
+                    page = await _get(self._metrics_address(address))
                 answered = True
                 self._choice.report(address, read_report(page, asked_s))
                 self._note(address, None)
@@ -106,7 +106,7 @@ class Gateways:
             pause_s = self._settings.poll_s
             await asyncio.sleep(self._pace.pause_s(pause_s) if address in self._silent else pause_s)
 
-    def _door(self, address: str) -> ListenAddress:
+    def _metrics_address(self, address: str) -> ListenAddress:
         found = ListenAddress.parse(address, field="pool")
         return ListenAddress(found.host.strip("[]"), self._settings.pool_metrics_port or found.port)
 
@@ -115,7 +115,7 @@ class Gateways:
             self._known.set()
 
     def _note(self, address: str, why: str | None) -> None:
-        """Logs that a gateway falls silent or answers again, once."""
+        """Logs once when a gateway stops answering, and once when it answers again."""
         if why is None:
             if self._silent.pop(address, None) is not None:
                 log.info("gateway %s answers again", address)
@@ -124,17 +124,17 @@ class Gateways:
             log.warning("gateway %s gets no requests: %s", address, why)
 
 
-async def _get(door: ListenAddress) -> bytes:
-    """The page of metrics.
+async def _get(address: ListenAddress) -> bytes:
+    """Fetches the page of metrics.
 
     Raises:
-        OSError, EOFError: nothing answers there.
-        ValueError, asyncio.LimitOverrunError: the answer is none.
+        OSError, EOFError: nothing answers at the address.
+        ValueError, asyncio.LimitOverrunError: the answer is not a page of metrics.
     """
-    reader, writer = await asyncio.open_connection(door.host, door.port)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
-        host = f"[{door.host}]" if ":" in door.host else door.host
-        writer.write(f"GET {_PATH} HTTP/1.1\r\nHost: {host}:{door.port}\r\nConnection: close\r\n\r\n".encode())
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        writer.write(f"GET {_PATH} HTTP/1.1\r\nHost: {host}:{address.port}\r\nConnection: close\r\n\r\n".encode())
         head = await reader.readuntil(b"\r\n\r\n")
         status = head.split(b" ", 2)[1:2]
         if status != [b"200"]:
@@ -142,21 +142,21 @@ async def _get(door: ListenAddress) -> bytes:
             raise ValueError(f"its /metrics answers {b''.join(status).decode(errors='replace')[:3]!r}; {cure}")
         length = _LENGTH.search(head)
         if length is None or int(length[1]) > _PAGE_BYTES_MAX:
-            raise ValueError("its /metrics has no length, or a wrong one")
+            raise ValueError("its /metrics has no valid content-length")
         return await reader.readexactly(int(length[1]))
     finally:
         writer.transport.abort()
 
 
 def read_report(page: bytes, asked_s: float) -> Report:
-    """A gateway's load and readiness from its page of metrics. An older gateway does not say whether it is ready.
+    """Reads a gateway's load and readiness from its page of metrics. Older gateways have no metric of readiness.
 
     Raises:
-        ValueError: it is no gateway's page.
+        ValueError: the page is not a gateway's.
     """
     found = {name.decode(): float(value) for name, value in _METRIC.findall(page)}
     try:
         running, waiting = (found[f"baton_num_requests_{state}"] for state in ("running", "waiting"))
     except KeyError:
-        raise ValueError("its /metrics is no gateway's") from None
+        raise ValueError("its /metrics is not a gateway's") from None
     return Report(asked_s, found.get("baton_ready", 1.0) > 0, max(0.0, running), max(0.0, waiting))

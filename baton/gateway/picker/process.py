@@ -1,4 +1,4 @@
-"""The picker's process, from its settings to its drain."""
+"""The picker's service and process, from its settings to its drain."""
 
 import asyncio
 import logging
@@ -41,12 +41,12 @@ PROGRAM = "picker"
 
 log = logging.getLogger("baton")
 
-_MESSAGE_BYTES_MAX = 64 << 20  # a whole body, where the proxy buffers
-LIVENESS, READINESS = "liveness", "readiness"  # names of the endpoint picker protocol
+_MESSAGE_BYTES_MAX = 64 << 20  # a buffering proxy sends a whole body
+LIVENESS, READINESS = "liveness", "readiness"  # service names that the endpoint picker protocol defines
 
 
 def start(settings: PickerSettings) -> None:
-    """Serves until SIGTERM. Ends with exit code 2 on a setting that cannot work, else 0."""
+    """Serves until SIGTERM. Exits with 2 if a setting is wrong, else with 0."""
     set_up_logging(settings.log_level, role=PROGRAM, name=settings.name or "", form=settings.log_format)
     try:
         raise_file_limit()
@@ -60,13 +60,13 @@ def start(settings: PickerSettings) -> None:
 
 
 def new_choice(settings: PickerSettings) -> GatewayChoice:
-    """A report is from before the pause and the time of the answer that follow it."""
+    """Creates the choice. A report may be as old as a pause and a slow answer together before it is stale."""
     stale_s = settings.poll_s + settings.stale_s
     return GatewayChoice(stale_s=stale_s, fallbacks=settings.fallbacks, shed_waiting=settings.shed_waiting)
 
 
 class CountedPicks:
-    """A choice on this machine's clock, with counters."""
+    """A `GatewayChoice` on this machine's clock, with metrics."""
 
     def __init__(self, choice: GatewayChoice) -> None:
         self._choice = choice
@@ -92,7 +92,7 @@ class CountedPicks:
             self._choice.doubt(picked.addresses[0], monotonic())
 
     async def page(self, names: frozenset[str] = frozenset()) -> bytes:
-        """The text for Prometheus."""
+        """Returns the metrics in Prometheus' text format."""
         return await join(self._exposition.pages(self._tally.own(), list(self._figures()), names))
 
     def _figures(self) -> Iterator[Figure]:
@@ -124,10 +124,10 @@ class ExternalProcessor(external_processor_pb2_grpc.ExternalProcessorServicer):
 
 
 def serve_picks(settings: PickerSettings, choice: GatewayChoice) -> tuple[GrpcServer, CountedPicks]:
-    """The server with its service, not yet started; needs a running event loop.
+    """Creates the server with its service, without starting it. Needs a running event loop.
 
     Raises:
-        ConfigError: it cannot listen, or other machines would reach it without TLS.
+        ConfigError: the server cannot listen, or other machines would reach it without TLS.
     """
     files = Files(settings.client_tls_cert, settings.client_tls_key, None, "client_tls_cert", "client_tls_key")
     pems = watch_client_pems(files)
@@ -149,14 +149,14 @@ def serve_picks(settings: PickerSettings, choice: GatewayChoice) -> tuple[GrpcSe
 
 
 async def start_serving(server: GrpcServer) -> None:
-    """Live at once, ready after `set_ready`."""
+    """Starts the server, which is live at once and ready after `set_ready`."""
     await server.start([SERVICE_NAME])
     await server.health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
     await set_ready(server, ready=False)
 
 
 async def set_ready(server: GrpcServer, *, ready: bool) -> None:
-    """Under all names at which the protocol says that a picker's readiness is asked for."""
+    """Sets the readiness under all service names that the protocol defines."""
     status = health_pb2.HealthCheckResponse
     await server.set_ready(ready=ready)
     await server.health.set(READINESS, status.SERVING if ready else status.NOT_SERVING)

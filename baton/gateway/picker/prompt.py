@@ -1,8 +1,8 @@
-"""What the body of a request says about where it should go: a key of its conversation, and its size. Pure.
+"""Reads from a request's body what the choice of a gateway needs: the conversation's key, and the size. Pure.
 
-Every turn of a conversation begins with the turns before it, so the key is made of what all turns share: the session's
-name, or else the prompt up to the first message of the user. Bodies that are no JSON, or too long to be read whole,
-have the key of their text's first bytes; the gateway refuses what is malformed.
+Every turn of a conversation begins with the turns before it. So the key comes from what all turns share: the session's
+name, or else the prompt up to the first message of the user. For a body that is not JSON, or too long to be parsed, it
+comes from the first bytes of the text; gateways refuse malformed bodies themselves.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 LOOK_BYTES = 64 << 10
-"""How much of a body is read at most."""
+"""Most bytes of a body that are read."""
 
 _PROMPT_CHARACTERS = 1024
 _RAW_BYTES = 1024
@@ -27,11 +27,11 @@ _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 @dataclass(frozen=True)
 class PickedPrompt:
-    """What the choice of a gateway needs of a prompt.
+    """What the choice of a gateway needs to know about a prompt.
 
     Attributes:
-        key: of the conversation; None: it shows none.
-        tokens: of prompt and output, roughly.
+        key: the conversation's key; None if the body shows none.
+        tokens: estimated tokens of prompt and output.
     """
 
     key: bytes | None
@@ -39,13 +39,13 @@ class PickedPrompt:
 
 
 def look(body: bytes, *, whole: bool, length: int | None = None, session: str = "") -> PickedPrompt:
-    """What a body shows.
+    """Reads key and size from a body.
 
     Args:
-        body: its first bytes.
-        whole: it has no more.
-        length: of all of it in bytes; None: not known.
-        session: name of the session in the request's headers.
+        body: the body's first bytes.
+        whole: whether `body` is the whole body.
+        length: length of the whole body in bytes; None: unknown.
+        session: the session's name in the request's headers, or empty.
     """
     prompt_tokens = max(len(body), length or 0) // _BYTES_PER_TOKEN
     data = _parse(body) if whole and len(body) <= LOOK_BYTES else None
@@ -85,7 +85,7 @@ def _output_tokens(data: Mapping[str, Any]) -> int:
 
 
 def _beginning(data: Mapping[str, Any]) -> bytes | None:
-    """What all turns of the conversation begin with."""
+    """Returns what all turns of the conversation begin with."""
     system = data.get("system") or data.get("instructions")
     for name in ("messages", "input", "prompt"):
         value = data.get(name)
@@ -97,7 +97,7 @@ def _beginning(data: Mapping[str, Any]) -> bytes | None:
 
 
 def _first_turn(items: list[Any]) -> list[Any]:
-    """Up to the first message of the user; of a prompt of token ids, the first ids."""
+    """Returns the items up to the first message of the user. Of a prompt of token ids, returns the first ids."""
     for number, item in enumerate(items):
         if isinstance(item, dict) and item.get("role") == "user":
             return items[: number + 1]

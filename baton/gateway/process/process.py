@@ -166,7 +166,9 @@ async def run(
         show_name(name)
         http = None
         if bound.http is not None:
-            http = HttpServer(settings, serving, connections.fleet, view, bound.http, door=bound.door, pems=bound.pems)
+            http = HttpServer(
+                settings, serving, connections.fleet, view, bound.http, authenticator=bound.door, pems=bound.pems
+            )
             await stack.enter_async_context(http)
         add_services(server, settings, serving, connections, view)
         await server.start(SERVICE_NAMES)

@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, detokenizer, stop strings, chat formats."""
+"""Converts between text and tokens: tokenizer, detokenizer, stop strings, chat formats."""

@@ -1,4 +1,4 @@
-"""Turns one output's token ids into text, token by token, and never shows half a character.
+"""Turns one output's token ids into text token by token, without ever returning half a character.
 
 `tokenizers.decoders.DecodeStream` (0.23) is not used: it never returns invalid bytes, cannot return an unfinished
 character at the end, and slows down with every token of a run of such bytes (mean over 4,000: 850 us).
@@ -27,9 +27,9 @@ _WINDOW_TOKENS_MAX = 256
 
 
 class TokenTexts(dict[int, str | None]):
-    """The texts of single tokens of a byte-level vocabulary, which are the same between any neighbours.
+    """Texts of single tokens of a byte-level vocabulary, where they do not depend on neighbours.
 
-    None: the token has part of a character, so that its text depends on its neighbours.
+    The text is None for a token that contains part of a character, because it then depends on its neighbours.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -44,7 +44,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 def token_texts(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenTexts | None:
-    """None: a token's text may depend on its neighbours."""
+    """Returns the texts of single tokens. Returns None if all tokens' texts may depend on their neighbours."""
     decoder = json.loads(tokenizer.to_str())["decoder"]
     if decoder is None or decoder["type"] != "ByteLevel":
         return None
@@ -54,8 +54,8 @@ def token_texts(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenText
 class ByteTokens:
     """The tokens of a byte-fallback vocabulary that stand for one byte each.
 
-    Such a decoder shows neighbouring ones together, as text if they are valid UTF-8, else as one replacement character
-    for each byte. So their text is known once another token follows.
+    The decoder joins neighbouring byte tokens: to text if they are valid UTF-8, else to a replacement character for
+    each byte. So their text is known only once another token follows.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -66,7 +66,7 @@ class ByteTokens:
         self._skipped = frozenset(number for number, token in added if token.special and skip_special_tokens)
 
     def byte(self, token_id: int) -> bytes | None:
-        """The byte of a token; empty: the token has no text, and ends no run of bytes; None: it is any other."""
+        """Returns a token's byte; b"" for a token without text, which does not end a run of bytes; else None."""
         byte = self._bytes.get(token_id)
         if byte is None and (token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None):
             return b""
@@ -74,14 +74,14 @@ class ByteTokens:
 
 
 def byte_tokens(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> ByteTokens | None:
-    """None: the decoder has no byte fallback."""
+    """Returns the byte tokens. Returns None if the decoder has no byte fallback."""
     if '"type":"ByteFallback"' not in json.dumps(json.loads(tokenizer.to_str())["decoder"], separators=(",", ":")):
         return None
     return ByteTokens(tokenizer, skip_special_tokens=skip_special_tokens)
 
 
 class _Run:
-    """Neighbouring byte tokens: the text that they are if none follows."""
+    """A run of neighbouring byte tokens, and its text if no other byte follows."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
@@ -97,22 +97,22 @@ class _Run:
 
     @property
     def text(self) -> str:
-        """Empty: the bytes are not valid, or the last character is not complete."""
+        """The run's text; empty if the bytes are not valid or the last character is incomplete."""
         return self._text if self._valid and not self._decoder.getstate()[0] else ""
 
 
 class Detokenizer:
-    """The text of one output. A push costs the decoding of a few tokens, however long the output is.
+    """Detokenizes one output. A push decodes only a few tokens, however long the output is.
 
-    The texts of all pushes and of `finish` together are the text of all tokens decoded at once.
+    The texts of all pushes and of `finish`, joined, equal the text of all tokens decoded at once.
 
-    Tokens are decoded in a window that begins after a whole character and includes some tokens that were decoded
-    before, because some decoders look at neighbours. Text that ends in replacement characters may be the beginning of
-    a character, and is held back until the next tokens decide.
+    Tokens are decoded in a window that begins after a whole character and includes some earlier tokens, because some
+    decoders look at neighbours. Text that ends in replacement characters may be an incomplete character, so it is held
+    back until later tokens decide.
 
     Args:
-        texts: of this tokenizer (`token_texts`); the window then is empty while all characters are whole.
-        byte_tokens: of this tokenizer (`byte_tokens`); their text is held back until another token follows.
+        texts: result of `token_texts` for this tokenizer; the window is then empty while all characters are whole.
+        byte_tokens: result of `byte_tokens` for this tokenizer; their text is held back until another token follows.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Detokenizer:
 
     @property
     def held(self) -> str:
-        """Text of byte tokens that `push` holds back, if it is valid: it comes unless an invalid byte follows."""
+        """Valid text of byte tokens that `push` holds back. It will be returned unless an invalid byte follows."""
         return "" if self._run is None else self._run.text
 
     def _push(self, token_id: int) -> str:
@@ -170,7 +170,7 @@ class Detokenizer:
         return delta
 
     def finish(self) -> str:
-        """Returns the text that was held back: no more tokens come."""
+        """Ends the output, and returns the text that was held back."""
         self._run = None
         text = self._decode(self._window)
         delta = text[self._given :]
@@ -185,7 +185,7 @@ class Detokenizer:
         self._run.add(byte)
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt, if possible from the beginning of a character."""
+        """Returns the prompt's last tokens, starting at the beginning of a character if possible."""
         sizes = range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _CHARACTER_TOKENS_MAX)
         ends = [list(prompt[-size:]) for size in sizes]
         return min(ends, key=lambda end: self._decode(end).count(_REPLACEMENT))
@@ -195,7 +195,7 @@ class Detokenizer:
         return held > _WINDOW_TOKENS_MAX or (unfinished > _UNFINISHED_CHARACTERS_MAX and held > _HELD_TOKENS_MAX)
 
     def _slide(self) -> None:
-        """Begins the window at the last token after a whole character; all its characters are whole."""
+        """Moves the window's beginning to the last whole character. Call it only while all characters are whole."""
         if self._texts is not None:
             self._window, self._whole, self._given = [], 0, 0
             return

@@ -1,4 +1,4 @@
-"""What a checkpoint says about generating: default sampling numbers and the beginning-of-text token."""
+"""Reads a checkpoint's default sampling parameters and its beginning-of-text token."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +17,10 @@ class _BeginOfText(Fields):
 
 
 def read_default_sampling(directory: Path) -> SamplingParams:
-    """The sampling numbers that generation_config.json gives; the others are unset. Like vLLM, `do_sample` is ignored.
+    """Reads the sampling parameters of generation_config.json; others stay unset. As in vLLM, `do_sample` is ignored.
 
     Raises:
-        ConfigError: a number is wrong; names the file.
+        ConfigError: a number is wrong; the error names the file.
     """
     path = directory / "generation_config.json"
     if not path.exists():
@@ -33,11 +33,11 @@ def read_default_sampling(directory: Path) -> SamplingParams:
 
 
 def _defaults_of_files() -> type[Fields]:
-    """The sampling parameters that the file may have."""
+    """Returns a model of the sampling parameters that the file may contain."""
     taken: dict[str, Any] = {}
     for name, field in SAMPLING_FIELDS.items():
         if Door.GENERATION_CONFIG in field.doors:
-            assert field.bounds is not None, "the file has numbers only"
+            assert field.bounds is not None, "only numbers may have defaults in the file"
             least = field.lenient.low if field.lenient is not None else field.bounds.low
             limits = (Gt(least) if field.bounds.above else Ge(least), Le(field.bounds.high))
             kind = int if field.kind is Kind.INTEGER else float
@@ -46,10 +46,10 @@ def _defaults_of_files() -> type[Fields]:
 
 
 def read_bos_token_id(directory: Path) -> int | None:
-    """The id in generation_config.json, else the one in config.json.
+    """Reads the id from generation_config.json, else from config.json. Returns None if neither has it.
 
     Raises:
-        ConfigError: it is no token id.
+        ConfigError: the value is not a token id.
     """
     config = ConfigFile.read(directory / "config.json")
     files = [config, config.table("text_config")]

@@ -1,4 +1,4 @@
-"""The model that this gateway serves, read from its directory: name, limits, tokenizer. No weights."""
+"""The gateway's view of the served model: name, limits, tokenizer and chat format, read without weights."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from baton.settings.model_source import model_name
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The served model's name and limits, for checking requests. Nodes must serve the same model.
+    """The served model, without its weights. Nodes must serve the same model.
 
     Attributes:
-        directory: of the checkpoint.
-        default_sampling: the numbers that generation_config.json gives for absent ones.
-        chat: makes parsers of outputs.
-        renderer: prepares conversations.
-        grammars: checks constraints.
+        directory: the checkpoint's directory.
+        default_sampling: the sampling parameters of generation_config.json, which replace absent ones.
+        chat: creates the parsers of outputs.
+        renderer: prepares conversations in another process.
+        grammars: checks constraints in another process.
     """
 
     name: str
@@ -46,26 +46,26 @@ class ServedModel:
     grammars: GrammarChecker
 
     def close(self) -> None:
-        """Ends the processes that render and check for it."""
+        """Ends the processes that render conversations and check constraints."""
         self.renderer.close()
         self.grammars.close()
 
     @property
     def identity(self) -> node_status_pb2.ModelIdentity:
-        """The identity that nodes must have, without weights: the gateway reads none."""
+        """The identity that nodes must have, without a digest of the weights, which the gateway does not read."""
         return node_status_pb2.ModelIdentity(
             name=self.name, architecture=self.architecture, config_digest=self.config_digest
         )
 
     def check_name(self, name: str, *, to_stranger: bool = False, adapters: Iterable[str] = ()) -> None:
-        """Checks that a client's name for the model is this model's.
+        """Checks that a request's model name is empty or this model's name.
 
         Args:
-            to_stranger: the caller may not know which model is served.
-            adapters: further names, for the error.
+            to_stranger: do not reveal the served model's name in the error.
+            adapters: names of adapters, for the error.
 
         Raises:
-            UnknownModel: another model is asked for; an empty name means this one.
+            UnknownModel: the request names another model.
         """
         if name not in ("", self.name):
             allowed = () if to_stranger else (self.name, *adapters)
@@ -75,7 +75,7 @@ class ServedModel:
         """Checks that token ids are in the vocabulary.
 
         Raises:
-            InvalidRequest: a token id is not in the vocabulary.
+            InvalidRequest: an id is not.
         """
         if token_ids and max(token_ids) >= self.vocab_size:
             wrong = next(token_id for token_id in token_ids if token_id >= self.vocab_size)
@@ -95,12 +95,13 @@ def read_served_model(
     """Reads the model that the gateway serves from a checkpoint's directory.
 
     Args:
-        chat_template: a file with a template to use in place of the checkpoint's.
+        name: name for clients; None: derived from the directory.
+        chat_template: a file with a template that replaces the checkpoint's.
         max_context_tokens: longest prompt plus output; None: the model's limit.
-        special_in_texts: whether clients' texts may have special tokens (`TextTokenizer`).
+        special_in_texts: whether special tokens in clients' texts take effect; see `TextTokenizer`.
 
     Raises:
-        ConfigError: the directory holds no known model, or no tokenizer of it.
+        ConfigError: the directory contains no known model, or no usable tokenizer.
     """
     config = read_config(directory).for_context(max_context_tokens)
     tokenizer = TextTokenizer(directory, special_in_texts=special_in_texts)

@@ -1,4 +1,4 @@
-"""The messages to the client of one request: text and tokens as they come, and the last message. Pure."""
+"""Builds the messages to the client of one output: text and tokens as they arrive, and the last message. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from baton.rpc.convert import receipt_to_proto, usage_to_proto
 
 @dataclass(frozen=True)
 class Passed:
-    """Text that may be shown, and the stop string that ends it, if one was found."""
+    """Text that may be sent, and the stop string that ends it, if one was found."""
 
     text: str
     stop: str | None = None
 
 
 class StopStrings:
-    """Passes text on, and holds back only what may be the beginning of a stop string.
+    """Finds stop strings in a text that arrives in pieces. Holds back only what may be the beginning of a stop string.
 
-    Of several stop strings the first complete one wins; of several that end at the same character, the longest. So the
-    result does not depend on how the text was cut into pieces.
+    The stop string that is complete first wins; of several that end at the same character, the longest. So the result
+    does not depend on how the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
@@ -37,15 +37,15 @@ class StopStrings:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def would_stop(self, text: str, *, searched: int = 0) -> bool:
-        """Whether this text would complete a stop string if it came next; `searched` as in `push`."""
+        """Whether this text, as the next piece, would complete a stop string; for `searched` see `push`."""
         return self._find(self._held + text, len(self._held) + searched) is not None
 
     def push(self, text: str, *, may_stop: bool = True, searched: int = 0) -> Passed:
-        """Takes the text of some more tokens.
+        """Takes the next piece of text, and returns what may be sent.
 
         Args:
-            may_stop: whether a stop string that this text completes counts; one that it only begins may count later.
-            searched: characters of the text at its beginning that complete no stop string that counts.
+            may_stop: whether a stop string that ends in this piece counts; one that only begins here may count later.
+            searched: number of characters at the piece's beginning in which no stop string ends.
         """
         new_from = len(self._held) + searched
         text = self._held + text
@@ -59,12 +59,12 @@ class StopStrings:
         return Passed(text[: start + len(stop)] if self._include_stop else text[:start], stop)
 
     def finish(self) -> str:
-        """Returns the text that was held back: no stop string can follow any more."""
+        """Ends the text, and returns what was held back."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str, new_from: int) -> tuple[int, str] | None:
-        """Start and text of the stop string that is complete first; none is complete before `new_from`."""
+        """Returns start and text of the stop string that is complete first, at or after `new_from`; None if none is."""
         best: tuple[int, int, str] | None = None  # end, start, stop
         for stop in self._stops:
             start = text.find(stop, max(0, new_from + 1 - len(stop)))
@@ -73,7 +73,7 @@ class StopStrings:
         return None if best is None else (best[1], best[2])
 
     def _unsure(self, text: str) -> int:
-        """Length of the longest suffix of the text that begins a stop string."""
+        """Returns the length of the text's longest suffix that begins a stop string."""
         for length in range(min(self._longest, len(text)), 0, -1):
             if text[-length:] in self._beginnings:
                 return length
@@ -81,7 +81,7 @@ class StopStrings:
 
 
 class Detokenizing(Protocol):
-    """Turns one output's tokens into text, as `baton.gateway.text.detokenizer.Detokenizer` does."""
+    """The part of `Detokenizer` that `Reply` uses."""
 
     @property
     def held(self) -> str: ...
@@ -92,7 +92,7 @@ class Detokenizing(Protocol):
 
 
 class Reply:
-    """Collects tokens in the next message, and writes the last message."""
+    """Collects an output's tokens into messages, and builds the last message."""
 
     def __init__(self, request_id: str, sampling: ResolvedSampling, detokenizer: Detokenizing) -> None:
         self.completion_tokens = 0
@@ -101,22 +101,23 @@ class Reply:
         self._detokenizer = detokenizer
         self._stops = StopStrings(sampling.stop, include_stop=sampling.include_stop) if sampling.stop else None
         self._searched = 0  # characters of the detokenizer's held text that were searched for stop strings
-        self._begun = False  # the first message was taken
-        self._stopped = False  # by a stop string: no text after it is shown
-        self._tokens: list[common_pb2.Token] = []  # until `take`, as are the next three
-        self._shown: list[int] = []  # tokens whose text is still to be made
+        self._begun = False  # whether the first message was taken
+        self._stopped = False  # by a stop string, after which no text is sent
+        self._tokens: list[common_pb2.Token] = []  # cleared by `take`, as are the next three
+        self._shown: list[int] = []  # tokens that are not detokenized yet
         self._text = ""
         self._prompt_logprobs: Sequence[common_pb2.PromptLogprob] = ()
 
     def resume(self, output: Sequence[int], end: OutputEnd | None) -> tuple[list[str], OutputEnd | None]:
-        """Goes on after tokens that the client has. Returns what each of them added to the text, where it is shown, and
-        how the output ends with them; None: more tokens are due.
+        """Continues an output after tokens that the client already has.
+
+        Returns the text that each shown token adds, and how the output ends with them, or None if it does not.
 
         Args:
-            end: how it ends with its last token, stop strings apart.
+            end: how the output ends with its last token, if stop strings are ignored.
 
         Raises:
-            InvalidRequest: the output would have ended before all of them.
+            InvalidRequest: the output would have ended before its last token.
         """
         self.completion_tokens = len(output)
         stopped = end is not None and end.reason == common_pb2.FINISH_REASON_STOP
@@ -130,14 +131,14 @@ class Reply:
             if passed.stop is None:
                 continue
             if count < len(output):
-                what = f"output_token_ids go on after the stop string {passed.stop!r}"
+                what = f"output_token_ids continue after the stop string {passed.stop!r}"
                 raise InvalidRequest(what, field="output_token_ids", value=passed.stop)
             self._stopped = True
             end = OutputEnd(common_pb2.FINISH_REASON_STOP, passed.stop)
         return texts, end
 
     def add(self, step_tokens: Iterable[decode_pb2.StepToken]) -> OutputEnd | None:
-        """Adds the next tokens to the message in progress, up to one that ends the output; returns how it does."""
+        """Adds tokens to the message in progress, up to one that ends the output. Returns how it ends, or None."""
         searched = self._stops is not None
         for step_token in step_tokens:
             token = step_token.token
@@ -153,7 +154,7 @@ class Reply:
         return None
 
     def _add_text(self, step_token: decode_pb2.StepToken) -> OutputEnd | None:
-        """The text of a token that may end the output."""
+        """Adds the text of a token that may end the output."""
         token_id, reason = step_token.token.token_id, step_token.finish_reason
         end = OutputEnd(reason, step_token.stop_reason) if reason else None
         if reason == common_pb2.FINISH_REASON_STOP and not self._sampling.include_stop:
@@ -161,7 +162,7 @@ class Reply:
         if self._stops is None:
             self._shown.append(token_id)
             return end
-        # As with stop tokens, a stop string counts only if it is complete once min_tokens tokens have come.
+        # As with stop tokens, a stop string that is complete within the first min_tokens tokens does not count.
         passed = self._pass_on(self._stops, token_id, may_stop=self.completion_tokens > self._sampling.min_tokens)
         self._text += passed.text
         if passed.stop is None:
@@ -170,8 +171,10 @@ class Reply:
         return OutputEnd(common_pb2.FINISH_REASON_STOP, passed.stop)
 
     def _pass_on(self, stops: StopStrings, token_id: int, *, may_stop: bool) -> Passed:
-        """The text of a token. A stop string counts as soon as the tokens so far decode to it, even if the detokenizer
-        holds its last characters back."""
+        """Searches the text of a token for stop strings, and returns what may be sent.
+
+        A stop string counts as soon as the tokens decode to it, even if the detokenizer holds its last characters back.
+        """
         was_valid = bool(self._detokenizer.held)
         text, searched = self._detokenizer.push(token_id), self._searched
         held = self._detokenizer.held
@@ -185,12 +188,12 @@ class Reply:
         return Passed("")
 
     def take(self) -> pb.GenerateResponse | None:
-        """Returns the message with the tokens added since the last call; None: there are none."""
+        """Returns a message with the tokens added since the last call, or None if there are none."""
         tokens = self._tokens
         if not tokens:
             return None
         text = self._text if self._stops is not None else self._detokenizer.push(*self._shown)
-        message = pb.GenerateResponse()  # filled in this way, it takes two thirds of the time
+        message = pb.GenerateResponse()  # setting fields takes two thirds of the time of keyword arguments
         message.text = text
         message.tokens.extend(tokens)
         if not self._begun:
@@ -202,7 +205,7 @@ class Reply:
         return message
 
     def last(self, end: OutputEnd, usage: Usage, receipt: Receipt) -> pb.GenerateResponse:
-        """The last message: the text that was held back, how the output ended, usage and receipt."""
+        """Builds the last message: the text that was held back, how the output ended, usage and receipt."""
         return pb.GenerateResponse(
             request_id=self._request_id,
             text="" if self._stopped else self._held_back(),

@@ -1,7 +1,7 @@
-"""Encodes texts piece by piece, cut at special tokens, and remembers the pieces' token ids.
+"""Tokenizes texts in pieces, cut at special tokens, and caches the pieces' token ids.
 
-A conversation that comes back with one more turn costs the encoding of that turn. The result is always the tokenizer's
-own: texts are cut only where no tokenizer looks across, and not at all for tokenizers that might.
+So a conversation with one more turn costs only the encoding of that turn. The result always equals the tokenizer's own:
+texts are cut only where the tokenizer does not look across, and not at all if it might.
 """
 
 import json
@@ -18,11 +18,11 @@ from tokenizers import AddedToken, Tokenizer
 
 # About four million tokens of English.
 CACHE_BYTES = 64 << 20
-_ENTRY_BYTES = 250  # of the dictionary's entry, key and array without their content
+_ENTRY_BYTES = 250  # overhead of a dictionary entry, its key and its array
 
 _POINTER_BYTES = 8
 
-# Most first characters of special tokens that are searched for one by one.
+# Most different first characters of special tokens for which each is searched separately.
 _GROUPS_MAX = 3
 
 _PROBES = ("a", "Some text, 1 more.")
@@ -32,10 +32,9 @@ _Ids: TypeAlias = tuple[int, ...]
 
 
 class PieceEncoder:
-    """One tokenizer's encoder. Threads may share it.
+    """Encodes texts with one tokenizer and a cache. Threads may share it.
 
-    Cached ids show nothing but the time of encoding: whoever times requests finds out whether a piece was encoded
-    before. So pieces are shared only among texts of the same salt.
+    The time of a request reveals whether a piece was cached. So only texts with the same salt share cached pieces.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, cache_bytes: int = CACHE_BYTES) -> None:
@@ -46,7 +45,7 @@ class PieceEncoder:
         self._numbers = list(range(1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)))
 
     def encode(self, text: str, *, add_special_tokens: bool, salt: str) -> list[int]:
-        """What `tokenizer.encode(text)` gives. Releases the interpreter lock while it encodes new pieces."""
+        """Returns what `tokenizer.encode(text)` returns. Releases the interpreter lock while it encodes new pieces."""
         if self._frame is None:
             return self._encode([text], add_special_tokens=add_special_tokens)[0]
         pieces = [text] if self._cuts is None else self._cuts.cut(text)
@@ -55,7 +54,7 @@ class PieceEncoder:
         new: dict[str, _Ids] = {}
         if missing:
             encoded = self._encode(missing, add_special_tokens=False)
-            # One object for each id of the vocabulary, so that a cached id costs a pointer.
+            # All cached ids share one object per number, so that each costs only a pointer.
             numbers = self._numbers
             new = {
                 piece: tuple([numbers[number] for number in ids]) for piece, ids in zip(missing, encoded, strict=True)
@@ -70,17 +69,17 @@ class PieceEncoder:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the cached pieces, as an estimate."""
+        """Estimated memory of the cached pieces, in bytes."""
         return self._cache.held_bytes
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-        # NOTE: the library holds the interpreter lock for the whole of a call for one text, but not for a batch.
+        # NOTE: the library releases the interpreter lock only in calls for a batch, not for a single text.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
 
 class _PieceCache:
-    """Token ids of pieces, the most recently used ones, up to a number of bytes."""
+    """An LRU cache of pieces' token ids, limited in bytes."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -104,7 +103,7 @@ class _PieceCache:
             for piece, ids in new.items():
                 key = (salt, piece)
                 size = _size(key, ids)
-                # A piece that would push out most others is not worth its place.
+                # A piece that would evict many others is not cached.
                 if key not in self._ids and size <= self._limit_bytes // 4:
                     self._ids[key] = ids
                     self.held_bytes += size
@@ -116,27 +115,27 @@ def _size(key: tuple[str, str], ids: _Ids) -> int:
     return _ENTRY_BYTES + sys.getsizeof(key[1]) + len(key[0]) + _POINTER_BYTES * len(ids)
 
 
-# ---- where a text may be cut
+# ---- places where a text may be cut
 
 
 class _Cuts:
-    """Finds special tokens as the library does: from left to right, of several at one place the longest.
+    """Finds special tokens as the library does: from left to right, and the longest one at each place.
 
     Args:
-        contents: all tokens that the library looks for.
-        here: those before which a text may be cut.
+        contents: all tokens that the library searches for.
+        here: the tokens before which a text may be cut.
     """
 
     def __init__(self, contents: Sequence[str], *, here: frozenset[str]) -> None:
         self._here = here
         self._all = re.compile(_pattern(contents))
-        # A search for one first character is several times as fast as one for any of several.
+        # A search for one first character is several times as fast as a search for any of several.
         firsts = sorted({content[0] for content in contents})
         groups = [[content for content in contents if content[0] == first] for first in firsts]
         self._groups = [re.compile(_pattern(group)) for group in groups] if len(groups) <= _GROUPS_MAX else [self._all]
 
     def cut(self, text: str) -> list[str]:
-        """Pieces that begin with a special token; the first one may have none."""
+        """Cuts the text into pieces that begin with a special token, except perhaps the first piece."""
         here = self._here
         starts = [match.start() for match in self._find(text) if match[0] in here]
         if not starts:
@@ -150,13 +149,13 @@ class _Cuts:
         if len(self._groups) == 1:
             return self._groups[0].finditer(text)
         matches = sorted((match for group in self._groups for match in group.finditer(text)), key=re.Match.start)
-        # Of tokens that overlap, one hides others, which only the search for all of them finds out.
+        # If tokens overlap, only one search for all of them finds those that the library finds.
         overlap = any(first.end() > second.start() for first, second in pairwise(matches))
         return self._all.finditer(text) if overlap else matches
 
 
 def _pattern(contents: Iterable[str]) -> str:
-    """A regular expression for the longest of these texts at a place, which looks at each character once."""
+    """Returns a regular expression for the longest of these texts at a place, which reads each character once."""
     followers: dict[str, list[str]] = {}
     for content in contents:
         if content:
@@ -172,19 +171,18 @@ def _pattern(contents: Iterable[str]) -> str:
 
 
 def _shared(texts: list[str]) -> str:
-    """What all the texts begin with."""
+    """Returns the common prefix of the texts."""
     least, most = min(texts), max(texts)
     same = takewhile(lambda pair: pair[0] == pair[1], zip(least, most, strict=False))
     return "".join(first for first, _ in same)
 
 
 def _cuts(tokenizer: Tokenizer) -> _Cuts | None:
-    """Where texts may be cut; None: nowhere.
+    """Returns where texts may be cut, or None if they may not be cut.
 
-    The library finds tokens that are not normalized first, in the raw text, and then normalizes, splits and encodes
-    what lies between on its own. Only a piece at the very beginning may be encoded in another way, so each piece
-    but the first keeps the special token before it. Cuts are left out where a token's own match depends on the text
-    before it.
+    The library first finds tokens that are not normalized in the raw text. Then it normalizes, splits and encodes each
+    stretch between them separately. The very beginning of a text may be encoded differently, so each piece but the
+    first keeps the special token before it. Texts are not cut at tokens whose match depends on the text before them.
     """
     tokens: list[AddedToken] = list(tokenizer.get_added_tokens_decoder().values())
     raw = [token for token in tokens if not token.normalized and token.content]
@@ -197,19 +195,19 @@ def _cuts(tokenizer: Tokenizer) -> _Cuts | None:
     return _Cuts([token.content for token in raw], here=frozenset(here)) if here else None
 
 
-# ---- what the tokenizer puts around a text
+# ---- tokens that the tokenizer adds around a text
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """The token ids that `add_special_tokens` puts around any text."""
+    """The token ids that `add_special_tokens` adds around any text."""
 
     before: list[int]
     after: list[int]
 
 
 def _frame(tokenizer: Tokenizer) -> _Frame | None:
-    """None: what is added depends on the text."""
+    """Returns the token ids that are added around any text. Returns None if they depend on the text."""
     around: list[int] = tokenizer.encode("").ids
     for size in range(len(around) + 1):
         before, after = around[:size], around[size:]

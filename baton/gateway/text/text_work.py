@@ -1,6 +1,6 @@
-"""Work on texts in threads: few bytes of large texts at the same time, so that a crowd of them costs little memory.
+"""Runs work on texts in threads. Small texts never wait for large ones.
 
-Tokenizing takes a hundred times the memory of the text. Small texts wait for no large one.
+It limits how many bytes of large texts run at once, because tokenizing takes a hundred times a text's memory.
 """
 
 import asyncio
@@ -20,18 +20,17 @@ T = TypeVar("T")
 _SMALL_BYTES = 1 << 16
 _RUNNING_BYTES = 4 << 20
 _HELD_BYTES = 256 << 20
-_SHARE_OF_MEMORY = (
-    8  # a large text costs its bytes about 1.5 times until it is refused, and a process 150 MiB without any
-)
+# A held text takes about 1.5 times its bytes, and a process without texts takes 150 MiB.
+_SHARE_OF_MEMORY = 8
 _THREADS = 4
 _RETRY_AFTER_S = 1.0
 
 
 def text_budget(memory_bytes: int, *, processes: int) -> int:
-    """Bytes of large texts that one process may hold.
+    """Returns how many bytes of large texts one process may hold.
 
     Args:
-        memory_bytes: that all processes of the gateway may use.
+        memory_bytes: memory that all processes of the gateway may use together.
     """
     return min(_HELD_BYTES, memory_bytes // _SHARE_OF_MEMORY // processes)
 
@@ -43,11 +42,11 @@ class _Waiting:
 
 
 class TextWork:
-    """The large texts of one process. Create it on its event loop.
+    """Runs work on the texts of one process. Create it on the process's event loop.
 
     Args:
-        running_bytes: of large texts that are worked on at the same time; a larger one is worked on alone.
-        held_bytes: of large texts that wait or are worked on; a single one may be larger.
+        running_bytes: most bytes of large texts in work at the same time; a larger text runs alone.
+        held_bytes: most bytes of large texts that wait or are in work; a single text may be larger.
     """
 
     def __init__(self, *, running_bytes: int = _RUNNING_BYTES, held_bytes: int = _HELD_BYTES) -> None:
@@ -58,13 +57,13 @@ class TextWork:
         self._threads = ThreadPoolExecutor(_THREADS, "text")
 
     async def run(self, size_bytes: int, work: Callable[[], T]) -> T:
-        """What `work` returns or raises; it runs in a thread, after the large texts that came before it.
+        """Runs `work` in a thread and returns its result. A large text waits for earlier large texts.
 
         Args:
-            size_bytes: of the text, roughly.
+            size_bytes: approximate size of the text.
 
         Raises:
-            Overloaded: too much waits already.
+            Overloaded: too many bytes are held already.
         """
         if size_bytes <= _SMALL_BYTES:
             return await asyncio.to_thread(work)
@@ -73,15 +72,14 @@ class TextWork:
             share = min(size_bytes, self._running_max)
             await self._turn(share)
             running = self._threads.submit(work)
-            running.add_done_callback(partial(self._thread_done, share))  # a thread goes on after a cancellation
+            running.add_done_callback(partial(self._thread_done, share))  # a cancelled call's thread keeps running
             return await asyncio.wrap_future(running)
 
     @contextmanager
     def holding(self) -> Iterator[Callable[[int], None]]:
-        """Counts bytes that are in memory within the block; yields the function that adds some.
+        """Yields a function that adds bytes to those that are held until the block ends.
 
-        The function raises:
-            Overloaded: too much is held already.
+        The function raises Overloaded if too many bytes are held already.
         """
         mine = 0
 
@@ -89,7 +87,7 @@ class TextWork:
             nonlocal mine
             is_small = mine + size_bytes <= _SMALL_BYTES
             if not is_small and self._held > mine and self._held + size_bytes > self._held_max:
-                message = f"texts of {self._held // MIB} MiB are waiting already, of at most {self._held_max // MIB}"
+                message = f"texts of {self._held // MIB} MiB are waiting, of at most {self._held_max // MIB} MiB"
                 raise Overloaded(message, cure="send it again later", retry_after_s=_RETRY_AFTER_S)
             mine += size_bytes
             self._held += size_bytes

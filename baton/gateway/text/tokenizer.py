@@ -1,4 +1,4 @@
-"""One model's tokenizer: whole texts to token ids and back."""
+"""One model's tokenizer: converts whole texts to token ids and back."""
 
 import json
 import logging
@@ -18,18 +18,18 @@ from baton.models.loading.tokenizer_files.find import OTHER_FORMS, tokenizer_jso
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 log = logging.getLogger("baton")
 
-_IDS_MAX = 1 << 20  # as a model's vocabulary; tables are as long as the largest id
+_IDS_MAX = 1 << 20  # the limit of a model's vocabulary too; tables are as long as the largest id
 
 
 class TextTokenizer:
     """One model's tokenizer.
 
     Args:
-        special_in_texts: whether the names of special tokens in a text are these tokens. Otherwise they are text, and
-            `aliases` are names by which the gateway's own texts have them.
+        special_in_texts: whether names of special tokens in a text become these tokens. Otherwise the names stay text,
+            and only the secret names in `aliases`, which the gateway writes, become special tokens.
 
     Raises:
-        ConfigError: the file is missing, is no tokenizer, or has no tokens.
+        ConfigError: the file is missing, is not a tokenizer, or has no tokens.
     """
 
     def __init__(self, directory: Path, *, special_in_texts: bool = True) -> None:
@@ -38,9 +38,9 @@ class TextTokenizer:
             cure = f"give the directory of a checkpoint with its tokenizer.json, {', '.join(OTHER_FORMS)}"
             raise ConfigError(f"{path} does not exist", field="model", value=directory, cure=cure)
         try:
-            # NOTE: the library opens no path that is not UTF-8.
+            # NOTE: the library cannot open a path that is not UTF-8.
             self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
-        except BaseException as error:  # what the library raises for a file that it cannot read, its panics included
+        except BaseException as error:  # the library's panics are BaseExceptions
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             raise ConfigError(f"{path} is not a tokenizer: {error}", field="model", value=directory) from error
@@ -50,15 +50,15 @@ class TextTokenizer:
             allowed = (f"ids below {_IDS_MAX}",)
             raise ConfigError(f"{path} {what}", field="model", value=directory, allowed=allowed)
         self._path = path
-        # NOTE: a file may carry its training's truncation and padding; both would change prompts silently.
+        # NOTE: a file may contain truncation and padding from training; both would silently change prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         try:
             encoding, self.aliases = (self._tokenizer, {}) if special_in_texts else with_aliases(self._tokenizer)
-            self._encoder = PieceEncoder(encoding)  # which tries it
+            self._encoder = PieceEncoder(encoding)  # encodes a text
         except ConfigError:
             raise
-        except BaseException as error:  # as above
+        except BaseException as error:  # see above
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             raise ConfigError(f"{path} cannot encode: {error}", field="model", value=directory) from error
@@ -68,11 +68,13 @@ class TextTokenizer:
         self.longest_token_bytes = max(self._pieces.longest_bytes, *map(len, self.aliases.values()), 0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Checks that texts become tokens of the model. Publishers add special tokens beyond its vocabulary, for parts
-        such as images that the model at hand does not have: those are logged, and refused in requests.
+        """Checks that all ordinary tokens are in the model's vocabulary.
+
+        Some tokenizers have special tokens beyond it, for inputs such as images that the model does not take. These are
+        logged, and refused in requests.
 
         Raises:
-            ConfigError: other tokens are beyond it.
+            ConfigError: an ordinary token is beyond the vocabulary.
         """
         added = self._tokenizer.get_added_tokens_decoder()
         beyond = {
@@ -88,28 +90,28 @@ class TextTokenizer:
                 field="model",
                 value=ordinary[0],
                 allowed=(f"0 to {vocab_size - 1}",),
-                cure="take config.json and tokenizer.json of one revision of one model",
+                cure="use config.json and tokenizer.json of the same revision of one model",
             )
         if beyond:
             names = shortened(", ".join(repr(beyond[token_id]) for token_id in sorted(beyond)), 200)
             log.warning("special tokens beyond the model's vocabulary of %d tokens: %s", vocab_size, names)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, salt: str = "") -> list[int]:
-        """Token ids. Releases the interpreter lock.
+        """Returns a text's token ids. Releases the interpreter lock.
 
         Args:
-            add_special_tokens: whether to add those that the model expects around a prompt.
-            salt: texts are cached for the same salt only.
+            add_special_tokens: add the special tokens that the model expects around a prompt.
+            salt: only texts with the same salt share cached pieces.
         """
         return self._encoder.encode(text, add_special_tokens=add_special_tokens, salt=salt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text. Releases the interpreter lock."""
-        # NOTE: as in `baton.gateway.text.text_pieces`, only a batch releases it.
+        """Returns the text of token ids. Releases the interpreter lock."""
+        # NOTE: the library releases the lock only in calls for a batch.
         return self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for the output that follows this prompt."""
+        """Returns a detokenizer for the output that follows this prompt."""
         return Detokenizer(
             self._tokenizer,
             prompt,
@@ -119,21 +121,21 @@ class TextTokenizer:
         )
 
     def text_after(self, *, is_prompt: bool, skip_special_tokens: bool) -> Detokenizer:
-        """Makes the text of tokens that begin a prompt, or that follow some word."""
+        """Returns a detokenizer for tokens that begin a prompt, or that follow some word."""
         before = [] if is_prompt else self._encoder.encode("a", add_special_tokens=False, salt="")
         return self.detokenizer(before, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for in a text; of a special token those of its name; none for no token."""
+        """Returns a token's bytes in a text. Of a special token, returns its name's; of an unknown id, b""."""
         return self._pieces.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """As `token_bytes`, for display: bytes that are no whole characters are replaced."""
+        """Returns a token's text for display. Bytes that are not whole characters are replaced."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 class TokenPieces:
-    """The bytes of one tokenizer's tokens, read from the kind of its decoder."""
+    """The bytes of one tokenizer's tokens, derived from its decoder's type."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -146,7 +148,7 @@ class TokenPieces:
         self._continued = next((str(decoder["prefix"]) for decoder in decoders if decoder["type"] == "WordPiece"), "")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Empty for an id without token."""
+        """Returns a token's bytes; empty for an unknown id."""
         added = self._added.get(token_id)
         if added is not None:
             return added.encode()
@@ -165,7 +167,7 @@ class TokenPieces:
 
     @property
     def longest_bytes(self) -> int:
-        """Upper limit of the bytes of one token."""
+        """Upper bound of the bytes of one token."""
         return max(len(piece.encode()) for piece in self._tokenizer.get_vocab())
 
 
@@ -181,7 +183,7 @@ def _decoders(decoder: "dict[str, object] | None") -> "Iterator[dict[str, object
 
 
 def _spaces(decoders: "list[dict[str, object]]") -> tuple[str, ...]:
-    """What pieces have in place of a space."""
+    """Returns the marks that stand for a space in vocabulary pieces."""
     marks = [str(decoder["replacement"]) for decoder in decoders if decoder["type"] == "Metaspace"]
     for decoder in decoders:
         pattern = decoder.get("pattern")
@@ -191,22 +193,22 @@ def _spaces(decoders: "list[dict[str, object]]") -> tuple[str, ...]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The characters by which byte-level pieces stand for bytes: printable ones for themselves, then from U+0100."""
+    """Maps the characters of byte-level pieces to bytes: printable ones to themselves, others from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def with_aliases(tokenizer: Tokenizer) -> tuple[Tokenizer, Mapping[str, str]]:
-    """The tokenizer, and the secret names of its special tokens by their own.
+    """Returns a tokenizer with secret names for its special tokens, and these names by the tokens' own names.
 
     Raises:
-        ConfigError: a special token counts in some places only, such as between spaces.
+        ConfigError: a special token is recognized only in some places, such as between spaces.
     """
     content = json.loads(tokenizer.to_str())
     special = [token for token in content["added_tokens"] if token["special"]]
     secret = secrets.token_hex(16)
-    # Letters and digits, because normalizers change others.
+    # Only letters and digits, because normalizers may change other characters.
     aliases = {token["content"]: f"{secret}x{token['id']}x" for token in special}
     for token in special:
         token["content"] = aliases[token["content"]]
@@ -216,17 +218,17 @@ def with_aliases(tokenizer: Tokenizer) -> tuple[Tokenizer, Mapping[str, str]]:
     for name, token in zip(aliases, special, strict=True):
         if token["id"] not in found:
             raise ConfigError(
-                f"the tokenizer takes its special token {name!r} in some places only",
+                f"the tokenizer recognizes its special token {name!r} only in some places",
                 field="user_special_tokens",
                 value="text",
                 allowed=("allow",),
-                cure="with this tokenizer, clients' special tokens cannot be told apart",
+                cure="this tokenizer cannot keep special tokens in clients' texts from taking effect",
             )
     return renamed, aliases
 
 
 def _rename(model: dict[str, Any], aliases: Mapping[str, str]) -> None:
-    """Renames them in the model's vocabulary, too: it would find them in ordinary text."""
+    """Renames special tokens in the model's vocabulary, which would otherwise find them in ordinary text."""
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         model["vocab"] = {aliases.get(piece, piece): number for piece, number in vocabulary.items()}

@@ -203,7 +203,7 @@ def test_a_reply_goes_on_in_the_middle_of_a_text_as_it_would_have(stop: tuple[st
 
 def test_a_reply_does_not_go_on_after_a_stop_string() -> None:
     client = Client(stop=("fox",))
-    with pytest.raises(InvalidRequest, match="go on after the stop string 'fox'"):
+    with pytest.raises(InvalidRequest, match="continue after the stop string 'fox'"):
         client.reply.resume(TOKENIZER.encode("the quick fox jumps", add_special_tokens=False).ids, None)
 
 

@@ -52,7 +52,7 @@ def test_a_key_is_printed_once_and_kept_as_a_hash(
     assert [owner and (owner.name, owner.operator) for owner in owners] == [("alice", False), ("admin", True)]
 
 
-@pytest.mark.parametrize(("name", "why"), [("alice", "has a key of alice already"), ("a b\n", "cannot name the owner")])
+@pytest.mark.parametrize(("name", "why"), [("alice", "already has a key of alice"), ("a b\n", "cannot name the owner")])
 def test_a_name_that_is_taken_or_wrong_leaves_the_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, why: str
 ) -> None:

@@ -69,7 +69,7 @@ def test_limits_are_the_owners_own_or_those_of_all(file: Path) -> None:
         (f'[keys.a]\nsha256 = "{HASH}"\noperator = "no"', "not true or false"),
         (f'[keys."a\\nb"]\nsha256 = "{HASH}"', "cannot name the owner"),
         (f'[keys.a]\nsha256 = "{HASH}"\n[keys.b]\nsha256 = "{HASH}"', "the same key for a and b"),
-        ("keys = 3", "keys, which is no table"),
+        ("keys = 3", "keys, which is not a table"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(file: Path, text: str, wrong: str) -> None:
@@ -377,5 +377,5 @@ def test_replaced_key_of_tokens_is_used(file: Path) -> None:
 def test_a_page_in_place_of_a_key_set_is_no_secret(tmp_path: Path, page: bytes) -> None:
     file = tmp_path / "keys"
     file.write_bytes(page)
-    with pytest.raises(ConfigError, match="neither a key set"):
+    with pytest.raises(ConfigError, match="has no key set"):
         read_tokens(file, audience=None, issuer=None)

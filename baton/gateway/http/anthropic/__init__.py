@@ -1,3 +1,3 @@
-"""Anthropic's Messages API: `models` checks a request, `translate` turns it into ours, `answer` and `stream` write what
-the model says, `errors` has the shape of errors, `routes` the endpoints.
+"""Anthropic's Messages API: `models` checks requests, `translate` converts them to ours, `answer` writes answers and
+streams, `errors` formats errors, and `routes` has the endpoints.
 """

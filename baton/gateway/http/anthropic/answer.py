@@ -1,4 +1,4 @@
-"""The object `message` and its content blocks, in one piece or as a stream of events. Pure."""
+"""Writes the object `message` with its content blocks, in one piece or as a stream of events. Pure."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from baton.gateway.http.anthropic.models import MessagesRequest, ThinkingAdaptiv
 from baton.gateway.text.chat.parsing.lenient_json import ArgumentReader, strict_json
 from baton.protos.v1 import common_pb2
 
-# Type of a block's deltas, and the field with their text.
+# Each kind of part: the type of its deltas, and their field with the text.
 _DELTAS = {
     "text": (b"text_delta", b"text"),
     "reasoning": (b"thinking_delta", b"thinking"),
@@ -32,9 +32,9 @@ class MessageObject:
     """Writes one `message`.
 
     Attributes:
-        id: the message's id.
-        model: the served model's name.
-        write_receipt: where the receipt is wanted.
+        model: the model's name, as the answer shows it.
+        omits_thinking: leave out the text of reasoning.
+        write_receipt: formats the receipt; None: the answer has no receipt.
     """
 
     id: str
@@ -54,7 +54,7 @@ class MessageObject:
         return cls(id, model, request.max_tokens, stop, shows == "omitted", write_receipt)
 
     def begun(self) -> dict[str, Any]:
-        """The message before its first block; what the prompt costs is known at the end."""
+        """Returns the message before its first block. Its usage is zero, because counts are known only at the end."""
         return self._object([], {"stop_reason": None, "stop_sequence": None}, usage(OutputParts()))
 
     def ended(self, answer: OutputParts) -> bytes:
@@ -64,7 +64,7 @@ class MessageObject:
         return orjson.dumps(message)
 
     def block(self, part: AnswerPart) -> dict[str, Any]:
-        """The content block of a part, with all that the part has."""
+        """Returns the content block of a whole part."""
         if part.kind == "text":
             return {"type": "text", "text": part.text}
         if part.kind == "reasoning":
@@ -97,7 +97,7 @@ class MessageObject:
 
 
 def usage(answer: OutputParts) -> dict[str, Any]:
-    """As Anthropic counts: `input_tokens` are those that were not in the cache."""
+    """Returns the usage as Anthropic counts it: `input_tokens` excludes cached tokens."""
     used = answer.usage
     return {
         "input_tokens": used.prompt_tokens - used.cached_tokens,
@@ -109,15 +109,15 @@ def usage(answer: OutputParts) -> dict[str, Any]:
 
 
 def signature(part: AnswerPart) -> str:
-    """Of reasoning. Clients keep it and send it back; it is never checked, but some drop a block without one."""
+    """Returns a signature for a reasoning block. Baton never checks it, but some clients drop blocks without one."""
     return hashlib.sha256(part.text.encode()).hexdigest()
 
 
 def _input(arguments: str) -> orjson.Fragment:
-    """A call's arguments as an object. Where the output was cut off, it has the members that are whole, as Anthropic's
-    clients make it of a stream."""
+    """Returns a call's arguments as an object. If the output was cut off, the object has only the whole members, which
+    is also what Anthropic's clients make of a stream."""
     read = _object(arguments) if arguments.lstrip().startswith("{") else ArgumentReader().read(arguments)
-    return orjson.Fragment(json.dumps(read, ensure_ascii=False))  # orjson takes no integers of more than 64 bits
+    return orjson.Fragment(json.dumps(read, ensure_ascii=False))  # orjson refuses integers of more than 64 bits
 
 
 def _object(arguments: str) -> dict[str, Any]:
@@ -129,13 +129,13 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 class MessageStream(AnswerStream):
-    """Encodes one stream, from templates that are built once for each block."""
+    """Encodes one stream, with a template for the deltas of each block."""
 
     def __init__(self, message: MessageObject, request_id: str, *, token_ids: bool = False) -> None:
         super().__init__(OutputParts(), token_ids=token_ids)
         self._message = message
         self._request_id = request_id
-        self._head = b""  # of the current block's deltas, up to their text
+        self._head = b""  # the current block's deltas up to their text
 
     def finish(self) -> bytes:
         answer = self._answer

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape. Pure."""
+"""Formats errors in Anthropic's shape. Pure."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ _BODY_TOO_LARGE = 413
 
 
 def anthropic_error(error: BatonError, request_id: str) -> dict[str, Any]:
-    """The body of the answer, and the data of a stream's event `error`."""
+    """Returns an error's body, which is also the data of a stream's `error` event."""
     kind = "request_too_large" if status_of(error) == _BODY_TOO_LARGE else row_of(error).anthropic_type
     message = _too_long(error) if isinstance(error, ContextOverflow) else str(error)
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def _too_long(error: ContextOverflow) -> str:
-    """In Anthropic's words, by which client libraries know it."""
+    """Words the error as Anthropic does, because client libraries recognize it by its text."""
     return f"prompt is too long: {error.tokens} tokens > {error.max_prompt_tokens} maximum; {error.cure}"

@@ -1,4 +1,7 @@
-"""What `POST /v1/messages` and `/v1/messages/count_tokens` take. What this server does not have is refused by name."""
+"""Models of the bodies of `POST /v1/messages` and `/v1/messages/count_tokens`.
+
+Parameters that this server does not support are declared too, so that an error can name them.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -17,7 +20,7 @@ CallId = Annotated[str, Field(min_length=1)]
 
 
 class CacheControl(Model):
-    """Accepted: every prefix is cached."""
+    """Accepted without effect, because every prefix is cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -38,7 +41,7 @@ TextOrTexts = Annotated[
 
 
 class Thinking(Model):
-    """Reasoning of an earlier turn. Its signature is not checked."""
+    """Reasoning of an earlier turn. The signature is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -46,7 +49,7 @@ class Thinking(Model):
 
 
 class RedactedThinking(Model):
-    """Reasoning that only its maker can read; left out."""
+    """Encrypted reasoning, which only its author can read. Baton leaves it out."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -132,7 +135,7 @@ Display = Literal["summarized", "omitted"]
 
 
 class ThinkingEnabled(Model):
-    """The budget is a wish: the model itself ends its reasoning."""
+    """Reasoning with a budget. The budget has no effect: the model itself ends its reasoning."""
 
     type: Literal["enabled"]
     budget_tokens: Annotated[int, Field(ge=THINKING_TOKENS_MIN)]

@@ -1,6 +1,6 @@
 """The handlers of `POST /v1/messages` and `/v1/messages/count_tokens`.
 
-Clients may send `x-api-key`, `anthropic-version` and `anthropic-beta`; they change nothing.
+The headers `anthropic-version` and `anthropic-beta` have no effect.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from baton.gateway.http.event_stream import HttpJob
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import generation_pb2 as pb
 
-# What this API calls the fields of ours.
+# This API's names of our fields.
 _FIELD_NAMES = {
     "prompt": "messages",
     "text": "messages",
@@ -66,6 +66,6 @@ def _understand_counted(body: dict[str, Any]) -> tuple[CountTokensRequest, ChatR
 
 
 def _named(call: HttpCall, response: Response) -> Response:
-    """With the request's id in the header that Anthropic's clients read."""
+    """Adds the header with the request's id that Anthropic's clients read."""
     response.headers["request-id"] = call.request_id
     return response

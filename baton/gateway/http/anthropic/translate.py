@@ -1,4 +1,4 @@
-"""A Messages request as one of ours: blocks become a conversation in the shape of OpenAI's chat completions. Pure."""
+"""Translates Messages requests to ours: blocks become messages in the shape of OpenAI's chat completions. Pure."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -34,10 +34,10 @@ Json = dict[str, Any]
 
 
 def to_message(request: MessagesRequest) -> pb.GenerateRequest:
-    """What is not the conversation. `request_id` is left to the caller.
+    """Translates all of a request but the conversation. The caller sets `request_id`.
 
     Raises:
-        InvalidRequest: the thinking's budget leaves no tokens for the answer.
+        InvalidRequest: the thinking budget leaves no tokens for the answer.
     """
     if isinstance(request.thinking, ThinkingEnabled) and request.thinking.budget_tokens >= request.max_tokens:
         field = "thinking.budget_tokens"
@@ -50,10 +50,10 @@ def to_message(request: MessagesRequest) -> pb.GenerateRequest:
 
 
 def to_chat(request: CountTokensRequest) -> ChatRequest:
-    """The conversation. One whose last message is the assistant's is continued, if it says something.
+    """Translates the conversation. If its last message is the assistant's and not empty, the model continues it.
 
     Raises:
-        InvalidRequest: blocks that a role cannot have, a result without its call, or a choice of no tool.
+        InvalidRequest: a role has a block that it cannot have, a result has no call, or `tool_choice` names no tool.
     """
     messages = list(_messages(request))
     tools = request.tools or ()
@@ -66,7 +66,7 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
         messages.pop()
         continued = False
     if not messages:
-        raise InvalidRequest("messages say nothing", field="messages", cure="begin with a message of the user")
+        raise InvalidRequest("messages has no content", field="messages", cure="begin with a message of the user")
     return ChatRequest(
         messages=messages,
         tools=[_tool(tool) for tool in tools],
@@ -94,7 +94,7 @@ def _messages(request: CountTokensRequest) -> Iterator[Json]:
 
 
 def _prompt(where: str, message: Message, blocks: Sequence[Block], call_ids: set[str]) -> Iterator[Json]:
-    """A message of the user or the system: results of tools first, as messages of their own, then the text."""
+    """Yields the messages for one of the user or the system: a message for each tool result, then one for the text."""
     texts: list[TextBlock] = []
     for index, block in enumerate(blocks):
         if isinstance(block, TextBlock):
@@ -119,7 +119,7 @@ def _check_result(where: str, block: ToolResult, texts: Sequence[TextBlock], cal
 
 
 def _answer(where: str, blocks: Sequence[Block]) -> Json:
-    """A message of the assistant."""
+    """Returns a message of the assistant."""
     texts: list[TextBlock] = []
     thoughts: list[str] = []
     calls: list[Json] = []
@@ -143,7 +143,7 @@ def _answer(where: str, blocks: Sequence[Block]) -> Json:
 
 def _arguments(where: str, given: Json) -> str:
     try:
-        return json.dumps(given, ensure_ascii=False, separators=(",", ":"))  # orjson ends at 254 levels
+        return json.dumps(given, ensure_ascii=False, separators=(",", ":"))  # orjson is limited to 254 levels
     except RecursionError as error:
         raise InvalidRequest(f"{where} is nested too deeply", field=where) from error
 
@@ -163,7 +163,7 @@ def _content(texts: str | Sequence[TextBlock]) -> str | list[Json]:
 
 
 def _result(block: ToolResult) -> str | list[Json]:
-    """The output of a tool; the conversation's form has no other place for its failure."""
+    """Returns a tool's output. A failure is marked in the text, because the conversation has no field for it."""
     content = _content(block.content or "")
     if not block.is_error:
         return content

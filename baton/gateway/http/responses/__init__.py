@@ -1,3 +1,3 @@
-"""OpenAI's Responses API, stateless: `models` checks a request, `translate` turns it into ours, `answer` and `stream`
-write what the model says, `routes` is the endpoint.
+"""OpenAI's Responses API, without state: `models` checks requests, `translate` converts them to ours, `answer` and
+`stream` write answers, and `routes` has the endpoint.
 """

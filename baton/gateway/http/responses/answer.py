@@ -1,4 +1,4 @@
-"""The object `response`, whole or at the beginning of a stream, and its output items. Pure."""
+"""Writes the object `response` with its output items, whole or at the beginning of a stream. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ WriteReceipt = Callable[[common_pb2.Receipt], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Identity:
-    """What is new about one response.
+    """What a response contains besides its request and its answer.
 
     Attributes:
-        key: makes the ids of the response and its items.
-        model: the served model's name.
+        key: part of the ids of the response and its items.
+        model: the model's name, as the response shows it.
         created_at: Unix time in seconds.
-        write_logprobs, write_receipt: where they are wanted.
+        write_logprobs, write_receipt: format logprobs and receipt; None: the client wants none.
     """
 
     key: str
@@ -40,18 +40,18 @@ class Identity:
 
 
 class ResponseObject:
-    """Writes the states of one `response`; what never changes is written once."""
+    """Writes one `response` in its successive states. The constant fields are encoded once."""
 
     def __init__(self, request: ResponsesRequest, identity: Identity) -> None:
         self.identity = identity
         self._constant = orjson.dumps(_constant(request, identity))
 
     def answer(self) -> OutputParts:
-        """An empty answer that keeps what the response needs."""
+        """Returns an empty answer that keeps tokens if the response needs them."""
         return OutputParts(keeps_tokens=self.identity.write_logprobs is not None)
 
     def item(self, part: AnswerPart, status: Status) -> dict[str, Any]:
-        """The output item of a part, with all that the part has."""
+        """Returns the output item of a whole part."""
         item_id = self.item_id(part)
         if part.kind == "text":
             content = [self.text_part(part.text, part.tokens)]
@@ -82,7 +82,7 @@ class ResponseObject:
         return self._write("in_progress", [], {"usage": None})
 
     def ended(self, answer: OutputParts) -> bytes:
-        """Completed, or incomplete: then its last item is, too."""
+        """Returns the completed response. If the output was truncated, response and last item are incomplete."""
         status: Status = "incomplete" if answer.truncated else "completed"
         items = [self.item(part, "completed") for part in answer.parts[:-1]]
         items += [self.item(part, status) for part in answer.parts[-1:]]

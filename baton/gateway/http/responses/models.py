@@ -1,4 +1,7 @@
-"""What `POST /v1/responses` takes. Parameters of things that this server does not have are refused by name."""
+"""Models of the body of `POST /v1/responses`.
+
+Parameters that this server does not support are declared too, so that an error can name them.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -20,7 +23,7 @@ from baton.gateway.http.checking import (
 from baton.gateway.http.common_fields import CommonFields
 from baton.gateway.http.sampling import takes_sampling
 
-_STATELESS = "no answer is kept here: send the earlier items in `input`"
+_STATELESS = "this server stores no answers: send the earlier items in `input`"
 
 _METADATA_MAX = 1024  # keys; OpenAI takes 16
 
@@ -103,7 +106,7 @@ class ReasoningText(Model):
 
 
 class Reasoning(Model):
-    """Reasoning of an earlier turn. `encrypted_content` can be read by its maker only and is left out."""
+    """Reasoning of an earlier turn. Only its author can read `encrypted_content`, so Baton leaves it out."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -194,7 +197,7 @@ class TextOptions(Model):
 
 
 class ReasoningOptions(Model):
-    """`summary` is accepted: the reasoning itself is in the answer."""
+    """Options of reasoning. `summary` has no effect, because the answer contains the reasoning itself."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -209,7 +212,7 @@ Metadata = Annotated[
 
 
 class StreamOptions(Model):
-    include_obfuscation: bool | None = None  # never done
+    include_obfuscation: bool | None = None  # no effect
 
 
 @takes_sampling(Door.RESPONSES)
@@ -236,16 +239,16 @@ class ResponsesRequest(CommonFields):
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-    max_tool_calls: U32 | None = None  # of tools that a server runs: there are none
+    max_tool_calls: U32 | None = None  # no effect: it limits tools that a server runs, and this one runs none
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: Ignored = None
-    store: Annotated[None, unsupported("no answer is kept here: send `store` false", False)] = None
+    store: Annotated[None, unsupported("this server stores no answers: send `store` false", False)] = None
     previous_response_id: Annotated[None, unsupported(_STATELESS)] = None
     conversation: Annotated[None, unsupported(_STATELESS)] = None
-    background: Annotated[None, unsupported("no answer is kept here: use `stream`", False)] = None
-    background_options: Annotated[None, unsupported("no answer is kept here: use `stream`")] = None
-    prompt: Annotated[None, unsupported("no prompts are kept here: send it as `instructions` and `input`")] = None
+    background: Annotated[None, unsupported("this server stores no answers: use `stream`", False)] = None
+    background_options: Annotated[None, unsupported("this server stores no answers: use `stream`")] = None
+    prompt: Annotated[None, unsupported("this server stores no prompts: send `instructions` and `input`")] = None
     context_management: Annotated[None, unsupported("send the items that are wanted")] = None
     moderation: Annotated[None, unsupported("leave it out")] = None
     image: Annotated[None, unsupported("the model reads text only")] = None

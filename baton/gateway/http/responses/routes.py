@@ -23,7 +23,7 @@ from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 
 Count = Callable[[Sequence[Json]], Awaitable[int]]
-# What this API calls the fields of ours.
+# This API's names of our fields.
 _FIELD_NAMES = {
     "prompt": "input",
     "messages": "input",
@@ -69,13 +69,13 @@ def _identity(call: HttpCall, request: ResponsesRequest) -> Identity:
 
 
 async def _fitting(call: HttpCall, request: ResponsesRequest, chat: ChatRequest) -> ChatRequest:
-    """The conversation without its oldest turns, where it is too long for the output that is wanted."""
+    """Drops the conversation's oldest turns if it would leave too little room for the output."""
 
     async def count(messages: Sequence[Json]) -> int:
         try:
             return len(await encode_chat(call.serving, replace(chat, messages=messages)))
         except ContextOverflow:
-            return tokens_max + 1  # the text is longer than any prompt, and was not tokenized
+            return tokens_max + 1  # the text is longer than any prompt may be, so it was not tokenized
 
     call.serving.check_name(request.model)
     tokens_max = call.context.fleet.max_context_tokens - (request.max_output_tokens or 1)
@@ -83,9 +83,10 @@ async def _fitting(call: HttpCall, request: ResponsesRequest, chat: ChatRequest)
 
 
 async def fit(messages: Sequence[Json], count: Count, *, tokens_max: int) -> Sequence[Json]:
-    """The messages, or system messages at their start and as many of the last turns as have room; at least one turn.
+    """Returns the messages, without as many of the oldest turns as needed to have at most `tokens_max` tokens.
 
-    A turn begins with a message of the user, so no output of a tool loses its call.
+    System messages at the start and the last turn always remain. A turn begins with a message of the user, so no tool
+    output loses its call.
     """
     if await count(messages) <= tokens_max:
         return messages

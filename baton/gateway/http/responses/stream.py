@@ -1,4 +1,4 @@
-"""A response as it comes: OpenAI's semantic events, written from templates that are built once for each item. Pure."""
+"""Streams a response as OpenAI's semantic events, with a template for the deltas of each item. Pure."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ class ResponsesStream(AnswerStream):
     def __init__(self, response: ResponseObject, *, token_ids: bool = False) -> None:
         super().__init__(response.answer(), token_ids=token_ids)
         self._response = response
-        self._number = 0  # of the next event
-        self._head = b""  # of the current part's deltas, up to their number
+        self._number = 0  # sequence number of the next event
+        self._head = b""  # the current part's deltas up to their number
         self._tail = b""
 
     def finish(self) -> bytes:

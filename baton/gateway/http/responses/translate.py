@@ -1,4 +1,4 @@
-"""A Responses request as one of ours: items become a conversation in the shape of OpenAI's chat completions. Pure."""
+"""Translates Responses requests to ours: items become messages in the shape of OpenAI's chat completions. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,10 +30,10 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 def to_message(request: ResponsesRequest) -> pb.GenerateRequest:
-    """What is not the conversation. `request_id` is left to the caller.
+    """Translates all of a request but the conversation. The caller sets `request_id`.
 
     Raises:
-        InvalidRequest: it wants logprobs of tokens from another gateway.
+        InvalidRequest: the request resumes an output and wants logprobs, which this gateway has only for new tokens.
     """
     message = pb.GenerateRequest(model=request.model)
     sampling = fill(message, request, Door.RESPONSES)
@@ -42,7 +42,7 @@ def to_message(request: ResponsesRequest) -> pb.GenerateRequest:
     if wants_logprobs(request):
         if request.baton.output_token_ids:
             raise InvalidRequest(
-                "baton.output_token_ids do not go with logprobs: a response has those of all tokens",
+                "baton.output_token_ids and logprobs exclude each other: a response has the logprobs of all tokens",
                 field="output_token_ids",
                 value=len(request.baton.output_token_ids),
                 cure="leave out the logprobs, or send the request from the beginning",
@@ -56,7 +56,7 @@ def wants_logprobs(request: ResponsesRequest) -> bool:
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
-    """The conversation.
+    """Translates the conversation.
 
     Raises:
         InvalidRequest: an output belongs to no call, or `tool_choice` names no tool.
@@ -76,7 +76,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 
 
 class _Conversation:
-    """Collects messages; what an assistant did in one turn becomes one message."""
+    """Collects messages. All items of one assistant turn become one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -102,7 +102,7 @@ class _Conversation:
     def _add_prompt(self, item: Message) -> None:
         role = "user" if item.role == "user" else "system"
         content = _content(item.content)
-        # Many templates take one system message: those at the start become one.
+        # Many templates take only one system message, so those at the start are merged.
         if role == "system" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
             first = self.messages[0]["content"]
             self.messages[0]["content"] = [*_parts(first), *_parts(content)]
@@ -127,7 +127,8 @@ class _Conversation:
         self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
 
     def _turn(self, new: str = "") -> dict[str, Any]:
-        """The assistant's message in progress, or a new one: after others' messages, or when it has `new` already."""
+        """Returns the assistant's message in progress. Begins a new one after another role's message, or if the message
+        already has `new` or tool calls."""
         last = self.messages[-1] if self.messages else {}
         begun = last.get("role") == "assistant" and not (new and (new in last or "tool_calls" in last))
         # Reasoning comes before the answer that it led to.

@@ -1,1 +1,1 @@
-"""The page at /ui: its files, and the JSON that it shows."""
+"""The page /ui: its files, and the JSON that it shows."""

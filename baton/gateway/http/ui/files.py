@@ -1,4 +1,4 @@
-"""The files of the page. They have no data and are for anyone; browsers run nothing in them but these files."""
+"""Serves the files of the page. They contain no data, so anyone may read them. The policy allows no other scripts."""
 
 from importlib import resources
 
@@ -37,6 +37,6 @@ async def file(call: HttpCall) -> Response:
 
 
 def _file(name: str) -> Response:
-    """A file of this package; a name comes from the table of routes, never from a client."""
+    """Returns a file of this package. The route table provides its name, so a client cannot choose another file."""
     body = (resources.files("baton.gateway.http.ui") / name).read_bytes()
     return Response(body, media_type=_TYPES[name.rpartition(".")[2]], headers=HEADERS)

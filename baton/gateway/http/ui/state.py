@@ -1,4 +1,4 @@
-"""`/ui/state`: what the page shows."""
+"""`/ui/state`: the JSON that the page shows."""
 
 from starlette.responses import Response
 
@@ -9,6 +9,6 @@ _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
 async def state(call: HttpCall) -> Response:
-    """What the caller may see."""
+    """Answers with what the caller may see."""
     body = await call.context.view.shown_to(identity.current())
     return Response(body, media_type="application/json", headers=_HEADERS)

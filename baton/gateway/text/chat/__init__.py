@@ -1,4 +1,5 @@
-"""Conversations: a request's messages to prompt tokens, and the model's text back to answer, reasoning and tool calls.
+"""Converts a conversation's messages to a prompt, and the model's text to answer, reasoning and tool calls.
 
-Pure: no I/O but the reading of the checkpoint's files at start, no task. Only templates see the date. All doors use it.
+All APIs use it. It does no I/O, except that it reads the checkpoint's files at start and renders in another process.
+Only templates see the date.
 """

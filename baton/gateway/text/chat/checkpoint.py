@@ -1,4 +1,4 @@
-"""What a checkpoint's files say about conversations: its chat templates, special tokens, and kind of model."""
+"""The chat templates, special tokens and model type of a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ TOOL_USE = "tool_use"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint's files say about its chat format.
+    """The parts of a checkpoint that determine its chat format.
 
     Attributes:
-        templates: texts by name; "default" is the one without a name.
-        variables: special tokens as templates know them, such as `bos_token`.
-        tokens: id of each added token by its text.
+        templates: template texts by name; "default" is the template without a name.
+        variables: special tokens by their names in templates, such as `bos_token`.
+        tokens: ids of the added tokens by their texts.
         special: texts of the special tokens, which decoding can skip.
-        model_type: of config.json.
+        model_type: `model_type` of config.json.
     """
 
     templates: Mapping[str, str]

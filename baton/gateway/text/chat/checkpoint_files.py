@@ -1,4 +1,4 @@
-"""Reads what a checkpoint's files say about conversations."""
+"""Reads a checkpoint's chat templates, special tokens and model type from its files."""
 
 import json
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 def read_checkpoint(directory: Path, template_file: Path | None) -> Checkpoint:
-    """Reads the files. `template_file` takes the place of all templates of the checkpoint.
+    """Reads the files. `template_file`, if given, replaces all templates of the checkpoint.
 
     Raises:
-        ConfigError: a file is unreadable.
+        ConfigError: a file cannot be read, or has a wrong form.
     """
     config = _read_json(directory / "tokenizer_config.json")
     if template_file is not None:
@@ -35,7 +35,11 @@ def read_checkpoint(directory: Path, template_file: Path | None) -> Checkpoint:
 
 
 def _added_tokens(path: Path) -> list[dict[str, Any]]:
-    """Raises: ConfigError: an entry has no text or no number."""
+    """Returns the tokenizer's added tokens.
+
+    Raises:
+        ConfigError: an entry has no text or no id.
+    """
     added = _read_json(path).get("added_tokens") or []
     entries: list[Any] = added if isinstance(added, list) else [None]
     for entry in entries:
@@ -57,7 +61,7 @@ def _template_files(directory: Path) -> dict[str, str]:
 def _templates_of_config(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     template = config.get("chat_template")
     if template is None:
-        # Checkpoints of models that also see images had their template in a file of its own for a while.
+        # For a while, checkpoints of vision models had their template in a separate file.
         template = _read_json(directory / "chat_template.json").get("chat_template")
     try:
         if isinstance(template, list):
@@ -71,7 +75,7 @@ def _templates_of_config(directory: Path, config: Mapping[str, Any]) -> dict[str
 
 
 def _variables(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    # Older checkpoints have the special tokens in a file of their own, and then it decides.
+    # Older checkpoints have the special tokens in a separate file, which then takes precedence.
     named = dict(config)
     if "added_tokens_decoder" not in config:
         named |= _read_json(directory / "special_tokens_map.json")
@@ -90,7 +94,7 @@ def _variables(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; empty if there is no file."""
+    """Returns the object in the file, or {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:

@@ -1,6 +1,6 @@
-"""Grammars of whole outputs, in llguidance's Lark: reasoning, then tool calls in a family's own syntax, or an answer.
+"""Builds grammars of whole outputs in llguidance's Lark: reasoning, then tool calls in a family's syntax or an answer.
 
-What a grammar made here forces, the family's parser reads.
+The family's parser can read whatever such a grammar forces.
 """
 
 import json
@@ -19,7 +19,7 @@ from baton.grammar.lark import literal, read_choices, regex
 from baton.grammar.schema import parse_json
 
 ANY_TEXT = r"/(?s:.*)/"
-# Keywords that an object's `properties` do not show all members with.
+# Keywords that may allow members which an object's `properties` do not list.
 OPEN_SCHEMA = {
     "additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref",
     "if", "not", "dependentSchemas",
@@ -33,14 +33,14 @@ class Lark:
     """A grammar being written.
 
     Args:
-        tokens: ids of the special tokens, by their texts. A special token is no text for a grammar.
+        tokens: ids of the special tokens by their texts. In a grammar, a special token never matches text.
     """
 
     tokens: Mapping[str, int]
-    _names: dict[str, str] = field(default_factory=dict)  # of rules, by what is after the name
+    _names: dict[str, str] = field(default_factory=dict)  # names of rules, by the rest of the rule
 
     def literal(self, text: str) -> str:
-        """An expression for exactly this text, with special tokens in it."""
+        """Returns an expression for exactly this text, which may contain special tokens."""
         special = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))
         pieces = re.split(f"({special})", text) if special else [text]
         return " ".join(
@@ -50,11 +50,11 @@ class Lark:
         )
 
     def rule(self, expression: str, options: str = "") -> str:
-        """The name of a rule for this expression."""
+        """Adds a rule for this expression, and returns its name."""
         return self._names.setdefault(f"{options}: {expression}", f"r{len(self._names)}")
 
     def text_up_to(self, marker: str) -> str:
-        """An expression for any text and the marker that ends it."""
+        """Returns an expression for any text up to and including the marker."""
         if marker in self.tokens:
             return f"{self.rule(ANY_TEXT)} {self.literal(marker)}"
         escaped = re.escape(marker).replace("/", r"\/").replace("\\\n", r"\n")
@@ -70,11 +70,11 @@ class Lark:
 
 @dataclass(frozen=True)
 class Forced:
-    """Calls to force.
+    """The tool calls that a grammar forces.
 
     Attributes:
-        tools: those that may be called, in the shape of requests.
-        parallel: whether there may be more than one call.
+        tools: the tools that may be called, in the shape of requests.
+        parallel: whether more than one call is allowed.
     """
 
     tools: Sequence[Json]
@@ -86,7 +86,7 @@ def name_of(tool: Json) -> str:
 
 
 def arguments_schema(tool: Json) -> dict[str, Any]:
-    """The schema of a tool's arguments. Members that it does not name are not allowed, unless it says otherwise."""
+    """Returns the schema of a tool's arguments. It forbids members that it does not name, unless it says otherwise."""
     schema = dict(tool["function"].get("parameters") or {})
     schema.setdefault("type", "object")
     if not OPEN_SCHEMA & schema.keys():
@@ -104,7 +104,7 @@ def _repeated(call: str, separator: str, *, parallel: bool) -> str:
 
 
 def _objects(lark: Lark, forced: Forced, key: str) -> str:
-    """One call as `{"name": ..., KEY: ...}`."""
+    """Returns an expression for one call as `{"name": ..., KEY: ...}`."""
     calls = []
     for tool in forced.tools:
         before = f'{{"name": {json.dumps(name_of(tool), ensure_ascii=False)}, "{key}": '
@@ -152,7 +152,7 @@ def deepseek_calls(lark: Lark, forced: Forced, *, fenced: bool) -> str:
 
 
 def pythonic_calls(lark: Lark, forced: Forced) -> str:
-    """Calls of Python's form; JSON objects if a schema does not name all its arguments."""
+    """Returns an expression for calls in Python's form, or for JSON objects if a schema allows unnamed arguments."""
     if not all(_has_plain_arguments(tool) for tool in forced.tools):
         return llama_calls(lark, forced)
     call = lark.one_of(
@@ -170,7 +170,7 @@ def _has_plain_arguments(tool: Json) -> bool:
 
 
 def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
-    """`key=value` pairs: the required ones, then any of the others, each in the schema's order."""
+    """Returns an expression for `key=value` pairs: the required ones, then any others, each in the schema's order."""
     required = set(schema.get("required", ()))
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     needed: list[str] = []
@@ -188,7 +188,7 @@ def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
 
 
 def xml_calls(lark: Lark, forced: Forced) -> str:
-    """One element for each argument, in the schema's order."""
+    """Returns an expression for XML calls: one element for each argument, in the schema's order."""
     calls = []
     for tool in forced.tools:
         schema = arguments_schema(tool)
@@ -215,7 +215,11 @@ def _elements(lark: Lark, schema: Mapping[str, Any]) -> str:
 
 
 def _plain_value(lark: Lark, type: ArgumentType, whole: str) -> str:
-    """An expression for a value without a type in its markup: strings have no quotes. `whole` is for all others."""
+    """Returns an expression for a value whose markup has no type.
+
+    Args:
+        whole: the expression for values that are not string constants; those are written without quotes.
+    """
     strings = [json.loads(each.constant) for each in type.alternatives if each.type == "string" and each.constant]
     if not strings:
         return whole
@@ -231,7 +235,7 @@ def _any_elements(lark: Lark) -> str:
 
 
 def harmony_calls(lark: Lark, forced: Forced) -> str:
-    """One call: the model ends its output after each."""
+    """Returns an expression for one call, after which the model ends its output."""
     return lark.one_of(
         [
             lark.literal(f"<|channel|>commentary to=functions.{name_of(tool)} <|constrain|>json<|message|>")
@@ -248,7 +252,7 @@ def harmony_analysis(lark: Lark) -> str:
 
 
 def reasoning(lark: Lark, markers: ReasoningMarkers, *, opened: bool) -> str:
-    """Reasoning and the marker after it. If the prompt has not `opened` it, there may be none."""
+    """Returns an expression for reasoning and its closing marker. It is optional unless the prompt `opened` it."""
     thought = lark.text_up_to(markers.close) + r" /\n{1,3}/?"
     if opened:
         return lark.rule(thought)
@@ -256,10 +260,10 @@ def reasoning(lark: Lark, markers: ReasoningMarkers, *, opened: bool) -> str:
 
 
 def answer(grammar: Grammar) -> str:
-    """The grammar as an expression within a larger one.
+    """Returns the request's grammar as an expression within a larger grammar.
 
     Raises:
-        InvalidRequest: a grammar of this kind, or this text, cannot be part of a larger one.
+        InvalidRequest: grammars of this kind, or this grammar, cannot be part of a larger one.
     """
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:

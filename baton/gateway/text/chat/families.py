@@ -1,6 +1,7 @@
-"""The families of models by how they write tool calls: one table.
+"""The table of model families, which differ in how they write tool calls.
 
-The template decides, since it shows the model the format; config.json's `model_type` decides where a template does not.
+A checkpoint's template determines the family, since it shows the model the format. If the template does not tell,
+`model_type` of config.json does.
 """
 
 from collections.abc import Callable
@@ -19,16 +20,16 @@ NO_MARKS: tuple[str, ...] = ()
 
 @dataclass(frozen=True)
 class ChatFamily:
-    """A chat format: how its answers are read, and how calls are forced.
+    """A chat format: how answers are parsed, and how calls are forced.
 
     Attributes:
-        name: for people.
-        read: the format's reader, given the schemas of the tools' arguments by their names.
-        force: the grammar of forced calls.
+        name: for display.
+        read: returns the format's reader, given the schemas of arguments by tool name.
+        force: returns the grammar of forced calls.
         marks: texts that the reader looks for.
         end_tokens: special tokens that end an answer.
-        bare: calls have no marker; a text is a call if it has the name of a tool.
-        short_ids: ids of calls have nine letters and digits, which the template demands.
+        bare: calls have no marker, and text is a call if it names a tool.
+        short_ids: ids of calls have nine letters and digits, because the template requires that.
     """
 
     name: str
@@ -86,7 +87,7 @@ UNKNOWN = ChatFamily("unknown", _any_tools(calls.content_only), constraints.llam
 
 
 def family_of(template: str, model_type: str) -> ChatFamily:
-    """The first family whose marks the template has."""
+    """Returns the first family of the table whose marks the template contains."""
     table: tuple[tuple[ChatFamily, bool], ...] = (
         (HARMONY, "<|channel|>" in template and "<|message|>" in template),
         (MISTRAL_NAMED, "[TOOL_CALLS]" in template and "[ARGS]" in template),
@@ -108,5 +109,5 @@ REASONING = (ReasoningMarkers("<think>", "</think>"), ReasoningMarkers("[THINK]"
 
 
 def reasoning_of(template: str) -> ReasoningMarkers | None:
-    """The markers that the template writes around reasoning, or cuts it off by."""
+    """Returns the markers that the template writes around reasoning or cuts reasoning at; None if it has none."""
     return next((markers for markers in REASONING if markers.close in template), None)

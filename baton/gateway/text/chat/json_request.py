@@ -1,6 +1,6 @@
-"""A conversation's JSON, in the shapes of OpenAI's chat completions, to a `ChatRequest`. Errors name the place.
+"""Converts a conversation's JSON, in the shapes of OpenAI's chat completions, to a `ChatRequest`.
 
-Used for `pb.Chat` and by the HTTP doors. What a template makes of the values is none of its business.
+The gRPC and HTTP APIs use it. It checks shapes only; the template may refuse values. Errors name the wrong value.
 """
 
 import json
@@ -25,12 +25,13 @@ STRINGS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking",
 
 
 def chat_request(body: Mapping[str, Any], grammar: Grammar | None = None) -> ChatRequest:
-    """The conversation of a request's JSON. Reads `messages`, `tools`, `tool_choice`, `parallel_tool_calls`,
-    `chat_template`, `chat_template_kwargs`, `documents`, `add_generation_prompt`, `continue_final_message` and
-    `reasoning_effort`; leaves the rest to the caller.
+    """Reads the conversation from a request's JSON.
+
+    It reads `messages`, `tools`, `tool_choice`, `parallel_tool_calls`, `chat_template`, `chat_template_kwargs`,
+    `documents`, `add_generation_prompt`, `continue_final_message` and `reasoning_effort`, and ignores other members.
 
     Raises:
-        InvalidRequest: a value has the wrong shape; names it, as in messages[2].content[0].type.
+        InvalidRequest: a value has the wrong shape; the error names it, as in messages[2].content[0].type.
     """
     _refuse_functions(body)
     tools = _tools(body.get("tools"))
@@ -48,17 +49,17 @@ def chat_request(body: Mapping[str, Any], grammar: Grammar | None = None) -> Cha
 
 
 def chat_of_message(chat: pb.Chat, grammar: Grammar | None = None) -> ChatRequest:
-    """The conversation of a gRPC request.
+    """Reads the conversation of a gRPC request.
 
     Raises:
-        InvalidRequest: text is no JSON, or has the wrong shape.
+        InvalidRequest: a field is not JSON, or has the wrong shape.
     """
     choice = chat.tool_choice_json
     return chat_request(
         {
             "messages": _parse(chat.messages_json, "messages"),
             "tools": _parse(chat.tools_json, "tools"),
-            # The bare words are taken, too.
+            # The words may also stand without JSON's quotes.
             "tool_choice": choice if choice in CHOICES else _parse(choice, "tool_choice"),
             "chat_template_kwargs": _parse(chat.template_kwargs_json, "chat_template_kwargs"),
             "continue_final_message": chat.continue_final_message,
@@ -125,7 +126,7 @@ def _string(value: Any, field: str) -> str:
 def _refuse_functions(body: Mapping[str, Any]) -> None:
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if body.get(old) is not None:
-            raise InvalidRequest(f"{old} is not supported any more", field=old, cure=f"use {new}")
+            raise InvalidRequest(f"{old} is no longer supported", field=old, cure=f"use {new}")
 
 
 def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def _message(message: Mapping[str, Any], field: str) -> dict[str, Any]:
         raise _wrong(f"{field}.role", role, ", ".join(ROLES))
     if message.get("function_call") is not None:
         raise InvalidRequest(
-            f"{field}.function_call is not supported any more", field=f"{field}.function_call", cure="use tool_calls"
+            f"{field}.function_call is no longer supported", field=f"{field}.function_call", cure="use tool_calls"
         )
     made = dict(message)
     for name in STRINGS:
@@ -251,7 +252,7 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
 
 
 def _check_schema(schema: Mapping[str, Any], field: str) -> None:
-    """What building grammars and reading calls relies on. Whether the rest is a schema, the grammar's compiler says."""
+    """Checks what grammars and parsers of calls rely on. The grammar's compiler checks the rest of the schema."""
     if "properties" in schema:
         _object(schema["properties"], f"{field}.properties")
     if "required" in schema:

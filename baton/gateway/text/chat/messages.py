@@ -1,4 +1,4 @@
-"""A conversation's messages in the form in which a template wants them."""
+"""Converts a conversation's messages to the form that a template expects."""
 
 import json
 import re
@@ -15,11 +15,11 @@ from baton.gateway.text.chat.types import Json
 
 CONTENT_TEST = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?(string|iterable|sequence|mapping)\b")
 ContentFormat = Literal["string", "parts"]
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one that most templates read
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # most templates read the first one
 
 
 def content_format(template: ChatTemplate) -> ContentFormat:
-    """Whether the template handles a content's parts ("parts"), or takes a content as one string only."""
+    """Returns "parts" if the template handles a content that is a list of parts, else "string"."""
     if CONTENT_TEST.search(template.text):
         return "parts"
     aliases = {"content"} if _macro_takes_content(template.tree) else set[str]()
@@ -51,9 +51,9 @@ def _is_content(node: nodes.Node | None) -> bool:
 
 
 def takes_argument_objects(template: ChatTemplate, variables: Mapping[str, str]) -> bool:
-    """Whether the template wants a tool call's arguments as an object, which most do, or as a string of JSON.
+    """Whether the template expects a tool call's arguments as an object, as most do, and not as a string of JSON.
 
-    A string is wanted if an object breaks the template or comes out as Python writes it.
+    It expects a string if an object breaks the template or is written in Python's syntax.
     """
     as_object = _probe(template, variables, {"probe": 1})
     if as_object and "{'probe': 1}" not in as_object:
@@ -77,13 +77,13 @@ def _probe(template: ChatTemplate, variables: Mapping[str, str], arguments: obje
 
 @dataclass(frozen=True)
 class MessageForm:
-    """How a template wants messages.
+    """The form of messages that a template expects.
 
     Attributes:
-        content: whether it handles a content's parts.
-        wrap_strings: it takes parts only.
-        argument_objects: it takes tool calls' arguments as objects, not as strings of JSON.
-        developer: it knows the role; otherwise it becomes `system`.
+        content: whether the template handles a content that is a list of parts.
+        wrap_strings: whether it handles nothing but parts.
+        argument_objects: whether it expects tool calls' arguments as objects, not as strings of JSON.
+        developer: whether it knows the role `developer`; otherwise the role becomes `system`.
     """
 
     content: ContentFormat
@@ -93,7 +93,7 @@ class MessageForm:
 
 
 def for_template(messages: Sequence[Json], form: MessageForm) -> list[dict[str, Any]]:
-    """Copies of the messages with contents, tool calls and reasoning as the template wants them."""
+    """Returns copies of the messages, with contents, tool calls and reasoning as the template expects them."""
     arguments = ArgumentReader()
     return [_message(message, f"messages[{index}]", form, arguments) for index, message in enumerate(messages)]
 
@@ -108,7 +108,7 @@ def _message(message: Json, field: str, form: MessageForm, arguments: ArgumentRe
     if made.get("tool_calls"):
         made["tool_calls"] = [_tool_call(call, form, arguments) for call in made["tool_calls"]]
     elif "tool_calls" in made:
-        del made["tool_calls"]  # templates ask whether the key is there
+        del made["tool_calls"]  # because templates test only whether the key exists
     reasoning = next((made[name] for name in REASONING_FIELDS if name in made), None)
     if reasoning is not None:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
@@ -142,7 +142,7 @@ def _text(part: Any, field: str) -> str:
 
 
 def _tool_call(call: Json, form: MessageForm, arguments: ArgumentReader) -> dict[str, Any]:
-    """Models write arguments that are no JSON, and clients send them back: they are read as well as can be."""
+    """Converts a call. Its arguments may be broken JSON, which a model wrote and the client sends back."""
     function = dict(call["function"])
     given = function.get("arguments", "{}")
     if form.argument_objects and isinstance(given, str):
@@ -153,8 +153,7 @@ def _tool_call(call: Json, form: MessageForm, arguments: ArgumentReader) -> dict
 
 
 def mark_final(messages: list[dict[str, Any]]) -> str:
-    """Marks in place where the last message's text ends, and returns this text.
-
+    """Adds a mark to the end of the last message's text, in place, and returns the text without it.
     Raises:
         InvalidRequest: the last message has no text to continue.
     """
@@ -174,16 +173,16 @@ def mark_final(messages: list[dict[str, Any]]) -> str:
 
 
 def cut_at_mark(prompt: str, text: str) -> str:
-    """The prompt up to the end of the text to continue.
+    """Returns the prompt up to the end of the text to continue.
 
     Raises:
-        InvalidRequest: the template does not write the final message.
+        InvalidRequest: the template does not write the last message unchanged.
     """
     mark = CONTINUE_MARK.strip()
     where = prompt.rfind(mark)
     if where < 0 or text.strip() not in prompt:
         raise InvalidRequest(
-            "the chat template does not write the final message as it is, so it cannot be continued",
+            "the chat template changes the last message, so the message cannot be continued",
             field="continue_final_message",
             value=True,
         )

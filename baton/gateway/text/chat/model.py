@@ -1,4 +1,4 @@
-"""The served model's side of conversations: requests to prompts and grammars, and the parser of each output."""
+"""Converts a chat request to a prompt and a grammar, and returns the parser of each output."""
 
 import hashlib
 import re
@@ -32,7 +32,7 @@ from baton.gateway.text.chat.templates import ChatTemplate, Misfit, refused
 from baton.gateway.text.chat.types import ChatRequest, Json, NamedTool, OutputParser, PreparedChat
 from baton.gateway.text.chat.user_text import UserText
 
-# Variables of templates that a request sets in other ways.
+# Variables of templates that a request sets by its own fields.
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 TYPE_TEST = re.compile(r"\bis\s+(not\s+)?(string|iterable|sequence|mapping)\b")
 LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -41,14 +41,13 @@ HARMONY_FINAL = "<|channel|>final<|message|>"
 
 
 def read_chat_model(directory: Path, template_file: Path | None) -> "ChatModel":
-    """Reads a checkpoint's chat templates and compiles them. `template_file` takes the place of all of them.
+    """Reads a checkpoint's chat templates and compiles them. `template_file`, if given, replaces all of them.
 
     Raises:
-        ConfigError: a file is unreadable, or is no template.
+        ConfigError: a file cannot be read, or is not a template.
     """
-    from baton.gateway.text.chat.checkpoint_files import (
-        read_checkpoint,  # which the process that renders need not import
-    )
+    # The rendering process does not need this import.
+    from baton.gateway.text.chat.checkpoint_files import read_checkpoint
 
     model = ChatModel(read_checkpoint(directory, template_file))
     model.check()
@@ -56,11 +55,13 @@ def read_chat_model(directory: Path, template_file: Path | None) -> "ChatModel":
 
 
 class ChatModel:
-    """Safe to use from several threads. A gateway prepares requests by `baton.gateway.text.chat.renderer`, because a
-    template may run for ever.
+    """Prepares conversations for one checkpoint, and parses its outputs. Threads may share it.
+
+    A gateway prepares requests through `baton.gateway.text.chat.renderer`, because a template may run forever.
 
     Args:
-        aliases: secret names of special tokens, without which they are text (`TextTokenizer.aliases`); empty: none are.
+        aliases: secret names of the special tokens by their own names (`TextTokenizer.aliases`), if clients' special
+            tokens must stay text; empty: they need not.
     """
 
     def __init__(self, checkpoint: Checkpoint, aliases: Mapping[str, str] | None = None) -> None:
@@ -76,16 +77,16 @@ class ChatModel:
         """Compiles each template and renders a short conversation.
 
         Raises:
-            ConfigError: a template is no jinja template.
+            ConfigError: a text is not a jinja template.
         """
         for dialect in self._dialects.values():
             dialect.check()
 
     def prepare(self, request: ChatRequest) -> PreparedChat:
-        """Renders the conversation.
+        """Renders the conversation, and builds its grammar.
 
         Raises:
-            InvalidRequest: the template refuses the conversation, or the request contradicts itself; names the field.
+            InvalidRequest: the template refuses the conversation, or fields contradict each other; the error names one.
         """
         _check(request)
         dialect = self._dialect(request)
@@ -112,11 +113,11 @@ class ChatModel:
         )
 
     def parser(self, request: ChatRequest, prepared: PreparedChat, seed: str) -> OutputParser:
-        """The parser of one output.
+        """Returns the parser of one output.
 
         Args:
-            seed: ids of tool calls are made from it and the prompt, so give each output of a request its own. The
-                prompt makes them differ between turns that have the same request id.
+            seed: makes the ids of tool calls, together with the prompt. Pass a different seed for each output of a
+                request; the prompt distinguishes turns with the same request id.
         """
         dialect = self._dialect(request)
 
@@ -150,7 +151,7 @@ class ChatModel:
 
 @dataclass(frozen=True)
 class _Dialect:
-    """One template, and how the model writes under it."""
+    """One template, and the format in which the model answers to it."""
 
     template: ChatTemplate
     checkpoint: Checkpoint
@@ -175,10 +176,10 @@ class _Dialect:
         )
 
     def check(self) -> None:
-        """Checks that the texts are templates.
+        """Checks that the text is a template.
 
         Raises:
-            ConfigError: the text is no jinja template.
+            ConfigError: the text is not a jinja template.
         """
         _ = self.template.compiled, self._form
 
@@ -200,7 +201,7 @@ class _Dialect:
         try:
             return self._render(request, form, keep_none=False)
         except Misfit as error:
-            # Some templates join arguments as strings, or ask whether the content is None.
+            # Some templates concatenate arguments as strings, or test whether the content is None.
             strings = replace(form, argument_objects=not form.argument_objects)
             for other, keep_none in ((form, True), (strings, False), (strings, True)):
                 with suppress(Misfit, InvalidRequest):
@@ -223,13 +224,13 @@ class _Dialect:
         return cut_at_mark(prompt, text) if request.continue_final_message else prompt
 
     def marks(self, request: ChatRequest) -> tuple[str, ...]:
-        """Texts that the parser of this request looks for."""
+        """Returns the texts that this request's parser looks for."""
         markers = reasoning_of(self.template.text)
         marks = (markers.open, markers.close) if markers else ()
         return (*marks, *self.family.marks) if _visible_tools(request) or self.family is HARMONY else marks
 
     def _reasoning_opened(self, request: ChatRequest, prompt: str) -> bool:
-        """Whether the output begins with reasoning, because the prompt has its marker."""
+        """Whether the output begins inside reasoning, because the prompt ends with its opening marker."""
         markers = reasoning_of(self.template.text)
         if markers is None:
             return False
@@ -247,7 +248,7 @@ class _Dialect:
             return harmony(opened_header(prompt), tools=bool(tools))
         schemas = {name_of(tool): tool["function"].get("parameters") or {} for tool in tools}
         if self.family is UNKNOWN and _is_forced(request):
-            read = llama(schemas)  # what the grammar forces
+            read = llama(schemas)  # the format that the grammar forces
         else:
             read = self.family.read(schemas) if tools else content_only
         markers = reasoning_of(self.template.text)
@@ -256,12 +257,12 @@ class _Dialect:
         return with_reasoning(markers, read, opened=self._reasoning_opened(request, prompt))
 
     def grammar(self, request: ChatRequest, prompt: str) -> Grammar | None:
-        """What the output must be: the reasoning, then forced calls or the request's own grammar."""
+        """Returns the output's grammar: reasoning, then forced calls or the request's grammar. None: no constraint."""
         forced = _is_forced(request)
         if request.grammar is None and not forced:
             return None
         if request.grammar is not None and not forced and request.grammar.kind is GrammarKind.STRUCTURAL_TAG:
-            return request.grammar  # its tags stand in free text, which reasoning is, too
+            return request.grammar  # its tags occur in free text, and reasoning is free text too
         lark = Lark({text: token for text, token in self.checkpoint.tokens.items() if self._is_no_text(text)})
         tools = Forced(_callable_tools(request), parallel=not request.one_call)
         before = self._before_answer(lark, request, prompt)
@@ -277,11 +278,11 @@ class _Dialect:
         return lark.finish(f"{before} {final} {constraints.answer(request.grammar)}")
 
     def _is_no_text(self, token: str) -> bool:
-        """Whether a grammar must name the token by its id: llguidance takes all added tokens like <this> as special."""
+        """Whether a grammar must name the token by its id. llguidance treats added tokens like <this> as special."""
         return token in self.checkpoint.special or (token.startswith("<") and token.endswith(">"))
 
     def _before_answer(self, lark: Lark, request: ChatRequest, prompt: str) -> str:
-        """An expression for the reasoning that comes first; empty: none comes."""
+        """Returns an expression for the reasoning before the answer; empty if there is none."""
         if self.family is HARMONY:
             return constraints.harmony_analysis(lark) if opened_header(prompt) is None else ""
         markers = reasoning_of(self.template.text)
@@ -295,7 +296,7 @@ def _is_forced(request: ChatRequest) -> bool:
 
 
 def _visible_tools(request: ChatRequest) -> list[Json]:
-    """The tools that the model sees."""
+    """Returns the tools that the model sees."""
     return [] if request.tool_choice == "none" else list(request.tools)
 
 
@@ -322,13 +323,13 @@ def _check(request: ChatRequest) -> None:
             raise InvalidRequest(f"{field} is not a variable of templates", field=field, cure=cure)
     if request.continue_final_message and _is_forced(request):
         raise InvalidRequest(
-            "a message that is continued cannot be a forced call",
+            "continue_final_message excludes a forced tool call",
             field="continue_final_message",
             value=True,
             cure="set tool_choice to auto or none",
         )
     if request.tool_choice == "required" and not request.tools:
-        raise InvalidRequest("tool_choice is required, and there are no tools", field="tool_choice", cure="give tools")
+        raise InvalidRequest("tool_choice is required, but there are no tools", field="tool_choice", cure="give tools")
     if isinstance(request.tool_choice, NamedTool) and not _callable_tools(request):
         raise InvalidRequest(
             f"tool_choice names {request.tool_choice.name!r}",
@@ -339,7 +340,7 @@ def _check(request: ChatRequest) -> None:
 
 
 def _check_text(text: str, field: str) -> None:
-    """JSON can write half of a surrogate pair, which no tokenizer takes."""
+    """Refuses half of a surrogate pair, which JSON can express but tokenizers cannot take."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,6 +1,6 @@
-"""A prepared conversation as bytes: a line of JSON, and then the prompt as it is, since it may be large.
+"""Serializes a prepared conversation: a line of JSON, followed by the prompt, which may be large.
 
-No pickle: a template had a part in it, and the gateway reads it.
+It does not use pickle, because the gateway must not unpickle what an untrusted template produced.
 """
 
 import json
@@ -11,7 +11,7 @@ from baton.gateway.text.chat.types import PreparedChat
 
 
 def packed(prepared: PreparedChat) -> bytes:
-    """Its texts have no half of a surrogate pair."""
+    """Serializes a conversation, whose texts must have no halves of surrogate pairs."""
     prompt = prepared.prompt.encode()
     named = b"" if prepared.named is None else prepared.named.encode()
     fields = asdict(replace(prepared, prompt="", named=None))

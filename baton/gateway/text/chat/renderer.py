@@ -1,8 +1,8 @@
-"""Prepares conversations in another process, because nothing interrupts a template: a rendering that takes too much
-ends a fork of that process (`baton.gateway.text.chat.rendering`), and its request is refused.
+"""Prepares conversations in another process, because nothing can interrupt a template within a process.
 
-Every rendering gets a moment of CPU time. Those that need more, and large ones, wait for each other, so they delay no
-ordinary ones.
+Each rendering runs in a fork of that process (`baton.gateway.text.chat.rendering`). If it takes too much, the fork ends
+and the request is refused. Every rendering first gets a moment of CPU time. Large ones, and those that need more, wait
+for each other in a separate lane, so that they do not delay ordinary ones.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from baton.gateway.text.chat.types import ChatRequest, PreparedChat
 
 _MIB = 1 << 20
 _LARGE_BYTES = 1 << 20
-# Memory of a conversation while it is rendered, at most: its question, its values, the template's pieces, the prompt
-# and the answer, with up to four bytes a character.
+# Most memory per byte of a conversation during rendering: the message to the process, its values, the template's
+# pieces, the prompt and the answer, with up to four bytes per character.
 _BYTES_PER_BYTE = 24
 _CURE = "send a shorter conversation, or start the gateway with another template: --chat-template FILE"
 _CURE_AT_START = "start the gateway with another template: --chat-template FILE"
@@ -32,12 +32,12 @@ _MOMENT, _LONG = range(2)  # lanes
 
 @dataclass(frozen=True)
 class RenderBounds:
-    """What one rendering may take.
+    """Limits of one rendering.
 
     Attributes:
-        moment_cpu_s: of CPU time, at first. Includes compiling the template, which a new fork does.
-        cpu_s: of CPU time, in a second try.
-        memory_bytes: more than the process has without it, besides what a large conversation needs.
+        moment_cpu_s: CPU seconds of the first try, which may include compiling the template.
+        cpu_s: CPU seconds of the second try.
+        memory_bytes: memory in addition to the process's own and to the allowance for a large conversation.
     """
 
     moment_cpu_s: float = 0.5
@@ -49,10 +49,12 @@ DEFAULT_BOUNDS = RenderBounds()
 
 
 class ChatRenderer:
-    """Used on one event loop. The process starts at the first use, and ends with `close` or with its parent.
+    """Renders conversations in a process, which starts at first use and ends with `close` or with its parent.
+
+    Use it on one event loop only.
 
     Args:
-        aliases: as of `ChatModel`.
+        aliases: see `ChatModel`.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class ChatRenderer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that renders; None: there is none now."""
+        """Pid of the rendering process; None if it does not run."""
         return self._process.pid
 
     async def check(self) -> None:
         """Compiles the templates and renders a short conversation.
 
         Raises:
-            ConfigError: a template is no jinja template, or takes too much.
+            ConfigError: a text is not a jinja template, or takes too much time or memory.
         """
         if not self._has_template:
             return
@@ -85,15 +87,15 @@ class ChatRenderer:
             raise ConfigError(error.message, field="chat_template", cure=_CURE_AT_START)
 
     async def prepare(self, request: ChatRequest, *, size_bytes: int = 0, client: str = "") -> PreparedChat:
-        """What `ChatModel.prepare` returns or raises.
+        """Runs `ChatModel.prepare` in the process.
 
         Args:
-            size_bytes: of the request, roughly.
-            client: whose request it is.
+            size_bytes: approximate size of the request.
+            client: name of the client; clients take turns.
 
         Raises:
-            InvalidRequest: the request cannot be rendered, or takes too much.
-            Overloaded: it cannot be rendered now.
+            InvalidRequest: the request cannot be rendered, or takes too much time or memory.
+            Overloaded: the request cannot be rendered now.
         """
         is_large = size_bytes > _LARGE_BYTES
         try:
@@ -105,7 +107,7 @@ class ChatRenderer:
         return await asyncio.to_thread(unpacked, made) if is_large else unpacked(made)
 
     def close(self) -> None:
-        """Ends the process. A request that is waiting raises Overloaded."""
+        """Ends the process. Waiting requests raise Overloaded."""
         self._process.close()
 
     async def _ask_in_turn(self, request: ChatRequest | None, client: str, first: int) -> tuple[Answer, bytes]:
@@ -116,10 +118,10 @@ class ChatRenderer:
         return await self._turns.run(_LONG, client, partial(self._ask, _LONG, request))
 
     async def _ask(self, lane: int, request: ChatRequest | None) -> tuple[Answer, bytes]:
-        """Asks the lane's process to render.
+        """Renders in a lane.
 
         Args:
-            request: None: the check of the templates.
+            request: the conversation; None: check the templates.
         """
         pickled = await asyncio.to_thread(pickle.dumps, request) if lane == _LONG else pickle.dumps(request)
         bounds = self._bounds
@@ -136,7 +138,7 @@ class ChatRenderer:
         if ended_by == signal.SIGPROF:
             took = f"{self._bounds.cpu_s:g} s of CPU time"
         elif ended_by in FAULTS:
-            took = f"{self._bounds.memory_bytes // _MIB} MiB of memory besides {_BYTES_PER_BYTE} times its size"
+            took = f"{self._bounds.memory_bytes // _MIB} MiB of memory plus {_BYTES_PER_BYTE} times its size"
         else:
             why = answer.get("untried") or f"{signal.Signals(ended_by).name} ended it"
             return Overloaded(f"the chat template cannot be rendered now: {why}", retry_after_s=1.0)

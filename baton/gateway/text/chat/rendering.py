@@ -1,7 +1,7 @@
-"""The process that renders conversations, each in a fork that a bound of CPU time, memory or time may end.
+"""The process that renders conversations, each in a fork with limits on CPU time, memory and time.
 
-`baton.gateway.text.chat.renderer` starts it. Nothing interrupts a template: neither a loop nor the power of two large
-numbers.
+`baton.gateway.text.chat.renderer` starts it. Only ending a fork stops a template, which may loop or compute the
+power of two large numbers.
 """
 
 import pickle
@@ -16,17 +16,17 @@ from baton.gateway.text.chat.prepared import packed
 
 
 def renders(facts: Mapping[str, Any]) -> Work:
-    """Makes the work of a process that renders chats.
+    """Returns the function that renders chats in this process.
 
     Args:
-        facts: the fields of a `Checkpoint`, and `aliases` as of `ChatModel`.
+        facts: the fields of a `Checkpoint`, and the `aliases` of a `ChatModel`.
     """
     fields = {**facts, "special": frozenset(facts["special"])}
     aliases = fields.pop("aliases")
     model = ChatModel(Checkpoint(**fields), aliases)
 
     def render(_: Mapping[str, Any], content: bytes) -> bytes:
-        request = pickle.loads(content)  # the gateway's own
+        request = pickle.loads(content)  # safe, because the gateway itself pickled it
         if request is None:
             model.check()
             return b""

@@ -1,8 +1,8 @@
-"""One chat template: its text compiled in a sandbox, rendered with the variables that transformers gives it.
+"""Compiles a chat template in a sandbox, and renders it with the variables that transformers provides.
 
-A template is a program of the checkpoint. It reaches nothing but its variables, and its output is bounded; its time is
-not, so a gateway compiles and renders templates in a bounded process (`baton.gateway.text.chat.renderer`). It gets the
-date if it asks for it, as templates of Llama 3.1 do.
+A template is a program from the checkpoint. It can reach only its variables, and its output is limited. Its time is
+not limited here, so a gateway compiles and renders in a bounded process (`baton.gateway.text.chat.renderer`). It can
+ask for the date, as templates of Llama 3.1 do.
 """
 
 import json
@@ -23,28 +23,28 @@ from jinja2.utils import Namespace
 from baton.core.errors import ConfigError, InvalidRequest
 
 PROMPT_CHARS_MAX = 64 << 20
-RANGE_ITEMS_MAX = 20_000  # of all ranges of one rendering: loops within loops could take for ever
-# Two characters that no template writes: where the text to continue ends. Templates trim the space.
+RANGE_ITEMS_MAX = 20_000  # in all ranges of one rendering together, because nested loops could take forever
+# Marks the end of the text to continue: two characters that no template writes, and a space that templates may trim.
 CONTINUE_MARK = "\U000f0baf\U000f0baf "
 
-# What a template raises for a conversation that its author did not think of. The sandbox's refusals are TemplateErrors.
+# Errors for a conversation that the template's author did not expect. The sandbox's refusals are TemplateErrors.
 RENDER_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 
-# The compiler writes Python, which Python itself may refuse: `{% break %}` outside of a loop is a SyntaxError.
+# Jinja compiles to Python, which Python may refuse: `{% break %}` outside a loop is a SyntaxError.
 COMPILE_ERRORS = (jinja2.TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError)
 
 
 class Misfit(Exception):
-    """The template cannot handle the types of the conversation's values, as opposed to refusing the conversation."""
+    """The template failed on the types of the conversation's values. It did not refuse the conversation itself."""
 
 
 class ChatTemplate:
     """A chat template, compiled at its first use.
 
     Args:
-        name: the field or file that it came from, for errors.
+        name: field or file of the template, for errors.
         now: the clock that `strftime_now` reads.
     """
 
@@ -55,10 +55,10 @@ class ChatTemplate:
 
     @cached_property
     def tree(self) -> nodes.Template:
-        """The syntax tree of a template.
+        """The template's syntax tree.
 
         Raises:
-            ConfigError: the text is no jinja template.
+            ConfigError: the text is not a jinja template.
         """
         with self._compiling():
             return self._environment.parse(self.text)
@@ -68,7 +68,7 @@ class ChatTemplate:
         """The template, ready to render.
 
         Raises:
-            ConfigError: the text is no jinja template.
+            ConfigError: the text is not a jinja template.
         """
         with self._compiling():
             return self._environment.from_string(self.text)
@@ -95,7 +95,7 @@ class ChatTemplate:
 
         Raises:
             InvalidRequest: the template refuses the conversation, or its output is too long.
-            Misfit: values of these types break the template; others may do.
+            Misfit: the template fails on values of these types; values of other types may work.
         """
         given = {"documents": None, **variables, "range": _Ranges()}
         pieces: list[str] = []
@@ -118,12 +118,12 @@ class ChatTemplate:
 
 
 def refused(error: Exception) -> InvalidRequest:
-    cure = "change the messages to what the model's template takes"
+    cure = "change the messages to what the model's template accepts"
     return InvalidRequest(f"the chat template refuses the conversation: {error}", field="messages", cure=cure)
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant wrote, which only training needs: the block is rendered as it is."""
+    """Renders the content of `{% generation %}`, a block that marks the assistant's text for training, unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's way)
 
@@ -137,7 +137,7 @@ class _Generation(Extension):
 
 
 class _Ranges:
-    """`range` for one rendering."""
+    """`range` for one rendering, with a limit on the number of items."""
 
     def __init__(self) -> None:
         self._left = RANGE_ITEMS_MAX
@@ -151,7 +151,7 @@ class _Ranges:
 
 
 class _Dict:
-    """`dict` for templates: no class, so that none of its attributes can be reached."""
+    """`dict` for templates. It is not a class, so templates cannot reach a class's attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -161,7 +161,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` whose attributes cannot begin with an underscore."""
+    """`namespace` for templates, which refuses attributes that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         attributes = dict(*args[1:], **kwargs)
@@ -180,7 +180,7 @@ def _check_attribute(name: object) -> None:
 
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    """The environment of transformers' `apply_chat_template`."""
+    """Returns the environment of transformers' `apply_chat_template`."""
 
     def to_json(
         value: Any,

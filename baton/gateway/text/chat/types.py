@@ -1,4 +1,4 @@
-"""What doors and `baton.gateway.text.chat` exchange. Plain values."""
+"""Plain values that the APIs and `baton.gateway.text.chat` exchange."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class NamedTool:
-    """`tool_choice` of one function."""
+    """A `tool_choice` that names one function."""
 
     name: str
 
@@ -21,16 +21,17 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A conversation as a client gives it. Messages and tools have the shapes of OpenAI's chat completions.
+    """A conversation from a client. Messages and tools have the shapes of OpenAI's chat completions.
 
     Attributes:
-        messages: each with `role` and `content` (a string or parts of type text), `tool_calls`, `tool_call_id`, `name`,
-            `reasoning_content`.
-        tools: `{"type": "function", "function": {"name", "description", "parameters"}}` each.
-        grammar: what the answer must be; applies after the reasoning. Calls stay free where they have markers.
-        template_kwargs: further variables of the template, such as `enable_thinking` or `documents`.
-        template: the name of one of the checkpoint's templates; None: `tool_use` or the default.
-        add_generation_prompt: None: unless `continue_final_message`.
+        messages: messages with `role` and `content` (a string or parts of type text), and optionally `tool_calls`,
+            `tool_call_id`, `name` and `reasoning_content`.
+        tools: tools as `{"type": "function", "function": {"name", "description", "parameters"}}`.
+        grammar: constraint on the answer after the reasoning. Tool calls with markers remain possible.
+        template_kwargs: more variables of the template, such as `enable_thinking` or `documents`.
+        template: name of one of the checkpoint's templates; None: `tool_use` or the default.
+        add_generation_prompt: whether the prompt ends with the beginning of an answer; None: yes, unless
+            `continue_final_message` is set.
     """
 
     messages: Sequence[Json]
@@ -45,13 +46,13 @@ class ChatRequest:
 
     @property
     def one_call(self) -> bool:
-        """Whether there is at most one tool call: clients that name a function expect one call of it."""
+        """Whether at most one tool call is allowed. Clients that name a function expect one call of it."""
         return not self.parallel_tool_calls or isinstance(self.tool_choice, NamedTool)
 
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of one tool call. The first piece of a call has its `id` and `name`."""
+    """A piece of a tool call. Only the first piece has `id` and `name`."""
 
     index: int
     id: str = ""
@@ -61,7 +62,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class ParsedDelta:
-    """What some more text of the model means."""
+    """New answer text, reasoning and tool calls, parsed from the model's text."""
 
     content: str = ""
     reasoning: str = ""
@@ -69,32 +70,32 @@ class ParsedDelta:
 
 
 class OutputParser(Protocol):
-    """Splits one output, as it comes, into reasoning, answer and tool calls. Text that may begin a marker is held back.
-    The result does not depend on how the text was cut into pieces."""
+    """Splits one output into reasoning, answer and tool calls while it arrives. Text that may begin a marker is held
+    back. The result does not depend on how the text was cut into pieces."""
 
     def push(self, text: str) -> list[ParsedDelta]:
-        """Takes the text of some more tokens."""
+        """Takes the next piece of text, and returns what it adds."""
         ...
 
     def finish(self, *, cut: bool) -> list[ParsedDelta]:
-        """Returns what was held back: no more text comes.
+        """Ends the text, and returns what was held back.
 
         Args:
-            cut: the output reached its limit. Then an open call stays open; otherwise its arguments become valid JSON.
+            cut: whether the output reached its limit. If so, an open call stays open; else it is closed as valid JSON.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A conversation ready to be generated.
+    """A conversation that is ready for generation.
 
     Attributes:
-        prompt: the rendered template. Tokenize it with `add_special_tokens=False`: the template writes BOS itself.
-        grammar: what the output must be, or None.
-        skip_special_tokens: False where markers that the parser needs are special tokens.
-        stop_token_ids: further ids that end the answer, such as <|eom_id|>.
-        named: the prompt as the tokenizer takes it, where only secret names are special tokens; None: as it is.
+        prompt: the rendered template. Tokenize it with `add_special_tokens=False`, because the template writes BOS.
+        grammar: constraint on the output, or None.
+        skip_special_tokens: False if the parser needs markers that are special tokens.
+        stop_token_ids: additional tokens that end the answer, such as <|eom_id|>.
+        named: the prompt with secret names in place of the template's special tokens; None if secret names are off.
     """
 
     prompt: str
@@ -105,5 +106,5 @@ class PreparedChat:
 
     @property
     def to_encode(self) -> str:
-        """What the gateway's tokenizer takes."""
+        """The text to pass to the gateway's tokenizer."""
         return self.prompt if self.named is None else self.named

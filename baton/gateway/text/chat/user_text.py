@@ -1,8 +1,8 @@
-"""What clients write stays text: special tokens in a conversation are told apart from those that the template writes.
+"""Keeps special tokens in clients' texts from acting as special tokens, unlike those that the template writes.
 
-With `--user-special-tokens text`, the tokenizer knows special tokens by secret names only
-(`baton.gateway.text.tokenizer`). A mark inside each one that a client wrote goes through the template; the
-unmarked ones are the template's, and get their secret names.
+With `--user-special-tokens text`, the tokenizer knows special tokens only by secret names
+(`baton.gateway.text.tokenizer`). Before rendering, a mark is put into each special token of a client. After it, the
+unmarked ones must be the template's, and are replaced by their secret names.
 """
 
 import re
@@ -14,34 +14,34 @@ from typing import Any
 
 from baton.gateway.text.chat.types import ChatRequest
 
-_PRIVATE = range(0xF0000, 0xFFFFE)  # characters that no text has
+_PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters, which texts do not contain
 _MARK_CHARACTERS = 4
 
 
 class UserText:
-    """Safe to use from several threads.
+    """Marks clients' special tokens, and renames the template's. Threads may share it.
 
     Args:
-        aliases: secret names of the special tokens, by their own.
+        aliases: secret names of the special tokens by their own names.
     """
 
     def __init__(self, aliases: Mapping[str, str]) -> None:
         self._aliases = aliases
         self._mark = "".join(chr(secrets.choice(_PRIVATE)) for _ in range(_MARK_CHARACTERS))
         longest_first = "|".join(map(re.escape, sorted(aliases, key=len, reverse=True)))
-        # Special tokens may overlap, so each place where one begins counts.
+        # A lookahead finds every place where a special token begins, because they may overlap.
         self._begins = re.compile(f"(?={longest_first})")
-        # NOTE: a special token of one character has its mark after it.
+        # NOTE: the mark follows a token's first character, so that of a one-character token is after the token.
         self._written = re.compile(f"(?:{longest_first})(?!{self._mark})")
         self._beginnings = frozenset(token[:size] for token in aliases for size in range(1, len(token)))
         self._longest = max(map(len, aliases))
-        # As the template may write it: as it is, as Python shows it, as JSON in ASCII.
+        # The template may write the mark unchanged, in Python's escapes, or as ASCII JSON.
         shown = ascii(self._mark)[1:-1]
         in_json = "".join(rf"\u{unit:04x}" for unit in _utf16(self._mark))
         self._marks = re.compile("|".join(map(re.escape, (self._mark, shown, in_json))))
 
     def mark(self, request: ChatRequest) -> ChatRequest:
-        """The request with marks in the special tokens of all its texts."""
+        """Returns the request with marks in the special tokens of all its texts."""
         return replace(
             request,
             messages=self._marked(list(request.messages)),
@@ -50,7 +50,7 @@ class UserText:
         )
 
     def separate(self, rendered: str) -> tuple[str, str]:
-        """The prompt, and as the tokenizer takes it: with the template's special tokens by their secret names."""
+        """Returns the prompt, and the prompt with secret names in place of the template's special tokens."""
         named = self._written.sub(lambda found: self._aliases[found[0]], rendered)
         return self._marks.sub("", rendered), self._marks.sub("", named)
 
@@ -65,7 +65,7 @@ class UserText:
 
     def _marked_text(self, text: str) -> str:
         places = {found.start() for found in self._begins.finditer(text)}
-        # The template may write another text of the client next to it, and the two may make up a special token.
+        # The template may join two texts of the client, which could form a special token together.
         end = len(text)
         places |= {at for at in range(max(0, end - self._longest), end) if text[at:] in self._beginnings}
         if not places:

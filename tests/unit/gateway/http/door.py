@@ -173,7 +173,7 @@ async def open_door(*flags: str, asks: bool = False, **internal: object) -> Asyn
             assert bound is not None
             keys = security.Authenticator(settings) if asks else None
             view = View(settings, serving, connections.fleet, "gateway-1")
-            async with view, HttpServer(settings, serving, connections.fleet, view, bound, door=keys) as http:
+            async with view, HttpServer(settings, serving, connections.fleet, view, bound, authenticator=keys) as http:
                 context = Context(settings, serving, connections.fleet, view)
                 door = Door(http, serving, decode, context)
                 try:

@@ -286,13 +286,13 @@ def test_null_is_as_if_absent_also_for_unknown_fields() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"max_tokens": 0}, "only echo"),
+        ({"max_tokens": 0}, "0 with echo"),
         ({"best_of": 1, "n": 2}, "less than n"),
         ({"best_of": 2, "stream": True}, "exclude"),
         ({"stream_options": {"include_usage": True}}, "needs stream"),
         ({"echo": True, "truncate_prompt_tokens": 3}, "exclude"),
         ({"stream": True, "prompt_logprobs": 1}, "exclude"),
-        ({"spaces_between_special_tokens": False}, "only true"),
+        ({"spaces_between_special_tokens": False}, "allowed: true"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], says: str) -> None:

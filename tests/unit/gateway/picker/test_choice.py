@@ -107,7 +107,7 @@ def test_a_gateway_that_is_not_ready_gets_nothing(state: Report) -> None:
 def test_a_lost_gateway_comes_back_with_its_next_report() -> None:
     made = choice(A)
     made.lost(A)
-    with pytest.raises(NoNode, match="none of 1"):
+    with pytest.raises(NoNode, match="none of the 1"):
         made.pick(PickRequest(), 1.0)
     made.report(A, report(at_s=1.0))
     assert first(made) == A

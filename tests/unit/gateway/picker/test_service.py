@@ -200,7 +200,7 @@ async def test_bytes_that_are_no_message_end_their_own_call_only() -> None:
 
 
 async def test_other_machines_reach_it_with_tls_or_on_purpose_only() -> None:
-    with pytest.raises(ConfigError, match="no TLS"):
+    with pytest.raises(ConfigError, match="without TLS"):
         async with picker("127.0.0.1:1", listen="0.0.0.0:0"):
             pass
     async with door() as one, picker(one.address, listen="0.0.0.0:0", insecure=True) as served:

@@ -42,7 +42,8 @@ class AsyncClient:
     With several `addresses`, a request whose gateway is lost continues at the next one; no token arrives twice.
 
     Args:
-        target: host:port of the gateway, or of several with commas. Default: BATON_TARGET, else port 7000 of this machine.
+        target: host:port of the gateway, or of several with commas. Default: BATON_TARGET, else port 7000 of this
+            machine.
         addresses: host:port of several gateways in front of the same nodes, used in place of `target`. The client uses
             the first one that answers, and switches to the next when that one is lost or drains. If none can be
             reached, a request whose output has begun keeps trying for 10 s.

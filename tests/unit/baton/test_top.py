@@ -161,7 +161,7 @@ def test_names_neither_reach_the_terminal_as_codes_nor_are_read_as_markup() -> N
 def test_a_view_of_another_version_is_read_as_far_as_it_goes() -> None:
     assert read_view('{"nodes": [{"name": "a", "new": 1}], "newer": {}}').nodes[0].name == "a"
     for wrong in ('{"nodes": 3}', "[]", "", '{"now_s": "soon"}', '{"now_s": NaN}', '{"now_s": null}'):
-        with pytest.raises(InternalError, match="cannot read the gateway.s view"):
+        with pytest.raises(InternalError, match=r"cannot read the gateway.s view"):
             read_view(wrong)
     assert "UTC" in drawn(Frame(view(now_s=1e300)))
     assert "UTC" in drawn(Frame(view(now_s=-1e300)))

@@ -43,7 +43,7 @@ from decode_node.task_times import TaskTimes
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 
 
-class Phase(Enum):
+class DecodePhase(Enum):
     """The state of a request: what it waits for, or what is done for it."""
 
     WAITING = "waits for blocks"
@@ -80,7 +80,7 @@ class DecodeTask:
         self.key = submit.key
         self.request_id = submit.request_id  # the client's, for the log
         self.engine_id = request.request_id
-        self.phase = Phase.WAITING
+        self.phase = DecodePhase.WAITING
         self.prefill_started_s: float | None = None  # set while a prefill here has sampled no token
         self.prefill_queue_s = 0.0  # how long this prefill waited in the engine
         self._request = request
@@ -115,22 +115,22 @@ class DecodeTask:
         self._reserving = False
         self._reservation = reservation
         match self.phase:
-            case Phase.WAITING:
+            case DecodePhase.WAITING:
                 self.times.queued_s = now_s - self.times.submitted_s
                 why = self._local_prefill_reason(reservation)
                 return self._prefill_here(self._request.output, why, now_s) if why else self._open_lease()
-            case Phase.EXTENDING:
+            case DecodePhase.EXTENDING:
                 return self._open_lease()
-            case Phase.ENDING:
+            case DecodePhase.ENDING:
                 return self._give_back()
         return []
 
     def refused(self, error: BatonError) -> list[Command]:
         """The engine has refused the last command."""
         was_reserving, self._reserving = self._reserving, False
-        if self.phase is Phase.ENDING:
+        if self.phase is DecodePhase.ENDING:
             return self._give_back() if was_reserving else []
-        if self.phase is Phase.WAITING and isinstance(error, Overloaded) and self.times.max_queue_s > 0:
+        if self.phase is DecodePhase.WAITING and isinstance(error, Overloaded) and self.times.max_queue_s > 0:
             return []  # asked again when blocks have become free
         return self.fail(error)
 
@@ -147,7 +147,7 @@ class DecodeTask:
 
     def _open_lease(self) -> list[Command]:
         assert self._reservation is not None
-        self._enter(Phase.OPENING)
+        self._enter(DecodePhase.OPENING)
         self.lease = next(self._lease_numbers)
         self._handed_over, self._filled, self._loss_reported, self._lease_closing = None, False, False, False
         grant = LeaseGrant(
@@ -165,9 +165,9 @@ class DecodeTask:
 
     def lease_opened(self, now_s: float) -> list[Command]:
         """Every rank accepts KV for the lease, so the gateway gets its ticket."""
-        if self.phase is Phase.ENDING:
+        if self.phase is DecodePhase.ENDING:
             return [self._close()]
-        self._enter(Phase.FILLING, deadline_s=now_s + self._rules.lease_s)
+        self._enter(DecodePhase.FILLING, deadline_s=now_s + self._rules.lease_s)
         reserved = self._ticket()
         self.times.trace_reserved(reserved, now_s)
         commands: list[Command] = [self._send(pb.SessionResponse(reserved=reserved))]
@@ -180,11 +180,11 @@ class DecodeTask:
         """Reacts to an event of the lease. Events of an earlier lease, or after the decision, are ignored."""
         if event.lease != self.lease:
             return []
-        if self.phase is Phase.OPENING:
+        if self.phase is DecodePhase.OPENING:
             # A lease without tokens is filled before it is known to be open; the ticket must be sent first.
             self._early.append(event)
             return []
-        if self.phase is not Phase.FILLING:
+        if self.phase is not DecodePhase.FILLING:
             return []
         match event:
             case HandedOver(lease=lease, first=first):
@@ -212,27 +212,27 @@ class DecodeTask:
         return [self._send(pb.SessionResponse(hand_over_failed=failed))]
 
     def _decide(self, decision: HandedOver | Renewal | LocalPrefill) -> list[Command]:
-        self._enter(Phase.CLOSING)
+        self._enter(DecodePhase.CLOSING)
         self._decision = decision
         return [self._close()]
 
     def lease_closed(self, totals: LeaseTotals, now_s: float) -> list[Command]:
         """Nothing is written to the blocks any more, so they may be used as decided."""
         self.lease = None
-        if self.phase is Phase.ENDING:
+        if self.phase is DecodePhase.ENDING:
             return self._give_back()
         match self._decision:
             case HandedOver(finished=True):
                 return self._end()
             case HandedOver(first=first, sampled_ago_s=transfer_s):
-                self._enter(Phase.DECODING)
+                self._enter(DecodePhase.DECODING)
                 admitted = pb.Admitted(
                     key=self.key, transfer_s=transfer_s, bytes_received=totals.bytes, segments=totals.segments
                 )
                 self.times.trace_admitted(admitted, now_s)
                 return [self._send(pb.SessionResponse(admitted=admitted)), self._admit(first, now_s)]
             case Renewal(output=output, prefill_incarnation=incarnation):
-                self._enter(Phase.EXTENDING)
+                self._enter(DecodePhase.EXTENDING)
                 self.prefill_incarnation = incarnation
                 self._request = replace(self._request, output=output)
                 self._reserving = True
@@ -256,7 +256,7 @@ class DecodeTask:
 
     def _prefill_here(self, output: tuple[int, ...], why: str, now_s: float) -> list[Command]:
         assert self._reservation is not None
-        self._enter(Phase.DECODING)
+        self._enter(DecodePhase.DECODING)
         self.prefill_started_s = now_s
         cached_tokens = self._skipped_tokens(self._reservation)
         accepted = pb.Accepted(key=self.key, why=why, cached_tokens=cached_tokens, queue_s=self.times.queued_s)
@@ -285,18 +285,18 @@ class DecodeTask:
 
     def finished(self) -> list[Command]:
         """The last token has been sent."""
-        return self._end() if self.phase is Phase.DECODING else []
+        return self._end() if self.phase is DecodePhase.DECODING else []
 
     def engine_failed(self, error: BatonError) -> list[Command]:
         """The engine has failed the request. A request that waits for its KV fails at `Admit`, which is refused."""
-        return self.fail(error) if self.phase is Phase.DECODING else []
+        return self.fail(error) if self.phase is DecodePhase.DECODING else []
 
     # ---- the end
 
     @property
     def deadline_s(self) -> float | None:
         """When `time_passed` is due."""
-        if self.phase in (Phase.ENDING, Phase.OVER):
+        if self.phase in (DecodePhase.ENDING, DecodePhase.OVER):
             return None
         return self.times.deadline_s
 
@@ -304,30 +304,30 @@ class DecodeTask:
         """The request's deadline has come."""
         if self.times.budget_is_over(now_s):
             return self.fail(DeadlineExceeded(f"the request's budget of {self.times.budget_s:g} s is over"))
-        if self.phase is Phase.WAITING:
+        if self.phase is DecodePhase.WAITING:
             return self.fail(no_room(self.times.max_queue_s))
         late = f"the prompt's KV did not arrive within the lease's {self._rules.lease_s:g} s"
         return self.fail(DeadlineExceeded(late))
 
     def fail(self, error: BatonError) -> list[Command]:
         """Ends the request with an error for the gateway, unless it is ending already."""
-        if self.phase in (Phase.ENDING, Phase.OVER):
+        if self.phase in (DecodePhase.ENDING, DecodePhase.OVER):
             return []
         failed = pb.Failed(key=self.key, error=to_detail(error))
         return [self._send(pb.SessionResponse(failed=failed)), *self._end()]
 
     def cancel(self) -> list[Command]:
         """Ends the request without an error: its gateway no longer needs it. No effect if it is ending already."""
-        return [] if self.phase in (Phase.ENDING, Phase.OVER) else self._end()
+        return [] if self.phase in (DecodePhase.ENDING, DecodePhase.OVER) else self._end()
 
     def _end(self) -> list[Command]:
         """Stops prefill nodes, closes the lease once it is open, and only then gives the blocks back."""
         was = self.phase
-        self._enter(Phase.ENDING)
+        self._enter(DecodePhase.ENDING)
         if self.lease is None:
             return self._give_back()
         commands: list[Command] = [SendLeaseEnded(self.lease)]
-        return [*commands, self._close()] if was is Phase.FILLING else commands
+        return [*commands, self._close()] if was is DecodePhase.FILLING else commands
 
     def _close(self) -> CloseLease:
         assert self.lease is not None
@@ -340,9 +340,9 @@ class DecodeTask:
 
     def aborted(self) -> list[Command]:
         """The engine holds nothing for the request: nothing is left to give back."""
-        if self.phase is not Phase.ENDING:
+        if self.phase is not DecodePhase.ENDING:
             return []
-        self._enter(Phase.OVER)
+        self._enter(DecodePhase.OVER)
         return [self._send(pb.SessionResponse(released=pb.Released(key=self.key)))]
 
     # ---- parts
@@ -364,7 +364,7 @@ class DecodeTask:
             return self._reservation.resume_at
         return max(self._reservation.cached_tokens, self._split_tokens - self._rules.block_size + 1)
 
-    def _enter(self, phase: Phase, *, deadline_s: float | None = None) -> None:
+    def _enter(self, phase: DecodePhase, *, deadline_s: float | None = None) -> None:
         self.phase, self.times.phase_deadline_s = phase, deadline_s
 
     def _ticket(self) -> pb.Reserved:

@@ -34,7 +34,7 @@ from decode_node.events import (
     Aborted,
     Admitted,
     Closing,
-    Draining,
+    DrainStarted,
     EngineRefused,
     Event,
     LeaseClosed,
@@ -115,7 +115,7 @@ class DecodeDriver:
             self._idle.set()
 
     def stop_admission(self) -> None:
-        self.deliver(Draining())
+        self.deliver(DrainStarted())
 
     async def close(self) -> None:
         """Ends what still runs and every stream; returns when nothing is held."""

@@ -150,7 +150,7 @@ class TimePassed:
 
 
 @dataclass(frozen=True)
-class Draining:
+class DrainStarted:
     """New requests are refused from now on; running requests go on."""
 
 
@@ -178,6 +178,6 @@ Event = (
     | SegmentRefused
     | RoomFreed
     | TimePassed
-    | Draining
+    | DrainStarted
     | Closing
 )

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import assert_never
 
-from baton.core.errors import BatonError, InvalidRequest, NoNode
-from baton.core.errors import Draining as DrainingError
+from baton.core.errors import BatonError, Draining, InvalidRequest, NoNode
 from baton.core.pools import blocks_for
 from baton.engine.events import PromptScored, StepEvents
 from baton.engine.request import EngineRequest
@@ -24,12 +23,12 @@ from baton.rpc.convert import (
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Admit, Command, EndSession, OpenLease, PrefillHere, Send
-from decode_node.decode_task import DecodeTask, Phase
+from decode_node.decode_task import DecodePhase, DecodeTask
 from decode_node.events import (
     Aborted,
     Admitted,
     Closing,
-    Draining,
+    DrainStarted,
     EngineRefused,
     Event,
     HandOverReceived,
@@ -109,7 +108,10 @@ class DecodeMachine:
     def leases(self) -> dict[str, int]:
         """Number of leases by state."""
         phases = Counter(task.phase for task in self._by_lease.values())
-        return {phase.name.lower(): phases[phase] for phase in (Phase.OPENING, Phase.FILLING, Phase.CLOSING)}
+        return {
+            phase.name.lower(): phases[phase]
+            for phase in (DecodePhase.OPENING, DecodePhase.FILLING, DecodePhase.CLOSING)
+        }
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Reacts to one event. `now_s` never decreases."""
@@ -155,7 +157,7 @@ class DecodeMachine:
                 return self._reserve_first()
             case TimePassed():
                 return self._time_passed(now_s)
-            case Draining():
+            case DrainStarted():
                 self._draining = True
                 return []
             case Closing():
@@ -203,7 +205,7 @@ class DecodeMachine:
                 come from elsewhere to a node that gives no leases.
         """
         if self._draining:
-            raise DrainingError(f"{self.rules.name} is draining", cure="send the request to another decode node")
+            raise Draining(f"{self.rules.name} is draining", cure="send the request to another decode node")
         if (session, submit.key) in self._by_key:
             raise InvalidRequest(f"request {submit.key} is here already", field="key", value=submit.key)
         if not self.rules.gives_leases and not requested_local_reason(submit):
@@ -241,7 +243,7 @@ class DecodeMachine:
         """Sends each session its tokens of the step in one message; then ends finished and failed requests."""
         steps: dict[int, pb.SessionResponse] = {}
         finished: list[DecodeTask] = []
-        tasks, decoding = self._by_engine_id, Phase.DECODING  # looked up once, not for every token
+        tasks, decoding = self._by_engine_id, DecodePhase.DECODING  # looked up once, not for every token
         for started in events.started:
             if (task := tasks.get(started.request_id)) is not None:
                 task.prefill_queue_s = started.queue_s
@@ -327,11 +329,11 @@ class DecodeMachine:
             if isinstance(command, OpenLease):
                 self._by_lease[command.grant.number] = task
         self._deadlines.set(task.engine_id, task.deadline_s)
-        if task.phase is Phase.OVER:
+        if task.phase is DecodePhase.OVER:
             del self._by_key[task.session, task.key]
             del self._by_engine_id[task.engine_id]
             return [*commands, *self._end_sessions()]
-        turn_is_over = task.phase is not Phase.WAITING and self._queue.leave(task.engine_id)
+        turn_is_over = task.phase is not DecodePhase.WAITING and self._queue.leave(task.engine_id)
         # The engine reserves for a limited number of requests, until they have their KV.
         if turn_is_over or any(isinstance(command, Admit | PrefillHere) for command in commands):
             return [*commands, *self._reserve_first()]

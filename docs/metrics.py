@@ -2,7 +2,17 @@
 
 from pathlib import Path
 
-from baton.metrics.declared import ALL, BASE_LABELS, METRICS, PICKER, SERVED_MODEL, Kind, Label, Metric, ProcessRole
+from baton.metrics.declared import (
+    ALL,
+    BASE_LABELS,
+    METRICS,
+    PICKER,
+    SERVED_MODEL,
+    Label,
+    Metric,
+    MetricKind,
+    ProcessRole,
+)
 
 PAGE = Path(__file__).resolve().parent / "metrics.md"
 
@@ -94,7 +104,7 @@ def _all_labels() -> list[Label]:
 
 
 def _buckets() -> str:
-    used = dict.fromkeys(metric.bounds for metric in METRICS if metric.kind is Kind.HISTOGRAM)
+    used = dict.fromkeys(metric.bounds for metric in METRICS if metric.kind is MetricKind.HISTOGRAM)
     rows = []
     for bounds in used:
         users = ", ".join(f"`{metric.name}`" for metric in METRICS if metric.bounds == bounds)

@@ -10,7 +10,8 @@ from typing import Any
 import transformers
 from transformers.models.auto import modeling_auto
 
-from baton.models.families.table import FAMILIES, FEATURES, ModelFeatures
+from baton.models.families.features import FEATURES, ModelFeatures
+from baton.models.families.table import FAMILIES
 
 PAGE = Path(__file__).resolve().parent / "models.md"
 

@@ -123,7 +123,7 @@ class PeerLost:
 
 
 @dataclass(frozen=True)
-class Draining:
+class DrainStarted:
     """New calls are refused from now on; running calls go on."""
 
 
@@ -144,6 +144,6 @@ Event = (
     | Aborted
     | LeaseEnded
     | PeerLost
-    | Draining
+    | DrainStarted
     | Closing
 )

@@ -17,7 +17,7 @@ from prefill_node.events import (
     CallCancelled,
     Called,
     Closing,
-    Draining,
+    DrainStarted,
     EngineRefused,
     Event,
     LeaseEnded,
@@ -27,7 +27,7 @@ from prefill_node.events import (
     StepDone,
     StopFailed,
 )
-from prefill_node.prefill_task import EngineEvent, Phase, PrefillTask, TaskEvent
+from prefill_node.prefill_task import EngineEvent, PrefillPhase, PrefillTask, TaskEvent
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PrefillMachine:
                 return self._fail(error, lambda task: (task.peer.number, task.lease) == (peer, lease))
             case PeerLost(peer=peer, error=lost):
                 return self._fail(lost, lambda task: task.peer.number == peer)
-            case Draining():
+            case DrainStarted():
                 self._draining = True
                 return []
             case Closing():
@@ -116,7 +116,7 @@ class PrefillMachine:
         if task is None:
             return []
         commands = task.handle(event, now_s)
-        if task.phase is Phase.ENDED:
+        if task.phase is PrefillPhase.ENDED:
             del self._tasks[request_id]
         return commands
 

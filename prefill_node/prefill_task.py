@@ -32,7 +32,7 @@ EngineEvent = RequestStarted | LayersComputed | ChunkComputed | PromptScored | T
 TaskEvent = EngineRefused | EngineEvent | Sent | SendFailed | BecameQuiet | StopFailed | Aborted
 
 
-class Phase(Enum):
+class PrefillPhase(Enum):
     """What a call waits for."""
 
     RUNNING = auto()  # for engine steps and its own sends
@@ -53,7 +53,7 @@ class PrefillTask:
         self.call = called.call
         self.peer = called.peer
         self.ticket = request.ticket
-        self.phase = Phase.RUNNING
+        self.phase = PrefillPhase.RUNNING
         self._split = request.ticket.first_part  # the decode node computes the rest and draws all tokens
         sampling = resolved_sampling_from_proto(request.sampling)
         self._request = EngineRequest(
@@ -104,13 +104,13 @@ class PrefillTask:
     def handle(self, event: TaskEvent, now_s: float) -> list[Command]:
         """Reacts to a report of the engine or the transfer about this call."""
         match self.phase:
-            case Phase.RUNNING:
+            case PrefillPhase.RUNNING:
                 return self._run(event, now_s)
-            case Phase.STOPPING:
+            case PrefillPhase.STOPPING:
                 return self._stop(event)
-            case Phase.FREEING:
+            case PrefillPhase.FREEING:
                 return self._free(event)
-            case Phase.ENDED:
+            case PrefillPhase.ENDED:
                 return []
 
     # ---- running: compute, send and respond until everything is sent
@@ -215,7 +215,7 @@ class PrefillTask:
         if self._sampled is not None:
             hand_over.first_token.CopyFrom(token_to_proto(self._sampled.token))
             hand_over.finish_reason = finish_reason_to_proto(self._sampled.finish_reason)
-        self.phase = Phase.FREEING
+        self.phase = PrefillPhase.FREEING
         return [
             SendToPeer(self.peer.number, decode_pb2.PairRequest(hand_over=hand_over)),
             self._respond(pb.PrefillEvent(sent=self._sent_event(self._computed_s - self._started_s)), now_s),
@@ -245,21 +245,21 @@ class PrefillTask:
 
     def fail(self, error: BatonError) -> list[Command]:
         """Ends a running call for this reason; a call that is ending already keeps its own."""
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not PrefillPhase.RUNNING:
             return []
-        self.phase, self._error = Phase.STOPPING, error
+        self.phase, self._error = PrefillPhase.STOPPING, error
         return [StopSending(self.call, self.peer.number, self.lease)]
 
     def _stop(self, event: TaskEvent) -> list[Command]:
         match event:
             case BecameQuiet():
                 assert self._error is not None, "only `fail` stops a call"
-                self.phase = Phase.FREEING
+                self.phase = PrefillPhase.FREEING
                 quiet = decode_pb2.Quiet(lease=self.lease, error=to_detail(self._error))
                 return [SendToPeer(self.peer.number, decode_pb2.PairRequest(quiet=quiet)), Abort(self.call)]
             case StopFailed(error=error):
                 # Segments may still be read from the blocks, so the engine keeps the blocks until the process ends.
-                self.phase = Phase.ENDED
+                self.phase = PrefillPhase.ENDED
                 return [EndCall(self.call, error)]
             case _:
                 return []
@@ -269,7 +269,7 @@ class PrefillTask:
     def _free(self, event: TaskEvent) -> list[Command]:
         if not isinstance(event, Aborted):
             return []
-        self.phase = Phase.ENDED
+        self.phase = PrefillPhase.ENDED
         return [EndCall(self.call, self._error)]
 
 

@@ -16,7 +16,7 @@ from baton.settings.node_config import PrefillSettings
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
 from prefill_node.driver import PrefillDriver
-from prefill_node.events import Closing, Draining
+from prefill_node.events import Closing, DrainStarted
 
 SERVICE_NAME = "baton.internal.v1.Prefill"
 
@@ -77,7 +77,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return self._driver.busy or (self._decode is not None and self._decode.busy)
 
     def stop_admission(self) -> None:
-        self._driver.deliver(Draining())
+        self._driver.deliver(DrainStarted())
         if self._decode is not None:
             self._decode.stop_admission()
 

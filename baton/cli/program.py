@@ -2,17 +2,66 @@
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from baton.cli.grouped_help import App, GroupedCommands
 from baton.core.errors import BatonError
 from baton.core.logs import write_line
 
 # Base class of the errors for wrong flags; typer exports only some of its subclasses.
 _UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+# Help is plain text: rich's boxes cut off names of flags on terminals of 80 columns.
+Rows = list[tuple[str, str]]
+
+
+class GroupedCommands(TyperGroup):
+    """A program whose help lists its commands in groups."""
+
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ARG002
+        commands = [(name, command) for name, command in self.commands.items() if not command.hidden]
+        width = max((len(name) for name, _ in commands), default=0)
+        limit = formatter.width - 6 - width
+        groups: dict[str, Rows] = {}
+        for name, command in commands:
+            row = (f"{name:<{width}}", command.get_short_help_str(limit))
+            groups.setdefault(_title(command, "Commands"), []).append(row)
+        _write(formatter, groups.items())
+
+
+class GroupedFlags(TyperCommand):
+    """A command whose help lists its flags in groups."""
+
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        groups: dict[str, Rows] = {}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                groups.setdefault(_title(parameter, kind), []).append(record)
+        _write(formatter, groups.items())
+
+
+class GroupedHelpApp(typer.Typer):
+    """A program whose commands have grouped help."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Any:
+        return super().command(name, **{"cls": GroupedFlags, **settings})
+
+
+def _title(named: object, default: str) -> str:
+    """Returns the group's title of a command or flag."""
+    title = getattr(named, "rich_help_panel", None)
+    return title if isinstance(title, str) and title else default
+
+
+def _write(formatter: Any, groups: Iterable[tuple[str, Rows]]) -> None:
+    for title, rows in groups:
+        with formatter.section(title):
+            formatter.write_dl(rows)
 
 
 def new_app(*, completion: bool = False) -> typer.Typer:
@@ -21,7 +70,9 @@ def new_app(*, completion: bool = False) -> typer.Typer:
     Args:
         completion: add flags that install or show shell completion.
     """
-    return App(cls=GroupedCommands, add_completion=completion, pretty_exceptions_enable=False, rich_markup_mode=None)
+    return GroupedHelpApp(
+        cls=GroupedCommands, add_completion=completion, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
 
 
 def run(app: typer.Typer, arguments: Sequence[str], program: str) -> NoReturn:

@@ -16,7 +16,7 @@ from types import TracebackType
 from baton.core.errors import BatonError, Cancelled, InternalError
 from baton.core.types import AdapterRef, FinishReason, Grammar, TokenOutput
 from baton.engine.adapters import AdapterSlots
-from baton.engine.device.device_thread import DeviceThread, ExpertCounts, LayersDone, Outcome, StepDone, StepRunner
+from baton.engine.device.device_thread import DeviceThread, ExpertCounts, LayersDone, Outcome, StepComputed, StepRunner
 from baton.engine.events import StepEvents
 from baton.engine.launch_pace import LaunchPace
 from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
@@ -278,7 +278,7 @@ class Engine:
         if isinstance(outcome, LayersDone):
             return self._scheduler.layers_computed(outcome.layer_stop, outcome.index_stop)
         self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
-        if isinstance(outcome, StepDone):
+        if isinstance(outcome, StepComputed):
             events = self._scheduler.complete(outcome.tokens, outcome.seconds, outcome.scores)
         else:
             _log.error("an engine step failed", exc_info=outcome.error)

@@ -2,7 +2,7 @@
 
 serving                                       requests from every door, and the state that they share
   preparation ── validate                     a message becomes a checked request
-    tokenizer, text_pieces, chat, generation_defaults
+    tokenizer, text_pieces, chat, model
   fan_out, chat_output                        several outputs of one request; an output as a chat's answer
   request_driver ── connections               the asyncio shell: one driver per output, one connection per node
                      ├─ node_clients, decode_session, discovery/

@@ -6,21 +6,70 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from baton.cli.local_cluster import ClusterOptions, local_cluster
 from baton.cli.signals import Stopped, stop_on_signals
-from baton.cli.up import ClusterOptions, local_cluster
+from baton.core.log_lines import escaped
 from baton.core.logs import write_line
 from baton.load.goals import Goal
 from baton.load.measure import Measurement
 from baton.load.probe import probe
-from baton.load.progress import LoadProgress
 from baton.load.results import LoadResults
-from baton.load.runner import Clients, RunOptions
+from baton.load.runner import Clients, OnProgress, RunOptions
 from baton.load.shape import Shape
 from baton.load.target import Api, Target
+from baton.load.worker import WorkerProgress as Counts
 from baton.load.workload import LengthSpan, TraceReplay
+
+
+class LoadProgress:
+    """What a user sees while a command measures, in a `with` block: a bar for the current run on a terminal, a line for
+    each run elsewhere."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[running]} running, {task.fields[failed]} failed"),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        self._console.print(f"baton: {escaped(line)}", markup=False, soft_wrap=True)
+
+    def run(self, title: str, total: int) -> OnProgress:
+        """Starts the bar of the next run, in place of the last one's."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        if not self._console.is_terminal:
+            self.say(f"{title}: {total} requests")
+        task = self._task = self._progress.add_task(title, total=total, running=0, failed=0)
+
+        def show(counts: Counts) -> None:
+            self._progress.update(
+                task, completed=counts.ended, running=counts.sent - counts.ended, failed=counts.failed
+            )
+
+        return show
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from math import prod
 from baton.core.error_codes import TABLE
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -67,7 +67,7 @@ class Metric:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     unit: str
     meaning: str
     roles: tuple[ProcessRole, ...]
@@ -83,7 +83,7 @@ class Metric:
     def series_max(self) -> int:
         """Series of one process with every label value; of pairs, those of one pair."""
         labelled = prod(len(label.values) or 1 for label in self.labels)
-        return labelled * (len(self.bounds) + 3 if self.kind is Kind.HISTOGRAM else 1)
+        return labelled * (len(self.bounds) + 3 if self.kind is MetricKind.HISTOGRAM else 1)
 
 
 # Every series has these two.
@@ -165,7 +165,7 @@ _GEN_AI_FIRST_TOKEN_S = (
 _GEN_AI_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _TOKENS = (1.0, 8.0, 32.0, 128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0)
 
-C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+C, G, H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 
 # fmt: off
 METRICS: tuple[Metric, ...] = (

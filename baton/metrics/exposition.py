@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from baton.core.errors import shortened
 from baton.core.version import __version__
 from baton.metrics import declared
-from baton.metrics.declared import BASE_LABELS, SERVED_MODEL, Kind, ProcessRole, metrics_of
+from baton.metrics.declared import BASE_LABELS, SERVED_MODEL, MetricKind, ProcessRole, metrics_of
 from baton.metrics.tally import Layout, Series, scale
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -58,7 +58,7 @@ class Exposition:
         """
         values: dict[str, dict[tuple[str, ...], float]] = {}
         for metric, labels, first in self._layout.series():
-            if metric.kind is Kind.COUNTER and (not names or metric.name in names):
+            if metric.kind is MetricKind.COUNTER and (not names or metric.name in names):
                 values.setdefault(metric.name, {})[labels] = totals[first]
         build = Figure("baton_build_info", 1, (__version__, platform.python_version()))
         for name, value, labels in (build, *figures):
@@ -66,7 +66,7 @@ class Exposition:
         for metric in self._metrics:
             if names and metric.name not in names:
                 continue
-            if metric.kind is Kind.HISTOGRAM:
+            if metric.kind is MetricKind.HISTOGRAM:
                 yield _text(self._histogram(metric, totals))
             else:
                 yield _text(self._plain(metric, values.get(metric.name, {})))
@@ -74,7 +74,7 @@ class Exposition:
             yield generate_latest(self._process)
 
     def _plain(self, metric: declared.Metric, values: Mapping[tuple[str, ...], float]) -> Metric:
-        family_of = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        family_of = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
         family = family_of(metric.name, metric.meaning, labels=self._names(metric))
         for labels, value in values.items():
             family.add_metric([*self._base, *labels], value)

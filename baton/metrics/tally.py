@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Protocol
 
-from baton.metrics.declared import Kind, Metric, ProcessRole, metrics_of
+from baton.metrics.declared import Metric, MetricKind, ProcessRole, metrics_of
 
 _NANO = 1e9
 Series = tuple[str, tuple[str, ...]]  # name and label values
@@ -33,13 +33,13 @@ class Layout:
     def __init__(self, role: ProcessRole) -> None:
         self._first: dict[Series, int] = {}
         self._metrics = {
-            metric.name: metric for metric in metrics_of(role) if metric.kind is not Kind.GAUGE and metric.closed
+            metric.name: metric for metric in metrics_of(role) if metric.kind is not MetricKind.GAUGE and metric.closed
         }
         self.width = 0
         for metric in self._metrics.values():
             for values in product(*(label.values for label in metric.labels)):
                 self._first[metric.name, values] = self.width
-                self.width += len(metric.bounds) + 2 if metric.kind is Kind.HISTOGRAM else 1
+                self.width += len(metric.bounds) + 2 if metric.kind is MetricKind.HISTOGRAM else 1
 
     def first(self, name: str, values: tuple[str, ...]) -> int:
         return self._first[name, values]

@@ -7,31 +7,25 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Self
 
-import torch
-
-from baton.core.supervisor import Supervisor
 from baton.core.version import __version__
-from baton.engine.build import BuiltRunner, build_runner, calibrate, step_limits
+from baton.engine.build import BuiltRunner
 from baton.engine.cache_size import shortage
 from baton.engine.device.device_thread import StepRunner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
-from baton.engine.request import EngineLimits
 from baton.engine.step_meter import StepMeter
 from baton.kvcache.spec import KVCacheShape
 from baton.metrics.declared import ProcessRole as MeterRole
-from baton.models.layers.parallel import SINGLE, TensorParallel
 from baton.models.loading.identity import ModelIdentity
 from baton.models.loading.kv_scales import kv_scales
 from baton.node.describe import to_info, to_step_costs
 from baton.node.expert_load import ExpertLoads
+from baton.node.from_settings import engine_limits, open_transfer, transfer_settings
 from baton.node.meter import NodeMeter
-from baton.node.progress import LoadingProgress, ReportedProgress
 from baton.node.ranks.group import RankGroup
-from baton.node.ranks.join import rank_device
 from baton.node.ranks.remote import RemoteTransfer
 from baton.node.ranks.runner import RankedRunner
 from baton.node.ranks.steps import StepWriter
@@ -39,24 +33,14 @@ from baton.node.starting import default_name
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import adapter_to_proto
 from baton.settings.model_source import hub_commit
-from baton.settings.node_config import STAGING_SLOTS, NodeSettings, PrefillSettings
-from kvtransfer.flows import heads_of
+from baton.settings.node_config import NodeSettings
 from kvtransfer.leases import LeaseTotals
 from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import MakeTransfer, RankedTransfer
 from kvtransfer.records import RefusedSegment
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transfer import KVTransfer
 
 _log = logging.getLogger(__name__)
-
-# In batch-invariant mode every node cuts prompts at multiples of this, regardless of its step size.
-_INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
-
-
-# The share of a prefill node's seats and blocks that requests may take to decode there; the rest is for other prompts.
-_STREAM_SHARE = 0.75
 # Far longer than a turn of the transfer thread, and than the time between two reports of a rank.
 STUCK_AFTER_S = 4.0
 
@@ -272,86 +256,6 @@ class Node:
             expert_balance=self.experts.summary(),
             stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
-
-
-def transfer_settings(settings: NodeSettings, built: BuiltRunner, incarnation: int) -> TransferSettings:
-    """One rank's transfer settings, derived from the node's settings."""
-    return TransferSettings(
-        incarnation=incarnation,
-        transport=settings.transport,
-        segment_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda),
-        staging_slots=STAGING_SLOTS,
-        digests=True,
-        receive_bytes_per_s=settings.receive_bytes_per_s,
-        peers_are_known=settings.tls_ca is not None,
-        heads=tuple(
-            heads_of(built.parallel.rank, ranks=built.parallel.size, num_kv_heads=part.num_kv_heads)
-            for part in built.model_spec.parts
-        ),
-    )
-
-
-def open_transfer(
-    settings: NodeSettings, built: BuiltRunner, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
-) -> KVTransfer:
-    """The KV transfer of one rank, not yet started."""
-    return KVTransfer(
-        built.cache,
-        transfer_settings(settings, built, incarnation),
-        on_filled=on_filled,
-        on_refused=on_refused,
-    )
-
-
-def load(
-    settings: NodeSettings, parallel: TensorParallel = SINGLE, *, supervisor: Supervisor | None = None
-) -> BuiltRunner:
-    """Reads the checkpoint, or one rank's part of it, and allocates the cache; on a GPU, captures graphs and measures
-    steps. It takes long, and all ranks call it together.
-
-    Args:
-        supervisor: gets the progress if it is present; otherwise a terminal or the log does.
-
-    Raises:
-        ConfigError: a setting, or the checkpoint that it names, cannot work.
-    """
-    torch.set_num_threads(settings.threads)
-    # All ranks read the same number of bytes, so only one shows the progress.
-    with _progress(supervisor) if parallel.rank == 0 else nullcontext() as progress:
-        device = settings.device if parallel.size == 1 else rank_device(settings, parallel.rank)
-        built = build_runner(settings.model_copy(update={"device": device}), parallel=parallel, progress=progress)
-    if not built.cache.view.is_cuda:
-        return built  # a node on a CPU learns the costs of steps while it serves
-    if supervisor is not None:
-        supervisor.report("capturing graphs" if settings.cuda_graphs else "measuring steps")
-    return calibrate(built, settings)
-
-
-def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgress:
-    if supervisor is None:
-        return LoadingProgress()
-    return ReportedProgress(supervisor, None if supervisor.present else LoadingProgress())
-
-
-def engine_limits(settings: NodeSettings, built: BuiltRunner, *, max_context_tokens: int) -> EngineLimits:
-    """The engine's limits in a role. Raises ConfigError if the settings contradict each other."""
-    limits = step_limits(built, settings)
-    max_batch_tokens, max_batch_requests = limits.max_batch_tokens, limits.max_batch_requests
-    align_tokens = _INVARIANT_CHUNK_TOKENS[built.cache.view.device.type] if settings.batch_invariant else None
-    if align_tokens is not None and settings.max_batch_tokens is None:
-        # A step size chosen for speed may be too small for a chunk next to decodes.
-        max_batch_tokens = max(max_batch_tokens, align_tokens + max_batch_requests - 1)
-    elif align_tokens is not None and settings.max_batch_requests is None:
-        max_batch_requests = max(1, min(max_batch_requests, max_batch_tokens - align_tokens + 1))
-    return EngineLimits(
-        max_batch_tokens=max_batch_tokens,
-        max_batch_requests=max_batch_requests,
-        max_context_tokens=max_context_tokens,
-        max_waiting=settings.max_waiting,
-        prefix_cache=settings.prefix_cache,
-        chunk_align_tokens=align_tokens,
-        stream_share=_STREAM_SHARE if isinstance(settings, PrefillSettings) else 1.0,
-    )
 
 
 def _no_lease_here(event: LeaseTotals | RefusedSegment) -> None:

@@ -26,8 +26,9 @@ from baton.models.families.reader import read_config
 from baton.models.layers.parallel import SINGLE
 from baton.models.loading.local_config import local_config
 from baton.node.adapters import Adapters
-from baton.node.assembly import STUCK_AFTER_S, Node, load
+from baton.node.assembly import STUCK_AFTER_S, Node
 from baton.node.fault import Fault
+from baton.node.from_settings import load
 from baton.node.ranks.group import RankGroup, start_ranks
 from baton.node.ranks.host import run_host
 from baton.node.ranks.hosts import Hosts

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,7 +20,6 @@ from baton.core.errors import ConfigError
 from baton.core.limits import KEEPALIVE_S
 from baton.rpc.channels import MESSAGE_BYTES_MAX, channel_options
 from baton.rpc.guard import Authorize
-from baton.rpc.health import HealthService
 from baton.rpc.malformed import RefuseMalformed
 from baton.rpc.moved_calls import RefuseMovedCalls
 from baton.rpc.reflection import V1, V1_ALPHA, add_reflection
@@ -96,6 +95,26 @@ def why_taken(where: ListenAddress) -> str | None:
     except OSError as error:
         return (error.strerror or str(error)).lower()
     return None
+
+
+class HealthService(health.aio.HealthServicer):
+    """The standard health service with `List`, which grpcio's own does not answer. The empty name is the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._statuses: dict[str, Any] = {"": health_pb2.HealthCheckResponse.SERVING}
+
+    async def set(self, service: str, status: Any) -> None:
+        self._statuses[service] = status
+        await super().set(service, status)
+
+    async def List(  # noqa: N802 (gRPC's name)
+        self,
+        request: Any,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+    ) -> Any:
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)  # type: ignore[attr-defined]
 
 
 class GrpcServer:

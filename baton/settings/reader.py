@@ -3,12 +3,13 @@
 import argparse
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from annotated_types import Ge, Le
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from baton.core.errors import ConfigError, shortened
@@ -18,10 +19,8 @@ from baton.core.setting_names import CLIENT_VARIABLES, flag, variable
 from baton.core.supervisor import Supervisor
 from baton.settings.config import ProcessSettings
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
-from baton.settings.groups import in_groups
 from baton.settings.internal import settings_of
 from baton.settings.node_config import LEADER_PORT, DecodeSettings, NodeSettings, PrefillSettings
-from baton.settings.renamed import cure_of_older
 
 _PREFIX = "BATON_"
 _ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
@@ -36,6 +35,80 @@ _UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")
 
 Settings = TypeVar("Settings", bound=ProcessSettings)
 NodeRole = TypeVar("NodeRole", bound=NodeSettings)
+
+
+# The groups in which `--help` shows the settings of a role, most used first.
+GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "nodes and model",
+        ("model", "prefill", "decode", "pool", "model_name", "max_context_tokens", "chat_template", "local_policy"),
+    ),
+    ("addresses", ("listen", "http_listen", "name", "advertise", "metrics_listen", "health_listen", "workers")),
+    ("device and model", ("device", "dtype", "threads", "load_format", "model_revision")),
+    (
+        "KV cache",
+        ("kv_cache_layout", "block_size", "gpu_memory_fraction", "kv_cache_mib", "kv_cache_dtype", "prefix_cache"),
+    ),
+    (
+        "steps",
+        ("max_batch_tokens", "max_batch_requests", "attention_backend", "cuda_graphs", "batch_invariant",
+         "also_decodes"),
+    ),
+    (
+        "latency and load",
+        ("ttft_ms", "tpot_ms", "refuse_late", "max_queue_s", "max_concurrent_requests", "request_timeout_s",
+         "balance_roles", "sheddable", "fallbacks", "pool_metrics_port"),
+    ),
+    (
+        "several ranks and hosts",
+        ("tensor_parallel_size", "expert_parallel", "attention_data_parallel", "redundant_experts", "expert_load",
+         "num_hosts", "host_rank", "leader_address"),
+    ),
+    ("adapters", ("adapter", "adapter_directory", "max_adapters", "max_adapter_rank", "adapter_experts")),
+    ("transfer", ("transport", "kv_convert_from", "link_floor_gb_per_s", "receive_limit_gb_per_s", "segment_mib")),
+    (
+        "clients and their rights",
+        ("api_keys", "client_tls_cert", "client_tls_key", "jwt_keys", "jwt_audience", "jwt_issuer",
+         "user_special_tokens", "kv_events"),
+    ),
+    ("TLS inside the cluster", ("tls_cert", "tls_key", "tls_ca", "insecure")),
+    (
+        "logs, traces, end",
+        ("log_level", "log_format", "access_log", "otlp_endpoint", "trace_sample", "trace_slow_s", "drain_grace_s",
+         "ready_file"),
+    ),
+)  # fmt: skip
+
+
+def in_groups(cls: type[BaseModel]) -> list[tuple[str, tuple[str, ...]]]:
+    """The settings of one role, by the title of their group."""
+    settings = settings_of(cls)
+    grouped = [(title, tuple(name for name in names if name in settings)) for title, names in GROUPS]
+    return [(title, names) for title, names in grouped if names]
+
+
+# Settings of older releases, so that an error names what to use instead of them.
+RENAMED = MappingProxyType({"queue_s": "max_queue_s", "num_blocks": "kv_cache_mib"})
+# Measured, derived or constant now.
+REMOVED = frozenset(
+    {
+        "balance_backlog_s", "balance_cool_down_s", "balance_hold_s", "connect_timeout_s", "decode_stall_s", "digests",
+        "failover_wait_s", "http_body_mib", "keepalive_s", "layer_groups", "lease_s", "link_retry_s",
+        "local_prefill_tokens", "max_attempts", "max_waiting", "poll_s", "prefill_stall_s", "resolve_s", "shed_waiting",
+        "staging_slots", "stale_s", "state_slots",
+    }
+)  # fmt: skip
+
+
+def cure_of_older(name: str, shown: Callable[[str], str]) -> str | None:
+    """What to do instead of setting this name. Returns None if no older release had it.
+
+    Args:
+        shown: makes a flag or a variable of a setting's name.
+    """
+    if name in RENAMED:
+        return f"use {shown(RENAMED[name])}"
+    return "leave it out: this release measures it or keeps it constant" if name in REMOVED else None
 
 
 def read_settings(cls: type[Settings], program: str, argv: list[str] | None = None) -> Settings:

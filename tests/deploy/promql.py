@@ -6,7 +6,7 @@ It reads selectors, `by` clauses and the suffixes of histograms; promtool checks
 import re
 from collections.abc import Iterator, Mapping, Set
 
-from baton.metrics.declared import BASE_LABELS, METRICS, Kind, Label, Metric, ProcessRole
+from baton.metrics.declared import BASE_LABELS, METRICS, Label, Metric, MetricKind, ProcessRole
 
 # Prometheus adds them to every series that it scrapes.
 SCRAPED_LABELS = frozenset({"instance", "job"})
@@ -84,10 +84,10 @@ def _labels_of(name: str, recorded: Mapping[str, Set[str]]) -> frozenset[str] | 
 def _metric(name: str) -> Metric | None:
     metric = _DECLARED.get(name)
     if metric is not None:
-        return None if metric.kind is Kind.HISTOGRAM else metric
+        return None if metric.kind is MetricKind.HISTOGRAM else metric
     for suffix in _SUFFIXES:
         metric = _DECLARED.get(name.removesuffix(suffix)) if name.endswith(suffix) else None
-        if metric is not None and metric.kind is Kind.HISTOGRAM:
+        if metric is not None and metric.kind is MetricKind.HISTOGRAM:
             return metric
     return None
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from baton.gateway.fleet.discovery.sources import parse_places
-from baton.gateway.text.generation_defaults import read_bos_token_id, read_default_sampling
+from baton.gateway.text.model import read_bos_token_id, read_default_sampling
 from baton.gateway.text.tokenizer import TextTokenizer
 from baton.models.checkpoint.checkpoint import read_checkpoint
 from baton.models.families.reader import read_config

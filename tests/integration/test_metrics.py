@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 
 from baton.cli.processes import Process
 from baton.core.sampling import SamplingParams
-from baton.metrics.declared import ALL, BASE_LABELS, METRICS, SERVED_MODEL, Kind, Metric, ProcessRole, metrics_of
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, SERVED_MODEL, Metric, MetricKind, ProcessRole, metrics_of
 from tests.integration.cluster import machines, nothing_held, until_status
 from tests.integration.generation import generate
 
@@ -49,7 +49,7 @@ class Scraped:
 
     def samples(self, metric: Metric) -> list[Sample]:
         names = {metric.name}
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             names = {f"{metric.name}{suffix}" for suffix in ("_bucket", "_sum", "_count")}
         return [sample for sample in self._samples if sample.name in names]
 

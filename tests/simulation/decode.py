@@ -145,7 +145,7 @@ class DecodeProcess(Node):
 
     def drain(self) -> None:
         self.draining = True
-        self.handle(e.Draining())
+        self.handle(e.DrainStarted())
 
     def close(self) -> None:
         self.handle(e.Closing())

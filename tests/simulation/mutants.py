@@ -28,7 +28,7 @@ from baton.protos.v1 import generation_pb2, node_status_pb2
 from decode_node.commands import Abort as AbortDecode
 from decode_node.commands import CloseLease, PrefillHere
 from decode_node.commands import Command as DecodeCommand
-from decode_node.decode_task import DecodeTask, Phase
+from decode_node.decode_task import DecodePhase, DecodeTask
 from decode_node.events import Event as DecodeEvent
 from decode_node.events import SessionClosed
 from decode_node.lease_events import HandedOver, LeaseEvent, LeaseLost
@@ -152,7 +152,7 @@ def _renewal_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: DecodeTask, totals: LeaseTotals, now_s: float) -> list[DecodeCommand]:
         before = self._request
         commands = lease_closed(self, totals, now_s)
-        if self.phase is Phase.EXTENDING:
+        if self.phase is DecodePhase.EXTENDING:
             self._request = before
         return commands
 

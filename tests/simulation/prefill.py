@@ -258,9 +258,9 @@ class PrefillProcess(Node):
 
     def drain(self) -> None:
         self.draining = True
-        self.handle(e.Draining())
+        self.handle(e.DrainStarted())
         if self.decoding is not None:
-            self.decoding.handle(decode_events.Draining())
+            self.decoding.handle(decode_events.DrainStarted())
 
     def close(self) -> None:
         self.handle(e.Closing())

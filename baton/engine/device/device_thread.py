@@ -59,7 +59,7 @@ class LayersDone:
 
 
 @dataclass(frozen=True)
-class StepDone:
+class StepComputed:
     """A step has ended. `tokens` has one entry per row of the batch, None where nothing was sampled; `scores` is by
     row. The step was queued on the device at `launched_s`, and its end was seen at `ended_s`."""
 
@@ -72,7 +72,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class StepRaised:
-    """A step raised an error, `seconds` after its launch began; times as in `StepDone`."""
+    """A step raised an error, `seconds` after its launch began; times as in `StepComputed`."""
 
     error: Exception
     seconds: float
@@ -80,7 +80,7 @@ class StepRaised:
     ended_s: float
 
 
-Outcome = LayersDone | StepDone | StepRaised
+Outcome = LayersDone | StepComputed | StepRaised
 
 
 class _Launched(NamedTuple):
@@ -210,7 +210,7 @@ class DeviceThread:
             ended_s = self._clock()
             return StepRaised(error, ended_s - since_s, launched_s, ended_s)
         ended_s = self._clock()
-        return StepDone(tokens, step.seconds, step.scores, launched_s, ended_s)
+        return StepComputed(tokens, step.seconds, step.scores, launched_s, ended_s)
 
 
 def _raised(call: Callable[[], None]) -> Exception | None:

@@ -20,7 +20,7 @@ from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.request_blocks import RequestBlocks
 from baton.engine.scheduling.roster import Roster
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S, SlicePace, Slicer
-from baton.engine.scheduling.state import Phase, RequestState
+from baton.engine.scheduling.state import RequestPhase, RequestState
 from baton.engine.scheduling.steps import NextStep
 
 # Hint to clients whose request is refused for lack of room or time.
@@ -120,7 +120,7 @@ class Prompts:
         pace = self._pace(step.work)
         for state in [state for state in running if is_late(state, pace, start=state.num_scheduled, now=now)]:
             self._fall_back(state)
-        prompts = deque(sorted([state for state in running if state.phase is Phase.RUNNING], key=_place_of))
+        prompts = deque(sorted([state for state in running if state.phase is RequestPhase.RUNNING], key=_place_of))
         waited_s = self._waited_s(prompts, now, admit=admit)
         step.bound = self._slicer.bound(self._meter.costs, step.work, roster.tpots, waited_s=waited_s)
         while step.budget > 0:
@@ -175,7 +175,7 @@ class Prompts:
         if not state.request.refuse_late:
             self._roster.move(state, place_of_late(state))
             return
-        if state.phase is Phase.WAITING:
+        if state.phase is RequestPhase.WAITING:
             self._roster.end(state)
         else:
             self._stop(state)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from baton.core.errors import BatonError
 from baton.engine.batch import BatchRow, RowResult
 from baton.engine.request import ModelFacts
-from baton.engine.scheduling.state import Phase, RequestState
+from baton.engine.scheduling.state import RequestPhase, RequestState
 from baton.engine.scheduling.state_slots import NO_SLOT, StateSlots
 from baton.engine.scheduling.steps import NextStep, Step, StepSnapshot
 
@@ -138,7 +138,7 @@ class RequestStates:
             # The rows of requests that have failed or ended meanwhile computed nothing useful.
             written = (
                 results is not None
-                and state.phase is Phase.RUNNING
+                and state.phase is RequestPhase.RUNNING
                 and not isinstance(results[step.states.index(state)], BatonError)
             )
             if slot != NO_SLOT:

@@ -13,7 +13,7 @@ from baton.engine.scheduling.load import stream_blocks
 from baton.engine.scheduling.prompts import RETRY_AFTER_S
 from baton.engine.scheduling.request_blocks import OwnerPlace, RequestBlocks
 from baton.engine.scheduling.roster import Roster
-from baton.engine.scheduling.state import Phase, RequestState
+from baton.engine.scheduling.state import RequestPhase, RequestState
 from baton.engine.scheduling.steps import Step, StepsInFlight
 
 
@@ -94,10 +94,10 @@ class RequestTable:
         if self.in_flight and not self.blocks.can_extend(full):
             return None
         for state in full:
-            while state.phase is Phase.RUNNING and not self.blocks.extend(state, state.num_scheduled + 1):
+            while state.phase is RequestPhase.RUNNING and not self.blocks.extend(state, state.num_scheduled + 1):
                 self.preempt(self.roster.last_decoder(state.pool), now)
         for state in decoding:
-            if state.phase is Phase.RUNNING:
+            if state.phase is RequestPhase.RUNNING:
                 state.steady_stop = min(state.decode_stop, len(state.blocks) * block_size)
                 state.shared_row = None
         if len(decoding) < len(unsteady):
@@ -137,7 +137,7 @@ class RequestTable:
 
     def reserved(self, request_id: str) -> RequestState:
         state = self.roster.find(request_id)
-        if state is None or state.phase is not Phase.RESERVED:
+        if state is None or state.phase is not RequestPhase.RESERVED:
             raise UnknownLease(f"request {request_id} holds no reservation", field="request_id", value=request_id)
         return state
 

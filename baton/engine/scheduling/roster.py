@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from baton.engine.request import QueuePlace
-from baton.engine.scheduling.state import Phase, RequestState
+from baton.engine.scheduling.state import RequestPhase, RequestState
 
 _place_of = attrgetter("place")
 
@@ -73,7 +73,7 @@ class Roster:
         """Number of distinct blocks of requests whose KV is being received or sent."""
         leased: defaultdict[int, set[int]] = defaultdict(set)
         for state in self._by_id.values():
-            if state.phase in (Phase.RESERVED, Phase.HELD):
+            if state.phase in (RequestPhase.RESERVED, RequestPhase.HELD):
                 leased[state.pool].update(state.blocks)
         return sum(map(len, leased.values()))
 
@@ -95,7 +95,7 @@ class Roster:
     def waiting_before(self, place: QueuePlace) -> list[RequestState]:
         return self.waiting[: bisect_left(self.waiting, place, key=_place_of)]
 
-    def enter(self, state: RequestState, phase: Phase) -> None:
+    def enter(self, state: RequestState, phase: RequestPhase) -> None:
         """Adds a new request, waiting or reserved."""
         self.arrivals += 1
         self._by_id[state.request_id] = state
@@ -103,12 +103,12 @@ class Roster:
 
     def run(self, state: RequestState) -> None:
         self._leave(state)
-        self._join(state, Phase.RUNNING)
+        self._join(state, RequestPhase.RUNNING)
 
     def make_ready(self, state: RequestState) -> None:
         """Lets the request, which has its blocks, take the next free seat."""
         self._leave(state)
-        self._join(state, Phase.READY)
+        self._join(state, RequestPhase.READY)
 
     def fill_seats(self, *, kept: int = 0) -> None:
         """Gives the free seats, all but `kept`, to the first ready requests that may run."""
@@ -127,42 +127,42 @@ class Roster:
 
     def hold(self, state: RequestState) -> None:
         self._leave(state)
-        self._join(state, Phase.HELD)
+        self._join(state, RequestPhase.HELD)
 
     def wait(self, state: RequestState) -> None:
         """Makes a preempted request wait at its place."""
         self._leave(state)
-        self._join(state, Phase.WAITING)
+        self._join(state, RequestPhase.WAITING)
 
     def end(self, state: RequestState) -> None:
         """Removes the request; its id is free again."""
         self._leave(state)
-        state.phase = Phase.ENDED
+        state.phase = RequestPhase.ENDED
         del self._by_id[state.request_id]
 
-    def _join(self, state: RequestState, phase: Phase) -> None:
+    def _join(self, state: RequestState, phase: RequestPhase) -> None:
         state.phase = phase
-        if phase is Phase.RUNNING:
+        if phase is RequestPhase.RUNNING:
             insort(self.running, state, key=_place_of)
             if not state.prefill_only:
                 self.tpots[state.request.tpot_s] += 1
-        elif phase is Phase.WAITING:
+        elif phase is RequestPhase.WAITING:
             insort(self.waiting, state, key=_place_of)
-        elif phase is Phase.READY:
+        elif phase is RequestPhase.READY:
             insort(self.ready, state, key=_place_of)
-        elif phase is Phase.RESERVED:
+        elif phase is RequestPhase.RESERVED:
             self.num_reserved += 1
 
     def _leave(self, state: RequestState) -> None:
-        if state.phase is Phase.RUNNING:
+        if state.phase is RequestPhase.RUNNING:
             self.running.remove(state)
             if not state.prefill_only:
                 self.tpots[state.request.tpot_s] -= 1
                 if not self.tpots[state.request.tpot_s]:
                     del self.tpots[state.request.tpot_s]
-        elif state.phase is Phase.WAITING:
+        elif state.phase is RequestPhase.WAITING:
             self.waiting.remove(state)
-        elif state.phase is Phase.READY:
+        elif state.phase is RequestPhase.READY:
             self.ready.remove(state)
-        elif state.phase is Phase.RESERVED:
+        elif state.phase is RequestPhase.RESERVED:
             self.num_reserved -= 1

@@ -18,7 +18,7 @@ from baton.engine.scheduling.load import engine_load
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.prompts import Prompts
 from baton.engine.scheduling.request_table import RequestTable, overloaded
-from baton.engine.scheduling.state import NO_END, Phase
+from baton.engine.scheduling.state import NO_END, RequestPhase
 from baton.engine.scheduling.steps import DecodeOrder, NextStep
 
 _NO_SCORES: Mapping[int, Sequence[PromptLogprob]] = MappingProxyType({})
@@ -103,7 +103,7 @@ class Scheduler:
         self._prompts.check_in_time(state, now)
         if len(self._roster.waiting) >= self._limits.max_waiting and not self._requests.has_room(state):
             raise overloaded(f"{len(self._roster.waiting)} requests wait for room already")
-        self._roster.enter(state, Phase.WAITING)
+        self._roster.enter(state, RequestPhase.WAITING)
 
     def reserve(self, request: EngineRequest, now: float, *, arriving_tokens: int = 0) -> Reservation:
         """Holds all blocks of a request whose KV comes from elsewhere. No other request matches them.
@@ -127,7 +127,7 @@ class Scheduler:
         if place is None:
             raise overloaded("no room for the request's blocks")
         self._blocks.take(state, place)
-        self._roster.enter(state, Phase.RESERVED)
+        self._roster.enter(state, RequestPhase.RESERVED)
         return self._blocks.reservation(state)
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
@@ -214,7 +214,9 @@ class Scheduler:
         while self._in_flight:
             self._blocks.states.end_snapshots(self._requests.end_oldest_step(), None)
         everyone = self._roster.everyone()
-        failed = tuple(RequestFailed(state.request_id, error) for state in everyone if state.phase is not Phase.HELD)
+        failed = tuple(
+            RequestFailed(state.request_id, error) for state in everyone if state.phase is not RequestPhase.HELD
+        )
         for state in everyone:
             self._requests.end(state)
         return StepEvents(self._in_flight.launched, 0.0, failed=failed)
@@ -243,7 +245,7 @@ class Scheduler:
         # A request is unsteady wherever a block begins, so also where a state is kept.
         self._blocks.states.begin_decoded(step, [state for state in unsteady if state.decoding])
         step.add_decodes(self._decode_order.place(decoding), self._decode_order.work)
-        prompts = [state for state in unsteady if state.prefilling and state.phase is Phase.RUNNING]
+        prompts = [state for state in unsteady if state.prefilling and state.phase is RequestPhase.RUNNING]
         # A step that preempted a request admits no new ones.
         self._prompts.add_to(step, prompts, now, admit=self._requests.preemptions == preemptions)
         self._blocks.states.begin_snapshots(step)
@@ -276,7 +278,7 @@ class Scheduler:
         chunks: list[ChunkComputed] = []
         sampled: list[tuple[str, TokenOutput, FinishReason | None, str]] = []
         failed: list[RequestFailed] = []
-        block_size, running = self._block_size, Phase.RUNNING  # locals are looked up faster for every row
+        block_size, running = self._block_size, RequestPhase.RUNNING  # locals are looked up faster for every row
         step = self._requests.end_oldest_step()
         self._blocks.states.end_snapshots(step, results)
         for snapshot in step.snapshots:
@@ -329,7 +331,7 @@ class Scheduler:
         """
         step = self._requests.end_oldest_step()
         self._blocks.states.end_snapshots(step, None)
-        failed = [state for state in step.states if state.phase is Phase.RUNNING]
+        failed = [state for state in step.states if state.phase is RequestPhase.RUNNING]
         for state in failed:
             self._requests.stop_running(state)
         self._requests.fill_seats()

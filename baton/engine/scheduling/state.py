@@ -14,7 +14,7 @@ from baton.engine.sampling.row import SampleRows
 _UNKNOWN_TOKEN = int_array([0])
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     """The phase of a request. WAITING holds no blocks. RUNNING is scheduled. RESERVED waits for KV, READY for a seat,
     HELD for its release; all three keep blocks.
 
@@ -97,7 +97,7 @@ class RequestState:
         self.due_s = None if request.output else request.due_s
         self.splits = request.stop_tokens is not None
         self.keys = keys
-        self.phase = Phase.WAITING
+        self.phase = RequestPhase.WAITING
         self.tokens = int_array([*request.prompt, *request.output])
         self.blocks: IntArray = int_array()
         self.owner: int | None = None

@@ -14,7 +14,7 @@ from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow
 from baton.engine.events import LayersComputed, PromptScored, RequestStarted, StepEvents
 from baton.engine.request import EngineLimits
 from baton.engine.scheduling.slices import StepBound
-from baton.engine.scheduling.state import Phase, RequestState
+from baton.engine.scheduling.state import RequestPhase, RequestState
 
 STEPS_MAX = 2
 
@@ -196,7 +196,7 @@ class Step(NamedTuple):
         layers = []
         for state, row in zip(self.states, self.rows, strict=True):
             start = state.num_computed
-            if state.request.layers_per_group and start < state.prefill_stop and state.phase is not Phase.ENDED:
+            if state.request.layers_per_group and start < state.prefill_stop and state.phase is not RequestPhase.ENDED:
                 stop = start + len(row.token_ids)
                 blocks = tuple(state.blocks)
                 layers.append(
@@ -211,7 +211,7 @@ class Step(NamedTuple):
         complete: list[PromptScored] = []
         for index, logprobs in scores.items():
             state = self.states[index]
-            if state.phase is not Phase.RUNNING:
+            if state.phase is not RequestPhase.RUNNING:
                 continue
             assert state.scored is not None, "prompt logprobs are computed only for requests that collect them"
             state.scored += logprobs

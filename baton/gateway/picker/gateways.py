@@ -25,7 +25,7 @@ _METRIC = re.compile(rf"^({'|'.join(_NAMES)})(?:\{{.*\}})? (\S+)$".encode(), re.
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,9}) *\r\n", re.IGNORECASE)
 
 
-class Gateways:
+class GatewayPool:
     """Keeps a `GatewayChoice` up to date during the `async with` block.
 
     Attributes:

@@ -18,7 +18,7 @@ from baton.core.ready_file import check_ready_file, write_ready_file
 from baton.core.supervisor import Supervisor
 from baton.gateway.picker.choice import GatewayChoice, Picked, PickRequest
 from baton.gateway.picker.exchange import Exchange
-from baton.gateway.picker.gateways import Gateways
+from baton.gateway.picker.gateways import GatewayPool
 from baton.metrics.declared import ProcessRole
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import join
@@ -171,7 +171,7 @@ async def _run(settings: PickerSettings, supervisor: Supervisor) -> None:
         show_name(settings.name or f"{PROGRAM}@{server.address}")
         bound = sockets.bind(settings.metrics_listen, field="metrics_listen")
         port = await stack.enter_async_context(MetricsPort(bound, picks.page))
-        gateways = await stack.enter_async_context(Gateways(settings, choice))
+        gateways = await stack.enter_async_context(GatewayPool(settings, choice))
         await start_serving(server)
         log.info("listening on %s", server.address)
         stopping = asyncio.create_task(stop.wait(), name="stop")

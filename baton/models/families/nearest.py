@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
-from baton.models.families.table import ModelFeatures
+from baton.models.families.features import ModelFeatures
 
 # Most typical first.
 _DENSE = ("LlamaForCausalLM",)

@@ -11,8 +11,9 @@ from baton.models.checkpoint.checkpoint import stored_dtype
 from baton.models.config.fields import Fields, Integers, Texts
 from baton.models.config.file import ConfigFile
 from baton.models.config.model_config import ModelConfig
+from baton.models.families.features import FEATURES
 from baton.models.families.nearest import nearest
-from baton.models.families.table import FAMILIES, FEATURES, Family, find_family
+from baton.models.families.table import FAMILIES, Family, find_family
 
 # Fields that publishers keep outside the language model's table.
 _OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")

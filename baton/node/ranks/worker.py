@@ -21,8 +21,8 @@ from typing import NoReturn
 from baton.core.exits import END_S, exit_at_once
 from baton.core.logs import set_up_logging
 from baton.engine.build import BuiltRunner
-from baton.node.assembly import load, open_transfer
 from baton.node.fault import Fault
+from baton.node.from_settings import load, open_transfer
 from baton.node.ranks.join import join
 from baton.node.ranks.messages import Setup, Up
 from baton.node.ranks.serving import TransferServer

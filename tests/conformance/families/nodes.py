@@ -23,7 +23,8 @@ from baton.models.adapters.adapter import read_adapter
 from baton.models.families.reader import read_config
 from baton.models.layers.parallel import TensorParallel
 from baton.models.loading.needs import kv_cache_spec
-from baton.node.assembly import Node, load
+from baton.node.assembly import Node
+from baton.node.from_settings import load
 from baton.node.role_services import RoleServices
 from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import common_pb2, node_status_pb2

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from baton.cli import main
 from baton.cli.generate import summary, to_json
+from baton.cli.local_cluster import _devices
 from baton.cli.status_json import to_json as status_to_json
 from baton.cli.status_tables import render
-from baton.cli.up import _devices
 from baton.client.outputs import Completion
 from baton.core.types import FinishReason, Receipt, TokenOutput, Usage
 from baton.core.types import Path as Way

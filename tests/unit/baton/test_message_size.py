@@ -7,7 +7,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from baton.protos.inference import open_inference_pb2 as oip
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
-from baton.rpc.message_size import is_too_much
+from baton.rpc.malformed import is_too_much
 
 IDS = list(range(50_000))
 TEXT = "x" * 100_000

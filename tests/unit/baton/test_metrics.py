@@ -8,7 +8,7 @@ from prometheus_client import parser
 from baton.core import errors
 from baton.core.errors import BatonError
 from baton.core.types import FinishReason, Path
-from baton.metrics.declared import LOST, METRICS, REASONS, SERVED_MODEL, Kind, Metric, ProcessRole, metrics_of
+from baton.metrics.declared import LOST, METRICS, REASONS, SERVED_MODEL, Metric, MetricKind, ProcessRole, metrics_of
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.tally import Layout, Tally
 from kvtransfer.leases import SegmentRefusal
@@ -24,12 +24,12 @@ def label_values(metric: str, label: str) -> set[str]:
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_a_name_keeps_the_rules_that_promtool_checks(metric: Metric) -> None:
     assert re.fullmatch(r"(baton|gen_ai_server)_[a-z0-9_]+", metric.name)
-    assert metric.name.endswith("_total") is (metric.kind is Kind.COUNTER)
+    assert metric.name.endswith("_total") is (metric.kind is MetricKind.COUNTER)
     assert not metric.name.endswith(("_count", "_sum", "_bucket"))
     assert metric.name.removesuffix("_total").endswith(UNITS.get(metric.unit, ""))
     assert metric.meaning
     assert not metric.meaning.endswith(".")
-    assert bool(metric.bounds) is (metric.kind is Kind.HISTOGRAM)
+    assert bool(metric.bounds) is (metric.kind is MetricKind.HISTOGRAM)
     assert list(metric.bounds) == sorted(set(metric.bounds))
     names = [label.name for label in metric.labels]
     assert {"le", "quantile", "role", "model_name", "instance", "job"}.isdisjoint(names)
@@ -92,13 +92,13 @@ def test_a_histogram_reads_back_as_what_was_observed() -> None:
 def test_series_do_not_share_cells() -> None:
     tally = Tally(Layout(ProcessRole.GATEWAY))
     for number, (metric, labels, _) in enumerate(tally.layout.series(), 1):
-        if metric.kind is Kind.COUNTER:
+        if metric.kind is MetricKind.COUNTER:
             tally.counter(metric.name, *labels).add(number)
         else:
             tally.histogram(metric.name, *labels).observe(1e9, number)
     text = text_of(ProcessRole.GATEWAY, tally)
     for number, (metric, labels, _) in enumerate(tally.layout.series(), 1):
-        name = metric.name if metric.kind is Kind.COUNTER else f"{metric.name}_count"
+        name = metric.name if metric.kind is MetricKind.COUNTER else f"{metric.name}_count"
         shown = ["m" if label == SERVED_MODEL else label for label in labels]
         assert value(text, name, **dict(zip((each.name for each in metric.labels), shown, strict=True))) == number
 

@@ -20,11 +20,9 @@ from baton.planner.command import plan
 from baton.settings.config import DEMO_MODELS, ProcessSettings, tokenizer_file
 from baton.settings.environment import child_environment
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
-from baton.settings.groups import GROUPS
 from baton.settings.internal import settings_of
 from baton.settings.node_config import DecodeSettings, PrefillSettings
-from baton.settings.reader import bounds_of, read_settings
-from baton.settings.renamed import REMOVED, RENAMED
+from baton.settings.reader import GROUPS, REMOVED, RENAMED, bounds_of, read_settings
 
 
 def test_a_decode_node_lists_the_dtypes_that_it_accepts() -> None:

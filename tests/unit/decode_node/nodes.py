@@ -4,7 +4,8 @@ from functools import partial
 from typing import Any
 
 from baton.engine.build import BuiltRunner
-from baton.node.assembly import Listener, Node, load
+from baton.node.assembly import Listener, Node
+from baton.node.from_settings import load
 from baton.protos.v1 import node_status_pb2
 from baton.settings.config import DEMO_MODELS
 from baton.settings.node_config import DecodeSettings, PrefillSettings

@@ -26,6 +26,7 @@ from decode_node.commands import PrefillHere as PrefillHereCommand
 from decode_node.events import (
     Admitted,
     Closing,
+    DrainStarted,
     EngineRefused,
     LeaseFailed,
     PeerLost,
@@ -35,7 +36,6 @@ from decode_node.events import (
     SessionOpened,
     StepDone,
 )
-from decode_node.events import Draining as DrainingEvent
 from decode_node.task_times import ChunkTimes
 from tests.unit.decode_node.scene import LEASE_S, SESSION, Scene, names, reservation, sent, token
 
@@ -478,7 +478,7 @@ def test_a_failure_of_the_engine_reaches_a_reserved_request_when_it_is_admitted(
 
 def test_a_draining_node_refuses_new_requests_and_serves_the_others(scene: Scene) -> None:
     scene.decoding(1)
-    scene.on(DrainingEvent())
+    scene.on(DrainStarted())
     commands = scene.submit(2)
     assert names(commands) == ["Send failed", "Send released"]
     assert isinstance(from_detail(sent(commands)[0].failed.error), Draining)

@@ -14,7 +14,7 @@ from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
 from decode_node.events import (
     Closing,
-    Draining,
+    DrainStarted,
     HandOverReceived,
     PeerLost,
     SegmentRefused,
@@ -218,7 +218,7 @@ class DecodeNode(RuleBasedStateMachine):
     @precondition(lambda self: self.keys > 5)
     @rule()
     def drain(self) -> None:
-        self.env.on(Draining())
+        self.env.on(DrainStarted())
 
     # ---- invariants
 

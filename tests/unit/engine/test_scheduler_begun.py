@@ -9,7 +9,7 @@ from baton.core.types import TokenOutput
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.request_blocks import OwnerPlace
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.engine.scheduling.state import Phase
+from baton.engine.scheduling.state import RequestPhase
 from tests.unit.engine.limits import limits
 from tests.unit.engine.scheduling import finish, make, request
 from tests.unit.engine.test_scheduler_deadlines import COSTS, computed
@@ -80,7 +80,7 @@ def with_two_reserved(scheduler: Scheduler) -> None:
     for name, length in (("large", 7), ("small", 3)):
         state = scheduler._requests.new_state(stream(name, length), 0.0)
         scheduler._blocks.take(state, OwnerPlace(0, [], 0))
-        scheduler._roster.enter(state, Phase.RESERVED)
+        scheduler._roster.enter(state, RequestPhase.RESERVED)
     while not scheduler.load().preemptions:
         batch = scheduler.schedule(0.0)
         if batch is not None:

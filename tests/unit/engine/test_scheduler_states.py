@@ -23,7 +23,7 @@ from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest, ModelFacts, Reservation
 from baton.engine.scheduling.block_manager import BlockManager
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.engine.scheduling.state import Phase, RequestState
+from baton.engine.scheduling.state import RequestPhase, RequestState
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 9
@@ -235,9 +235,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def schedule(self) -> None:
-        running = [state for state in self.states().values() if state.phase is Phase.RUNNING]
+        running = [state for state in self.states().values() if state.phase is RequestPhase.RUNNING]
         prefilling = [state for state in running if state.prefilling]
-        waiting = [state for state in self.states().values() if state.phase is Phase.WAITING]
+        waiting = [state for state in self.states().values() if state.phase is RequestPhase.WAITING]
         before, free = self.scheduler.load(), [pool.num_free for pool in self.pools()]
         self.now += 1
         batch = self.scheduler.schedule(self.now)
@@ -247,9 +247,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.live.remove(failed.request_id)
                 if failed.request_id in self.states():
                     self.held.add(failed.request_id)
-        prefilling = [state for state in prefilling if state.phase is not Phase.HELD and state.phase is not Phase.ENDED]
-        left = [state.place for state in waiting if state.phase is Phase.WAITING]
-        assert not any(state.place > min(left) for state in waiting if left and state.phase is Phase.RUNNING)
+        prefilling = [
+            state
+            for state in prefilling
+            if state.phase is not RequestPhase.HELD and state.phase is not RequestPhase.ENDED
+        ]
+        left = [state.place for state in waiting if state.phase is RequestPhase.WAITING]
+        assert not any(state.place > min(left) for state in waiting if left and state.phase is RequestPhase.RUNNING)
         sent_back = self.scheduler.load().preemptions - before.preemptions
         if len(self.in_flight) == 2:
             assert batch is None
@@ -257,7 +261,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.in_flight:
             assert sent_back == 0
         if batch is None:
-            able = [state for state in running if state.phase is Phase.RUNNING and (state.prefilling or state.decoding)]
+            able = [
+                state
+                for state in running
+                if state.phase is RequestPhase.RUNNING and (state.prefilling or state.decoding)
+            ]
             wanted = Counter(state.pool for state in able)
             assert not able or (self.in_flight and any(free[owner] < count for owner, count in wanted.items()))
             return
@@ -332,7 +340,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def no_request_writes_to_a_block_that_another_holds(self) -> None:
         for state in self.holders():
-            if state.phase is not Phase.HELD:
+            if state.phase is not RequestPhase.HELD:
                 for block_id in state.blocks[state.num_computed // BLOCK_SIZE :]:
                     assert self.pools()[state.pool]._references[block_id] == 1
 
@@ -439,14 +447,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in events.chunks:
             part = self.states().get(chunk.request_id)
             if part is not None and chunk.token_stop == part.request.stop_tokens:
-                assert part.phase is Phase.HELD
+                assert part.phase is RequestPhase.HELD
                 assert chunk.block_ids == tuple(part.blocks)
                 self.live.remove(chunk.request_id)
                 self.held.add(chunk.request_id)
         for sampled in events.tokens:
             self.given[sampled.request_id] += 1
             state = self.states().get(sampled.request_id)
-            if state is not None and state.phase is Phase.HELD:
+            if state is not None and state.phase is RequestPhase.HELD:
                 self.live.remove(sampled.request_id)
                 self.held.add(sampled.request_id)
             elif sampled.finish_reason is not None:

@@ -7,7 +7,7 @@ import pytest
 
 from baton.core.errors import ConfigError
 from baton.core.sampling import SamplingParams
-from baton.gateway.text.generation_defaults import read_bos_token_id, read_default_sampling
+from baton.gateway.text.model import read_bos_token_id, read_default_sampling
 
 
 def directory(path: Path, *, generation: object = None, config: object = None) -> Path:

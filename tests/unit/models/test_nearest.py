@@ -9,8 +9,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
+from baton.models.families.features import FEATURES, ModelFeatures
 from baton.models.families.nearest import nearest, traits_of
-from baton.models.families.table import FAMILIES, FEATURES, ModelFeatures
+from baton.models.families.table import FAMILIES
 
 NAMES = {
     **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,

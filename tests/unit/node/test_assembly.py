@@ -9,7 +9,7 @@ import torch
 
 from baton.core.errors import ConfigError
 from baton.engine.build import StepLimits
-from baton.node.assembly import engine_limits
+from baton.node.from_settings import engine_limits
 from baton.node.starting import default_name
 from baton.protos.v1 import node_status_pb2
 from baton.settings.node_config import DecodeSettings

@@ -2,7 +2,8 @@
 
 import pytest
 
-from baton.node.assembly import Listener, Node, load
+from baton.node.assembly import Listener, Node
+from baton.node.from_settings import load
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert_node import costs_from_proto
 from tests.unit.baton.test_costs import COSTS

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from baton.node.assembly import Listener, Node, load
+from baton.node.assembly import Listener, Node
 from baton.node.describe import from_addresses, from_info, from_measure, to_addresses, to_warm_ups
+from baton.node.from_settings import load
 from baton.node.waiting import until
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc, lease_pb2, prefill_pb2

@@ -15,8 +15,7 @@ from baton.protos.internal.v1 import prefill_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.error_detail import from_detail
 from prefill_node.driver import PrefillDriver
-from prefill_node.events import Closing
-from prefill_node.events import Draining as DrainingBegins
+from prefill_node.events import Closing, DrainStarted
 from tests.unit.prefill_node.nodes import decode_node, prefill_node, prefill_settings
 
 
@@ -137,7 +136,7 @@ async def test_an_engine_that_is_full_refuses_and_the_decode_node_is_not_kept_wa
 async def test_a_draining_node_refuses_calls_before_it_connects_to_the_peer() -> None:
     async with decode_node() as decode, calls() as (_, driver):
         request = await decode.request(1)
-        driver.deliver(DrainingBegins())
+        driver.deliver(DrainStarted())
         with pytest.raises(Draining):
             await driver.prefill(request, Written())
         assert driver.peers.states() == []
@@ -145,7 +144,7 @@ async def test_a_draining_node_refuses_calls_before_it_connects_to_the_peer() ->
 
 async def test_a_call_that_runs_when_draining_begins_is_completed() -> None:
     async with decode_node() as decode, calls() as (_, driver):
-        written = Written("progress", lambda: driver.deliver(DrainingBegins()))
+        written = Written("progress", lambda: driver.deliver(DrainStarted()))
         await driver.prefill(await decode.request(1, 20), written)
         assert written.kinds[-1] == "sent"
 

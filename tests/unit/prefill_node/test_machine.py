@@ -2,8 +2,7 @@
 
 from baton.core.errors import Cancelled, Draining, NoNode
 from prefill_node.commands import EndCall, SendKV, StopSending, Submit
-from prefill_node.events import Aborted, BecameQuiet, CallCancelled, Closing, LeaseEnded, PeerLost, Sent
-from prefill_node.events import Draining as DrainingBegins
+from prefill_node.events import Aborted, BecameQuiet, CallCancelled, Closing, DrainStarted, LeaseEnded, PeerLost, Sent
 from tests.unit.prefill_node.calls import (
     OTHER_PEER,
     PEER,
@@ -62,7 +61,7 @@ def test_a_draining_node_refuses_new_calls_and_completes_those_that_run() -> Non
     node = machine()
     play(node, called(1))
     assert node.refusal() is None
-    assert play(node, DrainingBegins()) == []
+    assert play(node, DrainStarted()) == []
     assert isinstance(node.refusal(), Draining)
 
     (end,) = play(node, called(2, ticket(6)))

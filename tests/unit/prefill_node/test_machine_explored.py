@@ -20,7 +20,7 @@ from prefill_node.events import (
     BecameQuiet,
     CallCancelled,
     Closing,
-    Draining,
+    DrainStarted,
     EngineRefused,
     Event,
     LeaseEnded,
@@ -268,7 +268,7 @@ class PrefillNodeStates(RuleBasedStateMachine):
                 call.job = None
                 self.deliver(SendFailed(call.number, DataLoss("the link failed")))
             case "node drains":
-                self.deliver(Draining())
+                self.deliver(DrainStarted())
             case "node closes":
                 self.deliver(Closing())
 

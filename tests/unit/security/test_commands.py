@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli import main
-from baton.cli.up import ClusterOptions, _gateway_arguments, _node_arguments
+from baton.cli.local_cluster import ClusterOptions, _gateway_arguments, _node_arguments
 from baton.core.setting_names import CLIENT_VARIABLES
 from baton.gateway.process.process import check_doors
 from baton.rpc.secure_server import protect_node

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.core.errors import ConfigError
 from baton.gateway.picker.choice import GatewayChoice
-from baton.gateway.picker.gateways import Gateways, read_report
+from baton.gateway.picker.gateways import GatewayPool, read_report
 from baton.gateway.picker.process import SERVICE_NAME, new_choice, serve_picks, set_ready, start_serving
 from baton.metrics.declared import ProcessRole
 from baton.metrics.exposition import Exposition, Figure
@@ -109,7 +109,7 @@ async def picker(gateways: str, **more: object) -> AsyncIterator[Picker]:
     async with AsyncExitStack() as stack:
         server, picks = serve_picks(settings, choice)
         await stack.enter_async_context(server)
-        found = await stack.enter_async_context(Gateways(settings, choice))
+        found = await stack.enter_async_context(GatewayPool(settings, choice))
         await start_serving(server)
         await found.until_known()
         await set_ready(server, ready=True)

@@ -1,0 +1,105 @@
+"""Makes the parts of a node from its settings: the loaded model, the engine's limits, the transfer of one rank."""
+
+from contextlib import nullcontext
+from types import MappingProxyType
+
+import torch
+
+from baton.core.supervisor import Supervisor
+from baton.engine.build import BuiltRunner, build_runner, calibrate, step_limits
+from baton.engine.request import EngineLimits
+from baton.models.layers.parallel import SINGLE, TensorParallel
+from baton.node.progress import LoadingProgress, ReportedProgress
+from baton.node.ranks.join import rank_device
+from baton.settings.node_config import STAGING_SLOTS, NodeSettings, PrefillSettings
+from kvtransfer.flows import heads_of
+from kvtransfer.rank_transfer import OnFilled, OnRefused
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transfer import KVTransfer
+
+# In batch-invariant mode every node cuts prompts at multiples of this, regardless of its step size.
+_INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
+
+
+# The share of a prefill node's seats and blocks that requests may take to decode there; the rest is for other prompts.
+_STREAM_SHARE = 0.75
+
+
+def transfer_settings(settings: NodeSettings, built: BuiltRunner, incarnation: int) -> TransferSettings:
+    """One rank's transfer settings, derived from the node's settings."""
+    return TransferSettings(
+        incarnation=incarnation,
+        transport=settings.transport,
+        segment_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda),
+        staging_slots=STAGING_SLOTS,
+        digests=True,
+        receive_bytes_per_s=settings.receive_bytes_per_s,
+        peers_are_known=settings.tls_ca is not None,
+        heads=tuple(
+            heads_of(built.parallel.rank, ranks=built.parallel.size, num_kv_heads=part.num_kv_heads)
+            for part in built.model_spec.parts
+        ),
+    )
+
+
+def open_transfer(
+    settings: NodeSettings, built: BuiltRunner, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
+) -> KVTransfer:
+    """The KV transfer of one rank, not yet started."""
+    return KVTransfer(
+        built.cache,
+        transfer_settings(settings, built, incarnation),
+        on_filled=on_filled,
+        on_refused=on_refused,
+    )
+
+
+def load(
+    settings: NodeSettings, parallel: TensorParallel = SINGLE, *, supervisor: Supervisor | None = None
+) -> BuiltRunner:
+    """Reads the checkpoint, or one rank's part of it, and allocates the cache; on a GPU, captures graphs and measures
+    steps. It takes long, and all ranks call it together.
+
+    Args:
+        supervisor: gets the progress if it is present; otherwise a terminal or the log does.
+
+    Raises:
+        ConfigError: a setting, or the checkpoint that it names, cannot work.
+    """
+    torch.set_num_threads(settings.threads)
+    # All ranks read the same number of bytes, so only one shows the progress.
+    with _progress(supervisor) if parallel.rank == 0 else nullcontext() as progress:
+        device = settings.device if parallel.size == 1 else rank_device(settings, parallel.rank)
+        built = build_runner(settings.model_copy(update={"device": device}), parallel=parallel, progress=progress)
+    if not built.cache.view.is_cuda:
+        return built  # a node on a CPU learns the costs of steps while it serves
+    if supervisor is not None:
+        supervisor.report("capturing graphs" if settings.cuda_graphs else "measuring steps")
+    return calibrate(built, settings)
+
+
+def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgress:
+    if supervisor is None:
+        return LoadingProgress()
+    return ReportedProgress(supervisor, None if supervisor.present else LoadingProgress())
+
+
+def engine_limits(settings: NodeSettings, built: BuiltRunner, *, max_context_tokens: int) -> EngineLimits:
+    """The engine's limits in a role. Raises ConfigError if the settings contradict each other."""
+    limits = step_limits(built, settings)
+    max_batch_tokens, max_batch_requests = limits.max_batch_tokens, limits.max_batch_requests
+    align_tokens = _INVARIANT_CHUNK_TOKENS[built.cache.view.device.type] if settings.batch_invariant else None
+    if align_tokens is not None and settings.max_batch_tokens is None:
+        # A step size chosen for speed may be too small for a chunk next to decodes.
+        max_batch_tokens = max(max_batch_tokens, align_tokens + max_batch_requests - 1)
+    elif align_tokens is not None and settings.max_batch_requests is None:
+        max_batch_requests = max(1, min(max_batch_requests, max_batch_tokens - align_tokens + 1))
+    return EngineLimits(
+        max_batch_tokens=max_batch_tokens,
+        max_batch_requests=max_batch_requests,
+        max_context_tokens=max_context_tokens,
+        max_waiting=settings.max_waiting,
+        prefix_cache=settings.prefix_cache,
+        chunk_align_tokens=align_tokens,
+        stream_share=_STREAM_SHARE if isinstance(settings, PrefillSettings) else 1.0,
+    )

@@ -21,7 +21,6 @@ from baton.core.types import FinishReason, TokenOutput
 from baton.engine.events import ChunkComputed
 from baton.engine.request import EngineRequest, Reservation
 from baton.protos.internal.v1 import decode_pb2 as pb
-from baton.protos.internal.v1 import lease_pb2
 from baton.rpc.error_detail import to_detail
 from decode_node.admission import no_room
 from decode_node.commands import (
@@ -37,10 +36,11 @@ from decode_node.commands import (
     SendLeaseEnded,
 )
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal
+from decode_node.lease_offer import LeaseOffer
 from decode_node.local_prefill import requested_local_reason, split_tokens
 from decode_node.rules import DecodeRules
 from decode_node.task_times import TaskTimes
-from kvtransfer.leases import LeaseGrant, LeaseTotals
+from kvtransfer.leases import LeaseTotals
 
 
 class DecodePhase(Enum):
@@ -94,6 +94,7 @@ class DecodeTask:
         self._reserving = False  # an answer of the engine is outstanding
         self._reservation: Reservation | None = None
         self.lease: int | None = None
+        self._offer: LeaseOffer | None = None  # the last one
         self._early: list[LeaseEvent] = []
         self._handed_over: HandedOver | None = None
         self._filled = False
@@ -150,25 +151,19 @@ class DecodeTask:
         self._enter(DecodePhase.OPENING)
         self.lease = next(self._lease_numbers)
         self._handed_over, self._filled, self._loss_reported, self._lease_closing = None, False, False, False
-        grant = LeaseGrant(
-            number=self.lease,
-            block_ids=self._reservation.block_ids,
-            token_start=self._reservation.cached_tokens,
-            token_stop=self._lease_stop,
-            resume_at=self._resume_at,
-            prefill_incarnation=self.prefill_incarnation,
-            key=self._rules.lease_key(self.lease),
-            state_slot=self._reservation.state_slot,
-            owner=self._reservation.owner,
+        self._offer = LeaseOffer(
+            self.lease, self._reservation, self._split_tokens, self.num_tokens, self.prefill_incarnation, self._rules
         )
-        return [OpenLease(grant)]
+        return [OpenLease(self._offer.grant())]
 
     def lease_opened(self, now_s: float) -> list[Command]:
         """Every rank accepts KV for the lease, so the gateway gets its ticket."""
         if self.phase is DecodePhase.ENDING:
             return [self._close()]
         self._enter(DecodePhase.FILLING, deadline_s=now_s + self._rules.lease_s)
-        reserved = self._ticket()
+        assert self._offer is not None
+        ticket, cached_tokens = self._offer.ticket(), self._offer.reservation.cached_tokens
+        reserved = pb.Reserved(key=self.key, ticket=ticket, cached_tokens=cached_tokens, queue_s=self.times.queued_s)
         self.times.trace_reserved(reserved, now_s)
         commands: list[Command] = [self._send(pb.SessionResponse(reserved=reserved))]
         early, self._early = self._early, []
@@ -267,8 +262,9 @@ class DecodeTask:
         """Continues after the tokens of the lease, which have arrived."""
         if first is not None:
             return Admit(self.engine_id, first)
+        assert self._offer is not None
         self.prefill_started_s = now_s
-        return PrefillHere(self.engine_id, self._request.output, received_tokens=self._lease_stop)
+        return PrefillHere(self.engine_id, self._request.output, received_tokens=self._offer.token_stop)
 
     def chunk_computed(self, chunk: ChunkComputed, now_s: float) -> None:
         """The engine has computed a part of the prompt, before the first token."""
@@ -351,43 +347,8 @@ class DecodeTask:
     def num_tokens(self) -> int:
         return len(self._request.prompt) + len(self._request.output)
 
-    @property
-    def _lease_stop(self) -> int:
-        """The tokens before this one come from a prefill node."""
-        return self._split_tokens or self.num_tokens
-
-    @property
-    def _resume_at(self) -> int:
-        """The first position that may still be computed: all full blocks of the lease may be shared."""
-        assert self._reservation is not None
-        if not self._split_tokens:
-            return self._reservation.resume_at
-        return max(self._reservation.cached_tokens, self._split_tokens - self._rules.block_size + 1)
-
     def _enter(self, phase: DecodePhase, *, deadline_s: float | None = None) -> None:
         self.phase, self.times.phase_deadline_s = phase, deadline_s
-
-    def _ticket(self) -> pb.Reserved:
-        assert self._reservation is not None
-        assert self.lease is not None
-        ticket = lease_pb2.Ticket(
-            lease=lease_pb2.Lease(
-                number=self.lease,
-                incarnation=self._rules.incarnation,
-                remaining_s=self._rules.lease_s,
-                key=self._rules.lease_key(self.lease),
-            ),
-            decode_node=self._rules.name,
-            decode_address=self._rules.address,
-            token_start=self._reservation.cached_tokens,
-            token_stop=self._lease_stop,
-            resume_at=self._resume_at,
-            first_part=self._split_tokens > 0,
-            owner_rank=self._reservation.owner,
-        )
-        return pb.Reserved(
-            key=self.key, ticket=ticket, cached_tokens=self._reservation.cached_tokens, queue_s=self.times.queued_s
-        )
 
     def _send(self, message: pb.SessionResponse) -> Send:
         return Send(self.session, message)

@@ -5,6 +5,7 @@ file applies, with its formula and its constants, is on one page: docs/admission
 """
 
 from collections import Counter
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
@@ -42,11 +43,15 @@ class Admission:
     Args:
         most: how many outputs may be here, running or waiting.
         queue_s: how long a request may wait.
+        on_refused: gets the reason of each refusal, and 1.
     """
 
-    def __init__(self, *, most: int, queue_s: float) -> None:
+    def __init__(
+        self, *, most: int, queue_s: float, on_refused: Callable[[Count, int], object] = lambda _reason, _number: None
+    ) -> None:
         self.pace = AdmissionPace()
         self.counts: Counter[Count] = Counter()
+        self._on_refused = on_refused
         self._streams = StreamBound()
         self._most, self._queue_s = most, queue_s
         self._queue = FairShare()
@@ -103,7 +108,7 @@ class Admission:
             for last in self._making_way(client, outputs, over):
                 evicted.append(self._refuse_waiting(last, Count.REFUSED_FULL, full, now_s))
             if not evicted:
-                self.counts[Count.REFUSED_FULL] += 1
+                self._count(Count.REFUSED_FULL)
                 raise full
         self._here[client] += outputs
         if not self._spares and (self._here[client] > self._largest or self.is_light(client)):
@@ -268,13 +273,17 @@ class Admission:
             error = _overloaded(f"expected wait {wait_s:.3g} s exceeds the allowed {most_s:.3g} s", wait_s - most_s)
         else:
             return
-        self.counts[reason] += 1
+        self._count(reason)
         raise error
 
     def _refuse_waiting(self, key: int, reason: Count, error: Overloaded, now_s: float) -> AdmissionRefusal:
-        self.counts[reason] += 1
+        self._count(reason)
         self.withdraw(key, now_s)
         return AdmissionRefusal(key, reason, error)
+
+    def _count(self, reason: Count) -> None:
+        self.counts[reason] += 1
+        self._on_refused(reason, 1)
 
 
 def _overloaded(why: str, after_s: float) -> Overloaded:

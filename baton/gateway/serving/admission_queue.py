@@ -4,8 +4,7 @@ Waiting requests are looked at whenever a request ends or comes, and in short in
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
@@ -62,7 +61,8 @@ class AdmissionQueue:
 
     def __init__(self, settings: GatewaySettings, connections: Connections, counters: SharedCounters) -> None:
         ttft_s = settings.slo.ttft_s
-        self._admission = Admission(most=settings.max_concurrent_requests, queue_s=settings.max_queue_s)
+        most, queue_s = settings.max_concurrent_requests, settings.max_queue_s
+        self._admission = Admission(most=most, queue_s=queue_s, on_refused=counters.add)
         self._reader = CapacityReader(ttft_s)
         self._policy = settings.local_policy
         self._refuses_late, self._slo_ttft_s = settings.refuse_late, ttft_s if settings.refuse_late else None
@@ -81,8 +81,7 @@ class AdmissionQueue:
         Raises:
             Overloaded: there are too many.
         """
-        with self._counted():
-            self._end(self._admission.enter(client, outputs, self._counters.total(Count.RUNNING), monotonic()))
+        self._end(self._admission.enter(client, outputs, self._counters.total(Count.RUNNING), monotonic()))
 
     def leave(self, client: str, outputs: int) -> None:
         self._admission.leave(client, outputs)
@@ -110,8 +109,7 @@ class AdmissionQueue:
             priority=message.priority,
             deadline_s=deadline_s,
         )
-        with self._counted():
-            self._admission.check_early(asked, self._capacity(now_s), now_s)
+        self._admission.check_early(asked, self._capacity(now_s), now_s)
 
     def ask(self, request: Request, outputs: Outputs, client: str, *, has_deadline: bool) -> AdmissionRequest:
         """What the request wants."""
@@ -138,10 +136,9 @@ class AdmissionQueue:
             Overloaded: it may not even wait.
         """
         now_s = monotonic()
-        with self._counted():
-            if self._admission.offer(asked, self._capacity(now_s), now_s):
-                self._seen = None
-                return None
+        if self._admission.offer(asked, self._capacity(now_s), now_s):
+            self._seen = None
+            return None
         waiter = self._waiters[asked.key] = asyncio.get_running_loop().create_future()
         self._counters.add(Count.WAITING, asked.outputs)
         self._look_soon()
@@ -219,8 +216,7 @@ class AdmissionQueue:
         refused = []
         if now_s >= self._shed_at_s:
             self._shed_at_s = now_s + max(_LOOK_S, _SHED_EACH_S * self._admission.num_waiting)
-            with self._counted():
-                refused = self._admission.shed(capacity, now_s)
+            refused = self._admission.shed(capacity, now_s)
         self._end(refused)
         if refused:
             self._look_soon()
@@ -231,16 +227,6 @@ class AdmissionQueue:
         for each in refused:
             if (waiter := self._waiters.get(each.key)) is not None and not waiter.done():
                 waiter.set_exception(each.error)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Adds what was refused inside to the whole gateway's counts."""
-        before = self._admission.counts.copy()
-        try:
-            yield
-        finally:
-            for reason, number in (self._admission.counts - before).items():
-                self._counters.add(reason, number)
 
 
 def _views(nodes: Iterable[FleetNode], broken: Set[int], now_s: float) -> list[NodeView]:

@@ -7,6 +7,7 @@ Next to a client with few requests, one with many gets only the rows that give n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, inf, sqrt
 
 from baton.core.costs import StepCosts, StepWork
@@ -90,7 +91,7 @@ class ClusterCapacity:
 
 
 class CapacityReader:
-    """Finds the capacity of nodes that are open; remembers what follows from their costs.
+    """Finds the capacity of nodes that are open.
 
     Args:
         ttft_s: the gateway's own; prompts may wait for half of it.
@@ -98,7 +99,6 @@ class CapacityReader:
 
     def __init__(self, ttft_s: float | None = None) -> None:
         self._prefill_most_s = max(_PREFILL_WAIT_S, (ttft_s or 0.0) / 2)
-        self._rows: dict[str, tuple[StepCosts, int, int]] = {}
 
     def of(
         self, decodes: Sequence[NodeView], prefills: Sequence[NodeView], *, elastic: bool = False
@@ -123,9 +123,9 @@ class CapacityReader:
             step_s, alone_s = _decode_s(least.costs, rows, context), _decode_s(least.costs, 1, context)
         return ClusterCapacity(
             tuple(
-                self._decode(view, view.decode_rows + view.requests_since)
+                _decode_capacity(view, view.decode_rows + view.requests_since)
                 if alone and view.address in both
-                else self._decode(view, view.load + on_their_way)
+                else _decode_capacity(view, view.load + on_their_way)
                 for view in decodes
             ),
             prefill_wait_s=min((view.queue_s for view in computing if view.queue_s < inf), default=0.0),
@@ -137,23 +137,20 @@ class CapacityReader:
             alone_s=alone_s,
         )
 
-    def _decode(self, view: NodeView, load: int) -> DecodeCapacity:
-        seats = view.max_batch_requests or _SEATS_UNKNOWN
-        enough = seats
-        if view.costs is not None:
-            known = self._rows.get(view.address)
-            if known is None or known[:2] != (view.costs, seats):  # each report has an object of its own
-                known = self._rows[view.address] = view.costs, seats, enough_rows(view.costs, seats)
-            enough = known[2]
-        most = seats + max(spare_requests(seats), int(_AHEAD_SHARE * seats))
-        waits = view.load - view.decode_rows < spare_requests(seats)
-        return DecodeCapacity(load, most, enough + spare_requests(enough), view.room_tokens, waits, seats)
+
+def _decode_capacity(view: NodeView, load: int) -> DecodeCapacity:
+    seats = view.max_batch_requests or _SEATS_UNKNOWN
+    enough = seats if view.costs is None else enough_rows(view.costs, seats)
+    most = seats + max(spare_requests(seats), int(_AHEAD_SHARE * seats))
+    waits = view.load - view.decode_rows < spare_requests(seats)
+    return DecodeCapacity(load, most, enough + spare_requests(enough), view.room_tokens, waits, seats)
 
 
 def _decode_s(costs: StepCosts, rows: int, context: float = _CONTEXT_TOKENS) -> float:
     return costs.seconds(StepWork(rows, round(rows * context)))
 
 
+@lru_cache(maxsize=256)  # asked 50 times a second for each node; its costs change with its reports only
 def enough_rows(costs: StepCosts, seats: int) -> int:
     """The fewest rows with which a node decodes nearly as many tokens per second as with any number of rows."""
     rates, rows = {seats: seats / _decode_s(costs, seats)}, 1

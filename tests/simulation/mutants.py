@@ -191,15 +191,15 @@ def _second_submit_takes_the_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keys_of_all_sessions(patch: pytest.MonkeyPatch) -> None:
-    of_key = DecodeMachine._of_key
+    for_key = DecodeMachine._for_key
 
     def mutated(
         self: DecodeMachine, session: int, key: int, react: Callable[[DecodeTask], list[DecodeCommand]]
     ) -> list[DecodeCommand]:
         others = [each for each, number in self._by_key if number == key]
-        return of_key(self, min(others, default=session), key, react)
+        return for_key(self, min(others, default=session), key, react)
 
-    patch.setattr(DecodeMachine, "_of_key", mutated)
+    patch.setattr(DecodeMachine, "_for_key", mutated)
 
 
 # ---- the prefill node

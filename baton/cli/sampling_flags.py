@@ -65,4 +65,6 @@ def _sampling(given: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(**given)
     except InvalidRequest as error:
         hint = f"--{error.field.replace('_', '-')}"
-        raise typer.BadParameter(f"{error.value} is not allowed: {', '.join(error.allowed)}", param_hint=hint) from None
+        raise typer.BadParameter(
+            f"{error.value} is not allowed; allowed: {', '.join(error.allowed)}", param_hint=hint
+        ) from None

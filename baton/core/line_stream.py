@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 _HELD_BYTES_MAX = 4 << 20
 _BEGUN_CHARACTERS_MAX = 1 << 16  # of a line without an end
-_DRAIN_S = 2.0  # for what waits when the process ends
+_DRAIN_S = 1.0  # for what waits when the process ends; well below `exits.END_S`, which would change its exit code
 _PIPE_BYTES = select.PIPE_BUF  # a pipe that polls as writable takes as many without blocking
 
 

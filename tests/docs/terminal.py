@@ -102,6 +102,7 @@ class Terminal:
     def _up(self, arguments: list[str], variables: Mapping[str, str]) -> None:
         line = self._starter.up(arguments, {**self._environment, **variables}, self._folder)
         self._places[GRPC], self._places[HTTP] = str(line["gateway"]), str(line["http"]).partition("//")[2]
+        self._environment["BATON_TARGET"] = self._places[GRPC]
 
     def _role(self, role: str, arguments: list[str], variables: Mapping[str, str]) -> None:
         report = self._folder / f"ready-{len(self._serving)}.json"
@@ -118,7 +119,7 @@ class Terminal:
         if role in ("gateway", "picker"):  # nodes bind their ports before they load, so a gateway may come at once
             _until(report.is_file, process)
         if role == "gateway":
-            self._places[GRPC] = json.loads(report.read_text())["address"]
+            self._places[GRPC] = self._environment["BATON_TARGET"] = json.loads(report.read_text())["address"]
 
     def _baton(self, block: Block, words: list[str]) -> None:
         if words[0] in _CALLS_A_GATEWAY and "--target" not in words:

@@ -116,7 +116,7 @@ def test_generate_streams_text(up: Up) -> None:
 def test_json_has_tokens_logprobs_usage_and_receipt(up: Up) -> None:
     new_prompt = f"Nobody has asked this before. {PROMPT}"
     found = as_json(up, "--max-tokens", "12", "--temperature", "0", "--ignore-eos", "--logprobs", "2", new_prompt)
-    assert set(found) == {"text", "token_ids", "logprobs", "finish_reason", "usage", "receipt"}
+    assert set(found) == {"request_id", "text", "token_ids", "logprobs", "finish_reason", "usage", "receipt"}
     receipt, usage, logprobs = found["receipt"], found["usage"], found["logprobs"]
     assert isinstance(receipt, dict)
     assert isinstance(usage, dict)
@@ -208,7 +208,7 @@ def test_wrong_requests_get_one_clear_line(up: Up, arguments: tuple[str, ...], w
 @pytest.mark.parametrize(
     ("flag", "value", "allowed"),
     [
-        ("--max-tokens", "0", "at least 1"),
+        ("--max-tokens", "0", "0 is not allowed; allowed: 1 to"),
         ("--temperature", "nan", "0 (greedy) to 100"),
         ("--top-p", "1.5", "up to 1"),
         ("--no-such-flag", "1", "--no-such-flag"),
@@ -355,7 +355,7 @@ def test_a_taken_port_is_one_line_before_the_model_is_looked_for(up: Up, role: s
 def test_up_says_in_one_line_that_its_port_is_taken(up: Up) -> None:
     port = up.gateway.rpartition(":")[2]
     line = error_line(baton("up", "--port", port), 1)
-    assert f"port {port} of 127.0.0.1 is taken" in line
+    assert f"port {port} of 127.0.0.1 is in use" in line
     assert "--port" in line
 
 

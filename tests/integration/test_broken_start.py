@@ -30,7 +30,7 @@ BY_OTHERS = {
 
 
 def check(fault: StartFault) -> None:
-    """The node and all its processes end, with the right exit code, and one line for the reason, the last about a failure."""
+    """The node and all its processes end, with the right exit code, and the last line about a failure is the reason."""
     ended = run_warm("decode_node", *arguments(NODE), prepare=partial(break_start, fault))
     pids = pids_in(fault.pids)
     until_gone(pids)

@@ -38,7 +38,7 @@ _TOTALS = LeaseTotals(0, 0, 0, 0.0)
 # The attributes of the objects under test that a state has, and those that it omits because they never change here or
 # because nothing depends on them: times, totals, counters.
 KEPT: dict[type, set[str]] = {
-    Receiver: {"_leases", "_blocks", "_closing", "_receptions", "_held", "_parked"},
+    Receiver: {"_leases", "_blocks", "_closing", "_receptions", "_slots_held", "_parked"},
     _Reception: {"tag", "slot", "request", "reading", "segment", "scatter"},
     LeaseTable: {"_leases"},
     _Lease: {"grant", "coverage", "cells_missing", "group", "closing", "scattering", "seen"},

@@ -177,7 +177,7 @@ def _believes_any_peer(patch: pytest.MonkeyPatch) -> None:
     ) -> list[DecodeCommand]:
         return self._lease_event(event, now_s)
 
-    patch.setattr(DecodeMachine, "_from_peer", mutated)
+    patch.setattr(DecodeMachine, "_peer_report", mutated)
 
 
 def _second_submit_takes_the_place(patch: pytest.MonkeyPatch) -> None:

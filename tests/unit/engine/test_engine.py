@@ -99,16 +99,6 @@ async def test_a_continued_request_resumes_at_its_next_token(built: BuiltRunner)
         assert again.logprob == pytest.approx(once.logprob, abs=1e-4)
 
 
-async def test_a_request_without_a_seed_gets_one(built: BuiltRunner) -> None:
-    async with running(built) as (engine, events):
-        for name in ("a", "b"):
-            engine.submit(
-                request(name, prompt_of(4), ResolvedSampling(max_tokens=12, temperature=3.0, ignore_eos=True))
-            )
-        await events.finished("a", "b")
-    assert events.ids("a") != events.ids("b")
-
-
 @pytest.mark.parametrize("min_tokens", [0, 12])
 async def test_end_of_sequence_ends_a_request_but_not_before_min_tokens(
     llama: Llama, built: BuiltRunner, min_tokens: int

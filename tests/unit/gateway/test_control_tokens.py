@@ -59,7 +59,7 @@ def test_a_text_with_secret_names_is_encoded_as_with_the_own_names(
 def test_a_special_token_that_counts_in_some_places_only_is_refused() -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken("word", single_word=True, special=True)])
-    with pytest.raises(ConfigError, match="'word' in some places only; allowed: allow"):
+    with pytest.raises(ConfigError, match="'word' only in some places; allowed: allow"):
         with_aliases(tokenizer)
 
 

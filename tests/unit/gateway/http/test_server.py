@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-import baton.gateway.http.call
+import baton.gateway.http.event_stream
 import baton.gateway.http.protocol
 from baton.core.errors import ConfigError
 from baton.gateway.http.app import App
@@ -175,7 +175,7 @@ async def test_a_body_that_stops_coming_is_not_waited_for(door: Door, monkeypatc
 
 async def test_a_stream_may_take_longer_than_its_request(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baton.gateway.http.protocol, "REQUEST_S", 0.01)
-    monkeypatch.setattr(baton.gateway.http.call, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(baton.gateway.http.event_stream, "KEEP_ALIVE_S", 0.01)
     wire = await door.stream({})
     assert (await wire.head()).status == 200
     while await wire.chunk() != b": keep-alive\n\n":
@@ -236,7 +236,7 @@ async def test_a_deadline_that_is_none_is_refused(door: Door) -> None:
 
 async def test_a_deadline_that_passes(door: Door) -> None:
     answer = await door.call("POST", "/v1/completions", COMPLETION, x_request_timeout_s="0.01")
-    assert (answer.status, answer.error["code"]) == (504, "deadline")
+    assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(door: Door) -> None:
@@ -298,7 +298,7 @@ async def test_a_stream_that_fails_midway_ends_with_an_error_event(door: Door) -
     wire = await door.stream({}, x_request_timeout_s="2")
     assert (await wire.head()).status == 200
     *_, event = (await wire.chunks()).decode().strip().split("\n\n")
-    assert json.loads(event.removeprefix("data: "))["error"]["code"] == "deadline"
+    assert json.loads(event.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
 
 
 async def test_an_aborted_stream_says_so(door: Door) -> None:
@@ -310,7 +310,7 @@ async def test_an_aborted_stream_says_so(door: Door) -> None:
 
 
 async def test_a_silent_stream_is_kept_alive(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baton.gateway.http.call, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(baton.gateway.http.event_stream, "KEEP_ALIVE_S", 0.01)
     wire = await door.stream({})
     await wire.head()
     await wire.chunk()

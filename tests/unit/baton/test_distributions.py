@@ -15,7 +15,6 @@ from packaging.requirements import Requirement
 
 from baton.core.version import __version__
 from baton.settings.environment import child_environment
-from tests.selection import find_modules
 
 ROOT = Path(__file__).resolve().parents[3]
 SPLIT = runpy.run_path(str(ROOT / "deploy/packages/split.py"))
@@ -34,7 +33,12 @@ CLIENT_IMPORTS = {
 }  # fmt: skip
 
 distribution_of: Callable[[str], str] = SPLIT["distribution_of"]
-MODULES = {name: ROOT / path for name, path in find_modules().items() if name.partition(".")[0] in SHIPPED}
+MODULES = {  # not those that are generated
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in SHIPPED
+    for path in (ROOT / folder).rglob("*.py")
+    if "_pb2" not in path.name
+}
 
 
 def project(distribution: str) -> dict[str, Any]:

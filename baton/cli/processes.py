@@ -108,7 +108,7 @@ def check_running(processes: Iterable[Process]) -> None:
 
 
 class _Reports:
-    """Receives reports of child processes. Each has its own connection, for which the kernel tells the sender's pid."""
+    """Receives reports of child processes. Each has its own connection, so the kernel knows the sender's pid."""
 
     def __init__(self) -> None:
         self.name = f"baton-{os.getpid()}-{secrets.token_hex(8)}"

@@ -1,4 +1,4 @@
-"""Runs a command line. An error is one line on stderr, and the exit code tells its kind."""
+"""Runs a command line. An error is one line on stderr, and the exit code depends on its kind."""
 
 import io
 import sys

@@ -78,7 +78,7 @@ async def _watch(target: str, console: Console, interval_s: float) -> None:
 
 
 class Frames:
-    """The frames of one gateway. A frame also tells if the gateway does not answer; the next frame asks it again."""
+    """The frames of one gateway. A frame also shows that the gateway does not answer; the next frame asks again."""
 
     def __init__(self, target: str) -> None:
         self._target = target

@@ -50,9 +50,9 @@ def protect_node(settings: ServerSettings, role: Role, where: Address) -> Protec
     return Protection(None, OpenGuard()) if tls is None else Protection(tls.server(), CertificateGuard())
 
 
-def protect_door(pems: Watched[Pems] | None, door: Authenticator) -> Protection:
+def protect_client_server(pems: Watched[Pems] | None, authenticator: Authenticator) -> Protection:
     """The protection of a gateway's server, which clients call."""
-    return Protection(None if pems is None else client_server_credentials(pems), ClientGuard(door))
+    return Protection(None if pems is None else client_server_credentials(pems), ClientGuard(authenticator))
 
 
 def watch_client_pems(files: Files) -> Watched[Pems] | None:

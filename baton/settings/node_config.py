@@ -40,7 +40,7 @@ _ADAPTERS = 8  # slots if adapters are wanted and no number is given
 _ADAPTER_NAME_MAX = 128
 _SEATS_MAX = 1 << 16
 _CACHE_MIB_MAX = 1 << 26
-_WAITING = 1024  # as many as a gateway takes by default
+_WAITING = 256  # as all measurements of overload had it
 
 
 class NodeSettings(CommonSettings):

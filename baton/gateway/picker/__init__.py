@@ -1,4 +1,4 @@
-"""An endpoint picker: tells a proxy which of several gateways should serve a request.
+"""An endpoint picker: chooses the gateway that serves a request, for a proxy that asks.
 
 It implements the endpoint picker protocol of the Gateway API Inference Extension, over Envoy's external processing.
 

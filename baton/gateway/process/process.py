@@ -21,7 +21,7 @@ from baton.gateway.serving.serving import OtherWorkers, Serving, SingleWorker
 from baton.gateway.text.model import ServedModel
 from baton.metrics.port import MetricsPort
 from baton.rpc import sockets
-from baton.rpc.secure_server import protect_door, watch_client_pems
+from baton.rpc.secure_server import protect_client_server, watch_client_pems
 from baton.rpc.server import GrpcServer, ListenAddress, stop_on_signals
 from baton.security.authenticator import Authenticator
 from baton.security.exposure import check_exposed
@@ -90,7 +90,7 @@ def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> BoundSocke
         settings.listen,
         advertise=settings.advertise,
         shared=shared,
-        protection=protect_door(pems, door),
+        protection=protect_client_server(pems, door),
         health_listen=settings.health_listen,
         receive_bytes_max=int(settings.http_body_mib * MIB),
         bounded=True,

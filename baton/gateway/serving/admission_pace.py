@@ -149,7 +149,7 @@ class StartRate:
         self._cost += cost
 
     def at(self, now_s: float, least_s: float) -> float | None:
-        """None: not known, because less time than `least_s` has passed or nothing was started."""
+        """Returns None if less time than `least_s` has passed, or nothing was started."""
         self._pass(now_s)
         return self._cost / self._busy_s if self._cost and self._busy_s >= least_s else None
 

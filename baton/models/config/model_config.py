@@ -188,7 +188,7 @@ class Scoring(StrEnum):
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts; `layers` tells for each layer whether its MLP is one. A size of 0 means that the part does
+    """A mixture of experts; `layers` says of each layer whether its MLP is one. A size of 0 means that the part does
     not exist.
 
     Attributes:

@@ -60,10 +60,10 @@ def test_a_node_that_drains_serves_and_one_that_is_lost_or_foreign_does_not() ->
 def report_content(fleet: SmallFleet, node: str, digest: str, *, weights: str = "weights", now_s: float = 1.0) -> str:
     """The node's status says that its weights have this content digest; returns why it is not used."""
     role, nodes = (DECODE, fleet.decodes) if node.startswith("d") else (PREFILL, fleet.prefills)
-    told = node_status_pb2.NodeStatus()
-    told.CopyFrom(nodes[node].status)
-    told.info.model.content_digest, told.info.model.weights_digest = digest, weights
-    fleet.status_received(role, node, told, now_s)
+    reported = node_status_pb2.NodeStatus()
+    reported.CopyFrom(nodes[node].status)
+    reported.info.model.content_digest, reported.info.model.weights_digest = digest, weights
+    fleet.status_received(role, node, reported, now_s)
     return nodes[node].detail
 
 

@@ -182,19 +182,35 @@ class Client:
         return self._loop.run(self._client.tokenizer(model))
 
     def _iterate(self, events: AsyncGenerator[Event, None]) -> Generator[Event, None, None]:
+        stream = _Stream(events)
         try:
-            while (event := self._loop.run(_next(events))) is not None:
+            while (event := self._loop.run(stream.next())) is not None:
                 yield event
         finally:
-            self._loop.begin(lambda: _end(events))
+            self._loop.begin(stream.end)
 
 
-async def _end(events: AsyncGenerator[Event, None]) -> None:
-    await events.aclose()
+class _Stream:
+    """A stream of events on the loop that may be ended while its next event is awaited."""
 
+    def __init__(self, events: AsyncGenerator[Event, None]) -> None:
+        self._events = events
+        self._reader: asyncio.Task[Any] | None = None  # waits for the next event
 
-async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
-    return await anext(events, None)
+    async def next(self) -> Event | None:
+        """Returns None after the last event."""
+        self._reader = asyncio.current_task()
+        try:
+            return await anext(self._events, None)
+        finally:
+            self._reader = None
+
+    async def end(self) -> None:
+        """Ends the request. A Ctrl-C may leave `next` running, because it can strike before anyone waits for it."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+        await self._events.aclose()
 
 
 class _LoopThread:

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 import baton
-from baton.client.sync import Client
+from baton.client.sync import Client, _Stream
 from baton.core.errors import Cancelled, NoNode
 from baton.protos.v1 import common_pb2, generation_pb2_grpc
 from baton.protos.v1 import generation_pb2 as pb
@@ -155,6 +155,24 @@ def test_a_forked_process_is_told_not_to_use_its_parents_client() -> None:
             client.close()  # does nothing, and does not wait
             os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
+
+
+async def test_a_stream_ends_whose_next_event_is_still_awaited() -> None:
+    """A Ctrl-C between the submission of the read and the wait for it leaves the read running."""
+
+    async def use(client: Client) -> None:
+        stream = _Stream(client._client.generate("endless"))
+        assert await stream.next() is not None
+        reading = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        await stream.end()
+        assert reading.cancelled()
+
+    async with endless() as (address, service):
+        client = await asyncio.to_thread(Client, address)
+        await asyncio.to_thread(client._loop.run, use(client))
+        await asyncio.wait_for(service.ended.wait(), BOUND_S)
+        await asyncio.to_thread(client.close)
 
 
 LEAVES_OPEN = """

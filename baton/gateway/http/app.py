@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.core.errors import BatonError, InternalError, InvalidRequest
+from baton.core.log_lines import printable
 from baton.core.version import __version__
 from baton.gateway.http.call import REQUEST_ID, Context, HttpCall
 from baton.gateway.http.errors import HttpRefusal, error_response
@@ -28,6 +29,7 @@ from baton.security.identity import NOBODY, enter
 
 _CURE = "set API keys (BATON_API_KEYS), or make the proxy send the address that it connects to as the host"
 _REQUEST_ID_CHARACTERS_MAX = 256
+_WARNING_CHARACTERS_MAX = 300
 _SCHEMAS = "#/components/schemas/{model}"
 
 log = logging.getLogger("baton")
@@ -76,6 +78,10 @@ class App:
             except Exception as error:  # noqa: BLE001  the framework would answer in its own shape
                 return self._error(request.scope, error)
             response.headers["x-request-id"] = call.request_id
+            for text in call.warnings:
+                response.headers.append(
+                    "x-baton-warning", printable(text, _WARNING_CHARACTERS_MAX).encode("ascii", "replace").decode()
+                )
             return response
 
         extra: dict[str, Any] = {}

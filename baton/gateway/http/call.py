@@ -43,6 +43,7 @@ T = TypeVar("T")
 REQUEST_ID = "baton.request_id"  # key in the scope of a request
 
 _SMALL_BODY = 1 << 16  # bytes; parsing a body of this size blocks the event loop for milliseconds at worst
+_WARNINGS_MAX = 16  # a client's parser limits the size of an answer's headers
 _DEADLINES = ("x-request-timeout-s", "x-baton-deadline-s")
 
 log = logging.getLogger("baton")
@@ -87,6 +88,7 @@ class HttpCall:
         request_id: the client's x-request-id, or a random id; the answer repeats it.
         wants_receipt: whether the client asked for the receipt by a header.
         field_names: this API's names of our fields, for errors, where they differ.
+        warnings: what `warn` was given so far.
 
     Raises:
         InvalidRequest: a header has a wrong value.
@@ -99,6 +101,7 @@ class HttpCall:
         self.request_id: str = request.scope[REQUEST_ID]
         self.wants_receipt = request.headers.get("x-baton-receipt", "") in ("1", "true")
         self.field_names: dict[str, str] = {}
+        self.warnings: list[str] = []
         self._limit_s = _limit_s(request)
         self._ttft_s = _seconds(request, "x-baton-ttft-s")
         self._tpot_s = _seconds(request, "x-baton-tpot-s")
@@ -110,6 +113,11 @@ class HttpCall:
     def budget_s(self) -> float | None:
         """Seconds left of the client's limit; None if the client set none."""
         return None if self._limit_s is None else self._limit_s - (self._loop.time() - self._started_at_s)
+
+    def warn(self, text: str) -> None:
+        """Adds a header `x-baton-warning` to the answer, for a part of the request that is served without effect."""
+        if text not in self.warnings and len(self.warnings) < _WARNINGS_MAX:
+            self.warnings.append(text)
 
     async def read(self, model: type[M]) -> M:
         """Returns the body as a checked model. Raises what `read_as` raises."""

@@ -1,6 +1,7 @@
 """`python -m tests.selection quick | changed`: test files chosen by what they import, one path a line.
 
-`quick`: tests that reach neither torch nor a cluster of real processes. `changed`: tests that reach a file that differs
+`quick`: the cheapest tests that reach neither torch nor a cluster of real processes, by the CPU seconds that
+`tests.cpu_seconds` measured. `changed`: tests that reach a file that differs
 from the commit named by `--since` (default: origin/main, else main, else HEAD), as git reports it.
 """
 
@@ -9,7 +10,10 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
+
+from tests import cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"torch", "transformers", "safetensors", "ucxx", "triton"}
@@ -18,6 +22,7 @@ SLOW_FOLDERS = (
     "tests/interop", "tests/simulation", "tests/test_architecture.py",
 )  # fmt: skip
 SLOW_HELPERS = {"tests.warm", "tests.integration.cluster"}
+QUICK_CPU_S = 70.0  # of all quick tests; two workers also import every file, for about 10 s each
 
 
 def main() -> None:
@@ -58,13 +63,21 @@ def closures(modules: Mapping[str, Path]) -> dict[str, set[str]]:
 
 
 def quick(modules: Mapping[str, Path], reached: Mapping[str, set[str]]) -> set[str]:
-    return {
+    pure = {
         str(path)
         for name, path in modules.items()
         if _is_test(path)
         and not str(path).startswith(SLOW_FOLDERS)
         and not any(each.partition(".")[0] in HEAVY or each in SLOW_HELPERS for each in reached[name])
     }
+    return cheapest(pure, cpu_seconds.read(), QUICK_CPU_S)
+
+
+def cheapest(files: set[str], measured: Mapping[str, float], most_s: float) -> set[str]:
+    """The files of least CPU time that take at most `most_s` together. Files that nobody measured count as free."""
+    by_cost = sorted(files, key=lambda file: (measured.get(file, 0.0), file))
+    total_s = accumulate(measured.get(file, 0.0) for file in by_cost)
+    return {file for file, so_far_s in zip(by_cost, total_s, strict=True) if so_far_s <= most_s}
 
 
 def touched(modules: Mapping[str, Path], reached: Mapping[str, set[str]], changed: set[str]) -> set[str]:

@@ -14,7 +14,10 @@ PAGES = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/*.md",
+    "SECURITY.md",
     "deploy/README.md",
+    "examples/README.md",
+    "examples/kubernetes/README.md",
     "baton/models/demo/README.md",
     "bench/results/*.md",
 )

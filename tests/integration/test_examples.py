@@ -100,4 +100,4 @@ def test_every_example_is_run_and_listed() -> None:
     here = {path.name for path in FOLDER.iterdir()} - {"README.md", "__pycache__"}
     assert here == tested
     listed = (FOLDER / "README.md").read_text()
-    assert all(f"]({name})" in listed for name in here)
+    assert all(f"]({name}" in listed for name in here)

@@ -14,8 +14,11 @@ def stable_first(texts: Sequence[str]) -> list[str]:
     """Returns the texts of a system prompt without `x-anthropic-` header lines at their beginning, and with those that
     only tell the date or the time at the end."""
     kept = [text for text in map(_without_headers, texts) if text]
-    clocks = [text for text in kept if _CLOCK.fullmatch(text.strip())]
-    return [text for text in kept if text not in clocks] + clocks
+    return sorted(kept, key=_is_clock)
+
+
+def _is_clock(text: str) -> bool:
+    return _CLOCK.fullmatch(text.strip()) is not None
 
 
 def _without_headers(text: str) -> str:

@@ -4,7 +4,8 @@ only at the beginning. Pure.
 Each instruction keeps its place, so that the prompt of a later turn still begins with that of this one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 _TAGGED = "<system-reminder>\n{}\n</system-reminder>"
@@ -17,26 +18,37 @@ def fold_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     an answer is added to the beginning of the user's next message.
     """
     folded: list[dict[str, Any]] = []
-    waiting: list[str] = []  # instructions after an answer
-    for message in messages:
-        role = message.get("role")
-        if role == "system" and folded and folded[-1].get("role") == "assistant":
-            waiting.append(_tagged(message))
-        elif role == "system" and folded:
-            text = _text(message) if folded[-1].get("role") == "system" else _tagged(message)
-            folded[-1] = {**folded[-1], "content": _joined(folded[-1].get("content", ""), text)}
-        elif role == "user" and waiting:
-            folded.append({**message, "content": _joined("\n\n".join(waiting), message.get("content", ""))})
-            waiting = []
+    waiting = ""  # instructions after an answer
+    for is_system, group in groupby(messages, key=lambda message: message.get("role") == "system"):
+        if not is_system:
+            folded += _after(waiting, list(group))
+            waiting = ""
+        elif not folded:
+            first, *others = group
+            folded.append(_with(first, [_text(message) for message in others]))
         else:
-            folded += _as_user(waiting)
-            waiting = []
-            folded.append(message)
-    return folded + _as_user(waiting)
+            tagged = [_TAGGED.format(_text(message)) for message in group]
+            if folded[-1].get("role") == "assistant":
+                waiting = "\n\n".join(tagged)
+            else:
+                folded[-1] = _with(folded[-1], tagged)
+    return folded + _after(waiting, [])
 
 
-def _as_user(texts: Sequence[str]) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "\n\n".join(texts)}] if texts else []
+def _after(waiting: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds instructions that wait to the messages after them. Between a call and its result, the result gets them."""
+    if not waiting:
+        return messages
+    if messages and messages[0].get("role") == "tool":
+        return [_with(messages[0], [waiting]), *messages[1:]]
+    if messages and messages[0].get("role") == "user":
+        first, *others = messages
+        return [{**first, "content": _joined([waiting, first.get("content", "")])}, *others]
+    return [{"role": "user", "content": waiting}, *messages]
+
+
+def _with(message: dict[str, Any], texts: Iterable[str]) -> dict[str, Any]:
+    return {**message, "content": _joined([message.get("content", ""), *texts])}
 
 
 def _text(message: dict[str, Any]) -> str:
@@ -44,15 +56,11 @@ def _text(message: dict[str, Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _tagged(message: dict[str, Any]) -> str:
-    return _TAGGED.format(_text(message))
-
-
-def _joined(first: Any, second: Any) -> Any:
-    """Joins two contents, each a string or a list of parts."""
-    if isinstance(first, str) and isinstance(second, str):
-        return "\n\n".join(filter(None, (first, second)))
-    return [part for content in (first, second) for part in _parts(content)]
+def _joined(contents: Sequence[Any]) -> Any:
+    """Joins contents, each a string or a list of parts; a string, unless one of them is a list."""
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(filter(None, contents))
+    return [part for content in contents for part in _parts(content)]
 
 
 def _parts(content: Any) -> list[Any]:

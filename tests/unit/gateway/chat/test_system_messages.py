@@ -56,6 +56,7 @@ def test_a_template_that_takes_them_gets_them() -> None:
         ((SYSTEM, USER, NOTE), f"<system>S<user>U\n\n{FOLDED}"),
         ((USER, NOTE, NOTE), f"<user>U\n\n{FOLDED}\n\n{FOLDED}"),
         ((USER, CALL, RESULT, NOTE), f"<user>U<assistant><tool>R\n\n{FOLDED}"),
+        ((USER, CALL, NOTE, RESULT), f"<user>U<assistant><tool>R\n\n{FOLDED}"),
         ((USER, ANSWER, NOTE, USER), f"<user>U<assistant>A<user>{FOLDED}\n\nU"),
         ((USER, ANSWER, NOTE), f"<user>U<assistant>A<user>{FOLDED}"),
         ((USER, ANSWER, NOTE, ANSWER, USER), f"<user>U<assistant>A<user>{FOLDED}<assistant>A<user>U"),
@@ -76,6 +77,10 @@ def test_a_later_turn_begins_with_the_same_prompt() -> None:
     turns = [SYSTEM, USER, NOTE, CALL, RESULT, NOTE]
     first = prompt(model, *turns).removesuffix("<assistant>")
     assert prompt(model, *turns, ANSWER, USER).startswith(first)
+
+
+def test_many_instructions_are_folded_at_once() -> None:
+    assert prompt(model_of(ONLY_FIRST), USER, *[NOTE] * 100_000).count("N") == 100_000
 
 
 def test_a_template_without_system_messages_says_so() -> None:

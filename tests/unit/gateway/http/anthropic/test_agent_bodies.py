@@ -57,6 +57,11 @@ def test_a_block_with_more_than_the_date_keeps_its_place(text: str) -> None:
     assert stable_first([text, "Be brief."]) == [text, "Be brief."]
 
 
+def test_many_blocks_with_the_date_are_moved_at_once() -> None:
+    clocks = [f"Current time: 10:31:07.{number}" for number in range(100_000)]
+    assert stable_first([*clocks, "Be brief."])[0] == "Be brief."
+
+
 def test_instructions_between_turns_keep_their_places() -> None:
     note = {"role": "system", "content": [{"type": "text", "text": "5 files changed"}]}
     assert [turn["role"] for turn in talk(USER, note, ANSWER, USER, note)] == [

@@ -11,6 +11,7 @@ from baton.gateway.http.anthropic.blocks import (
     DocumentBlock,
     DocumentContent,
     Message,
+    PlainText,
     RedactedThinking,
     ResultBlock,
     SearchResultBlock,
@@ -140,9 +141,12 @@ def _texts(block: Block | ResultBlock) -> list[str]:
 
 def _source(block: DocumentBlock) -> list[str]:
     source = block.source
-    if not isinstance(source, DocumentContent):
+    if isinstance(source, PlainText):
         return [source.data]
-    return [source.content] if isinstance(source.content, str) else [part.text for part in source.content]
+    assert isinstance(source, DocumentContent), "documents without text are refused"
+    if isinstance(source.content, str):
+        return [source.content]
+    return [part.text for part in source.content if isinstance(part, TextBlock)]
 
 
 def _arguments(where: str, given: Json) -> str:

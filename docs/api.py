@@ -68,8 +68,8 @@ _MEANINGS = {
     "reasoning": "`effort`: none turns reasoning off where the template can; `summary` is ignored",
     "include": "`message.output_text.logprobs`",
     "truncation": "auto: leave out the oldest turns that do not fit",
-    "thinking": "enabled, adaptive or disabled; the budget is not enforced",
-    "output_config": "`effort`, `format`",
+    "thinking": "enabled, adaptive, disabled or between_tools (disabled); the budget is not enforced",
+    "output_config": "`effort`, `format`; `task_budget` has no effect",
     "cache_control": "accepted: every prefix is cached",
     "user": IGNORED,
     "metadata": IGNORED,
@@ -80,6 +80,11 @@ _MEANINGS = {
     "prompt_cache_retention": IGNORED,
     "prompt_cache_options": IGNORED,
     "inference_geo": IGNORED,
+    "billing_policy": IGNORED,
+    "fallback_credit_token": IGNORED,
+    "betas": IGNORED,
+    "anthropic_beta": IGNORED,
+    "anthropic_version": IGNORED,
 }
 
 

@@ -176,3 +176,51 @@ def test_the_beta_endpoint_and_its_headers_are_accepted(client: Anthropic) -> No
     )
     assert answer.usage.output_tokens == 2
     assert answer._request_id
+
+
+def test_a_stream_begins_with_the_prompts_tokens(client: Anthropic) -> None:
+    counted = client.messages.count_tokens(model="llama", messages=ASKED, system="Be exact.").input_tokens
+    with client.messages.stream(model="llama", messages=ASKED, system="Be exact.", max_tokens=4) as stream:
+        (start,) = (event for event in stream if event.type == "message_start")
+        used = start.message.usage
+        final = stream.get_final_message().usage
+    assert used.input_tokens + (used.cache_read_input_tokens or 0) == counted
+    assert (used.input_tokens, used.cache_read_input_tokens) == (final.input_tokens, final.cache_read_input_tokens)
+
+
+def test_a_billing_header_spoils_no_cached_prefix(client: Anthropic) -> None:
+    def cached(checksum: str) -> int:
+        header = f"x-anthropic-billing-header: cc_version=2.1.0; cch={checksum};"
+        texts = (header, "Return the name of the class and of each of its methods. " * 8)
+        system: Any = [{"type": "text", "text": text} for text in texts]
+        answer = client.messages.create(model="llama", messages=ASKED, system=system, max_tokens=1)
+        return answer.usage.cache_read_input_tokens or 0
+
+    cached("1a2b3")
+    assert cached("4d5e6") > 64
+
+
+def test_an_agents_request_is_served_and_names_what_has_no_effect(client: Anthropic) -> None:
+    searched: Any = {**WEATHER, "defer_loading": True}
+    reference: Any = {"type": "tool_reference", "tool_name": "weather"}
+    search: Any = {"name": "ToolSearch", "input_schema": {"type": "object"}}
+    call: Any = {"type": "tool_use", "id": "c", "name": "ToolSearch", "input": {}}
+    turns: Any = [
+        *ASKED,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [reference]}]},
+        {"role": "system", "content": "Use the tool.", "clear_at": "next_user_message"},
+    ]
+    with client.beta.messages.stream(
+        model="llama", messages=turns, max_tokens=200, extra_body=GREEDY, betas=["context-management-2025-06-27"],
+        tools=[search, searched, {"type": "web_search_20250305", "name": "web_search"}],
+        tool_choice={"type": "tool", "name": "weather"},
+        context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
+    ) as stream:  # fmt: skip
+        final = stream.get_final_message()
+        warnings = stream.response.headers.get_list("x-baton-warning")
+    (block,) = final.content
+    assert block.type == "tool_use"
+    assert final.context_management is not None
+    assert final.context_management.applied_edits == []
+    assert ["web_search_20250305" in warnings[0], "clear_tool_uses_20250919" in warnings[1]] == [True, True]

@@ -52,6 +52,7 @@ class OutputParts:
         keeps_tokens: keep the tokens of text parts, for logprobs.
 
     Attributes:
+        usage: tokens of the prompt from the first message on, and of the output at its end.
         reasoning_tokens: number of reasoning tokens; a message that adds several parts counts for the last one.
     """
 
@@ -95,6 +96,8 @@ class OutputParts:
             self.receipt = message.receipt
         if message.HasField("usage"):
             self.usage = message.usage
+        elif message.HasField("prompt_usage"):
+            self.usage = message.prompt_usage
         return grown
 
     def collect(self, message: pb.GenerateResponse) -> bytes:

@@ -103,12 +103,17 @@ def tag(name: str) -> PydanticTag:
     return PydanticTag(_TAG + name)
 
 
-def by_type(default: str | None = None) -> Discriminator:
-    """Chooses an object's shape by its `type`; an object without one has the shape `default`."""
+def by_type(default: str | None = None, *, family: Callable[[str], str] = str) -> Discriminator:
+    """Chooses an object's shape by its `type`; an object without one, or with null, has the shape `default`.
+
+    Args:
+        family: returns the tag of a type, where several types have one shape.
+    """
 
     def choose(value: object) -> str | None:
-        found = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-        return _TAG + found if isinstance(found, str) else None
+        found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        found = default if found is None else found
+        return _TAG + family(found) if isinstance(found, str) else None
 
     return Discriminator(choose)
 

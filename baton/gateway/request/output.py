@@ -157,7 +157,7 @@ class RequestOutput:
         """Drops the early tokens. Called when the node that sent them leaves the request."""
         self._order.forget_early()
 
-    def message(self, now_s: float) -> list[Respond]:
+    def message(self, draft: ReceiptDraft, now_s: float) -> list[Respond]:
         """The message with the tokens since the last message; an empty list if there are none."""
         message = self._reply.take()
         if message is None:
@@ -165,8 +165,11 @@ class RequestOutput:
         tokens = len(message.tokens)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
+            prompt_tokens = len(self._request.prompt)
             message.revision = answer_revision(self.revision, self._request.adapter)
-            self._meter.first(now_s - self._request.started_at_s, tokens, len(self._request.prompt))
+            message.prompt_usage.prompt_tokens = prompt_tokens
+            message.prompt_usage.cached_tokens = min(draft.cached_tokens, prompt_tokens)
+            self._meter.first(now_s - self._request.started_at_s, tokens, prompt_tokens)
         else:
             self._meter.next(now_s - self._passed_on_at_s, tokens)
         self._passed_on_at_s = now_s

@@ -54,7 +54,7 @@ class GatewayRequestState:
 
     def respond(self) -> None:
         """Adds a message with the tokens that the client does not have yet."""
-        self.commands += self.output.message(self.now_s)
+        self.commands += self.output.message(self.receipt, self.now_s)
 
     # ---- time
 

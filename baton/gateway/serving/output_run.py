@@ -187,6 +187,8 @@ def _spread(message: pb.GenerateResponse, parts: list[pb.ChatDelta], *, tokens_l
     messages = [pb.GenerateResponse(index=message.index, chat=part) for part in parts]
     first, last = messages[0], messages[-1]
     first.text, first.request_id, first.revision = message.text, message.request_id, message.revision
+    if message.HasField("prompt_usage"):
+        first.prompt_usage.CopyFrom(message.prompt_usage)
     (last if tokens_last else first).tokens.extend(message.tokens)
     first.prompt_logprobs.extend(message.prompt_logprobs)
     last.finish_reason, last.stop_reason = message.finish_reason, message.stop_reason

@@ -13,7 +13,12 @@ from pydantic_core import from_json
 from baton.core.errors import BatonError
 from baton.gateway.http.answer_parts import AnswerPart, AnswerStream, Growth, OutputParts, event
 from baton.gateway.http.anthropic.errors import anthropic_error
-from baton.gateway.http.anthropic.models import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
+from baton.gateway.http.anthropic.models import (
+    CountTokensRequest,
+    MessagesRequest,
+    ThinkingAdaptive,
+    ThinkingEnabled,
+)
 from baton.gateway.text.chat.parsing.lenient_json import ArgumentReader, strict_json
 from baton.protos.v1 import common_pb2
 
@@ -34,6 +39,7 @@ class MessageObject:
     Attributes:
         model: the model's name, as the answer shows it.
         omits_thinking: leave out the text of reasoning.
+        names_edits: the client asked for edits of the conversation, so the answer lists them: there are none.
         write_receipt: formats the receipt; None: the answer has no receipt.
     """
 
@@ -42,6 +48,7 @@ class MessageObject:
     max_tokens: int
     stop_sequences: tuple[str, ...] = ()
     omits_thinking: bool = False
+    names_edits: bool = False
     write_receipt: WriteReceipt | None = None
 
     @classmethod
@@ -51,17 +58,25 @@ class MessageObject:
         thinking = request.thinking
         shows = thinking.display if isinstance(thinking, ThinkingEnabled | ThinkingAdaptive) else None
         stop = tuple(request.stop_sequences or ())
-        return cls(id, model, request.max_tokens, stop, shows == "omitted", write_receipt)
+        edits = request.context_management is not None
+        return cls(id, model, request.max_tokens, stop, shows == "omitted", edits, write_receipt)
 
-    def begun(self) -> dict[str, Any]:
-        """Returns the message before its first block. Its usage is zero, because counts are known only at the end."""
-        return self._object([], {"stop_reason": None, "stop_sequence": None}, usage(OutputParts()))
+    def begun(self, answer: OutputParts) -> dict[str, Any]:
+        """Returns the message before its first block. Its usage has the prompt's tokens."""
+        return self._object([], {"stop_reason": None, "stop_sequence": None}, usage(answer))
 
     def ended(self, answer: OutputParts) -> bytes:
         message = self._object([self.block(part) for part in answer.parts], self.stop(answer), usage(answer))
+        return orjson.dumps(message | self.extras(answer))
+
+    def extras(self, answer: OutputParts) -> dict[str, Any]:
+        """Returns what the end of the message has on request."""
+        extras: dict[str, Any] = {}
+        if self.names_edits:
+            extras["context_management"] = {"applied_edits": []}
         if self.write_receipt is not None:
-            message["baton"] = {"receipt": self.write_receipt(answer.receipt)}
-        return orjson.dumps(message)
+            extras["baton"] = {"receipt": self.write_receipt(answer.receipt)}
+        return extras
 
     def block(self, part: AnswerPart) -> dict[str, Any]:
         """Returns the content block of a whole part."""
@@ -108,6 +123,12 @@ def usage(answer: OutputParts) -> dict[str, Any]:
     }
 
 
+def counted(request: CountTokensRequest, tokens: int) -> dict[str, Any]:
+    """Returns the answer to a request that counts tokens."""
+    edited = {} if request.context_management is None else {"context_management": {"original_input_tokens": tokens}}
+    return {"input_tokens": tokens, **edited}
+
+
 def signature(part: AnswerPart) -> str:
     """Returns a signature for a reasoning block. Baton never checks it, but some clients drop blocks without one."""
     return hashlib.sha256(part.text.encode()).hexdigest()
@@ -143,9 +164,7 @@ class MessageStream(AnswerStream):
         if answer.parts:
             events += self._stop(answer.parts[-1])
         end = {"type": "message_delta", "delta": self._message.stop(answer), "usage": usage(answer)}
-        if self._message.write_receipt is not None:
-            end["baton"] = {"receipt": self._message.write_receipt(answer.receipt)}
-        events.append(event("message_delta", orjson.dumps(end)))
+        events.append(event("message_delta", orjson.dumps(end | self._message.extras(answer))))
         events.append(event("message_stop", b'{"type":"message_stop"}'))
         return b"".join(events)
 
@@ -153,7 +172,7 @@ class MessageStream(AnswerStream):
         return event("error", orjson.dumps(anthropic_error(error, self._request_id)))
 
     def _begin(self) -> list[bytes]:
-        start = {"type": "message_start", "message": self._message.begun()}
+        start = {"type": "message_start", "message": self._message.begun(self._answer)}
         return [event("message_start", orjson.dumps(start)), event("ping", b'{"type":"ping"}')]
 
     def _next_part(self, part: AnswerPart) -> list[bytes]:

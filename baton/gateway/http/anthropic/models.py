@@ -1,6 +1,7 @@
 """Models of the bodies of `POST /v1/messages` and `/v1/messages/count_tokens`.
 
-Parameters that this server does not support are declared too, so that an error can name them.
+Parameters that this server does not support are declared too, so that an error can name them. `no_effect` says which
+accepted parts of a request have no effect.
 """
 
 from typing import Annotated, Any, Literal
@@ -8,130 +9,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from baton.core.sampling_field import Door
-from baton.gateway.http.checking import TEXT_OR_LIST, Items, JsonObject, Model, PositiveU32, by_type, tag, unsupported
+from baton.gateway.http.anthropic.blocks import CacheControl, Effort, OpenObject, TextOrTexts, Turn
+from baton.gateway.http.anthropic.tools import Tool, ToolChoice
+from baton.gateway.http.checking import Items, JsonObject, Model, PositiveU32, by_type, tag, unsupported
 from baton.gateway.http.common_fields import CommonFields
 from baton.gateway.http.sampling import takes_sampling
 
 THINKING_TOKENS_MIN = 1024
 
 Ignored = Any
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
-CallId = Annotated[str, Field(min_length=1)]
-
-
-class CacheControl(Model):
-    """Accepted without effect, because every prefix is cached."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class TextBlock(Model):
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-    citations: Ignored = None
-
-
-TextOrTexts = Annotated[
-    Annotated[str, tag("text")]
-    | Annotated[Items[Annotated[Annotated[TextBlock, tag("text")], by_type()]], tag("list")],
-    TEXT_OR_LIST,
-]
-
-
-class Thinking(Model):
-    """Reasoning of an earlier turn. The signature is not checked."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str | None = None
-
-
-class RedactedThinking(Model):
-    """Encrypted reasoning, which only its author can read. Baton leaves it out."""
-
-    type: Literal["redacted_thinking"]
-    data: str
-
-
-class ToolUse(Model):
-    type: Literal["tool_use"]
-    id: CallId
-    name: Annotated[str, Field(min_length=1)]
-    input: JsonObject
-    cache_control: CacheControl | None = None
-    caller: Ignored = None
-    toolset_name: Ignored = None
-
-
-class ToolResult(Model):
-    type: Literal["tool_result"]
-    tool_use_id: CallId
-    content: TextOrTexts | None = None
-    is_error: bool | None = None
-    cache_control: CacheControl | None = None
-    toolset_name: Ignored = None
-
-
-Block = Annotated[
-    Annotated[TextBlock, tag("text")]
-    | Annotated[Thinking, tag("thinking")]
-    | Annotated[RedactedThinking, tag("redacted_thinking")]
-    | Annotated[ToolUse, tag("tool_use")]
-    | Annotated[ToolResult, tag("tool_result")],
-    by_type(),
-]
-TextOrBlocks = Annotated[Annotated[str, tag("text")] | Annotated[Items[Block], tag("list")], TEXT_OR_LIST]
-
-
-class Message(Model):
-    role: Literal["user", "assistant", "system"]
-    content: TextOrBlocks
-
-
-class Tool(Model):
-    type: Literal["custom"] | None = None
-    name: ToolName
-    description: str | None = None
-    input_schema: JsonObject
-    strict: bool | None = None
-    cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = None
-    input_examples: Items[JsonObject] | None = None
-    allowed_callers: Items[Literal["direct"]] | None = None
-    defer_loading: Annotated[None, unsupported("every tool is part of the prompt", False)] = None
-
-
-class Auto(Model):
-    type: Literal["auto"]
-    disable_parallel_tool_use: bool = False
-
-
-class AnyTool(Model):
-    type: Literal["any"]
-    disable_parallel_tool_use: bool = False
-
-
-class OneTool(Model):
-    type: Literal["tool"]
-    name: ToolName
-    disable_parallel_tool_use: bool = False
-
-
-class NoTool(Model):
-    type: Literal["none"]
-
-
-ToolChoice = Annotated[
-    Annotated[Auto, tag("auto")]
-    | Annotated[AnyTool, tag("any")]
-    | Annotated[OneTool, tag("tool")]
-    | Annotated[NoTool, tag("none")],
-    by_type(),
-]
-
-Display = Literal["summarized", "omitted"]
+Display = Literal["summarized", "omitted", "updates"]
 
 
 class ThinkingEnabled(Model):
@@ -140,22 +27,30 @@ class ThinkingEnabled(Model):
     type: Literal["enabled"]
     budget_tokens: Annotated[int, Field(ge=THINKING_TOKENS_MIN)]
     display: Display | None = None
+    block_binding: Ignored = None
 
 
 class ThinkingAdaptive(Model):
     type: Literal["adaptive"]
     display: Display | None = None
+    block_binding: Ignored = None
 
 
 class ThinkingDisabled(Model):
-    type: Literal["disabled"]
+    """No reasoning. `between_tools` allows short notes between tool calls, which is no more than a model may write."""
+
+    type: Literal["disabled", "between_tools"]
+
+
+def _thinking(type: str) -> str:
+    return "disabled" if type == "between_tools" else type
 
 
 ThinkingConfig = Annotated[
     Annotated[ThinkingEnabled, tag("enabled")]
     | Annotated[ThinkingAdaptive, tag("adaptive")]
     | Annotated[ThinkingDisabled, tag("disabled")],
-    by_type(),
+    by_type(family=_thinking),
 ]
 
 
@@ -165,39 +60,67 @@ class JsonFormat(Model):
 
 
 class OutputConfig(Model):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     format: JsonFormat | None = None
+    task_budget: JsonObject | None = None
 
 
 class Metadata(Model):
     user_id: str | None = None
 
 
+class ContextEdit(OpenObject):
+    """A change to the conversation that Anthropic's servers would make. Accepted without effect."""
+
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(OpenObject):
+    edits: Items[ContextEdit] = Field(default_factory=list)
+
+
+class McpServer(OpenObject):
+    """A server that Anthropic's servers would ask for tools. Accepted without effect."""
+
+    name: str = ""
+
+
 @takes_sampling(Door.MESSAGES)
 class CountTokensRequest(CommonFields):
-    """Body of `POST /v1/messages/count_tokens`."""
+    """Body of `POST /v1/messages/count_tokens`, which may be that of `POST /v1/messages`."""
 
     model: str = ""
-    messages: Annotated[Items[Message], Field(min_length=1)]
+    messages: Annotated[Items[Turn], Field(min_length=1)]
     system: TextOrTexts | None = None
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     stop_sequences: Items[Annotated[str, Field(min_length=1)]] | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = Field(None, description="older name of `output_config.format`")
+    max_tokens: PositiveU32 | None = None
+    stream: bool | None = None
     cache_control: CacheControl | None = None
-    speed: Annotated[None, unsupported("there is one speed: leave it out", "standard")] = None
-    context_management: Annotated[None, unsupported("send the messages that are wanted")] = None
-    mcp_servers: Annotated[None, unsupported("give tools, and run them yourself", [])] = None
+    context_management: ContextManagement | None = Field(None, description="accepted: no message is edited")
+    mcp_servers: Items[McpServer] | None = Field(None, description="accepted: no server is asked for tools")
+    speed: Literal["standard", "fast"] | None = Field(None, description="accepted: there is one speed")
+    container: Ignored = Field(None, description="accepted: no code is run here")
+    diagnostics: JsonObject | None = Field(None, description="accepted: nothing is diagnosed")
+    fallbacks: Ignored = Field(None, description="accepted: there is no other model")
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    inference_geo: str | None = None
+    billing_policy: Ignored = None
+    fallback_credit_token: Ignored = None
+    betas: Items[str] | None = None
+    anthropic_beta: Items[str] | None = None
+    anthropic_version: str | None = None
+    compaction: Annotated[None, unsupported("ask the model for a summary")] = None
+    thread: Annotated[None, unsupported("this server stores no answers: send all messages")] = None
 
 
 class MessagesRequest(CountTokensRequest):
     """Body of `POST /v1/messages`."""
 
     max_tokens: PositiveU32
-    stream: bool | None = None
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    inference_geo: str | None = None
-    container: Annotated[None, unsupported("no code is run here")] = None
-    diagnostics: Annotated[None, unsupported("leave it out")] = None

@@ -1,16 +1,19 @@
 """The handlers of `POST /v1/messages` and `/v1/messages/count_tokens`.
 
-The headers `anthropic-version` and `anthropic-beta` have no effect.
+The header `anthropic-version` has no effect. Of `anthropic-beta`, interleaved thinking allows larger budgets.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
 from baton.gateway.http.answer_parts import OutputParts
-from baton.gateway.http.anthropic.answer import MessageObject, MessageStream
+from baton.gateway.http.anthropic.answer import MessageObject, MessageStream, counted
 from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
+from baton.gateway.http.anthropic.no_effect import without_effect
 from baton.gateway.http.anthropic.translate import to_chat, to_message
 from baton.gateway.http.call import HttpCall
 from baton.gateway.http.checking import checked
@@ -19,6 +22,8 @@ from baton.gateway.http.counting import encode_chat
 from baton.gateway.http.event_stream import HttpJob
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import generation_pb2 as pb
+
+_INTERLEAVED = "interleaved-thinking-"  # a beta's name, up to its date
 
 # This API's names of our fields.
 _FIELD_NAMES = {
@@ -31,7 +36,9 @@ _FIELD_NAMES = {
 
 async def messages(call: HttpCall) -> Response:
     call.field_names = _FIELD_NAMES
-    request, message, chat = await call.read_as(_understand)
+    understood = await call.read_as(partial(_understand, betas=call.request.headers.get("anthropic-beta", "")))
+    request, message = understood.request, understood.message
+    _warn(call, understood.warnings)
     message.request_id = call.request_id
     written = MessageObject.of(
         request,
@@ -41,28 +48,45 @@ async def messages(call: HttpCall) -> Response:
     )
     if request.stream:
         encoder = MessageStream(written, call.request_id, token_ids=bool(request.return_token_ids))
-        return _named(call, call.stream(message, encoder, chat))
+        return _named(call, call.stream(message, encoder, understood.chat))
     answer = OutputParts()
-    await call.serve([HttpJob(message, answer.collect, chat, answer.collect)])
+    await call.serve([HttpJob(message, answer.collect, understood.chat, answer.collect)])
     return _named(call, Response(written.ended(answer), media_type="application/json"))
 
 
 async def count(call: HttpCall) -> Response:
     call.field_names = _FIELD_NAMES
-    request, chat = await call.read_as(_understand_counted)
+    request, chat, warnings = await call.read_as(_understand_counted)
+    _warn(call, warnings)
     call.serving.check_name(request.model)
     tokens = len(await encode_chat(call.serving, chat, is_request=True))
-    return _named(call, Response(orjson.dumps({"input_tokens": tokens}), media_type="application/json"))
+    return _named(call, Response(orjson.dumps(counted(request, tokens)), media_type="application/json"))
 
 
-def _understand(body: dict[str, Any]) -> tuple[MessagesRequest, pb.GenerateRequest, ChatRequest]:
+@dataclass(frozen=True)
+class _Understood:
+    request: MessagesRequest
+    message: pb.GenerateRequest
+    chat: ChatRequest
+    warnings: list[str]
+
+
+def _understand(body: dict[str, Any], *, betas: str) -> _Understood:
     request = checked(MessagesRequest, body)
-    return request, to_message(request), to_chat(request)
+    named = (*betas.split(","), *(request.betas or ()), *(request.anthropic_beta or ()))
+    interleaved = any(beta.strip().startswith(_INTERLEAVED) for beta in named)
+    message = to_message(request, interleaved=interleaved)
+    return _Understood(request, message, to_chat(request), without_effect(request))
 
 
-def _understand_counted(body: dict[str, Any]) -> tuple[CountTokensRequest, ChatRequest]:
+def _understand_counted(body: dict[str, Any]) -> tuple[CountTokensRequest, ChatRequest, list[str]]:
     request = checked(CountTokensRequest, body)
-    return request, to_chat(request)
+    return request, to_chat(request), without_effect(request)
+
+
+def _warn(call: HttpCall, warnings: list[str]) -> None:
+    for text in warnings:
+        call.warn(text)
 
 
 def _named(call: HttpCall, response: Response) -> Response:

@@ -1,7 +1,6 @@
-"""Translates Messages requests to ours: blocks become messages in the shape of OpenAI's chat completions. Pure."""
+"""Translates Messages requests to ours. Pure."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -9,23 +8,18 @@ import orjson
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_field import Door
 from baton.core.types import Grammar, GrammarKind
+from baton.gateway.http.anthropic.blocks import Effort, SystemMessage
+from baton.gateway.http.anthropic.client_tools import description_of, schema_of
+from baton.gateway.http.anthropic.conversation import conversation
 from baton.gateway.http.anthropic.models import (
-    AnyTool,
-    Auto,
-    Block,
     CountTokensRequest,
-    Message,
+    JsonFormat,
     MessagesRequest,
-    NoTool,
-    OneTool,
-    TextBlock,
-    Thinking,
     ThinkingDisabled,
     ThinkingEnabled,
-    Tool,
-    ToolResult,
-    ToolUse,
 )
+from baton.gateway.http.anthropic.tool_loading import visible
+from baton.gateway.http.anthropic.tools import AnyTool, Auto, ClientTool, NoTool, OneTool, OwnTool, ServerTool
 from baton.gateway.http.common_fields import fill, reasoning_variables
 from baton.gateway.text.chat.types import ChatRequest, NamedTool, ToolChoice
 from baton.protos.v1 import generation_pb2 as pb
@@ -33,15 +27,19 @@ from baton.protos.v1 import generation_pb2 as pb
 Json = dict[str, Any]
 
 
-def to_message(request: MessagesRequest) -> pb.GenerateRequest:
+def to_message(request: MessagesRequest, *, interleaved: bool = False) -> pb.GenerateRequest:
     """Translates all of a request but the conversation. The caller sets `request_id`.
+
+    Args:
+        interleaved: whether the client's thinking budget is that of several answers between calls of tools, so that it
+            may be above `max_tokens`.
 
     Raises:
         InvalidRequest: the thinking budget leaves no tokens for the answer.
     """
-    if isinstance(request.thinking, ThinkingEnabled) and request.thinking.budget_tokens >= request.max_tokens:
-        field = "thinking.budget_tokens"
-        value = request.thinking.budget_tokens
+    thinking = request.thinking
+    if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens and not interleaved:
+        field, value = "thinking.budget_tokens", thinking.budget_tokens
         raise InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=("less than max_tokens",))
     message = pb.GenerateRequest(model=request.model)
     sampling = fill(message, request, Door.MESSAGES)
@@ -55,8 +53,8 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
     Raises:
         InvalidRequest: a role has a block that it cannot have, a result has no call, or `tool_choice` names no tool.
     """
-    messages = list(_messages(request))
-    tools = request.tools or ()
+    tools = visible(request)
+    messages = conversation(request, {tool.name for tool in tools})
     continued = request.messages[-1].role == "assistant"
     if continued and "tool_calls" in messages[-1]:
         field = f"messages[{len(request.messages) - 1}].content"
@@ -78,110 +76,21 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
     )
 
 
-def _messages(request: CountTokensRequest) -> Iterator[Json]:
-    if request.system:
-        yield {"role": "system", "content": _content(request.system)}
-    call_ids: set[str] = set()
-    for index, message in enumerate(request.messages):
-        where = f"messages[{index}].content"
-        if isinstance(message.content, str):
-            yield {"role": message.role, "content": message.content}
-        elif message.role == "assistant":
-            yield _answer(where, message.content)
-            call_ids |= {block.id for block in message.content if isinstance(block, ToolUse)}
-        else:
-            yield from _prompt(where, message, message.content, call_ids)
-
-
-def _prompt(where: str, message: Message, blocks: Sequence[Block], call_ids: set[str]) -> Iterator[Json]:
-    """Yields the messages for one of the user or the system: a message for each tool result, then one for the text."""
-    texts: list[TextBlock] = []
-    for index, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
-            texts.append(block)
-        elif isinstance(block, ToolResult) and message.role == "user":
-            _check_result(f"{where}[{index}]", block, texts, call_ids)
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
-        else:
-            raise _misplaced(f"{where}[{index}]", block, message.role)
-    if texts or not blocks:
-        yield {"role": message.role, "content": _content(texts)}
-
-
-def _check_result(where: str, block: ToolResult, texts: Sequence[TextBlock], call_ids: set[str]) -> None:
-    if texts:
-        cure = "give the tool_result blocks before the text"
-        raise InvalidRequest(f"{where} comes after text", field=where, cure=cure)
-    if block.tool_use_id not in call_ids:
-        field = f"{where}.tool_use_id"
-        cure = "give the assistant's message with the tool_use before it"
-        raise InvalidRequest(f"{field} names no tool_use", field=field, value=block.tool_use_id, cure=cure)
-
-
-def _answer(where: str, blocks: Sequence[Block]) -> Json:
-    """Returns a message of the assistant."""
-    texts: list[TextBlock] = []
-    thoughts: list[str] = []
-    calls: list[Json] = []
-    for index, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
-            texts.append(block)
-        elif isinstance(block, Thinking):
-            thoughts.append(block.thinking)
-        elif isinstance(block, ToolUse):
-            function = {"name": block.name, "arguments": _arguments(f"{where}[{index}].input", block.input)}
-            calls.append({"id": block.id, "type": "function", "function": function})
-        elif isinstance(block, ToolResult):
-            raise _misplaced(f"{where}[{index}]", block, "assistant")
-    message: Json = {"role": "assistant", "content": _content(texts)}
-    if any(thoughts):
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _arguments(where: str, given: Json) -> str:
-    try:
-        return json.dumps(given, ensure_ascii=False, separators=(",", ":"))  # orjson is limited to 254 levels
-    except RecursionError as error:
-        raise InvalidRequest(f"{where} is nested too deeply", field=where) from error
-
-
-def _misplaced(where: str, block: Block, role: str) -> InvalidRequest:
-    field = f"{where}.type"
-    message = f"{field} is {block.type!r}, which a message of the {role} cannot have"
-    return InvalidRequest(message, field=field, value=block.type, cure="give it the role that has it")
-
-
-def _content(texts: str | Sequence[TextBlock]) -> str | list[Json]:
-    if isinstance(texts, str):
-        return texts
-    if len(texts) <= 1:
-        return texts[0].text if texts else ""
-    return [{"type": "text", "text": text.text} for text in texts]
-
-
-def _result(block: ToolResult) -> str | list[Json]:
-    """Returns a tool's output. A failure is marked in the text, because the conversation has no field for it."""
-    content = _content(block.content or "")
-    if not block.is_error:
-        return content
-    if isinstance(content, str):
-        return f"Error: {content}"
-    return [{"type": "text", "text": "Error:"}, *content]
-
-
-def _tool(tool: Tool) -> Json:
-    function: Json = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
+def _tool(tool: OwnTool | ClientTool) -> Json:
+    if isinstance(tool, ClientTool):
+        description: str | None = description_of(tool.type)
+        schema = schema_of(tool.type)
+    else:
+        description, schema = tool.description, tool.input_schema
+    function: Json = {"name": tool.name, "parameters": schema}
+    if description is not None:
+        function["description"] = description
     if tool.strict is not None:
         function["strict"] = tool.strict
     return {"type": "function", "function": function}
 
 
-def _choice(request: CountTokensRequest, tools: Sequence[Tool]) -> ToolChoice:
+def _choice(request: CountTokensRequest, tools: Sequence[OwnTool | ClientTool]) -> ToolChoice:
     choice = request.tool_choice
     match choice:
         case None | Auto():
@@ -190,24 +99,46 @@ def _choice(request: CountTokensRequest, tools: Sequence[Tool]) -> ToolChoice:
             return "none"
         case AnyTool():
             if not tools:
-                raise InvalidRequest("tool_choice is 'any' without tools", field="tool_choice", cure="give tools")
+                cure = "give tools that you run yourself"
+                raise InvalidRequest("tool_choice is 'any' without tools", field="tool_choice", cure=cure)
             return "required"
         case OneTool(name=name):
             names = tuple(tool.name for tool in tools)
             if name not in names:
-                field = "tool_choice.name"
-                cure = "give it in `tools`"
-                raise InvalidRequest(f"{field} names no tool", field=field, value=name, allowed=names, cure=cure)
+                raise _no_tool(name, names, request)
             return NamedTool(name)
 
 
+def _no_tool(name: str, names: tuple[str, ...], request: CountTokensRequest) -> InvalidRequest:
+    field = "tool_choice.name"
+    if any(isinstance(tool, ServerTool) and tool.name == name for tool in request.tools or ()):
+        message, cure = f"{field} names a tool that nobody runs here", "give a tool that you run yourself"
+    else:
+        message, cure = f"{field} names no tool", "give it in `tools`"
+    return InvalidRequest(message, field=field, value=name, allowed=names, cure=cure)
+
+
 def _grammar(request: CountTokensRequest) -> Grammar | None:
-    if request.output_config is None or request.output_config.format is None:
-        return None
-    return Grammar(GrammarKind.JSON_SCHEMA, orjson.dumps(request.output_config.format.schema_).decode())
+    form = _format(request)
+    return None if form is None else Grammar(GrammarKind.JSON_SCHEMA, orjson.dumps(form.schema_).decode())
+
+
+def _format(request: CountTokensRequest) -> JsonFormat | None:
+    given = None if request.output_config is None else request.output_config.format
+    if given is not None and request.output_format is not None:
+        cure = "give output_config.format only"
+        raise InvalidRequest("output_format and output_config.format are both set", field="output_format", cure=cure)
+    return given or request.output_format
 
 
 def _variables(request: CountTokensRequest) -> dict[str, object]:
-    effort = request.output_config.effort if request.output_config is not None else None
     thinking = None if request.thinking is None else not isinstance(request.thinking, ThinkingDisabled)
-    return reasoning_variables(effort=effort, thinking=thinking)
+    return reasoning_variables(effort=_effort(request), thinking=thinking)
+
+
+def _effort(request: CountTokensRequest) -> Effort | None:
+    """Returns the effort that the last instruction in the conversation sets, else that of the whole request."""
+    for turn in reversed(request.messages):
+        if isinstance(turn, SystemMessage) and turn.output_config is not None and turn.output_config.effort is not None:
+            return turn.output_config.effort
+    return request.output_config.effort if request.output_config is not None else None

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from jinja2 import nodes
 
 from baton.core.errors import InvalidRequest
 from baton.gateway.text.chat.parsing.lenient_json import ArgumentReader
+from baton.gateway.text.chat.system_messages import fold_system
 from baton.gateway.text.chat.templates import CONTINUE_MARK, ChatTemplate, Misfit
 from baton.gateway.text.chat.types import Json
 
@@ -75,6 +76,40 @@ def _probe(template: ChatTemplate, variables: Mapping[str, str], arguments: obje
         return ""
 
 
+def takes_system_anywhere(template: ChatTemplate, variables: Mapping[str, str], form: "MessageForm") -> bool:
+    """Whether the template writes system messages in the middle of a conversation at their places.
+
+    Some refuse them, and some leave them out. True also if the template takes no system message at all.
+    """
+    plain: list[Json] = [
+        {"role": "system", "content": "probe0"},
+        {"role": "user", "content": "probe1"},
+        {"role": "assistant", "content": "probe3"},
+        {"role": "user", "content": "probe4"},
+    ]
+    system: list[Json] = [{"role": "system", "content": f"probe{place}"} for place in (2, 5)]
+    if not _in_order(template, variables, form, plain, (0, 1, 3, 4)):
+        return True
+    mixed = [*plain[:2], system[0], *plain[2:], system[1]]
+    return _in_order(template, variables, form, mixed, range(6))
+
+
+def _in_order(
+    template: ChatTemplate,
+    variables: Mapping[str, str],
+    form: "MessageForm",
+    messages: Sequence[Json],
+    numbers: Iterable[int],
+) -> bool:
+    """Whether the template renders the messages of a probe, and writes their texts in their order."""
+    try:
+        text = template.render(for_template(messages, form), None, add_generation_prompt=True, variables=variables)
+    except (Misfit, InvalidRequest):
+        return False
+    places = [text.find(f"probe{number}") for number in numbers]
+    return min(places) >= 0 and places == sorted(places)
+
+
 @dataclass(frozen=True)
 class MessageForm:
     """The form of messages that a template expects.
@@ -84,18 +119,22 @@ class MessageForm:
         wrap_strings: whether it handles nothing but parts.
         argument_objects: whether it expects tool calls' arguments as objects, not as strings of JSON.
         developer: whether it knows the role `developer`; otherwise the role becomes `system`.
+        system_anywhere: whether it writes system messages in the middle of a conversation at their places; otherwise
+            they become part of other messages.
     """
 
     content: ContentFormat
     wrap_strings: bool
     argument_objects: bool
     developer: bool
+    system_anywhere: bool
 
 
 def for_template(messages: Sequence[Json], form: MessageForm) -> list[dict[str, Any]]:
     """Returns copies of the messages, with contents, tool calls and reasoning as the template expects them."""
     arguments = ArgumentReader()
-    return [_message(message, f"messages[{index}]", form, arguments) for index, message in enumerate(messages)]
+    made = [_message(message, f"messages[{index}]", form, arguments) for index, message in enumerate(messages)]
+    return made if form.system_anywhere else fold_system(made)
 
 
 def _message(message: Json, field: str, form: MessageForm, arguments: ArgumentReader) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from baton.gateway.text.chat.messages import (
     for_template,
     mark_final,
     takes_argument_objects,
+    takes_system_anywhere,
 )
 from baton.gateway.text.chat.parsing.calls import content_only, llama
 from baton.gateway.text.chat.parsing.collector import Collector
@@ -168,12 +169,15 @@ class _Dialect:
     def _form(self) -> MessageForm:
         content = content_format(self.template)
         text = self.template.text
-        return MessageForm(
+        variables = self.checkpoint.variables
+        form = MessageForm(
             content=content,
             wrap_strings=content == "parts" and not TYPE_TEST.search(text),
-            argument_objects=takes_argument_objects(self.template, self.checkpoint.variables),
+            argument_objects=takes_argument_objects(self.template, variables),
             developer="developer" in text,
+            system_anywhere=True,
         )
+        return replace(form, system_anywhere=takes_system_anywhere(self.template, variables, form))
 
     def check(self) -> None:
         """Checks that the text is a template.

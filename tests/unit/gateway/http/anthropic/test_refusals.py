@@ -27,7 +27,26 @@ def blocks(*content: object, role: str = "user") -> list[dict[str, Any]]:
     "harmless",
     [
         {"metadata": {"user_id": "u"}, "service_tier": "auto", "inference_geo": "eu", "speed": "standard"},
-        {"cache_control": {"type": "ephemeral", "ttl": "1h"}, "mcp_servers": [], "container": None, "tools": []},
+        {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}, "mcp_servers": [], "container": None},
+        {
+            "tools": [],
+            "thinking": {"type": "between_tools"},
+            "speed": "fast",
+            "diagnostics": {"previous_message_id": "m"},
+        },
+        {"tools": [{"type": None, **TOOL, "defer_loading": True, "allowed_callers": ["code_execution_20260120"]}]},
+        {
+            "thinking": {"type": "adaptive", "display": "updates", "block_binding": {}},
+            "betas": ["x"],
+            "fallbacks": "default",
+        },
+        {"output_config": {"effort": "max", "task_budget": {"type": "tokens", "total": 9}}, "billing_policy": {}},
+        {
+            "context_management": {
+                "edits": [{"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": 3}}]
+            }
+        },
+        {"stop_sequences": [str(number) for number in range(200)]},
         {"tools": [{**TOOL, "type": "custom", "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}]},
         {"thinking": {"type": "adaptive", "display": "summarized"}, "stream": False, "top_k": 5},
     ],
@@ -69,14 +88,16 @@ def test_counting_needs_no_limit() -> None:
         )}),
         ("system", {"system": 4}),
         ("system[0].type", {"system": [{"type": "image"}]}),
-        ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
+        ("tools[0].type", {"tools": [{"type": "teleport_20250305", "name": "teleport"}]}),
+        ("tools[0].type", {"tools": [{"type": "computer_20251124", "name": "computer", "display_width_px": 8}]}),
         ("tools[0].name", {"tools": [{**TOOL, "name": ""}]}),
         ("tools[0].input_schema", {"tools": [{"name": "f"}]}),
-        ("tools[0].defer_loading", {"tools": [{**TOOL, "defer_loading": True}]}),
+        ("tools[0].defer_loading", {"tools": [{**TOOL, "defer_loading": "yes"}]}),
+        ("tools[0].name", {"tools": [{"type": "bash_20250124"}]}),
         ("tool_choice", {"tool_choice": "auto"}),
         ("tool_choice.type", {"tool_choice": {"type": "required"}}),
         ("tool_choice.name", {"tool_choice": {"type": "tool"}}),
-        ("thinking.type", {"thinking": {"type": "between_tools"}}),
+        ("thinking.type", {"thinking": {"type": "always"}}),
         ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 10}}),
         ("output_config.effort", {"output_config": {"effort": "huge"}}),
         ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema"}}}),
@@ -84,9 +105,21 @@ def test_counting_needs_no_limit() -> None:
         ("stop_sequences", {"stop_sequences": "x"}),
         ("temperature", {"temperature": float("inf")}),
         ("top_k", {"top_k": 1.5}),
-        ("mcp_servers", {"mcp_servers": [{"url": "x"}]}),
-        ("container", {"container": "c"}),
-        ("speed", {"speed": "fast"}),
+        ("mcp_servers", {"mcp_servers": "x"}),
+        ("speed", {"speed": "slow"}),
+        ("compaction", {"compaction": {"type": "summarize"}}),
+        ("thread", {"thread": {"type": "create"}}),
+        ("context_management.edits[0].type", {"context_management": {"edits": [{}]}}),
+        ("messages[0].content[0].source.type", {"messages": blocks(
+            {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}
+        )}),
+        ("messages[0].content[0].source.content[0].type", {"messages": blocks(
+            {"type": "document", "source": {"type": "content", "content": [{"type": "image"}]}}
+        )}),
+        ("messages[0].clear_at", {"messages": [{**USER, "clear_at": "never"}]}),
+        ("messages[0].content[0].cache_control.type", {"messages": blocks(
+            {"type": "text", "text": "a", "cache_control": {"type": "forever"}}
+        )}),
         ("metadata.x", {"metadata": {"x": 1}}),
         ("max_output_tokens", {"max_output_tokens": 5}),
     ],

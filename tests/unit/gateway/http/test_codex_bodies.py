@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from tests.integration.chatting import TEMPLATE
 from tests.unit.gateway.http.chat_stream import events
 from tests.unit.gateway.http.door import Answer, Door, open_door, step_token
 
+# As Qwen's, but with the tools' names only: scripted nodes have room for 1,000 tokens.
+TEMPLATE = """
+{%- for tool in tools or [] %}{{ tool.function.name }} {% endfor %}Call them in <tool_call></tool_call>.
+{%- for message in messages %} {{ message.reasoning_content }}{{ message.content }}
+{%- for call in message.tool_calls or [] %} <tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{%- endfor %}
+"""
 BODIES = Path(__file__).parent / "bodies"
 NAMES = sorted(path.stem for path in BODIES.glob("codex_*.json"))
 
@@ -59,15 +65,18 @@ async def test_a_body_of_codex_is_answered_as_codex_reads_it(door: Door, name: s
 
 
 async def test_what_the_model_does_not_see_is_named_in_a_header(door: Door) -> None:
-    first = (await answered(door, body_of("codex_first_turn"))).headers["x-baton-warning"]
-    assert "grammar of apply_patch" in first
-    later = await door.connect()
-    later.send("POST", "/v1/responses", json.dumps(body_of("codex_later_turn")).encode())
+    wire = await door.connect()
+    wire.send("POST", "/v1/responses", json.dumps(body_of("codex_later_turn")).encode())
     await door.accept()
-    door.decode.send_tokens(step_token(0), key=2)
-    door.finish(1, key=2)
-    raw = (await later.reader.readuntil(b"\r\n\r\n")).decode()
-    warnings = [line for line in raw.split("\r\n") if line.startswith("x-baton-warning")]
-    assert any("web_search" in line and "run at OpenAI" in line for line in warnings)
-    for left_out in ("web_search_call", "compaction", "input_image", "encrypted reasoning"):
-        assert any(left_out in line for line in warnings), left_out
+    door.decode.send_tokens(step_token(0))
+    head = (await wire.reader.readuntil(b"\r\n\r\n")).decode()
+    warnings = [line for line in head.split("\r\n") if line.startswith("x-baton-warning")]
+    parts = (
+        "web_search: these run at OpenAI",
+        "grammar of apply_patch",
+        "web_search_call",
+        "compaction",
+        "input_image",
+    )
+    for part in parts:
+        assert any(part in line for line in warnings), part

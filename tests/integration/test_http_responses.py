@@ -288,10 +288,11 @@ def test_a_stored_conversation_gives_what_the_whole_conversation_gives(client: O
     first = client.responses.create(model="llama", input=PROMPT, max_output_tokens=8, temperature=0)
     turns: Any = [{"role": "user", "content": PROMPT}, *first.output, {"role": "user", "content": "Go on."}]
     whole = client.responses.create(model="llama", input=turns, max_output_tokens=8, temperature=0, store=False)
-    with client.responses.stream(
-        model="llama", input="Go on.", previous_response_id=first.id, max_output_tokens=8, temperature=0
-    ) as stream:
-        last = stream.until_done().get_final_response()
+    *_, ended = client.responses.create(
+        model="llama", input="Go on.", previous_response_id=first.id, max_output_tokens=8, temperature=0, stream=True
+    )
+    assert ended.type == "response.incomplete"
+    last = ended.response
     assert last.output_text == whole.output_text
     assert last.usage is not None
     assert whole.usage is not None

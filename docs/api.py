@@ -55,7 +55,7 @@ _MEANINGS = {
     "guided_grammar": "older form of `structured_outputs.grammar`",
     "top_logprobs": "alternatives for each token",
     "logprobs": "chat: whether to add logprobs; completions: alternatives for each token, 0 to 20",
-    "tools": "functions that the model may call; responses: also [custom tools, namespaces and shells](agents.md#tools)",
+    "tools": "functions that the model may call; responses: also [other kinds](agents.md#tools)",
     "tool_choice": "auto, none, required (Anthropic: any) or one tool; all but auto are enforced",
     "parallel_tool_calls": "whether there may be several calls",
     "include_reasoning": "whether the answer has the reasoning",

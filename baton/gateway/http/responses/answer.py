@@ -199,6 +199,7 @@ def _constant(request: ResponsesRequest, identity: Identity, *, stored: bool) ->
     }
 
 
+_SECRETS = {"authorization", "headers"}  # of a hosted tool of type mcp
 _FUNCTION_FIELDS = {"type", "name", "description", "parameters", "strict"}
 
 
@@ -207,7 +208,7 @@ def _tool_json(tool: Tool) -> dict[str, Any]:
 
 
 def _json(given: BaseModel) -> dict[str, Any]:
-    return given.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return given.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=_SECRETS)
 
 
 def _usage(answer: OutputParts) -> dict[str, Any]:

@@ -220,7 +220,9 @@ def _page(call: HttpCall) -> tuple[int, str]:
     """Returns the number of items of a page and their order."""
     given = call.request.query_params
     limit, order = given.get("limit", "20"), given.get("order", "desc")
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= _PAGE_MAX):
+    if not (
+        limit.isascii() and limit.isdecimal() and len(limit) <= len(str(_PAGE_MAX)) and 1 <= int(limit) <= _PAGE_MAX
+    ):
         raise InvalidRequest(f"limit is {short(limit)}", field="limit", value=limit, allowed=(f"1 to {_PAGE_MAX}",))
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {short(order)}", field="order", value=order, allowed=("asc", "desc"))

@@ -67,7 +67,13 @@ async def test_items_are_listed_in_pages_the_last_first(door: Door) -> None:
     rest = (await door.call("GET", f"{path}?limit=9&after={page['last_id']}")).json
     assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "1", "0"]
     assert not rest["has_more"]
-    for query, field in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=no", "after")):
+    for query, field in (
+        ("limit=0", "limit"),
+        ("limit=x", "limit"),
+        ("limit=0101", "limit"),
+        ("order=up", "order"),
+        ("after=no", "after"),
+    ):
         answer = await door.call("GET", f"{path}?{query}")
         assert (answer.status, answer.error["param"]) == (400, field)
 

@@ -232,3 +232,12 @@ def test_allowed_tools_may_name_hosted_ones() -> None:
     )
     assert [tool["function"]["name"] for tool in asked.chat.tools] == ["patch"]
     assert asked.chat.is_raw_input
+
+
+def test_the_answer_repeats_tools_without_their_secrets() -> None:
+    secret = {"type": "mcp", "server_label": "x", "authorization": "Bearer s3cret", "headers": {"x-key": "s3cret"}}
+    asked = request(tools=[secret, PATCH], tool_choice={"type": "custom", "name": "patch"})
+    written = ResponseObject(asked, Identity("k", "m", 1), to_conversation(asked)).begun()
+    assert b"s3cret" not in written
+    assert b'"server_label":"x"' in written
+    assert b'"tool_choice":{"type":"custom","name":"patch"}' in written

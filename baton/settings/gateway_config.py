@@ -120,6 +120,13 @@ class GatewaySettings(CommonSettings):
         description="traces of requests that take longer are always exported, like those of requests that failed "
         "or were retried; default: no bound",
     )
+    response_store_mib: float = Field(
+        64.0,
+        ge=0,
+        le=COUNT_MAX,
+        description="memory for answers of /v1/responses, so that previous_response_id continues them; all workers "
+        "together; 0: none is stored",
+    )
     access_log: bool = Field(False, description="log one line with measurements for each request that has ended")
     workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
     max_concurrent_requests: int = Field(

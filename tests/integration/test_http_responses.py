@@ -1,6 +1,7 @@
 """OpenAI's own client, unpatched, uses /v1/responses."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from openai.types.responses import Response, ResponseFunctionToolCall
 from pydantic import BaseModel
 
 from tests.integration.chatting import chat_gateway
+from tests.integration.cluster import LLAMA, machines
 
 WEATHER: Any = {
     "type": "function",
@@ -25,6 +27,26 @@ WEATHER: Any = {
     "strict": True,
 }
 PROMPT = "Return the name of the"
+
+
+# A patch as Codex wants it, in the syntax of OpenAI's grammars.
+PATCH_GRAMMAR = """start: opening change closing
+opening: "*** Begin Patch" LF
+closing: "*** End Patch" LF?
+change: "*** Add File: " path LF line+
+path: /[a-z]{1,9}/
+line: "+" /[a-z ]{0,9}/ LF -> added
+
+%import common.LF
+"""
+
+
+def custom(name: str, syntax: str, definition: str) -> Any:
+    return {
+        "type": "custom",
+        "name": name,
+        "format": {"type": "grammar", "syntax": syntax, "definition": definition},
+    }
 
 
 class Verdict(BaseModel):
@@ -171,11 +193,14 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_turns_on_request(clien
     assert answer.output_text
 
 
-def test_what_is_not_kept_is_refused_with_the_cure(client: OpenAI) -> None:
+def test_what_is_not_there_is_refused_with_the_cure(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client.responses.create(model="llama", input=PROMPT, previous_response_id="resp_1")
     assert raised.value.param == "previous_response_id"
-    assert "send the earlier items" in raised.value.message
+    assert "send the whole conversation" in raised.value.message
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(model="llama", input=PROMPT, background=True)
+    assert raised.value.param == "background"
     with pytest.raises(openai.BadRequestError) as raised:
         client.responses.create(model="llama", input=PROMPT, max_output_tokens=2**40)
     assert raised.value.param == "max_output_tokens"
@@ -200,3 +225,94 @@ def test_the_request_id_comes_back(client: OpenAI) -> None:
     )
     assert answer._request_id == "mine-1"
     assert answer.id == "resp_mine-1"
+
+
+def test_a_forced_custom_tool_gets_an_input_of_its_grammar(client: OpenAI) -> None:
+    tool = custom("patch", "lark", PATCH_GRAMMAR)
+    with client.responses.stream(
+        model="llama", input="Add a file.", tools=[tool, WEATHER], tool_choice={"type": "custom", "name": "patch"},
+        max_output_tokens=300, temperature=0,
+    ) as stream:  # fmt: skip
+        pieces = "".join(event.delta for event in stream if event.type == "response.custom_tool_call_input.delta")
+        final = stream.get_final_response()
+    (call,) = final.output
+    assert call.type == "custom_tool_call"
+    assert call.input == pieces
+    if final.status == "completed":
+        assert re.fullmatch(r"\*\*\* Begin Patch\n\*\*\* Add File: .+\n(\+.*\n)+\*\*\* End Patch\n?", call.input)
+    assert call.input.startswith("*** Begin Patch\n*** Add File: ")
+    result: Any = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    after = client.responses.create(
+        model="llama", input=[result], previous_response_id=final.id, tools=[tool], max_output_tokens=4, temperature=0
+    )
+    assert after.output_text
+
+
+def test_a_forced_custom_tool_gets_an_input_of_its_regular_expression(client: OpenAI) -> None:
+    answer = client.responses.create(
+        model="llama", input="When?", tools=[custom("clock", "regex", r"(at )?([01]\d|2[0-3]):[0-5]\d")],
+        tool_choice="required", max_output_tokens=60, temperature=0,
+    )  # fmt: skip
+    (call,) = answer.output
+    assert call.type == "custom_tool_call"
+    assert re.fullmatch(r"(at )?([01]\d|2[0-3]):[0-5]\d", call.input)
+
+
+def test_a_grammar_that_is_wrong_is_named_by_its_place(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(
+            model="llama",
+            input="x",
+            tools=[custom("t", "lark", "start: (")],
+            tool_choice={"type": "custom", "name": "t"},
+        )
+    assert raised.value.param == "tools[0].format.definition"
+
+
+def test_a_tool_of_a_namespace_is_called_by_both_parts_of_its_name(client: OpenAI) -> None:
+    space: Any = {"type": "namespace", "name": "mcp__sky", "description": "The sky.", "tools": [WEATHER]}
+    answer = client.responses.create(
+        model="llama", input="Weather?", tools=[space], tool_choice="required", parallel_tool_calls=False,
+        max_output_tokens=200, temperature=0,
+    )  # fmt: skip
+    call = call_of(answer)
+    assert (call.namespace, call.name) == ("mcp__sky", "weather")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    after = client.responses.create(
+        model="llama", input=[result], previous_response_id=answer.id, tools=[space], max_output_tokens=4, temperature=0
+    )
+    assert after.output_text
+
+
+def test_a_stored_conversation_gives_what_the_whole_conversation_gives(client: OpenAI) -> None:
+    first = client.responses.create(model="llama", input=PROMPT, max_output_tokens=8, temperature=0)
+    turns: Any = [{"role": "user", "content": PROMPT}, *first.output, {"role": "user", "content": "Go on."}]
+    whole = client.responses.create(model="llama", input=turns, max_output_tokens=8, temperature=0, store=False)
+    *_, ended = client.responses.create(
+        model="llama", input="Go on.", previous_response_id=first.id, max_output_tokens=8, temperature=0, stream=True
+    )
+    assert ended.type == "response.incomplete"
+    last = ended.response
+    assert last.output_text == whole.output_text
+    assert last.usage is not None
+    assert whole.usage is not None
+    assert last.usage.input_tokens == whole.usage.input_tokens
+    assert client.responses.retrieve(last.id).output_text == last.output_text
+    assert len(list(client.responses.input_items.list(last.id, limit=2))) == 3
+    client.responses.delete(last.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(last.id)
+
+
+def test_any_worker_continues_what_another_one_stored() -> None:
+    with machines() as started:
+        prefill, decode = started.nodes(("prefill", {"model": LLAMA}), ("decode", {"model": LLAMA}))
+        gateway = started.gateway([prefill], [decode], model=LLAMA, http_listen="127.0.0.1:0", workers=2)
+        last = None
+        for _ in range(8):  # each on a connection of its own, which the kernel gives to one of the workers
+            with OpenAI(base_url=f"{gateway.http}/v1", api_key="none", max_retries=0) as client:
+                last = client.responses.create(
+                    model="llama", input="And?", previous_response_id=last, max_output_tokens=2, temperature=0
+                ).id
+        with OpenAI(base_url=f"{gateway.http}/v1", api_key="none", max_retries=0) as client:
+            assert len(list(client.responses.input_items.list(last))) == 15

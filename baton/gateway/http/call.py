@@ -27,6 +27,7 @@ from baton.gateway.http.event_stream import (
     WriteFor,
     unless_left,
 )
+from baton.gateway.http.responses.stored import StoredResponses
 from baton.gateway.http.view import View
 from baton.gateway.serving.collected import AnswerCollector
 from baton.gateway.serving.serving import Serving
@@ -59,6 +60,7 @@ class Context:
         error_shapes: formats of errors, by the beginning of a path; the default is OpenAI's.
         draining: whether the process is about to end.
         started_s: Unix time of the process's start.
+        stored: the responses that the gateway stores.
     """
 
     settings: GatewaySettings
@@ -69,6 +71,10 @@ class Context:
     error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
     draining: bool = False
     started_s: int = field(default_factory=lambda: int(time.time()))
+    stored: StoredResponses = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stored = StoredResponses(self.settings, self.serving.other_workers)
 
     @property
     def listen_host(self) -> str | None:

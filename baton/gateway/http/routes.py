@@ -11,31 +11,37 @@ from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequ
 from baton.gateway.http.app import App, Handler
 from baton.gateway.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.http.call import Context
+from baton.gateway.http.responses import routes as stored
 from baton.gateway.http.responses.models import ResponsesRequest
-from baton.gateway.http.responses.routes import responses
 from baton.gateway.http.ui import files
 from baton.gateway.http.ui.state import state
 
 
 @dataclass(frozen=True)
 class HttpRoute:
-    """A path and its handler. A route with a body is a POST, any other a GET. `listed` routes appear in /docs."""
+    """A path and its handler. A route with a body is a POST; any other is a GET, unless `verb` says otherwise. `listed`
+    routes appear in /docs."""
 
     path: str
     handler: Handler
     summary: str
     body: type[BaseModel] | None = None
     listed: bool = True
+    verb: str = "GET"
 
     @property
     def method(self) -> str:
-        return "GET" if self.body is None else "POST"
+        return self.verb if self.body is None else "POST"
 
 
 ROUTES = (
     HttpRoute("/v1/chat/completions", openai.chat_completions, "Continue a conversation", ChatBody),
     HttpRoute("/v1/completions", openai.completions, "Continue a text", CompletionBody),
-    HttpRoute("/v1/responses", responses, "Continue a conversation, as OpenAI's Responses", ResponsesRequest),
+    HttpRoute("/v1/responses", stored.responses, "Continue a conversation, as OpenAI's Responses", ResponsesRequest),
+    HttpRoute("/v1/responses/{response_id}", stored.stored_response, "A stored response"),
+    HttpRoute("/v1/responses/{response_id}", stored.delete, "Delete a stored response", verb="DELETE"),
+    HttpRoute("/v1/responses/{response_id}/cancel", stored.cancel, "End a response in progress", verb="POST"),
+    HttpRoute("/v1/responses/{response_id}/input_items", stored.input_items, "The items that led to a stored response"),
     HttpRoute("/v1/messages", anthropic.messages, "Continue a conversation, as Anthropic's", MessagesRequest),
     HttpRoute(
         "/v1/messages/count_tokens", anthropic.count, "Tokens of a conversation, as Anthropic's", CountTokensRequest

@@ -12,8 +12,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import uvloop
 
@@ -23,7 +24,7 @@ from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.observe.recent import Shown
 from baton.gateway.process import process
 from baton.gateway.process.worker_channel import Message, WorkerChannel
-from baton.gateway.serving.serving import Serving
+from baton.gateway.serving.serving import AnswerAbout, Serving
 from baton.gateway.text.model import read_served_model
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.reader import fail
@@ -81,6 +82,7 @@ class _OtherWorkers:
         self._channel = WorkerChannel(end, self._answer)
         self._serving: Serving | None = None
         self._tasks: set[asyncio.Task[object]] = set()
+        self._topics: dict[str, AnswerAbout] = {}
 
     async def follow(self) -> None:
         await self._channel.run()
@@ -103,12 +105,21 @@ class _OtherWorkers:
     async def recent(self, most: int, client: str | None) -> list[list[Shown]]:
         return [answer["recent"] for answer in await self._broadcast({"recent": most, "client": client})]
 
+    def answer_about(self, topic: str, answer: AnswerAbout) -> None:
+        self._topics[topic] = answer
+
+    async def ask_about(self, topic: str, question: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [answer["about"] for answer in await self._broadcast({"topic": topic, "question": dict(question)})]
+
     async def _broadcast(self, question: Message) -> list[Message]:
         """Sends a question to all other workers; returns the answers that came in time."""
         answer = await self._channel.ask(question)
         return answer["answers"] if answer else []
 
     async def _answer(self, question: Message) -> Message:
+        if "topic" in question:
+            answer = self._topics.get(question["topic"])
+            return {"about": {} if answer is None else answer(question["question"], self.shared_counters.row)}
         serving, client = self._serving, question["client"]
         if "recent" in question:
             return {"recent": [] if serving is None else serving.recent.newest(question["recent"], client)}

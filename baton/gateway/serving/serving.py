@@ -5,11 +5,11 @@ Owns the state that requests share: the admission queue, the counters, and the d
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from traceback import clear_frames
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.core.errors import BatonError, Cancelled, Draining
 from baton.core.memory import memory_limit_bytes
@@ -48,6 +48,10 @@ log = logging.getLogger("baton")
 _BYTES_PER_TOKEN = 8  # estimated size of one decoded token and its id
 
 
+AnswerAbout = Callable[[Mapping[str, Any], int], dict[str, Any]]
+"""Answers a question of another worker; the number is the row of this one."""
+
+
 class OtherWorkers(Protocol):
     """Access to the other worker processes of this gateway, and to the counters that all workers share."""
 
@@ -66,6 +70,14 @@ class OtherWorkers(Protocol):
         """The result of `Serving.recent.newest` on each of the other workers."""
         ...
 
+    def answer_about(self, topic: str, answer: AnswerAbout) -> None:
+        """Lets the other workers' questions about this topic reach `answer` from now on."""
+        ...
+
+    async def ask_about(self, topic: str, question: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Asks each of the other workers; returns the answers that came in time. Both are JSON of at most 16 MiB."""
+        ...
+
 
 class SingleWorker:
     """A gateway with a single process."""
@@ -82,6 +94,12 @@ class SingleWorker:
     async def recent(self, most: int, client: str | None) -> list[list[Shown]]:  # noqa: ARG002
         return []
 
+    def answer_about(self, topic: str, answer: AnswerAbout) -> None:
+        pass
+
+    async def ask_about(self, topic: str, question: Mapping[str, Any]) -> list[dict[str, Any]]:  # noqa: ARG002
+        return []
+
 
 class Serving:
     """Serves requests until `drain`.
@@ -94,6 +112,7 @@ class Serving:
         meter: counts requests for metrics.
         metrics: the metrics page for Prometheus.
         shared_counters: counters of the whole gateway.
+        other_workers: the other processes of the same gateway.
         recent: last requests of this process.
     """
 
@@ -107,8 +126,8 @@ class Serving:
     ) -> None:
         self.model = model
         self.texts = TextWork(held_bytes=text_budget(memory_limit_bytes(), processes=settings.workers))
-        self._other_workers = other_workers or SingleWorker()
-        self.shared_counters = self._other_workers.shared_counters
+        self.other_workers = other_workers or SingleWorker()
+        self.shared_counters = self.other_workers.shared_counters
         self.meter = RequestMeter(self.shared_counters.tally)
         self.recent = Recent(process=self.shared_counters.row)
         self._records = RequestRecords(
@@ -126,7 +145,7 @@ class Serving:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._other_workers.join(self)
+        self.other_workers.join(self)
 
     @property
     def running(self) -> int:
@@ -214,7 +233,7 @@ class Serving:
         """
         wanted = list(dict.fromkeys(request_ids))
         client = identity.current().ends_only
-        aborted = self.abort_here(wanted, client) | await self._other_workers.abort(wanted, client)
+        aborted = self.abort_here(wanted, client) | await self.other_workers.abort(wanted, client)
         return [request_id for request_id in wanted if request_id in aborted]
 
     def abort_here(self, request_ids: Iterable[str], client: str | None = None) -> set[str]:
@@ -228,7 +247,7 @@ class Serving:
 
     async def recent_of_all(self, most: int, client: str | None) -> list[Shown]:
         """The last finished requests of the whole gateway; only those of `client`, or of all clients if it is None."""
-        others = await self._other_workers.recent(most, client)
+        others = await self.other_workers.recent(most, client)
         return newest_of([self.recent.newest(most, client), *others], most)
 
     def _accepts(self) -> bool:

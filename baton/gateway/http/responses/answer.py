@@ -5,16 +5,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
+from pydantic import BaseModel
 
 from baton.core.errors import BatonError
 from baton.gateway.http.answer_parts import AnswerPart, OutputParts
-from baton.gateway.http.checking import Model
-from baton.gateway.http.responses.models import ResponsesRequest
+from baton.gateway.http.responses.client_tools import CLIENT_TOOLS
+from baton.gateway.http.responses.custom_input import CustomInput
+from baton.gateway.http.responses.items import sealed
+from baton.gateway.http.responses.models import ENCRYPTED, ResponsesRequest
+from baton.gateway.http.responses.tool_table import ShownTool, ToolTable
+from baton.gateway.http.responses.tools import FunctionTool, Tool
+from baton.gateway.http.responses.translate import Conversation
 from baton.protos.v1 import common_pb2
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
-_ID_PREFIXES = {"reasoning": "rs", "text": "msg", "tool_call": "fc"}
+_ID_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"} | {
+    tool.item_type: tool.id_prefix for tool in CLIENT_TOOLS.values()
+}
 _ERROR_CODES = {"INVALID_REQUEST": "invalid_prompt", "OVERLOADED": "rate_limit_exceeded"}
 
 WriteLogprobs = Callable[[Sequence[common_pb2.Token]], list[dict[str, Any]]]
@@ -40,36 +48,82 @@ class Identity:
 
 
 class ResponseObject:
-    """Writes one `response` in its successive states. The constant fields are encoded once."""
+    """Writes one `response` in its successive states. The constant fields are encoded once.
 
-    def __init__(self, request: ResponsesRequest, identity: Identity) -> None:
+    Args:
+        conversation: what the request was translated to; None: it has no tools.
+        stored: whether the response can be had again.
+    """
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        identity: Identity,
+        conversation: Conversation | None = None,
+        *,
+        stored: bool = False,
+    ) -> None:
         self.identity = identity
-        self._constant = orjson.dumps(_constant(request, identity))
+        self._tools = ToolTable() if conversation is None else conversation.tools
+        self._raw_tool = None if conversation is None else conversation.raw_tool
+        self._seals_reasoning = ENCRYPTED in (request.include or ())
+        self._constant = orjson.dumps(_constant(request, identity, stored=stored))
+
+    @property
+    def id(self) -> str:
+        return response_id(self.identity.key)
 
     def answer(self) -> OutputParts:
         """Returns an empty answer that keeps tokens if the response needs them."""
         return OutputParts(keeps_tokens=self.identity.write_logprobs is not None)
 
+    def item_type(self, part: AnswerPart) -> str:
+        """Returns the type of the output item that a part becomes."""
+        tool = self._tool(part)
+        if tool is None:
+            return {"text": "message", "tool_call": "function_call"}.get(part.kind, part.kind)
+        if tool.kind in CLIENT_TOOLS:
+            return CLIENT_TOOLS[tool.kind].item_type
+        return f"{tool.kind}_call" if tool.kind == "function" else "custom_tool_call"
+
+    def has_json(self, part: AnswerPart) -> bool:
+        """Whether a custom tool's call has its text as JSON, because the model wrote it as a function's arguments."""
+        return part.kind == "tool_call"
+
     def item(self, part: AnswerPart, status: Status) -> dict[str, Any]:
         """Returns the output item of a whole part."""
-        item_id = self.item_id(part)
-        if part.kind == "text":
-            content = [self.text_part(part.text, part.tokens)]
-            return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-        if part.kind == "reasoning":
-            content = [{"type": "reasoning_text", "text": part.text}]
-            return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
-        return {
-            "id": item_id,
-            "type": "function_call",
-            "call_id": part.id,
-            "name": part.name,
-            "arguments": part.text,
-            "status": status,
-        }
+        kind, tool = self.item_type(part), self._tool(part)
+        item: dict[str, Any] = {"id": self.item_id(part), "type": kind, "status": status}
+        if kind == "message":
+            return {**item, "role": "assistant", "content": [self.text_part(part.text, part.tokens)]}
+        if kind == "reasoning":
+            seal = {"encrypted_content": sealed(part.text)} if self._seals_reasoning else {}
+            return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": part.text}], **seal}
+        item["call_id"] = part.id or f"call_{self.identity.key}_{part.position}"
+        if tool is not None and tool.kind in CLIENT_TOOLS:
+            return {**item, **CLIENT_TOOLS[tool.kind].fields(_object(part.text))}
+        if tool is None:
+            return {**item, "name": part.name, "arguments": part.text}
+        space = {} if tool.namespace is None else {"namespace": tool.namespace}
+        if tool.kind == "custom":
+            return {**item, "name": tool.name, **space, "input": self._custom_text(part)}
+        return {**item, "name": tool.name, **space, "arguments": part.text}
 
     def item_id(self, part: AnswerPart) -> str:
-        return f"{_ID_PREFIXES[part.kind]}_{self.identity.key}_{part.position}"
+        return f"{_ID_PREFIXES[self.item_type(part)]}_{self.identity.key}_{part.position}"
+
+    def _tool(self, part: AnswerPart) -> ShownTool | None:
+        if part.kind == "tool_call":
+            return self._tools.find(part.name)
+        return self._raw_tool if part.kind == "text" else None
+
+    def _custom_text(self, part: AnswerPart) -> str:
+        if not self.has_json(part):
+            return part.text
+        read = CustomInput()
+        read.push(part.text)
+        read.finish()
+        return read.text
 
     def text_part(self, text: str, tokens: Sequence[common_pb2.Token]) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs(tokens)}
@@ -103,7 +157,20 @@ class ResponseObject:
         return self._constant[:-1] + b"," + orjson.dumps(changing)[1:]
 
 
-def _constant(request: ResponsesRequest, identity: Identity) -> dict[str, Any]:
+def response_id(key: str) -> str:
+    return f"resp_{key}"
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Returns a call's arguments; empty if the output was cut inside them."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _constant(request: ResponsesRequest, identity: Identity, *, stored: bool) -> dict[str, Any]:
     given = request.model_dump(
         mode="json",
         by_alias=True,
@@ -113,26 +180,35 @@ def _constant(request: ResponsesRequest, identity: Identity) -> dict[str, Any]:
     choice, text = request.tool_choice, request.text
     text_format = {"type": "text"} if text is None or text.format is None else text.format.model_dump(by_alias=True)
     return {
-        "id": f"resp_{identity.key}",
+        "id": response_id(identity.key),
         "object": "response",
         "created_at": identity.created_at,
         "model": identity.model,
         **given,
-        "tools": [tool.model_dump(include=_TOOL_FIELDS) for tool in request.tools or ()],
-        "tool_choice": choice.model_dump() if isinstance(choice, Model) else choice or "auto",
+        "tools": [_tool_json(tool) for tool in request.tools or ()],
+        "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else _json(choice),
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "text": {"format": text_format, "verbosity": text.verbosity if text is not None else None},
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         "truncation": request.truncation or "disabled",
         "metadata": request.metadata or {},
-        "store": False,
+        "store": stored,
         "background": False,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "service_tier": "default",
     }
 
 
-_TOOL_FIELDS = {"type", "name", "description", "parameters", "strict"}
+_SECRETS = {"authorization", "headers"}  # of a hosted tool of type mcp
+_FUNCTION_FIELDS = {"type", "name", "description", "parameters", "strict"}
+
+
+def _tool_json(tool: Tool) -> dict[str, Any]:
+    return tool.model_dump(include=_FUNCTION_FIELDS) if isinstance(tool, FunctionTool) else _json(tool)
+
+
+def _json(given: BaseModel) -> dict[str, Any]:
+    return given.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=_SECRETS)
 
 
 def _usage(answer: OutputParts) -> dict[str, Any]:

@@ -1,23 +1,31 @@
-"""The handler of `POST /v1/responses`."""
+"""The handlers of `/v1/responses` and of the responses that are stored."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import orjson
+from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from baton.core.errors import ContextOverflow
+from baton.core.errors import ContextOverflow, InvalidRequest
+from baton.gateway.core.json_reader import TooMuchJson, parse_json
 from baton.gateway.http.call import HttpCall
-from baton.gateway.http.checking import checked
+from baton.gateway.http.checking import checked, short
 from baton.gateway.http.chunks import receipt_json
 from baton.gateway.http.counting import encode_chat
 from baton.gateway.http.event_stream import HttpJob
+from baton.gateway.http.head import check_content
 from baton.gateway.http.logprobs import LogprobWriter
-from baton.gateway.http.responses.answer import Identity, ResponseObject
+from baton.gateway.http.responses.answer import Identity, ResponseObject, response_id
+from baton.gateway.http.responses.items import Item, ItemReference
 from baton.gateway.http.responses.models import ResponsesRequest
+from baton.gateway.http.responses.store import StoredResponse
+from baton.gateway.http.responses.stored import encoded, items_of, response_of_item
 from baton.gateway.http.responses.stream import ResponsesStream
-from baton.gateway.http.responses.translate import to_chat, to_message, wants_logprobs
+from baton.gateway.http.responses.translate import Conversation, to_conversation, to_message, wants_logprobs
 from baton.gateway.text.chat.types import ChatRequest, Json
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
@@ -32,25 +40,206 @@ _FIELD_NAMES = {
     "logprobs": "top_logprobs",
     "grammar": "text.format.schema",
 }
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+_PAGE_MAX = 100
+_PREVIOUS = "previous_response_id"
+_BEGIN_ANEW = "begin a new conversation with what is needed of this one"
+
+
+@dataclass(frozen=True)
+class _Understood:
+    """A checked request.
+
+    Attributes:
+        inputs: its items as the client sent them, as JSON without brackets, if the response is to be stored.
+        conversation: None: it refers to stored items, which must be found first.
+    """
+
+    request: ResponsesRequest
+    message: pb.GenerateRequest
+    inputs: bytes
+    conversation: Conversation | None
 
 
 async def responses(call: HttpCall) -> Response:
     call.field_names = _FIELD_NAMES
-    request, message, chat = await call.read_as(_understand)
+    stored = call.context.stored
+    understood = await call.read_as(partial(_understand, store_is_on=stored.is_on))
+    request, message, inputs = understood.request, understood.message, understood.inputs
+    if request.store:
+        stored.check_on("store")
     message.request_id = call.request_id
+    previous, conversation = None, understood.conversation
+    if conversation is None:
+        previous, inputs, conversation = await _continued(call, request, inputs)
+    for warning in conversation.warnings:
+        call.warn(warning)
+    if (raw_tool := conversation.raw_tool) is not None:
+        call.field_names = {**_FIELD_NAMES, "grammar": f"{raw_tool.where}.format.definition"}
+    chat = conversation.chat
     if request.truncation == "auto":
         chat = await _fitting(call, request, chat)
-    response = ResponseObject(request, _identity(call, request))
+    keeps = stored.is_on and request.store is not False
+    response = ResponseObject(request, _identity(call, request), conversation, stored=keeps)
+
+    def keep(body: bytes) -> None:
+        outputs = orjson.loads(body)["output"]
+        stored.keep(StoredResponse(call.request_id, body, inputs, encoded(outputs), previous))
+
     if request.stream:
-        return call.stream(message, ResponsesStream(response, token_ids=bool(request.return_token_ids)), chat)
+        encoder = ResponsesStream(response, token_ids=bool(request.return_token_ids), keep=keep if keeps else None)
+        return call.stream(message, encoder, chat)
     answer = response.answer()
     await call.serve([HttpJob(message, answer.collect, chat, answer.collect)])
-    return Response(response.ended(answer), media_type="application/json")
+    body = response.ended(answer)
+    if keeps:
+        keep(body)
+    return _json(body)
 
 
-def _understand(body: dict[str, Any]) -> tuple[ResponsesRequest, pb.GenerateRequest, ChatRequest]:
+async def stored_response(call: HttpCall) -> Response:
+    """Answers with a stored response."""
+    if call.request.query_params.get("stream", "false") == "true":
+        cure = "leave it out: only an answer that runs in the background could be streamed later"
+        raise InvalidRequest("stream is true", field="stream", value="true", allowed=("false",), cure=cure)
+    found = await call.context.stored.existing(_given(call))
+    return _json(found.body)
+
+
+async def delete(call: HttpCall) -> Response:
+    """Forgets a stored response."""
+    await call.context.stored.delete(_given(call))
+    return _json(orjson.dumps({"id": _given(call), "object": "response", "deleted": True}))
+
+
+async def cancel(call: HttpCall) -> Response:
+    """Ends a response that another connection is waiting for, whose stream then ends with `response.failed`."""
+    check_content(call.request.headers)
+    given = _given(call)
+    key = given.removeprefix(response_id(""))
+    if key != given and await call.serving.abort([key]):
+        return _json(orjson.dumps({"id": given, "object": "response", "status": "cancelled", "output": []}))
+    await call.context.stored.existing(given)
+    message = f"{given} has ended"
+    raise InvalidRequest(message, field="response_id", value=given, allowed=("a response in progress",))
+
+
+async def input_items(call: HttpCall) -> Response:
+    """Lists the items that led to a stored response, a page at a time."""
+    limit, order = _page(call)
+    after = call.request.query_params.get("after", "")
+    found = await call.context.stored.existing(_given(call))
+    items = await call.serving.texts.run(found.items_bytes, partial(items_of, found, before_answer=True))
+    if order == "desc":
+        items.reverse()
+    ids = [str(item["id"]) for item in items]
+    if after and after not in ids:
+        raise InvalidRequest("after names no item", field="after", value=short(after), cure="give the id of an item")
+    begin = ids.index(after) + 1 if after else 0
+    page = [_listed(item) for item in items[begin : begin + limit]]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    has_more = begin + limit < len(items)
+    return _json(orjson.dumps({"object": "list", "data": page, **ends, "has_more": has_more}))
+
+
+def _understand(body: dict[str, Any], *, store_is_on: bool) -> _Understood:
     request = checked(ResponsesRequest, body)
-    return request, to_message(request), to_chat(request)
+    items = [] if isinstance(request.input, str) else request.input
+    refers = request.previous_response_id is not None or any(isinstance(item, ItemReference) for item in items)
+    given = body["input"]
+    inputs = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+    kept = encoded(inputs) if store_is_on and request.store is not False else b""
+    return _Understood(request, to_message(request), kept, None if refers else to_conversation(request))
+
+
+async def _continued(
+    call: HttpCall, request: ResponsesRequest, inputs: bytes
+) -> tuple[StoredResponse | None, bytes, Conversation]:
+    """Finds the stored items that a request refers to.
+
+    Returns:
+        The response that the request continues, the request's own items without references, and the conversation.
+    """
+    stored = call.context.stored
+    previous = None
+    if request.previous_response_id is not None:
+        previous = await stored.previous(request.previous_response_id)
+    named = [item.id for item in request.input if isinstance(item, ItemReference)]
+    sources: dict[str, StoredResponse] = {}
+    if named:
+        stored.check_on("input")
+    for source in dict.fromkeys(filter(None, map(response_of_item, named))):
+        if (found := await stored.find(source)) is not None:
+            sources[source] = found
+    size_bytes = sum(each.items_bytes for each in (previous, *sources.values()) if each is not None)
+    bytes_max = int(call.context.settings.http_body_mib * (1 << 20))
+    if size_bytes > bytes_max:
+        raise InvalidRequest(
+            f"the stored items have {size_bytes} bytes",
+            field=_PREVIOUS,
+            value=size_bytes,
+            allowed=(f"up to {bytes_max} bytes",),
+            cure=_BEGIN_ANEW,
+        )
+    work = partial(_with_stored, request, previous, list(sources.values()), inputs)
+    return previous, *await call.serving.texts.run(size_bytes, work)
+
+
+def _with_stored(
+    request: ResponsesRequest,
+    previous: StoredResponse | None,
+    sources: Sequence[StoredResponse],
+    inputs: bytes,
+) -> tuple[bytes, Conversation]:
+    """Returns the request's own items without references, and the conversation. Runs in a thread."""
+    by_id = {str(item["id"]): item for source in sources for item in items_of(source)}
+    items = [] if previous is None else items_of(previous)
+    try:
+        parse_json(orjson.dumps(items))
+    except TooMuchJson as error:
+        message = f"the stored items have {error}"
+        raise InvalidRequest(message, field=_PREVIOUS, allowed=(error.allowed,), cure=_BEGIN_ANEW) from None
+    own = request.input if not isinstance(request.input, str) else []
+    named = {item.id for item in own if isinstance(item, ItemReference)} & by_id.keys()
+    referenced = dict(zip(named, _ITEMS.validate_python([by_id[name] for name in named]), strict=True))
+    conversation = to_conversation(request, _ITEMS.validate_python(items), referenced)
+    return _resolved(inputs, by_id) if referenced else inputs, conversation
+
+
+def _resolved(inputs: bytes, by_id: Mapping[str, dict[str, Any]]) -> bytes:
+    """Replaces references, so that what is stored refers to nothing that may be deleted."""
+    items = orjson.loads(b"[%b]" % inputs)
+    return encoded([by_id[item["id"]] if item.get("type") == "item_reference" else item for item in items])
+
+
+def _given(call: HttpCall) -> str:
+    return str(call.request.path_params["response_id"])
+
+
+def _page(call: HttpCall) -> tuple[int, str]:
+    """Returns the number of items of a page and their order."""
+    given = call.request.query_params
+    limit, order = given.get("limit", "20"), given.get("order", "desc")
+    if not (
+        limit.isascii() and limit.isdecimal() and len(limit) <= len(str(_PAGE_MAX)) and 1 <= int(limit) <= _PAGE_MAX
+    ):
+        raise InvalidRequest(f"limit is {short(limit)}", field="limit", value=limit, allowed=(f"1 to {_PAGE_MAX}",))
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is {short(order)}", field="order", value=order, allowed=("asc", "desc"))
+    return int(limit), order
+
+
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
+    """Returns an item as a list shows it: with its type, and a message's text as a part."""
+    if item.get("type", "message") != "message" or not isinstance(item["content"], str):
+        return {"type": "message", **item}
+    kind = "output_text" if item["role"] == "assistant" else "input_text"
+    part = {"type": kind, "text": item["content"], **({"annotations": []} if kind == "output_text" else {})}
+    return {**item, "type": "message", "status": "completed", "content": [part]}
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 def _identity(call: HttpCall, request: ResponsesRequest) -> Identity:

@@ -1,5 +1,6 @@
 """Streams a response as OpenAI's semantic events, with a template for the deltas of each item. Pure."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -7,20 +8,34 @@ import orjson
 from baton.core.errors import BatonError
 from baton.gateway.http.answer_parts import AnswerPart, AnswerStream, Growth, event
 from baton.gateway.http.responses.answer import ResponseObject, Status
+from baton.gateway.http.responses.custom_input import CustomInput
+from baton.protos.v1 import common_pb2
 
+# The deltas of each type of item. Other items have none: they are sent whole, at their end.
 _DELTAS = {
-    "text": "response.output_text.delta",
+    "message": "response.output_text.delta",
     "reasoning": "response.reasoning_text.delta",
-    "tool_call": "response.function_call_arguments.delta",
+    "function_call": "response.function_call_arguments.delta",
+    "custom_tool_call": "response.custom_tool_call_input.delta",
 }
+_WITH_CONTENT = ("message", "reasoning")
 
 
 class ResponsesStream(AnswerStream):
-    """Encodes one stream."""
+    """Encodes one stream.
 
-    def __init__(self, response: ResponseObject, *, token_ids: bool = False) -> None:
+    Args:
+        keep: takes the whole response before its last event is sent; None: nobody keeps it.
+    """
+
+    def __init__(
+        self, response: ResponseObject, *, token_ids: bool = False, keep: Callable[[bytes], None] | None = None
+    ) -> None:
         super().__init__(response.answer(), token_ids=token_ids)
         self._response = response
+        self._keep = keep
+        self._type = ""  # of the current item
+        self._custom: CustomInput | None = None  # reads the current item's text out of JSON
         self._number = 0  # sequence number of the next event
         self._head = b""  # the current part's deltas up to their number
         self._tail = b""
@@ -30,7 +45,10 @@ class ResponsesStream(AnswerStream):
         status: Status = "incomplete" if self._answer.truncated else "completed"
         if self._answer.parts:
             events += self._close(self._answer.parts[-1], status)
-        events.append(self._whole(f"response.{status}", self._response.ended(self._answer)))
+        whole = self._response.ended(self._answer)
+        if self._keep is not None:
+            self._keep(whole)
+        events.append(self._whole(f"response.{status}", whole))
         return b"".join(events)
 
     def error(self, error: BatonError) -> bytes:
@@ -47,14 +65,18 @@ class ResponsesStream(AnswerStream):
         return events + self._open(part)
 
     def _open(self, part: AnswerPart) -> list[bytes]:
+        kind = self._type = self._response.item_type(part)
+        is_json = kind == "custom_tool_call" and self._response.has_json(part)
+        self._custom = CustomInput() if is_json else None
         where = self._where(part)
-        name = _DELTAS[part.kind]
-        fixed = orjson.dumps({"type": name, **where})[:-1]
-        self._head = b'event: %b\ndata: %b,"sequence_number":' % (name.encode(), fixed)
-        self._tail = b',"logprobs":[]}\n\n' if part.kind == "text" else b"}\n\n"
+        if kind in _DELTAS:
+            name = _DELTAS[kind]
+            fixed = orjson.dumps({"type": name, **where})[:-1]
+            self._head = b'event: %b\ndata: %b,"sequence_number":' % (name.encode(), fixed)
+            self._tail = b',"logprobs":[]}\n\n' if kind == "message" else b"}\n\n"
         bare = AnswerPart(part.kind, part.position, part.id, part.name)
         item = self._response.item(bare, "in_progress")
-        if part.kind == "tool_call":
+        if kind not in _WITH_CONTENT:
             return [self._event("response.output_item.added", {"output_index": part.position, "item": item})]
         content = item["content"][0]
         item["content"] = []
@@ -64,32 +86,41 @@ class ResponsesStream(AnswerStream):
         ]
 
     def _delta(self, growth: Growth) -> bytes:
+        if self._type not in _DELTAS:
+            return b""
+        text = growth.text if self._custom is None else self._custom.push(growth.text)
+        return self._text_delta(text, growth.tokens) if text else b""
+
+    def _text_delta(self, text: str, tokens: Sequence[common_pb2.Token] = ()) -> bytes:
         number = self._number
         self._number = number + 1
         tail = self._tail
-        if growth.tokens:
-            tail = b',"logprobs":%b}\n\n' % orjson.dumps(self._response.logprobs(growth.tokens))
-        return b'%b%d,"delta":%b%b' % (self._head, number, orjson.dumps(growth.text), tail)
+        if tokens and self._type == "message":
+            tail = b',"logprobs":%b}\n\n' % orjson.dumps(self._response.logprobs(tokens))
+        return b'%b%d,"delta":%b%b' % (self._head, number, orjson.dumps(text), tail)
 
     def _close(self, part: AnswerPart, status: Status) -> list[bytes]:
-        where, item = self._where(part), self._response.item(part, status)
-        if part.kind == "tool_call":
-            done = {**where, "name": part.name, "arguments": part.text}
-            events = [self._event("response.function_call_arguments.done", done)]
-        else:
+        where, item, kind = self._where(part), self._response.item(part, status), self._type
+        done_name = _DELTAS[kind].replace("delta", "done") if kind in _DELTAS else ""
+        events = []
+        if kind == "function_call":
+            done = {**where, "name": item["name"], "arguments": item["arguments"]}
+            events.append(self._event(done_name, done))
+        elif kind == "custom_tool_call":
+            rest = "" if self._custom is None else self._custom.finish()
+            events += [self._text_delta(rest)] if rest else []
+            events.append(self._event(done_name, {**where, "input": item["input"]}))
+        elif kind in _WITH_CONTENT:
             content = item["content"][0]
-            rest = {"logprobs": content["logprobs"]} if part.kind == "text" else {}
-            done = {**where, "text": content["text"], **rest}
-            events = [
-                self._event(_DELTAS[part.kind].replace("delta", "done"), done),
-                self._event("response.content_part.done", {**where, "part": content}),
-            ]
+            more = {"logprobs": content["logprobs"]} if kind == "message" else {}
+            events.append(self._event(done_name, {**where, "text": content["text"], **more}))
+            events.append(self._event("response.content_part.done", {**where, "part": content}))
         events.append(self._event("response.output_item.done", {"output_index": part.position, "item": item}))
         return events
 
     def _where(self, part: AnswerPart) -> dict[str, Any]:
         where: dict[str, Any] = {"item_id": self._response.item_id(part), "output_index": part.position}
-        return where if part.kind == "tool_call" else {**where, "content_index": 0}
+        return {**where, "content_index": 0} if self._response.item_type(part) in _WITH_CONTENT else where
 
     def _event(self, name: str, rest: dict[str, Any]) -> bytes:
         number = self._number

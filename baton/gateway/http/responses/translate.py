@@ -1,6 +1,8 @@
 """Translates Responses requests to ours: items become messages in the shape of OpenAI's chat completions. Pure."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -9,24 +11,58 @@ from baton.core.errors import InvalidRequest
 from baton.core.sampling_field import Door
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.http.common_fields import fill, reasoning_variables
-from baton.gateway.http.responses.models import (
-    AllowedTools,
+from baton.gateway.http.responses.custom_input import as_arguments
+from baton.gateway.http.responses.items import (
+    AdditionalTools,
+    AgentMessage,
+    ApplyPatchCall,
+    ApplyPatchOutput,
+    CallOutput,
+    CustomToolCall,
     FunctionCall,
-    FunctionCallOutput,
-    FunctionTool,
     Item,
+    ItemReference,
+    LocalShellCall,
+    LocalShellOutput,
+    Message,
+    NoText,
+    OutputPart,
+    Reasoning,
+    ShellCall,
+    ShellOutput,
+    ToolSearchCall,
+    ToolSearchOutput,
+    UnreadItem,
+)
+from baton.gateway.http.responses.models import (
+    ENCRYPTED,
+    LOGPROBS,
     JsonObjectFormat,
     JsonSchemaFormat,
-    Message,
-    NamedFunction,
-    Part,
-    Reasoning,
     ResponsesRequest,
 )
+from baton.gateway.http.responses.tool_table import ShownTool, ToolTable, shown_name
+from baton.gateway.http.responses.tools import AllowedTools, ChosenTool, ClientToolChoice
 from baton.gateway.text.chat.types import ChatRequest, NamedTool, ToolChoice
 from baton.protos.v1 import generation_pb2 as pb
 
-LOGPROBS = "message.output_text.logprobs"
+_SYSTEM = ("system", "developer")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a request asks of the model.
+
+    Attributes:
+        tools: the client's tools.
+        raw_tool: the only tool that may be called, if its input has a grammar. Then the output is that input itself.
+        warnings: parts of the request that have no effect.
+    """
+
+    chat: ChatRequest
+    tools: ToolTable
+    raw_tool: ShownTool | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def to_message(request: ResponsesRequest) -> pb.GenerateRequest:
@@ -56,52 +92,101 @@ def wants_logprobs(request: ResponsesRequest) -> bool:
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
+    """Translates a conversation that refers to nothing stored. Raises what `to_conversation` raises."""
+    return to_conversation(request).chat
+
+
+def to_conversation(
+    request: ResponsesRequest, previous: Sequence[Item] = (), referenced: Mapping[str, Item] | None = None
+) -> Conversation:
     """Translates the conversation.
 
+    Args:
+        previous: the items before those of the request.
+        referenced: stored items by their ids, for references.
+
     Raises:
-        InvalidRequest: an output belongs to no call, or `tool_choice` names no tool.
+        InvalidRequest: an output belongs to no call, a reference to no item, `tool_choice` names no tool, or the model
+            could not tell two tools apart.
     """
-    tools = request.tools or ()
-    choice = request.tool_choice
+    collected = _Items(ToolTable(), referenced or {})
+    collected.tools.add(request.tools or (), "tools")
+    if request.instructions:
+        collected.messages.append({"role": "system", "content": request.instructions})
+    for index, item in enumerate(previous):
+        collected.add(f"the stored items[{index}]", item)
+    if isinstance(request.input, str):
+        collected.messages.append({"role": "user", "content": request.input})
+    else:
+        for index, item in enumerate(request.input):
+            collected.add(f"input[{index}]", item)
+    for message in collected.messages:
+        message.setdefault("content", "")
+    tools, choice = collected.tools, request.tool_choice
     if isinstance(choice, AllowedTools):
-        tools = _allowed(choice, tools)
-    return ChatRequest(
-        messages=_messages(request),
-        tools=[_tool(tool) for tool in tools],
-        tool_choice=_choice(choice, tools),
+        tools, choice = tools.allowed(choice), choice.mode
+    raw_tool = _raw_tool(choice, tools)
+    chat = ChatRequest(
+        messages=collected.messages,
+        tools=tools.functions(),
+        tool_choice=_choice(choice, tools) if raw_tool is None else NamedTool(raw_tool.shown_name),
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        grammar=_grammar(request),
+        grammar=_grammar(request) if raw_tool is None else raw_tool.grammar,
         template_kwargs=_variables(request),
+        is_raw_input=raw_tool is not None,
     )
+    return Conversation(chat, tools, raw_tool, tuple(_warnings(request, collected, raw_tool)))
 
 
-class _Conversation:
+@dataclass
+class _Items:
     """Collects messages. All items of one assistant turn become one message."""
 
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._call_ids: set[str] = set()
+    tools: ToolTable
+    referenced: Mapping[str, Item]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, None] = field(default_factory=dict)
+    _call_ids: set[str] = field(default_factory=set)
 
-    def add(self, index: int, item: Item) -> None:
+    def add(self, where: str, item: Item) -> None:
+        """Adds an item; `where` is its place, for errors."""
         match item:
             case Message(role="assistant"):
-                self._add_answer(_content(item.content))
+                self._turn(new="content")["content"] = self._content(item.content)
             case Message():
                 self._add_prompt(item)
-            case FunctionCall():
-                self._add_call(item)
-            case FunctionCallOutput():
-                self._add_output(index, item)
+            case AgentMessage():
+                begin = {"type": "text", "text": f"{item.author} to {item.recipient}:"}
+                self.messages.append({"role": "user", "content": [begin, *_parts(self._content(item.content))]})
             case Reasoning():
-                if item.text:
-                    self._turn(new="reasoning_content")["reasoning_content"] = item.text
-
-    def add_instructions(self, text: str) -> None:
-        self.messages.append({"role": "system", "content": text})
+                self._add_reasoning(item)
+            case FunctionCall() | CustomToolCall() | LocalShellCall() | ShellCall() | ApplyPatchCall():
+                self._add_call(*_called(item))
+            case ToolSearchCall():
+                if item.call_id is not None:
+                    self._add_call(item.call_id, "tool_search", _arguments(item.arguments))
+            case ToolSearchOutput():
+                self.tools.add(item.tools, f"{where}.tools")
+                if item.call_id is not None:
+                    self._add_output(where, item.call_id, f"found {len(item.tools)} tool(s)")
+            case AdditionalTools():
+                self.tools.add(item.tools, f"{where}.tools")
+            case CallOutput():
+                self._add_output(where, item.call_id, self._content(item.output))
+            case LocalShellOutput():
+                self._add_output(where, item.call_id or item.id or "", item.output)
+            case ShellOutput():
+                self._add_output(where, item.call_id, _arguments(item.output))
+            case ApplyPatchOutput():
+                self._add_output(where, item.call_id, "\n".join(filter(None, (item.status, item.output))))
+            case ItemReference():
+                self._add_referenced(where, item)
+            case UnreadItem():
+                self.left_out[f"items of type {item.type}"] = None
 
     def _add_prompt(self, item: Message) -> None:
-        role = "user" if item.role == "user" else "system"
-        content = _content(item.content)
+        role = "system" if item.role in _SYSTEM else "user"
+        content = self._content(item.content)
         # Many templates take only one system message, so those at the start are merged.
         if role == "system" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
             first = self.messages[0]["content"]
@@ -109,22 +194,41 @@ class _Conversation:
             return
         self.messages.append({"role": role, "content": content})
 
-    def _add_answer(self, content: str | list[dict[str, str]]) -> None:
-        self._turn(new="content")["content"] = content
+    def _add_reasoning(self, item: Reasoning) -> None:
+        if item.text:
+            self._turn(new="reasoning_content")["reasoning_content"] = item.text
+        elif item.encrypted_content:
+            self.left_out["encrypted reasoning of other servers"] = None
 
-    def _add_call(self, item: FunctionCall) -> None:
+    def _add_call(self, call_id: str, name: str, arguments: str) -> None:
         calls = self._turn().setdefault("tool_calls", [])
-        function = {"name": item.name, "arguments": item.arguments}
-        calls.append({"id": item.call_id, "type": "function", "function": function})
-        self._call_ids.add(item.call_id)
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+        self._call_ids.add(call_id)
 
-    def _add_output(self, index: int, item: FunctionCallOutput) -> None:
-        if item.call_id not in self._call_ids:
-            field = f"input[{index}].call_id"
-            cure = "give the function_call item before its output"
-            raise InvalidRequest(f"{field} names no call", field=field, value=item.call_id, cure=cure)
-        content = _content(item.output)
-        self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+    def _add_output(self, where: str, call_id: str, content: str | list[dict[str, str]]) -> None:
+        if call_id not in self._call_ids:
+            cure = "give the call's item before its output"
+            raise InvalidRequest(f"{where}.call_id names no call", field=f"{where}.call_id", value=call_id, cure=cure)
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _add_referenced(self, where: str, reference: ItemReference) -> None:
+        item = self.referenced.get(reference.id)
+        if item is None:
+            raise InvalidRequest(
+                f"{where}.id names no stored item",
+                field=f"{where}.id",
+                value=reference.id,
+                cure="send the item itself, or the `previous_response_id`",
+            )
+        self.add(where, item)
+
+    def _content(self, content: str | Sequence[OutputPart]) -> str | list[dict[str, str]]:
+        if isinstance(content, str):
+            return content
+        self.left_out.update({f"parts of type {part.type}": None for part in content if isinstance(part, NoText)})
+        if len(content) == 1:
+            return content[0].text
+        return [{"type": "text", "text": part.text} for part in content]
 
     def _turn(self, new: str = "") -> dict[str, Any]:
         """Returns the assistant's message in progress. Begins a new one after another role's message, or if the message
@@ -137,66 +241,66 @@ class _Conversation:
         return self.messages[-1]
 
 
-def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    conversation = _Conversation()
-    if request.instructions:
-        conversation.add_instructions(request.instructions)
-    if isinstance(request.input, str):
-        return [*conversation.messages, {"role": "user", "content": request.input}]
-    for index, item in enumerate(request.input):
-        conversation.add(index, item)
-    for message in conversation.messages:
-        message.setdefault("content", "")
-    return conversation.messages
+def _called(
+    item: FunctionCall | CustomToolCall | LocalShellCall | ShellCall | ApplyPatchCall,
+) -> tuple[str, str, str]:
+    """Returns the id of a call, the function's name as the model sees it, and its arguments as JSON."""
+    match item:
+        case FunctionCall():
+            return item.call_id, shown_name(item.name, item.namespace), item.arguments
+        case CustomToolCall():
+            return item.call_id, shown_name(item.name, item.namespace), as_arguments(item.input)
+        case LocalShellCall():
+            given = {name: value for name, value in item.action.items() if name != "type" and value}
+            return item.call_id or item.id or "", "local_shell", _arguments(given)
+        case ShellCall():
+            given = {name: value for name, value in item.action.items() if value is not None}
+            return item.call_id, "shell", _arguments(given)
+        case ApplyPatchCall():
+            return item.call_id, "apply_patch", _arguments(item.operation)
 
 
-def _content(content: str | list[Part]) -> str | list[dict[str, str]]:
-    if isinstance(content, str):
-        return content
-    if len(content) == 1:
-        return content[0].text
-    return [{"type": "text", "text": part.text} for part in content]
+def _arguments(given: object) -> str:
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.parameters is not None:
-        function["parameters"] = tool.parameters
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+def _raw_tool(choice: object, tools: ToolTable) -> ShownTool | None:
+    """Returns the tool whose input is the whole output: the only one that may be called, if its input has a grammar."""
+    if isinstance(choice, ChosenTool):
+        found = tools.chosen(choice)
+    elif choice == "required" and len(tools.tools) == 1:
+        (found,) = tools.tools.values()
+    else:
+        return None
+    return found if found.grammar is not None else None
 
 
-def _choice(choice: str | NamedFunction | AllowedTools | None, tools: Sequence[FunctionTool]) -> ToolChoice:
-    if isinstance(choice, NamedFunction):
-        _check_named("tool_choice.name", choice.name, tools)
-        return NamedTool(choice.name)
-    if isinstance(choice, AllowedTools):
-        return choice.mode
-    if choice == "required" and not tools:
-        raise InvalidRequest("tool_choice is 'required' without tools", field="tool_choice", cure="give tools")
+def _choice(choice: str | ChosenTool | ClientToolChoice | None, tools: ToolTable) -> ToolChoice:
+    if isinstance(choice, ChosenTool | ClientToolChoice):
+        return NamedTool(tools.chosen(choice).shown_name)
+    if choice == "required" and not tools.tools:
+        raise InvalidRequest(
+            "tool_choice is 'required' without tools that the model can call", field="tool_choice", cure="give tools"
+        )
     return "none" if choice == "none" else "required" if choice == "required" else "auto"
 
 
-def _allowed(choice: AllowedTools, tools: Sequence[FunctionTool]) -> list[FunctionTool]:
-    for index, named in enumerate(choice.tools):
-        _check_named(f"tool_choice.tools[{index}].name", named.name, tools)
-    names = {named.name for named in choice.tools}
-    return [tool for tool in tools if tool.name in names]
-
-
-def _check_named(field: str, name: str, tools: Sequence[FunctionTool]) -> None:
-    names = tuple(tool.name for tool in tools)
-    if name not in names:
-        raise InvalidRequest(
-            f"{field} names no tool", field=field, value=name, allowed=names, cure="give it in `tools`"
-        )
+def _warnings(request: ResponsesRequest, collected: _Items, raw_tool: ShownTool | None) -> list[str]:
+    warnings = []
+    if hosted := collected.tools.left_out:
+        warnings.append(f"tools: {', '.join(hosted)}: these run at OpenAI only, so the model does not see them")
+    free = [tool.shown_name for tool in collected.tools.tools.values() if tool.grammar is not None and tool != raw_tool]
+    if free:
+        warnings.append(f"tools: the grammar of {', '.join(free)} is enforced only if tool_choice names the tool")
+    if collected.left_out:
+        warnings.append(f"input: left out: {', '.join(collected.left_out)}")
+    if unknown := [name for name in request.include or () if name not in (LOGPROBS, ENCRYPTED)]:
+        warnings.append(f"include: {', '.join(unknown)}: this server has no such items")
+    return warnings
 
 
 def _grammar(request: ResponsesRequest) -> Grammar | None:

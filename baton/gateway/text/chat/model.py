@@ -247,7 +247,7 @@ class _Dialect:
         return prompt.rstrip().endswith(markers.open)
 
     def reader(self, request: ChatRequest, prompt: str) -> Read:
-        tools = _visible_tools(request)
+        tools = [] if request.is_raw_input else _visible_tools(request)
         if self.family is HARMONY:
             return harmony(opened_header(prompt), tools=bool(tools))
         schemas = {name_of(tool): tool["function"].get("parameters") or {} for tool in tools}
@@ -268,7 +268,7 @@ class _Dialect:
         if request.grammar is not None and not forced and request.grammar.kind is GrammarKind.STRUCTURAL_TAG:
             return request.grammar  # its tags occur in free text, and reasoning is free text too
         lark = Lark({text: token for text, token in self.checkpoint.tokens.items() if self._is_no_text(text)})
-        tools = Forced(_callable_tools(request), parallel=not request.one_call)
+        tools = Forced([] if request.is_raw_input else _callable_tools(request), parallel=not request.one_call)
         before = self._before_answer(lark, request, prompt)
         if forced or request.grammar is None:
             return lark.finish(f"{before} {self.family.force(lark, tools)}")
@@ -296,6 +296,8 @@ class _Dialect:
 
 
 def _is_forced(request: ChatRequest) -> bool:
+    if request.is_raw_input:
+        return False
     return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
 
 

@@ -9,6 +9,9 @@ from baton.gateway.http.checking import checked
 from baton.gateway.http.responses.models import ResponsesRequest
 
 FUNCTION = {"type": "function", "name": "f"}
+SPACE = {"type": "namespace", "name": "n"}
+CUSTOM = {"type": "custom", "name": "c"}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -21,16 +24,14 @@ def refused(body: dict[str, Any]) -> InvalidRequest:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("previous_response_id", "resp_1"),
         ("conversation", "conv_1"),
         ("background", True),
-        ("store", True),
         ("prompt", {"id": "p"}),
         ("context_management", [{"type": "compaction"}]),
         ("moderation", {}),
     ],
 )
-def test_state_that_is_not_kept_is_refused_with_the_cure(field: str, value: object) -> None:
+def test_what_this_server_does_not_do_is_refused_with_the_cure(field: str, value: object) -> None:
     error = refused({"input": "a", field: value})
     assert error.field == field
     assert error.cure
@@ -39,6 +40,7 @@ def test_state_that_is_not_kept_is_refused_with_the_cure(field: str, value: obje
 @pytest.mark.parametrize(
     "harmless",
     [
+        {"store": True, "client_metadata": {"a": "b"}, "access_programs": {"cyber": "standard"}},
         {"store": False, "background": False, "previous_response_id": None, "conversation": None},
         {"metadata": {"a": "b"}, "user": "u", "safety_identifier": "s"},
         {"service_tier": "auto", "prompt_cache_key": "k", "max_tool_calls": 3},
@@ -60,7 +62,8 @@ def test_harmless_parameters_are_accepted(harmless: dict[str, Any]) -> None:
         ("input", {"input": []}),
         ("input", {"input": {"role": "user"}}),
         ("input[1]", {"input": [USER, 5]}),
-        ("input[0].type", {"input": [{"type": "item_reference", "id": "x"}]}),
+        ("input[0].type", {"input": [{"type": "compaction_trigger"}]}),
+        ("input[0].id", {"input": [{"type": "item_reference"}]}),
         ("input[0].type", {"input": [{"type": 3, "content": "x"}]}),
         ("input[0].type", {"input": [{"type": ["message"], "content": "x"}]}),
         ("input[0].role", {"input": [{"content": "x"}]}),
@@ -73,17 +76,20 @@ def test_harmless_parameters_are_accepted(harmless: dict[str, Any]) -> None:
         ("input[0].content[0].x", {"input": [{**USER, "content": [{"type": "input_text", "text": "", "x": 1}]}]}),
         ("input[0].arguments", {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]}),
         ("input[0].output", {"input": [{"type": "function_call_output", "call_id": "c"}]}),
-        ("tools[0].type", {"input": "a", "tools": [{"type": "web_search"}]}),
+        ("tools[0].type", {"input": "a", "tools": [{"type": "telepathy"}]}),
+        ("tools[0].tools[1].type", {"input": "a", "tools": [{**SPACE, "tools": [FUNCTION, {}]}]}),
+        ("tools[0].format.syntax", {"input": "a", "tools": [{**CUSTOM, "format": {**GRAMMAR, "syntax": "bnf"}}]}),
+        ("tools[0].format.definition", {"input": "a", "tools": [{**CUSTOM, "format": {**GRAMMAR, "definition": ""}}]}),
         ("tools[0].name", {"input": "a", "tools": [{"type": "function", "name": "a b"}]}),
         ("tools[0].parameters", {"input": "a", "tools": [{**FUNCTION, "parameters": "x"}]}),
-        ("tools[1].defer_loading", {"input": "a", "tools": [FUNCTION, {**FUNCTION, "defer_loading": True}]}),
+        ("tools[1].async", {"input": "a", "tools": [FUNCTION, {**FUNCTION, "async": True}]}),
         ("tool_choice", {"input": "a", "tool_choice": "maybe"}),
         ("tool_choice", {"input": "a", "tool_choice": 7}),
         ("tool_choice.type", {"input": "a", "tool_choice": {"type": "mcp"}}),
         ("text.format.type", {"input": "a", "text": {"format": {"type": "xml"}}}),
         ("text.format.schema", {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}),
         ("reasoning.effort", {"input": "a", "reasoning": {"effort": "huge"}}),
-        ("include[0]", {"input": "a", "include": ["file_search_call.results"]}),
+        ("include[0]", {"input": "a", "include": ["everything"]}),
         ("max_output_tokens", {"input": "a", "max_output_tokens": 0}),
         ("max_output_tokens", {"input": "a", "max_output_tokens": 2**32}),
         ("max_output_tokens", {"input": "a", "max_output_tokens": True}),

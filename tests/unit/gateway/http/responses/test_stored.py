@@ -1,0 +1,211 @@
+"""Stored answers on real connections: continued, listed, deleted, kept apart by caller, and switched off."""
+
+import hashlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.responses import ResponseItem
+from pydantic import TypeAdapter
+
+from baton.gateway.core.shared_counters import SharedCounters
+from baton.gateway.http.responses.store import StoredResponse
+from baton.gateway.http.responses.stored import StoredResponses
+from baton.gateway.serving.serving import AnswerAbout, SingleWorker
+from baton.settings.gateway_config import GatewaySettings
+from tests.unit.gateway.http.chat_stream import events
+from tests.unit.gateway.http.door import Answer, Door, open_door, step_token
+
+ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Door]:
+    async with open_door() as opened:
+        yield opened
+
+
+async def post(door: Door, **body: Any) -> Answer:
+    """The answer to a request that has two tokens of output."""
+    headers = body.pop("headers", {})
+    wire = await door.connect()
+    data = json.dumps({"max_output_tokens": 2, **body}).encode()
+    wire.send("POST", "/v1/responses", data, content_type="application/json", **headers)
+    key = await door.accept()
+    door.decode.send_tokens(step_token(0), key=key)
+    door.finish(1, key=key)
+    if not body.get("stream"):
+        return await wire.answer()
+    answer = await wire.head()
+    answer.body = await wire.chunks()
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_is_stored_and_continued(door: Door, stream: bool) -> None:
+    answer = await post(door, input="Hello", instructions="Be kind.", stream=stream)
+    first = events(answer.body)[-1].data["response"] if stream else answer.json
+    assert first["store"] is True
+    assert (await door.call("GET", f"/v1/responses/{first['id']}")).json == first
+    second = (await post(door, input="And now?", previous_response_id=first["id"])).json
+    assert second["previous_response_id"] == first["id"]
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    listed = (await door.call("GET", f"/v1/responses/{second['id']}/input_items?order=asc")).json
+    texts = [item["content"][0]["text"] for item in listed["data"]]
+    assert texts == ["Hello", first["output"][0]["content"][0]["text"], "And now?"]
+    assert [ITEM.validate_python(item).type for item in listed["data"]] == ["message"] * 3
+
+
+async def test_items_are_listed_in_pages_the_last_first(door: Door) -> None:
+    turns = [{"role": "user", "content": str(number)} for number in range(5)]
+    path = f"/v1/responses/{(await post(door, input=turns)).json['id']}/input_items"
+    page = (await door.call("GET", f"{path}?limit=2")).json
+    assert [item["content"][0]["text"] for item in page["data"]] == ["4", "3"]
+    assert page["has_more"]
+    rest = (await door.call("GET", f"{path}?limit=9&after={page['last_id']}")).json
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "1", "0"]
+    assert not rest["has_more"]
+    for query, field in (
+        ("limit=0", "limit"),
+        ("limit=x", "limit"),
+        ("limit=0101", "limit"),
+        ("order=up", "order"),
+        ("after=no", "after"),
+    ):
+        answer = await door.call("GET", f"{path}?{query}")
+        assert (answer.status, answer.error["param"]) == (400, field)
+
+
+async def test_an_item_can_be_referred_to_and_stays_when_its_response_goes(door: Door) -> None:
+    first = (await post(door, input="Hello")).json
+    item = first["output"][0]
+    turns = [{"type": "item_reference", "id": item["id"]}, {"role": "user", "content": "So?"}]
+    second = (await post(door, input=turns)).json
+    await door.call("DELETE", f"/v1/responses/{first['id']}")
+    listed = (await door.call("GET", f"/v1/responses/{second['id']}/input_items?order=asc")).json
+    assert listed["data"][0] == item
+    answer = await door.call("POST", "/v1/responses", {"input": [{"type": "item_reference", "id": item["id"]}]})
+    assert (answer.status, answer.error["param"]) == (400, "input[0].id")
+
+
+async def test_a_deleted_response_is_gone_and_its_continuations_are_not(door: Door) -> None:
+    first = (await post(door, input="Hello")).json
+    second = (await post(door, input="More", previous_response_id=first["id"])).json
+    deleted = await door.call("DELETE", f"/v1/responses/{first['id']}")
+    assert deleted.json == {"id": first["id"], "object": "response", "deleted": True}
+    assert (await door.call("GET", f"/v1/responses/{first['id']}")).status == 404
+    assert (await door.call("DELETE", f"/v1/responses/{first['id']}")).status == 404
+    third = (await post(door, input="Again", previous_response_id=second["id"])).json
+    listed = (await door.call("GET", f"/v1/responses/{third['id']}/input_items?limit=100")).json
+    assert len(listed["data"]) == 5
+
+
+async def test_store_false_stores_nothing(door: Door) -> None:
+    answer = (await post(door, input="Hello", store=False)).json
+    assert answer["store"] is False
+    assert (await door.call("GET", f"/v1/responses/{answer['id']}")).status == 404
+
+
+@pytest.mark.parametrize("previous", ["resp_none", "none", "resp_", "resp_../x"])
+async def test_an_unknown_response_is_refused_with_the_cure(door: Door, previous: str) -> None:
+    answer = await door.call("POST", "/v1/responses", {"input": "a", "previous_response_id": previous})
+    assert (answer.status, answer.error["code"]) == (400, "previous_response_not_found")
+    assert answer.error["param"] == "previous_response_id"
+    assert "send the whole conversation in `input`" in answer.error["message"]
+    assert door.decode.received.empty()
+
+
+async def test_a_gateway_that_stores_nothing_says_so() -> None:
+    async with open_door("--response-store-mib", "0") as door:
+        answer = (await post(door, input="Hello")).json
+        assert answer["store"] is False
+        for body, field in (
+            ({"store": True}, "store"),
+            ({"previous_response_id": answer["id"]}, "previous_response_id"),
+        ):
+            refused = await door.call("POST", "/v1/responses", {"input": "a", **body})
+            assert (refused.status, refused.error["param"]) == (400, field)
+            assert "--response-store-mib" in refused.error["message"]
+
+
+async def test_a_response_in_progress_can_be_cancelled(door: Door) -> None:
+    wire = await door.connect()
+    body = {"input": "Hello", "stream": True, "max_output_tokens": 9}
+    wire.send("POST", "/v1/responses", json.dumps(body).encode(), x_request_id="r1")
+    await door.accept()
+    door.decode.send_tokens(step_token(0))
+    await wire.head()
+    cancelled = await door.call("POST", "/v1/responses/resp_r1/cancel", content_type="application/json")
+    assert cancelled.json["status"] == "cancelled"
+    assert events(await wire.chunks())[-1].name == "response.failed"
+    again = await door.call("POST", "/v1/responses/resp_r1/cancel", content_type="application/json")
+    assert again.status == 404
+    await door.cancelled()
+    ended = (await post(door, input="Hello", headers={"x_request_id": "r2"})).json
+    refused = await door.call("POST", f"/v1/responses/{ended['id']}/cancel", content_type="application/json")
+    assert refused.error["message"] == "resp_r2 has ended; allowed: a response in progress"
+
+
+async def test_a_stored_response_is_not_streamed(door: Door) -> None:
+    answer = await door.call("GET", "/v1/responses/resp_1?stream=true")
+    assert (answer.status, answer.error["param"]) == (400, "stream")
+
+
+async def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("ann", "bob")}
+    file.write_text("".join(f'[keys.{name}]\nsha256 = "{digest}"\n' for name, digest in hashes.items()))
+    ann, bob = ({"authorization": f"Bearer {name}"} for name in hashes)
+    async with open_door("--api-keys", str(file), asks=True) as door:
+        given = (await post(door, input="Secret", headers=ann)).json["id"]
+        path = f"/v1/responses/{given}"
+        assert (await door.call("GET", path, **ann)).status == 200
+        for method, end in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+            assert (await door.call(method, path + end, **bob)).status == 404
+        body = {"input": "a", "previous_response_id": given}
+        refused = await door.call("POST", "/v1/responses", body, **bob)
+        assert refused.error["code"] == "previous_response_not_found"
+        assert (await door.call("GET", path)).status == 401
+
+
+class Colleagues(SingleWorker):
+    """The workers of one gateway, in one process."""
+
+    def __init__(self, all_of_them: "list[Colleagues]") -> None:
+        self.shared_counters = SharedCounters(2, len(all_of_them))
+        self._all = all_of_them
+        self._answers: dict[str, AnswerAbout] = {}
+        all_of_them.append(self)
+
+    def answer_about(self, topic: str, answer: AnswerAbout) -> None:
+        self._answers[topic] = answer
+
+    async def ask_about(self, topic: str, question: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Sends everything as JSON, as processes do."""
+        sent = json.loads(json.dumps(question))
+        found = [each._answers[topic](sent, each.shared_counters.row) for each in self._all if each is not self]
+        return [dict(json.loads(json.dumps(each))) for each in found]
+
+
+async def test_a_conversation_goes_on_at_another_worker() -> None:
+    settings, workers = GatewaySettings(workers=2), list[Colleagues]()
+    one, other = (StoredResponses(settings, Colleagues(workers)) for _ in range(2))
+    first = StoredResponse("a", b'{"output":[]}', b'{"n":1}', b'{"n":2}')
+    one.keep(first)
+    one.keep(StoredResponse("b", b"whole", b'{"n":3}', b"", first))
+    found = await other.find("resp_b")
+    assert found is not None
+    assert (found.body, [each.inputs for each in found.conversation()]) == (b"whole", [b'{"n":1}', b'{"n":3}'])
+    await other.delete("resp_b")
+    assert await one.find("resp_b") is None
+    assert await one.find("resp_a") is first
+
+
+async def test_a_conversation_that_is_too_large_to_move_names_the_cure() -> None:
+    settings, workers = GatewaySettings(workers=2), list[Colleagues]()
+    one, other = (StoredResponses(settings, Colleagues(workers)) for _ in range(2))
+    one.keep(StoredResponse("a", b"x" * (9 << 20), b"", b""))
+    with pytest.raises(Exception, match="--workers 1"):
+        await other.find("resp_a")

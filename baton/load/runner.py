@@ -134,7 +134,10 @@ class Clients:
         if stop():
             sent = len(records)
             records = [record for record in records if record.outcome is not LoadOutcome.UNFINISHED]
-            notes = (*notes, f"stopped early: {sent} of {len(planned)} requests were sent, {len(records)} of them ended")
+            notes = (
+                *notes,
+                f"stopped early: {sent} of {len(planned)} requests were sent, {len(records)} of them ended",
+            )
         client = ClientReport(
             processes=self.count,
             late_p99_s=float(np.quantile([record.late_s for record in records], 0.99)) if records else 0.0,

@@ -21,6 +21,7 @@ from baton.cli.turns import PipedTurns, Turns, TypedTurns
 from baton.client.client import DEFAULT_TARGET, AsyncClient
 from baton.client.outputs import Event, Finished, Notice
 from baton.core.errors import BatonError
+from baton.core.log_lines import escaped
 from baton.core.logs import write_line
 from baton.core.sampling import SamplingParams
 from baton.core.sampling_field import Door
@@ -92,7 +93,7 @@ def _converse(conversation: Conversation, questions: "Questions") -> bool:
     # Input is read outside the event loop: there Ctrl-C ends the read, whereas inside the loop it cancels the answer.
     with asyncio.Runner() as runner, _connected(runner, questions.target) as client:
         if interactive:
-            names = [card.name for card in runner.run(client.list_models())]
+            names = [escaped(card.name) for card in runner.run(client.list_models())]
             name = questions.model or next(iter(names), "")
             notes.print(f"{', '.join(names)} at {client.target}; {_FIRST}", style="dim", markup=False)
         while (line := turns.read()) is not None:

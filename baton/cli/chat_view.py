@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.text import Text
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not move the cursor
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
 
 
@@ -49,7 +50,7 @@ class RenderedText:
         self._live: Live | None = None
 
     def add(self, text: str) -> None:
-        self._rest += text
+        self._rest += _CONTROL.sub("", text)
         done, self._rest = split_blocks(self._rest)
         if self._live is None:
             self._live = Live(console=self._console, transient=True, auto_refresh=False)

@@ -24,13 +24,13 @@ class ClusterProgress:
     """Shows the stage of each process. Inside the context, other lines appear above the rows.
 
     Args:
-        console: where to print; default: stderr.
+        console: where to print; default: stderr, or stdout with `log`, whose reader is a person.
         log: chooses which log lines of processes are shown, and how; None: every line as it is. With it, lines of
             `note` are left out.
     """
 
     def __init__(self, console: Console | None = None, *, log: ClusterLog | None = None) -> None:
-        self._console = console or Console(stderr=True, highlight=False)
+        self._console = console or Console(stderr=log is None, highlight=False)
         self._log = log
         self._since: dict[str, float] = {}  # when each process began its stage
         self._stages: dict[str, str] = {}

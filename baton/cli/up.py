@@ -5,6 +5,7 @@ On a terminal it shows addresses, an example, and a row for each request; elsewh
 
 import json
 import shlex
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -162,7 +163,7 @@ def welcome(cluster: LocalCluster, certs: Path | None) -> str:
             "",
             "Try it in another terminal:",
             "",
-            f"  {shlex.join(['baton', 'generate', *flags, '--max-tokens', '40'])} \\",
+            f"  {shlex.join([program_name(), 'generate', *flags, '--max-tokens', '40'])} \\",
             f'    "{EXAMPLE_PROMPT}"',
             "",
             "Each request that ends gets a row (prompt and output in tokens):",
@@ -170,6 +171,14 @@ def welcome(cluster: LocalCluster, certs: Path | None) -> str:
             HEADER,
         ]
     )
+
+
+def program_name() -> str:
+    """How a user in another terminal of this directory runs `baton`."""
+    path = sys.argv[0]
+    if Path(path).name != "baton" or shutil.which("baton") == path:
+        return "baton"
+    return path
 
 
 def _wait_until_the_gateway_ends(processes: Processes) -> None:

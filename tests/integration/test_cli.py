@@ -332,7 +332,7 @@ def test_up_shows_a_person_addresses_an_example_and_a_row_for_each_request() -> 
     )
     os.close(theirs)
     try:
-        shown = read_until(terminal, b"output").decode()
+        shown = read_until(terminal, b"TPOT  output").decode()
         assert "/ui" in shown
         assert "baton generate --target" in shown
         assert " INFO " not in shown
@@ -353,9 +353,7 @@ def test_up_shows_a_person_addresses_an_example_and_a_row_for_each_request() -> 
 
 
 def test_logprobs_are_shown_as_text(up: Up) -> None:
-    finished = baton(
-        "generate", "--target", up.gateway, "--max-tokens", "3", "--ignore-eos", "--logprobs", "2", "x"
-    )
+    finished = baton("generate", "--target", up.gateway, "--max-tokens", "3", "--ignore-eos", "--logprobs", "2", "x")
     assert finished.returncode == 0, finished.stderr
     header, *rows = finished.stdout.splitlines()[-4:]
     assert header.split() == ["logprob", "token", "instead", "of", "it"]

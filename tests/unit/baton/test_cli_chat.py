@@ -87,6 +87,14 @@ def test_an_unfinished_block_taller_than_the_terminal_leaves_nothing_behind() ->
     assert lines == [f"• item {number}" for number in range(30)]
 
 
+def test_an_answer_cannot_move_the_cursor() -> None:
+    screen = io.StringIO()
+    answer = RenderedText(Console(file=screen, force_terminal=True, width=40, height=10, color_system=None))
+    answer.add("a\x1b[2J\x07b\x9b1A")
+    answer.end()
+    assert "".join(shown_on(screen.getvalue())).strip() == "a[2Jb1A"
+
+
 def shown_on(written_bytes: str) -> list[str]:
     """The lines of a terminal after these bytes: rich moves up, erases lines, and writes them again."""
     lines, row = [""], 0

@@ -464,4 +464,5 @@ def test_the_demo_runs_in_a_directory_with_modules_named_like_ours(tmp_path: Pat
         (tmp_path / name).write_text(foreign)
     finished = baton("demo", "--max-tokens", "4", folder=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert "transport" in finished.stdout
+    assert "KV moved" in finished.stdout
+    assert "None" not in finished.stdout

@@ -13,16 +13,17 @@ from baton.cli.up import EXAMPLE_PROMPT, program_name, welcome
 from baton.client.client import DEFAULT_TARGET
 
 
-def cluster(address: str, http: str | None) -> LocalCluster:
+def shown(address: str, http: str | None, certs: Path | None = None) -> str:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     gateway = Process("gateway", "gateway", ended, address, http)
     nodes = [Process("decode_node", "decode-0", ended)]
-    return LocalCluster(gateway, nodes, nodes, Processes(print), "every prefill node is paired with every decode node")
+    with Processes(print) as processes:
+        return welcome(LocalCluster(gateway, nodes, nodes, processes, "all nodes are paired"), certs)
 
 
 def test_it_has_the_addresses_one_example_and_the_header_of_the_rows() -> None:
-    lines = welcome(cluster(DEFAULT_TARGET, "http://127.0.0.1:8000"), None).splitlines()
+    lines = shown(DEFAULT_TARGET, "http://127.0.0.1:8000").splitlines()
     assert "  page  http://127.0.0.1:8000/ui  nodes, requests and links in the browser" in lines
     assert lines[-1] == HEADER
     assert f'    "{EXAMPLE_PROMPT}"' in lines
@@ -30,17 +31,17 @@ def test_it_has_the_addresses_one_example_and_the_header_of_the_rows() -> None:
 
 
 def test_the_example_names_another_port_and_the_ca() -> None:
-    shown = welcome(cluster("127.0.0.1:7107", None), Path("my certs"))
-    assert "--target 127.0.0.1:7107 --client-ca 'my certs/ca.crt' --max-tokens 40" in shown
-    assert "/ui" not in shown
+    text = shown("127.0.0.1:7107", None, Path("my certs"))
+    assert "--target 127.0.0.1:7107 --client-ca 'my certs/ca.crt' --max-tokens 40" in text
+    assert "/ui" not in text
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"), [(".venv/bin/baton", ".venv/bin/baton"), ("-c", "baton"), ("/x/baton/__main__.py", "baton")]
+    ("given", "named"), [(".venv/bin/baton", ".venv/bin/baton"), ("-c", "baton"), ("/x/baton/__main__.py", "baton")]
 )
-def test_the_example_runs_the_program_as_its_user_did(monkeypatch: pytest.MonkeyPatch, given: str, shown: str) -> None:
+def test_the_example_runs_the_program_as_its_user_did(monkeypatch: pytest.MonkeyPatch, given: str, named: str) -> None:
     monkeypatch.setattr(sys, "argv", [given])
-    assert program_name() == shown
+    assert program_name() == named
 
 
 def test_the_example_is_short_if_the_program_is_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

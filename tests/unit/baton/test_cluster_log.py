@@ -1,6 +1,7 @@
 """What `baton up` shows a person of its processes' logs."""
 
 import json
+from collections.abc import Mapping
 
 import pytest
 
@@ -16,7 +17,7 @@ REQUEST = RECORD | {
 }  # fmt: skip
 
 
-def shown(record: dict[str, object], *, verbose: bool = False) -> str:
+def shown(record: Mapping[str, object], *, verbose: bool = False) -> str:
     return ClusterLog(verbose=verbose).shown(json.dumps(record))
 
 

@@ -10,6 +10,7 @@ import typer
 from baton.cli.adapter import adapter_app
 from baton.cli.certs import certs, key
 from baton.cli.chat import chat
+from baton.cli.demo import demo
 from baton.cli.doctor import doctor
 from baton.cli.drain import drain
 from baton.cli.expert_load import expert_load
@@ -20,7 +21,7 @@ from baton.cli.status import status
 from baton.cli.switch_role import role as switch_role
 from baton.cli.tools import bench, plan
 from baton.cli.top import top
-from baton.cli.up import demo, up
+from baton.cli.up import up
 from baton.core.version import __version__
 
 _PASSED_ON = (prefill_node, decode_node, gateway, picker, bench, plan)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -12,15 +13,31 @@ import typer
 from rich.console import Console
 
 from baton.cli.access import ApiKey, ClientCa, use
+from baton.cli.chat_view import stdout_console, written
+from baton.cli.receipt import tokens_per_s
 from baton.cli.sampling_flags import takes_sampling_flags
+from baton.cli.sizes import mib, milliseconds
+from baton.cli.turns import PipedTurns, Turns, TypedTurns
 from baton.client.client import DEFAULT_TARGET, AsyncClient
-from baton.client.outputs import Event, Notice
+from baton.client.outputs import Event, Finished, Notice
 from baton.core.errors import BatonError
+from baton.core.log_lines import escaped
 from baton.core.logs import write_line
 from baton.core.sampling import SamplingParams
 from baton.core.sampling_field import Door
 
-_HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+HELP = """\
+/clear          forget the conversation
+/system TEXT    set the system message and forget the conversation
+/system         show the system message
+/help           show this
+/quit           leave, like Ctrl-D
+
+Ctrl-C stops an answer. A paste of several lines is one turn,
+and so are several lines between \"\"\" and \"\"\"."""
+_LEAVE = ("/quit", "/exit")
+_COMMAND = re.compile(r"/[a-z]+")
+_FIRST = "/help shows the commands; /quit or Ctrl-D leaves"
 
 Message = dict[str, object]
 
@@ -48,11 +65,12 @@ class Conversation:
     """The messages so far, in OpenAI's shape."""
 
     def __init__(self, system: str | None = None) -> None:
-        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self.messages: list[Message] = [*self._system]
+        self.system = system
+        self.messages: list[Message] = []
+        self.clear()
 
-    def reset(self) -> None:
-        self.messages = [*self._system]
+    def clear(self) -> None:
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def ask(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
@@ -69,27 +87,25 @@ def _converse(conversation: Conversation, questions: "Questions") -> bool:
     """Answers turns until the end of input. Returns whether an answer failed while input was piped."""
     notes = Console(stderr=True, highlight=False)
     interactive = sys.stdin.isatty()
+    turns: Turns = TypedTurns() if interactive else PipedTurns()
     failed = False
+    name = ""
     # Input is read outside the event loop: there Ctrl-C ends the read, whereas inside the loop it cancels the answer.
     with asyncio.Runner() as runner, _connected(runner, questions.target) as client:
         if interactive:
-            cards = runner.run(client.list_models())
-            notes.print(f"{', '.join(card.name for card in cards)} at {client.target}; {_HELP}", style="dim")
-        while (line := _read_turn(interactive=interactive)) is not None:
-            match line.strip():
-                case "":
-                    continue
-                case "/exit":
-                    break
-                case "/reset":
-                    conversation.reset()
-                    notes.print("conversation reset", style="dim")
-                    continue
-                case "/help":
-                    notes.print(_HELP, style="dim")
-                    continue
+            names = [escaped(card.name) for card in runner.run(client.list_models())]
+            name = questions.model or next(iter(names), "")
+            notes.print(f"{', '.join(names)} at {client.target}; {_FIRST}", style="dim", markup=False)
+        while (line := turns.read()) is not None:
+            if not line.strip():
+                continue
+            if line.strip() in _LEAVE:
+                break
+            if (said := _said(line, conversation, interactive=interactive)) is not None:
+                notes.print(said, style="dim", markup=False, soft_wrap=True)
+                continue
             conversation.ask(line)
-            answer = ChatReply(notes)
+            answer = ChatReply(notes, name)
             try:
                 runner.run(_show(client, conversation, questions, answer))
             except KeyboardInterrupt:
@@ -105,6 +121,28 @@ def _converse(conversation: Conversation, questions: "Questions") -> bool:
             else:
                 conversation.take_back()
     return failed
+
+
+def _said(line: str, conversation: Conversation, *, interactive: bool) -> str | None:
+    """Carries out a command, and returns what it answers. Returns None if the line is a question.
+
+    A person's mistyped command gets the list of commands. Piped lines such as paths are questions.
+    """
+    command, _, argument = line.strip().partition(" ")
+    match command:
+        case "/clear" | "/reset" if not argument:
+            conversation.clear()
+            return "conversation cleared"
+        case "/system" if argument:
+            conversation.system = argument.strip()
+            conversation.clear()
+            return "system message set, conversation cleared"
+        case "/system":
+            return conversation.system or "no system message; /system TEXT sets one"
+        case "/help" if not argument:
+            return HELP
+    mistyped = interactive and not argument and _COMMAND.fullmatch(command)
+    return f"{command} is no command\n{HELP}" if mistyped else None
 
 
 @contextmanager
@@ -128,21 +166,6 @@ async def _show(client: AsyncClient, conversation: Conversation, questions: "Que
             answer.show(event)
 
 
-def _read_turn(*, interactive: bool) -> str | None:
-    """Reads one line of input, without its newline. Returns None at the end of input."""
-    if not interactive:
-        line = sys.stdin.readline()
-        return line.rstrip("\n") if line else None
-    while True:
-        try:
-            return input("> ")
-        except EOFError:
-            print()
-            return None
-        except KeyboardInterrupt:
-            print()
-
-
 @dataclass(frozen=True)
 class Questions:
     """The parts of a request that all turns share."""
@@ -154,36 +177,50 @@ class Questions:
 
 
 class ChatReply:
-    """Prints one answer as it arrives: its text to stdout, and reasoning, tool calls and notices to stderr, dimmed."""
+    """Shows one answer as it arrives: its text on stdout; reasoning, tool calls and remarks on stderr, dimmed.
 
-    def __init__(self, notes: Console) -> None:
+    Args:
+        name: shown above the answer, and asks for a line with its speed below it; "": neither.
+    """
+
+    def __init__(self, notes: Console, name: str = "") -> None:
         self._notes = notes
+        self._name = name
+        self._named = False
         self._noted = False  # stderr has an open line
+        self._written = written(stdout_console())
+        self._finished: Finished | None = None
         self.text = ""
 
     def show(self, event: Event) -> None:
         if isinstance(event, Notice):
             self._note(f"\n({event.message})\n")
-        elif event.chat is not None:
+            return
+        if isinstance(event, Finished):
+            self._finished = event
+        if event.chat is not None:
             calls = [f"\n{call.name} " * bool(call.name) + call.arguments for call in event.chat.tool_calls]
             self._note(event.chat.reasoning + "".join(calls))
             self._say(event.chat.content)
 
     def end(self, *, note: str = "") -> None:
         self._close_note()
-        if self.text:
-            print(flush=True)
+        self._written.end()
+        if self._name and self._finished is not None:
+            note = speed_line(self._finished)
         if note:
-            self._notes.print(f"({note})", style="dim")
+            self._notes.print(f"({note})", style="dim", markup=False)
 
     def _say(self, content: str) -> None:
         if content:
             self._close_note()
+            self._show_name()
             self.text += content
-            print(content, end="", flush=True)
+            self._written.add(content)
 
     def _note(self, aside: str) -> None:
         if aside:
+            self._show_name()
             self._notes.print(aside, style="dim", end="", markup=False, soft_wrap=True)
             self._noted = not aside.endswith("\n")
 
@@ -191,6 +228,26 @@ class ChatReply:
         if self._noted:
             self._notes.print()
             self._noted = False
+
+    def _show_name(self) -> None:
+        if self._name and not self._named:
+            self._notes.print(f"{self._name}>", style="bold", markup=False)
+            self._named = True
+
+
+def speed_line(finished: Finished) -> str:
+    """Speed of an answer, and where it was computed, in one line."""
+    usage, receipt = finished.usage, finished.receipt
+    parts = [f"{usage.prompt_tokens} tokens in, {usage.completion_tokens} out"]
+    parts.append(f"first after {milliseconds(receipt.ttft_s)}")
+    if speed := tokens_per_s(usage, receipt):
+        parts.append(f"then {speed:.0f} tokens/s")
+    if receipt.bytes_sent:
+        moved = f"{mib(receipt.bytes_sent)} over {receipt.transport}"
+        parts.append(f"{receipt.prefill_node} handed {moved} to {receipt.decode_node}")
+    else:
+        parts.append(f"all on {receipt.decode_node}")
+    return "; ".join(parts)
 
 
 def _read_object(text: str) -> dict[str, object]:

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.cli.access import ApiKey, ClientCa, use
+from baton.cli.logprobs import logprob_table, token_texts
 from baton.cli.prompts import Prompt, PromptRecord, parse_token_ids, read_records
+from baton.cli.receipt import receipt_lines
 from baton.cli.sampling_flags import takes_sampling_flags
 from baton.client.client import DEFAULT_TARGET, AsyncClient
 from baton.client.messages import Options, Sampling
@@ -24,8 +26,7 @@ from baton.core.log_lines import escaped
 from baton.core.logs import write_line
 from baton.core.sampling import SamplingParams
 from baton.core.sampling_field import Door
-from baton.core.types import Receipt, TokenOutput, Usage
-from baton.rpc.revisions import describe_revision
+from baton.core.types import TokenOutput
 
 _FILE_REQUESTS_MAX = 256  # prompts of one file that run at once
 _FILE_RETRY_S = 600.0  # how long a prompt of a file waits for room in a full cluster
@@ -83,62 +84,44 @@ def generate(
     if as_json:
         asyncio.run(_print_json(target, _one_prompt(prompt, token_ids), sampling, options))
     else:
-        asyncio.run(stream_to_terminal(target, _one_prompt(prompt, token_ids), sampling, **options))
+        _print_receipt(asyncio.run(print_answer(target, _one_prompt(prompt, token_ids), sampling, **options)))
 
 
-async def stream_to_terminal(target: str, prompt: Prompt, sampling: Sampling, **options: Unpack[Options]) -> Finished:
-    """Prints text as it arrives. Then prints a summary of the receipt to stderr, if that is a terminal."""
+async def print_answer(target: str, prompt: Prompt, sampling: Sampling, **options: Unpack[Options]) -> Finished:
+    """Prints text as it arrives, then the tokens' logprobs if they were requested. Returns the last event."""
     finished: Finished | None = None
+    tokens: list[TokenOutput] = []
     shown = False
-    try:
-        async with AsyncClient(target) as client:
+    async with AsyncClient(target) as client:
+        try:
             async for event in client.generate(prompt, sampling, **options):
                 if isinstance(event, Notice):
                     write_line(f"baton: {event.message}")
                     continue
                 print(event.text, end="", flush=True)
+                tokens += event.tokens
                 shown = True
                 if isinstance(event, Finished):
                     finished = event
-    finally:
-        if shown:
-            print(flush=True)  # an error after the text starts on a new line
-    if finished is None:
-        raise InternalError("the stream ended without its last message", cure="see the gateway's log")
-    if sys.stderr.isatty():
-        Console(stderr=True, highlight=False).print(
-            summary(finished.usage, finished.receipt), style="dim", markup=False
-        )
+        finally:
+            if shown:
+                print(flush=True)  # an error after the text starts on a new line
+        if finished is None:
+            raise InternalError("the stream ended without its last message", cure="see the gateway's log")
+        await _print_logprobs(client, tokens)
     return finished
 
 
-def summary(usage: Usage, receipt: Receipt) -> str:
-    """Describes usage and receipt in a few lines."""
-    decode_s = receipt.total_s - receipt.ttft_s
-    speed = (usage.completion_tokens - 1) / decode_s if decode_s > 0 else 0.0
-    lines = [
-        f"{receipt.path}: {receipt.why}",
-        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} output tokens, "
-        f"the first after {receipt.ttft_s * 1e3:.0f} ms, then {speed:.0f} per second",
-    ]
-    if receipt.bytes_sent:
-        lines.append(
-            f"{receipt.prefill_node} sent {receipt.prompt_tokens_sent} tokens' KV to {receipt.decode_node}: "
-            f"{receipt.bytes_sent} bytes in {receipt.segments} segment(s) of at most {receipt.segment_bytes} over "
-            f"{receipt.transport}, "
-            f"complete {receipt.transfer_s * 1e3:.1f} ms after the first token"
-        )
-    if receipt.revision:
-        weights = describe_revision(receipt.revision, receipt.revision_name)
-        nodes = ((receipt.prefill_node, receipt.prefill_version), (receipt.decode_node, receipt.decode_version))
-        on = " and ".join(f"{name} ({version})" for name, version in nodes if name)
-        lines.append(f"weights {weights} on {on}")
-    if receipt.layer_groups > 1:
-        lines.append(f"each chunk was sent in {receipt.layer_groups} groups of layers, while later layers computed")
-    if receipt.kv_converted:
-        lines.append(f"the KV was converted: {receipt.kv_converted}")
-    lines.append(f"request {receipt.request_id}")
-    return "\n".join(lines)
+async def _print_logprobs(client: AsyncClient, tokens: Sequence[TokenOutput]) -> None:
+    if any(token.logprob is not None for token in tokens):
+        print(f"\n{logprob_table(tokens, await token_texts(client, tokens))}", flush=True)
+
+
+def _print_receipt(finished: Finished) -> None:
+    """Prints the receipt to stderr, dimmed, if that is a terminal."""
+    if sys.stderr.isatty():
+        lines = [f"  {name:<10} {text}" for name, text in receipt_lines(finished.usage, finished.receipt)]
+        Console(stderr=True, highlight=False).print("\n".join(["", *lines]), style="dim", markup=False, soft_wrap=True)
 
 
 def to_json(completion: Completion) -> dict[str, object]:
@@ -194,6 +177,8 @@ async def _all(
                     result = await task
                     failed = failed or isinstance(result, BatonError)
                     _print_result(progress.console, record, result, as_json=as_json)
+                    if isinstance(result, Completion) and not as_json:
+                        await _print_logprobs(client, result.tokens)
     return failed
 
 

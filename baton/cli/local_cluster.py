@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from baton.cli.cluster_log import ClusterLog
 from baton.cli.ports import refuse_taken_port
 from baton.cli.processes import Process, Processes, check_running
 from baton.cli.progress import ClusterProgress
@@ -43,17 +44,20 @@ class ClusterOptions:
     decode_block_size: int | None = None
     local_policy: LocalPolicy | None = None
     log_level: str | None = None
+    log_format: str | None = None
+    access_log: bool = False
     certs: Path | None = None  # a folder of `baton certs`
 
 
 @dataclass(frozen=True)
 class LocalCluster:
-    """The running processes of a local cluster."""
+    """The running processes of a local cluster; `paired` says in a sentence which nodes are paired."""
 
     gateway: Process
     prefill: list[Process]
     decode: list[Process]
     processes: Processes
+    paired: str
 
     def describe(self) -> dict[str, object]:
         """Returns the object that `baton up` prints."""
@@ -71,8 +75,11 @@ class LocalCluster:
 
 
 @contextmanager
-def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
+def local_cluster(options: ClusterOptions, log: ClusterLog | None = None) -> Iterator[LocalCluster]:
     """Starts nodes and a gateway on this machine, yields once every pair is ready, and ends them afterwards.
+
+    Args:
+        log: shows the processes' log lines, which then must be JSON; None: they are shown as they are.
 
     Raises:
         ConfigError: the port is taken, the model cannot be found, a process did not start, or a pair was refused.
@@ -80,8 +87,11 @@ def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
     refuse_taken_port(options.port, flag="--port")
     if options.model is not None:
         options = replace(options, model=find_model(options.model))
-    with ClusterProgress() as shown, Processes(shown.say, launch=shown.launch, on_change=shown.update) as processes:
-        shown.say(f"starting {options.prefill} prefill and {options.decode} decode node(s)")
+    with (
+        ClusterProgress(log=log) as shown,
+        Processes(shown.say, launch=shown.launch, on_change=shown.update) as processes,
+    ):
+        shown.note(f"starting {options.prefill} prefill and {options.decode} decode node(s)")
         ranks = options.tensor_parallel_size or ranks_of_each_node()
         devices = _devices(
             options.prefill + options.decode, visible_gpus(), ranks=ranks, device_given=options.device is not None
@@ -95,6 +105,8 @@ def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
         processes.wait_bound(nodes)
         gateway = processes.start("gateway", _gateway_arguments(options, prefill, decode))
         processes.wait_ready([*nodes, gateway])
+        for process in (*nodes, gateway):
+            shown.note(f"{process.name} serves on {process.address}")
         try:
             ca = options.certs and options.certs / "ca.crt"
             adapters = asyncio.run(_until_paired(gateway, prefill, decode, ca))
@@ -105,8 +117,8 @@ def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
             if adapters:
                 paired += f"; adapters {', '.join(adapters)}"
         shown.close()
-        shown.say(paired)
-        yield LocalCluster(gateway, prefill, decode, processes)
+        shown.note(paired)
+        yield LocalCluster(gateway, prefill, decode, processes, paired)
         shown.say("stopping")
 
 
@@ -128,6 +140,7 @@ def _node_arguments(options: ClusterOptions, role: str, index: int) -> list[str]
             "dtype": options.dtype,
             "tensor-parallel-size": options.tensor_parallel_size,
             "log-level": options.log_level,
+            "log-format": options.log_format,
             **_own_certificate(options, role),
         }
     )
@@ -168,6 +181,8 @@ def _gateway_arguments(options: ClusterOptions, prefill: list[Process], decode: 
             "decode": ",".join(process.address for process in decode),
             "local-policy": options.local_policy,
             "log-level": options.log_level,
+            "log-format": options.log_format,
+            "access-log": "true" if options.access_log else None,
             **_own_certificate(options, "gateway"),
             "client-tls-cert": options.certs and options.certs / "clients.crt",
             "client-tls-key": options.certs and options.certs / "clients.key",

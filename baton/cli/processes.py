@@ -207,8 +207,6 @@ class Processes:
             ConfigError: as `wait_bound`.
         """
         self._wait(processes, lambda process: process.ready, "is not ready")
-        for process in processes:
-            self.report(f"{process.name} serves on {process.address}")
 
     def take_reports(self) -> None:
         """Applies all reports that have arrived, without waiting."""

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from baton.cli.older_flags import cure_of_flag
 from baton.core.errors import BatonError
 from baton.core.logs import write_line
 
@@ -88,7 +89,7 @@ def run(app: typer.Typer, arguments: Sequence[str], program: str) -> NoReturn:
         code = app(list(arguments), prog_name=program, standalone_mode=False)
     except _UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else program
-        message = error.format_message().rstrip(".")
+        message = _without_older_flag(error) or error.format_message().rstrip(".")
         value = _value_of(arguments, getattr(getattr(error, "param", None), "opts", ()))
         if value is not None and value not in message:
             message += f", not {value}"
@@ -98,6 +99,16 @@ def run(app: typer.Typer, arguments: Sequence[str], program: str) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     raise SystemExit(code)
+
+
+def _without_older_flag(error: Any) -> str:
+    """The message for a flag that an older release had, or that is a setting. Returns "" for others."""
+    name, context = getattr(error, "option_name", None), error.ctx
+    if name is None or context is None:
+        return ""
+    flags = {flag for parameter in context.command.params for flag in parameter.opts}
+    cure = cure_of_flag(name, flags)
+    return f"{name} is no flag of `{context.command_path}`; {cure}" if cure else ""
 
 
 def _value_of(arguments: Sequence[str], flags: Sequence[str]) -> str | None:

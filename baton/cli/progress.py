@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from baton.cli.cluster_log import ClusterLog
 from baton.cli.processes import Process, Running, module_of
 from baton.core.log_lines import escaped
 from baton.settings.environment import child_environment
@@ -23,11 +24,14 @@ class ClusterProgress:
     """Shows the stage of each process. Inside the context, other lines appear above the rows.
 
     Args:
-        console: where to print; default: stderr.
+        console: where to print; default: stderr, or stdout with `log`, whose reader is a person.
+        log: chooses which log lines of processes are shown, and how; None: every line as it is. With it, lines of
+            `note` are left out.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True, highlight=False)
+    def __init__(self, console: Console | None = None, *, log: ClusterLog | None = None) -> None:
+        self._console = console or Console(stderr=log is None, highlight=False)
+        self._log = log
         self._since: dict[str, float] = {}  # when each process began its stage
         self._stages: dict[str, str] = {}
         self._live: Live | None = None
@@ -52,6 +56,11 @@ class ClusterProgress:
     def say(self, line: str) -> None:
         self._print(f"baton: {escaped(line)}")
 
+    def note(self, line: str) -> None:
+        """Prints a line about a usual step of the start."""
+        if self._log is None:
+            self.say(line)
+
     def update(self, processes: Sequence[Process]) -> None:
         """Shows what the processes last reported."""
         for process in processes:
@@ -68,9 +77,9 @@ class ClusterProgress:
     def launch(self, program: str, arguments: Sequence[str]) -> Running:
         """Starts a program in its own session, so that Ctrl-C reaches only this process, which drains the others.
 
-        On a terminal, the program's lines go through this display; elsewhere they go straight to stderr.
+        On a terminal, or with a log, the program's lines go through this display; elsewhere they go straight to stderr.
         """
-        piped = self._console.is_terminal
+        piped = self._console.is_terminal or self._log is not None
         popen = subprocess.Popen(
             [sys.executable, "-m", module_of(program), *arguments],
             stdin=subprocess.DEVNULL,
@@ -85,7 +94,11 @@ class ClusterProgress:
 
     def _forward(self, lines: IO[bytes]) -> None:
         for line in lines:
-            self._print(line.decode(errors="replace").rstrip())
+            text = line.decode(errors="replace").rstrip()
+            if self._log is None:
+                self._print(text)
+            elif shown := self._log.shown(text):
+                self._print(shown)
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)

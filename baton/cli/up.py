@@ -1,32 +1,35 @@
-"""`baton up` runs a local cluster in the foreground; `baton demo` sends one prompt through a local cluster."""
+"""`baton up` runs a local cluster in the foreground.
 
-import asyncio
+On a terminal it shows addresses, an example, and a row for each request; elsewhere one line of JSON.
+"""
+
 import json
+import shlex
+import shutil
+import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from baton.cli.generate import stream_to_terminal
-from baton.cli.local_cluster import ClusterOptions, local_cluster
+from baton.cli.cluster_log import HEADER, ClusterLog
+from baton.cli.local_cluster import ClusterOptions, LocalCluster, local_cluster
 from baton.cli.ports import DEFAULT_HTTP_PORT, http_listen
 from baton.cli.processes import Processes
 from baton.cli.signals import Stopped, stop_on_signals
-from baton.client.client import DEFAULT_PORT
+from baton.client.client import DEFAULT_PORT, DEFAULT_TARGET
 from baton.core.errors import BatonError, ConfigError
-from baton.core.limits import TOKENS_MAX
 from baton.core.logs import write_in_background, write_line
-from baton.core.sampling import SamplingParams
 from baton.core.types import LocalPolicy
-from baton.settings.config import DEMO_MODELS
 
 _NODES_MAX = 256  # of each role
 
-DEMO_PROMPT = (
-    "Write the given bytes to the file, and return the number of bytes written, which is always the length of the "
-    "bytes. The file must be open for writing. If the file is not open, an error is raised. The method"
+# Long enough that by default a prefill node computes it and hands its KV over; decode nodes compute short prompts.
+EXAMPLE_PROMPT = (
+    "Return the names of the attributes of the object, of its class, and of all classes from which its class is "
+    "derived, in the order in which they were defined. If the object has no attributes,"
 )
 
 
@@ -90,10 +93,19 @@ def up(
         Path | None,
         typer.Option(help="Folder made by `baton certs`; turns on TLS between all processes and for clients."),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show all log lines of nodes and gateway, not only warnings and errors.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the addresses as one line of JSON; the default if stdout is no terminal."),
+    ] = False,
 ) -> None:
-    """Run a local cluster in the foreground until Ctrl-C. Prints one JSON line on stdout when it is ready.
+    """Run a local cluster until Ctrl-C, and show its requests.
 
-    Other settings of nodes and gateway come from BATON_* variables: see `baton prefill-node --help`.
+    Each request that ends gets a row: where its prompt was prefilled and where its output was decoded, how much KV
+    moved, and its latencies. Other settings of nodes and gateway come from BATON_* variables: see `baton prefill-node
+    --help`.
     """
     write_in_background("stderr", "stdout")
     options = ClusterOptions(
@@ -112,9 +124,13 @@ def up(
         local_policy=local_policy,
         certs=certs,
     )
+    log = None
+    if sys.stdout.isatty() and not as_json:
+        log = ClusterLog(verbose=verbose)
+        options = replace(options, log_format="json", access_log=True)
     try:
-        with stop_on_signals(), local_cluster(replace(options, http=http_listen(http_port))) as cluster:
-            print(json.dumps(cluster.describe()), flush=True)
+        with stop_on_signals(), local_cluster(replace(options, http=http_listen(http_port)), log) as cluster:
+            print(json.dumps(cluster.describe()) if log is None else welcome(cluster, certs), flush=True)
             _wait_until_the_gateway_ends(cluster.processes)
     except Stopped:
         _report("stopped")
@@ -123,29 +139,46 @@ def up(
         raise typer.Exit(1) from None
 
 
-def demo(
-    model: Annotated[Path | None, typer.Option(help="Model directory; default: the DeepSeek demo model.")] = None,
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = DEMO_PROMPT,
-    max_tokens: Annotated[int, typer.Option(min=1, max=TOKENS_MAX, help="Most tokens to generate.")] = 80,
-) -> None:
-    """Start a local cluster, send one prompt, print its receipt."""
-    options = ClusterOptions(model=model or DEMO_MODELS / "deepseek", log_level="warning")
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    try:
-        with stop_on_signals(), local_cluster(options) as cluster:
-            _report("prompt:")
-            print(prompt, end="", flush=True)
-            finished = asyncio.run(stream_to_terminal(cluster.gateway.address, prompt, params))
-            _report("receipt:")
-            for name, value in asdict(finished.receipt).items():
-                text = f"{value:.6f}" if isinstance(value, float) else value
-                print(f"  {name:<22} {text}".rstrip())
-    except Stopped:
-        _report("stopped")
-        raise typer.Exit(130) from None
-    except BatonError as error:
-        _report(str(error))
-        raise typer.Exit(1) from None
+def welcome(cluster: LocalCluster, certs: Path | None) -> str:
+    """What a person needs once the cluster serves: addresses, one example, and the header of the rows that follow."""
+    target = cluster.gateway.address
+    http = cluster.gateway.http
+    flags = [] if target == DEFAULT_TARGET else ["--target", target]
+    if certs is not None:
+        flags += ["--client-ca", str(certs / "ca.crt")]
+    addresses = [("gRPC", target, "baton chat, generate, status; baton.Client")]
+    if http is not None:
+        addresses = [
+            ("HTTP", http, "APIs of OpenAI and Anthropic"),
+            ("page", f"{http}/ui", "nodes, requests and links in the browser"),
+            *addresses,
+        ]
+    width = max(len(address) for _, address, _ in addresses)
+    nodes = f"{len(cluster.prefill)} prefill and {len(cluster.decode)} decode node(s)"
+    return "\n".join(
+        [
+            f"Baton serves with {nodes}; {cluster.paired}. Ctrl-C ends it.",
+            "",
+            *(f"  {name}  {address:<{width}}  {what}" for name, address, what in addresses),
+            "",
+            "Try it in another terminal:",
+            "",
+            f"  {shlex.join([program_name(), 'generate', *flags, '--max-tokens', '40'])} \\",
+            f'    "{EXAMPLE_PROMPT}"',
+            "",
+            "Each request that ends gets a row (prompt and output in tokens):",
+            "",
+            HEADER,
+        ]
+    )
+
+
+def program_name() -> str:
+    """How a user in another terminal of this directory runs `baton`."""
+    path = sys.argv[0]
+    if Path(path).name != "baton" or shutil.which("baton") == path:
+        return "baton"
+    return path
 
 
 def _wait_until_the_gateway_ends(processes: Processes) -> None:

@@ -30,6 +30,7 @@ Answer = TypeVar("Answer")
 DEFAULT_PORT = 7000  # where `baton up` and the images serve gRPC
 DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
 UNARY_TIMEOUT_S = 60.0
+_HTTP = ("http://", "https://")
 
 
 class AsyncClient:
@@ -257,7 +258,7 @@ def _addresses(target: str | None, further: Sequence[str]) -> tuple[str, ...]:
     """All addresses that a client is given.
 
     Raises:
-        ConfigError: one is no text, or empty, or `further` is one text.
+        ConfigError: one is no text, empty, or an address of HTTP, or `further` is one text.
     """
     if isinstance(further, str):
         raise ConfigError(f"addresses is {further!r}", field="addresses", allowed=("a list",), cure="or use target")
@@ -265,6 +266,12 @@ def _addresses(target: str | None, further: Sequence[str]) -> tuple[str, ...]:
     for each in given:
         if not isinstance(each, str) or not each.strip():
             raise ConfigError(f"the gateway's address is {each!r}", field="target", value=each, allowed=("host:port",))
+        if each.strip().lower().startswith(_HTTP):
+            cure = f"use host:port, without http://; gRPC has a port of its own, by default {DEFAULT_PORT}"
+            raise ConfigError(
+                f"the gateway's address is {each!r}, but this client speaks gRPC", field="target", value=each,
+                allowed=("host:port",), cure=cure,
+            )  # fmt: skip
     return given
 
 

@@ -16,7 +16,7 @@ from baton.load.lengths import FORMS
 from baton.load.plots import check_plot, plot
 from baton.load.results import combined_results
 from baton.load.runner import RunOptions, default_processes
-from baton.load.session import Search, What, measured_results
+from baton.load.session import ENDED_EARLY, Search, What, measured_results
 from baton.load.shape import DEFAULT_RATE, Shape
 from baton.load.tables import markdown
 from baton.load.target import Api, Target
@@ -249,7 +249,7 @@ def bench(
 ) -> None:
     """Load a server with requests at times that do not depend on its answers, and report latency and goodput.
 
-    Prints Markdown on stdout. Examples:
+    Prints Markdown on stdout; after Ctrl-C or SIGTERM, with what was measured until then. Examples:
 
     baton bench 127.0.0.1:7000 --rate 20 --duration 60 --slo ttft=400ms,tpot=15ms
 
@@ -288,6 +288,8 @@ def bench(
         results.write(json)
     if plot_file is not None:
         plot(results, plot_file)
+    if results.stopped:
+        raise typer.Exit(ENDED_EARLY)
 
 
 def _targets(words: Sequence[str]) -> tuple[bool, list[str]]:

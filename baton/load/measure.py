@@ -16,7 +16,11 @@ Display = Callable[[str, int], OnProgress]
 
 @dataclass(frozen=True)
 class Measurement:
-    """The settings that all runs of a command share."""
+    """The settings that all runs of a command share.
+
+    Attributes:
+        stop: once it returns True, the current run ends early and no further one begins.
+    """
 
     clients: Clients
     workload: Workload
@@ -24,6 +28,7 @@ class Measurement:
     options: RunOptions
     display: Display
     seed: int
+    stop: Callable[[], bool] = lambda: False
 
     def rounds(self, servers: Sequence[Server], rate: float, count: int) -> list[Run]:
         """Makes `count` runs of each server.
@@ -35,6 +40,8 @@ class Measurement:
         for number in range(count):
             turn = number % len(servers)
             for server in (*servers[turn:], *servers[:turn]):
+                if self.stop():
+                    break
                 title = f"{server.target.label} {rate:g}/s" + (f", round {number + 1} of {count}" if count > 1 else "")
                 runs.append(self._run(server, rate, self.seed + number, title)[0])
         order = [server.target.label for server in servers]
@@ -52,15 +59,18 @@ class Measurement:
             for _ in servers
         ]
         runs: list[list[Run]] = [[] for _ in servers]
-        while any(search.next_rate() is not None for search in searches):
+        while not self.stop() and any(search.next_rate() is not None for search in searches):
             for server, search, made in zip(servers, searches, runs, strict=True):
                 rate = search.next_rate()
-                if rate is None:
+                if rate is None or self.stop():
                     continue
                 # A goal that a lower rate has missed already learns nothing from this one.
                 open_goals = [goal for goal, each in zip(goals, search.goals, strict=True) if rate < each.high]
                 title = f"{server.target.label} {rate:.3g}/s"
                 run, total = self._run(server, rate, self.seed + len(made), title, open_goals)
+                if self.stop():  # the run has only a part of its requests
+                    made.append(run)
+                    break
                 search.observe(rate, run.good(goals), total)
                 made.append(run)
                 best = {of_goal.low for of_goal in search.goals}
@@ -76,9 +86,10 @@ class Measurement:
         """Makes one run. Returns it with the number of planned requests that count, because a run that ends early has
         not sent them all."""
         planned: list[PlannedRequest] = self.workload.plan(rate, self.span, seed)
+        title += f" for {planned[-1].at_s:.0f} s"
         run = self.clients.run(
             server, planned, self.options, rate=rate, seed=seed, goals=open_goals,
-            on_progress=self.display(title, len(planned)),
+            on_progress=self.display(title, len(planned)), stop=self.stop,
         )  # fmt: skip
         return run, sum(request.counted for request in planned)
 

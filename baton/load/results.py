@@ -122,13 +122,14 @@ class Found:
 
 @dataclass(frozen=True)
 class LoadResults:
-    """The measurements of one call of the command."""
+    """The measurements of one call of the command; `stopped` if a signal ended them early."""
 
     runs: Sequence[Run]
     goals: Sequence[Goal] = ()
     found: Sequence[Found] = ()
     command: str = ""
     version: str = field(default=__version__)
+    stopped: bool = False
 
     @property
     def labels(self) -> list[str]:

@@ -17,6 +17,7 @@ import numpy as np
 from baton.core.errors import InternalError
 from baton.core.types import Slo
 from baton.load.goals import Goal
+from baton.load.records import LoadOutcome
 from baton.load.results import ClientReport, Run
 from baton.load.target import Server
 from baton.load.worker import LoadDone, LoadJob, Stop, WorkerProgress, serve
@@ -96,12 +97,14 @@ class Clients:
         seed: int,
         on_progress: OnProgress = lambda _: None,
         goals: Sequence[Goal] = (),
+        stop: Callable[[], bool] = lambda: False,
     ) -> Run:
         """Sends a plan, and returns when every request has ended or was given up.
 
         Args:
             goals: the run ends early once so many of its counted requests have missed every one of them that none can
                 be met; empty: it does not.
+            stop: the run ends early, without its running requests, once this returns True.
 
         Raises:
             InternalError: a client process ended.
@@ -125,11 +128,19 @@ class Clients:
             misses = zip(progress.missed, missable, strict=False)
             return bool(progress.missed) and all(missed > limit for missed, limit in misses)
 
-        done = self._collect(start + end_s + _WAIT_S, on_progress, hopeless)
+        done = self._collect(start + end_s + _WAIT_S, on_progress, lambda progress: stop() or hopeless(progress))
         records = sorted((record for each in done for record in each.records), key=lambda record: record.index)
+        notes = server.notes
+        if stop():
+            sent = len(records)
+            records = [record for record in records if record.outcome is not LoadOutcome.UNFINISHED]
+            notes = (
+                *notes,
+                f"stopped early: {sent} of {len(planned)} requests were sent, {len(records)} of them ended",
+            )
         client = ClientReport(
             processes=self.count,
-            late_p99_s=float(np.quantile([record.late_s for record in records], 0.99)),
+            late_p99_s=float(np.quantile([record.late_s for record in records], 0.99)) if records else 0.0,
             lag_p99_s=max(each.strain.lag_p99_s for each in done),
             cpu_share=max(each.strain.cpu_share for each in done),
             bound_s=options.bound_s,
@@ -137,11 +148,11 @@ class Clients:
         target = server.target
         return Run(
             target.label, target.address, target.api.value, server.model, options.workload, rate, seed,
-            started.isoformat(timespec="seconds"), client, records, server.notes,
+            started.isoformat(timespec="seconds"), client, records, notes,
         )  # fmt: skip
 
     def _collect(
-        self, deadline: float, on_progress: OnProgress, hopeless: Callable[[WorkerProgress], bool]
+        self, deadline: float, on_progress: OnProgress, ends_early: Callable[[WorkerProgress], bool]
     ) -> list[LoadDone]:
         progress = [WorkerProgress()] * self.count
         stopped = False
@@ -161,7 +172,7 @@ class Clients:
                     progress[number] = message
                     whole = sum(progress, WorkerProgress())
                     on_progress(whole)
-                    if not stopped and hopeless(whole):
+                    if not stopped and ends_early(whole):
                         stopped = True
                         for each in self._links:
                             each.send(Stop())

@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -14,18 +14,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from baton.cli.local_cluster import ClusterOptions, local_cluster
-from baton.cli.signals import Stopped, stop_on_signals
+from baton.cli.signals import Stopped, note_signals, stop_on_signals
 from baton.core.log_lines import escaped
 from baton.core.logs import write_line
 from baton.load.goals import Goal
 from baton.load.measure import Measurement
 from baton.load.probe import probe
-from baton.load.results import LoadResults
+from baton.load.results import Found, LoadResults
 from baton.load.runner import Clients, OnProgress, RunOptions
 from baton.load.shape import Shape
-from baton.load.target import Api, Target
+from baton.load.target import Api, Server, Target
 from baton.load.worker import WorkerProgress as Counts
 from baton.load.workload import LengthSpan, TraceReplay
+
+ENDED_EARLY = 130  # exit code after SIGINT or SIGTERM
 
 
 class LoadProgress:
@@ -98,17 +100,38 @@ def measured_results(
             workload, rate = shape.build(servers)
             if isinstance(workload, TraceReplay) and workload.left_out:
                 shown.say(f"{workload.left_out} of the trace's {len(workload.trace)} requests do not fit: left out")
-            with Clients(processes) as clients:
-                measurement = Measurement(clients, workload, span, options, shown.run, what.seed)
-                if what.search is None:
-                    return LoadResults(measurement.rounds(servers, rate, what.rounds), what.goals, (), command)
-                runs, found = measurement.search(
-                    servers, what.goals, start=rate, precision=what.search.precision, runs_max=what.search.runs_max
-                )
-                return LoadResults(runs, what.goals, found, command)
+            with Clients(processes) as clients, note_signals() as stop:
+                measurement = Measurement(clients, workload, span, options, shown.run, what.seed, stop)
+                results = _measured(measurement, servers, rate, what)
+                return replace(results, command=command, stopped=stop())
     except Stopped:
-        write_line("baton: stopped")
-        raise typer.Exit(130) from None
+        raise _ended_early() from None
+
+
+def _measured(measurement: Measurement, servers: Sequence[Server], rate: float, what: What) -> LoadResults:
+    """Makes the runs. After a signal, the results have the requests that ended before it.
+
+    Raises:
+        Exit: a signal came before any counted request ended.
+    """
+    found: Sequence[Found] = ()
+    if what.search is None:
+        runs = measurement.rounds(servers, rate, what.rounds)
+    else:
+        runs, found = measurement.search(
+            servers, what.goals, start=rate, precision=what.search.precision, runs_max=what.search.runs_max
+        )
+    if not measurement.stop():
+        return LoadResults(runs, what.goals, found)
+    runs = [run for run in runs if run.kept is not None or run.counted]
+    if not runs:
+        raise _ended_early()
+    return LoadResults(runs, what.goals, found if any(each.rate for each in found) else ())
+
+
+def _ended_early() -> typer.Exit:
+    write_line("baton: stopped before a request of the measurement had ended")
+    return typer.Exit(ENDED_EARLY)
 
 
 @contextmanager

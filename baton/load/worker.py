@@ -222,7 +222,8 @@ def serve(jobs: Connection) -> None:
     Sends one WorkerProgress when it is ready. Answers each job with any number of WorkerProgress, then LoadDone or the
     exception that ended the job.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent ends this process
+        signal.signal(number, signal.SIG_IGN)
     jobs.send(WorkerProgress())
     while True:
         try:

@@ -24,7 +24,7 @@ from baton.settings.node_config import LEADER_PORT, DecodeSettings, NodeSettings
 
 _PREFIX = "BATON_"
 _ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
-_SETTINGS = frozenset(name for cls in _ROLES for name in settings_of(cls))
+SETTINGS = frozenset(name for cls in _ROLES for name in settings_of(cls))
 _REPEATABLE = frozenset({"adapter"})  # several flags mean one value, comma-separated
 _SHOWN_MAX = 200  # characters of a wrong value
 # Least similarity, of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID
@@ -154,7 +154,7 @@ def wrong_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
     Variables with other names after our prefix are none of ours: Kubernetes sets some for a service named `baton`.
     """
-    known = {variable(name) for name in _SETTINGS} | {*CLIENT_VARIABLES}
+    known = {variable(name) for name in SETTINGS} | {*CLIENT_VARIABLES}
     ends = {name.removeprefix(_PREFIX): name for name in sorted(known)}
     ends |= {_UNIT.sub("", end): name for end, name in ends.items() if _UNIT.sub("", end) not in ends}
     found = {}
@@ -197,7 +197,7 @@ def write_error(program: str, error: ConfigError, supervisor: Supervisor | None 
         supervisor: shows the line in place of this process, once for all processes that have the same fault.
     """
     text = str(error)
-    if error.field in _SETTINGS and text.startswith(f"{error.field} "):
+    if error.field in SETTINGS and text.startswith(f"{error.field} "):
         text = f"{_where(error.field)}{text.removeprefix(error.field)}"
     if supervisor is None or not supervisor.failed(text):
         write_line(f"{program}: {text}")

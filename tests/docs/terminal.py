@@ -188,14 +188,17 @@ class Started:
 
 
 class Clusters:
-    """The clusters that `baton up` started, by its flags: pages share them. A context manager."""
+    """The clusters that `baton up` started, by its variables and flags: pages share them. A context manager."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[str, ...], tuple[subprocess.Popen[str], dict[str, object]]] = {}
 
     def up(self, arguments: list[str], environment: Mapping[str, str], folder: Path) -> dict[str, object]:
         """The line that `baton up` printed. Only clusters without files of a page are shared."""
-        key = tuple(arguments) if not any(name in " ".join(arguments) for name in ("--certs",)) else (str(folder),)
+        settings = sorted(
+            f"{name}={value}" for name, value in environment.items() if re.match("BATON_(?!TARGET)", name)
+        )
+        key = (str(folder),) if "--certs" in arguments else (*settings, *arguments)
         if key not in self._running:
             popen = subprocess.Popen(
                 [

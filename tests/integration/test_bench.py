@@ -124,14 +124,46 @@ def test_a_trace_is_replayed_with_its_prefixes(gateway: Process, tmp_path: Path)
     assert two["usage"]["cached"] == 128
 
 
-def test_ctrl_c_ends_the_clients_too(gateway: Process) -> None:
-    command = [sys.executable, "-m", "baton.load", gateway.address, "--rate", "10", *SHAPE]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
-        assert running.stderr is not None
-        assert "requests" in running.stderr.readline()  # the first run has been planned
+@pytest.mark.parametrize(("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_signal_ends_the_clients_and_shows_what_was_measured(
+    gateway: Process, tmp_path: Path, number: int, whole_group: bool
+) -> None:
+    file = tmp_path / "run.json"
+    before = asyncio.run(finished(gateway))
+    with subprocess.Popen(
+        [sys.executable, "-m", "baton.load", gateway.address, "--rate", "10", *SHAPE, "--json", str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        asyncio.run(until_finished(gateway, before + 8))  # three more than the warm-up may have
         children = psutil.Process(running.pid).children(recursive=True)
         assert children
-        os.killpg(running.pid, signal.SIGINT)
-        assert running.wait(DEADLINE_S) == 130
+        (os.killpg if whole_group else os.kill)(running.pid, number)
+        shown, errors = running.communicate(timeout=DEADLINE_S)
+        assert running.returncode == 130, errors
     _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
     assert alive == []
+    assert "| TTFT " in shown
+    assert "stopped early: " in shown
+    assert "not finished" not in shown
+    run = json.loads(file.read_text())["runs"][0]
+    assert {request["outcome"] for request in run["requests"]} == {"ok"}
+
+
+def test_a_signal_before_the_first_answer_is_one_line(gateway: Process) -> None:
+    command = [sys.executable, "-m", "baton.load", gateway.address, "--rate", "10", "--warmup", "600", *SHAPE[:4]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        assert "requests" in running.stderr.readline()  # the first run has been planned
+        running.send_signal(signal.SIGTERM)
+        shown, errors = running.communicate(timeout=DEADLINE_S)
+    assert (running.returncode, shown) == (130, "")
+    assert errors == "baton: stopped before a request of the measurement had ended\n"
+
+
+async def until_finished(gateway: Process, wanted: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while await finished(gateway) < wanted:  # noqa: ASYNC110 - another process counts
+            await asyncio.sleep(0.05)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import grpc
 import psutil
 import pytest
 
+from baton.cli.up import EXAMPLE_PROMPT
 from baton.client.operators import OperatorClient
 from baton.core.errors import BatonError, InvalidRequest, UnknownModel
 from baton.protos.v1 import generation_pb2 as pb
@@ -290,12 +292,81 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves_the_chat(up: Up) -> None:
         os.close(terminal)
 
 
-def read_until(terminal: int, wanted: bytes) -> None:
-    """Reads what the terminal shows up to these bytes."""
+def test_a_chat_in_a_terminal_has_roles_commands_pastes_and_speed(up: Up) -> None:
+    terminal, theirs = pty.openpty()
+    command = [*BATON_ALONE, "chat", "--target", up.gateway, "--max-tokens", "6", "--ignore-eos", "--temperature", "0"]
+    variables = {**os.environ, "TERM": "xterm"}
+    chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=variables)
+    os.close(theirs)
+
+    def said(lines: bytes) -> bytes:
+        os.write(terminal, lines)
+        return read_until(terminal, b"you> ")
+
+    try:
+        assert b"/help" in read_until(terminal, b"you> ")
+        assert b"/clear" in said(b"/help\n")
+        first = said(b"Return the list\n")
+        assert b"llama>" in first
+        assert b"tokens in, 6 out; first after" in first
+        assert b"over" in first  # the policy is strict: KV has moved
+        one_turn = said(b"first line\nsecond line\n")
+        assert one_turn.count(b"llama>") == 1
+        assert b"is no command" in said(b"/nope\n")
+        assert b"Return the list" in said(b"\x1b[A\x1b[A\x1b[A\x1b[A\n")  # the line before the paste's two and the last
+        assert b"system message set" in said(b"/system Be brief.\n")
+        os.write(terminal, b"/quit\n")
+        assert chat.wait(DEADLINE_S) == 0
+    finally:
+        chat.kill()
+        chat.wait()
+        os.close(terminal)
+
+
+def test_up_shows_a_person_addresses_an_example_and_a_row_for_each_request() -> None:
+    terminal, theirs = pty.openpty()
+    command = [*BATON_ALONE, "up", "--port", "0", "--http-port", "0", "--model", str(LLAMA)]
+    variables = {**os.environ, "TERM": "xterm", "BATON_LOCAL_POLICY": "strict"}
+    running = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=variables
+    )
+    os.close(theirs)
+    try:
+        shown = read_until(terminal, b"TPOT  output").decode()
+        assert "/ui" in shown
+        assert "baton generate --target" in shown
+        assert " INFO " not in shown
+        gateway = re.search(r"gRPC +(\S+)", shown)
+        assert gateway is not None
+        found = baton("generate", "--target", gateway[1], "--max-tokens", "4", "--ignore-eos", EXAMPLE_PROMPT)
+        assert found.returncode == 0, found.stderr
+        row = read_until(terminal, b" 4\r\n").decode().split()
+        assert row[1:3] == ["prefill-0", "decode-0"]
+        assert row[4] == "MiB,"
+        running.send_signal(signal.SIGINT)
+        read_until(terminal, b"stopped")
+        assert running.wait(DEADLINE_S) == 0
+    finally:
+        running.kill()
+        running.wait()
+        os.close(terminal)
+
+
+def test_logprobs_are_shown_as_text(up: Up) -> None:
+    finished = baton("generate", "--target", up.gateway, "--max-tokens", "3", "--ignore-eos", "--logprobs", "2", "x")
+    assert finished.returncode == 0, finished.stderr
+    header, *rows = finished.stdout.splitlines()[-4:]
+    assert header.split() == ["logprob", "token", "instead", "of", "it"]
+    assert all(float(row.split()[0]) <= 0 for row in rows)
+
+
+def read_until(terminal: int, wanted: bytes) -> bytes:
+    """Reads what the terminal shows up to these bytes, and returns it."""
     shown = b""
     while wanted not in shown:
         assert select.select([terminal], [], [], DEADLINE_S)[0], shown
         shown += os.read(terminal, 1)
+    return shown
 
 
 def test_status_is_shown_again_until_ctrl_c(up: Up) -> None:
@@ -393,4 +464,5 @@ def test_the_demo_runs_in_a_directory_with_modules_named_like_ours(tmp_path: Pat
         (tmp_path / name).write_text(foreign)
     finished = baton("demo", "--max-tokens", "4", folder=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert "transport" in finished.stdout
+    assert "KV moved" in finished.stdout
+    assert "None" not in finished.stdout

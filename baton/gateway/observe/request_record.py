@@ -199,6 +199,7 @@ class RequestRecord:
                 "prefill_s": receipt.prefill_s,
                 "transfer_s": receipt.transfer_s,
                 "bytes_sent": receipt.bytes_sent,
+                "transport": receipt.transport,
                 "attempts": receipt.attempts,
             }
         if self._failures:

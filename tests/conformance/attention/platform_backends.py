@@ -5,7 +5,7 @@ On a CPU Triton's backends run in the interpreter. A backend whose package is no
 
 from attention.backend import AttentionNeeds, BackendCapabilities
 from attention.platform import probe_platform
-from attention.selection import BACKENDS, BackendClass, reasons_against
+from attention.selection import BackendClass, all_backends, reasons_against
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import DTYPE_BYTES, KVKind
 from tests.device import DEVICE
@@ -17,7 +17,7 @@ _ALWAYS = ("kind", "dtype", "kv_dtype", "head_size", "block_size", "layout", "no
 
 def backends_here(kind: KVKind) -> tuple[BackendClass, ...]:
     return tuple(
-        backend for backend in BACKENDS if backend.capabilities.kind is kind and _runs_here(backend.capabilities)
+        backend for backend in all_backends() if backend.capabilities.kind is kind and _runs_here(backend.capabilities)
     )
 
 

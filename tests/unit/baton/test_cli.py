@@ -5,14 +5,17 @@ import json
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from baton.cli import main
-from baton.cli.generate import summary, to_json
+from baton.cli.generate import to_json
 from baton.cli.local_cluster import _devices
+from baton.cli.logprobs import logprob_table
+from baton.cli.receipt import receipt_lines
 from baton.cli.status_json import to_json as status_to_json
 from baton.cli.status_tables import render
 from baton.client.outputs import Completion
@@ -161,15 +164,37 @@ def test_json_without_logprobs_has_null() -> None:
     assert to_json(Completion("a", tokens, FinishReason.LENGTH, "", USAGE, RECEIPT))["logprobs"] is None
 
 
-def test_the_summary_has_path_speed_and_transfer() -> None:
-    shown = summary(USAGE, RECEIPT)
-    assert "remote: prompt prefilled on prefill-0" in shown
-    assert "the first after 200 ms, then 10 per second" in shown
-    assert "4096 bytes in 2 segment(s) of at most 2048 over cma" in shown
-    assert "complete 2.0 ms after the first token" in shown
-    assert "the KV was converted: bfloat16 to float8_e4m3fn" in shown
-    assert "each chunk was sent in 3 groups of layers" in shown
-    assert shown.endswith("request zip-1")
+def test_a_receipt_has_nodes_transfer_and_times_in_milliseconds() -> None:
+    shown = dict(receipt_lines(USAGE, RECEIPT))
+    assert shown == {
+        "path": "remote: prompt prefilled on prefill-0",
+        "prompt": "84 tokens, prefilled on prefill-0",
+        "output": "11 tokens, decoded on decode-0",
+        "KV moved": "0.00391 MiB of 84 tokens, prefill-0 to decode-0, in 2 segment(s) over cma",
+        "transfer": "complete 2.0 ms after the first token",
+        "overlap": "each chunk was sent in 3 groups of layers, while later layers computed",
+        "converted": "bfloat16 to float8_e4m3fn",
+        "times": "queue 0.0 ms, prefill 100 ms, first token 200 ms, whole answer 1,200 ms",
+        "speed": "10 tokens/s after the first token",
+        "request": "zip-1",
+    }
+
+
+def test_a_receipt_says_that_nothing_moved() -> None:
+    local = replace(RECEIPT, path=Way.LOCAL, prefill_node="", bytes_sent=0)
+    shown = dict(receipt_lines(USAGE, local))
+    assert shown["KV moved"] == "nothing: one node served the whole request"
+    assert shown["prompt"] == "84 tokens, prefilled on decode-0"
+    assert "transfer" not in shown
+
+
+def test_a_table_of_logprobs_has_texts_and_the_other_most_probable_tokens() -> None:
+    tokens = [TokenOutput(5, 0, -0.25, ((5, -0.25), (7, -1.5))), TokenOutput(9, 1, -12.5, ((7, -0.1), (5, -3.0)))]
+    assert logprob_table(tokens, {5: " the", 7: "\n\x1b[2J", 9: "x" * 40}).splitlines() == [
+        "logprob  token                     instead of it",
+        "  -0.25  ' the'                    '\\n\\x1b[2J' -1.50",
+        " -12.50  'xxxxxxxxxxxxxxxxxxx...'  '\\n\\x1b[2J' -0.10  ' the' -3.00",
+    ]
 
 
 def test_json_of_a_status_has_why_a_pair_was_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from baton.cli import program
-from baton.cli.program import new_app
+from baton.cli.program import new_app, run
 from baton.core.errors import ConfigError
 from baton.load.command import bench
 from baton.planner.command import plan
@@ -46,6 +46,28 @@ def test_every_flag_of_a_command_is_shown_whole(name: str, capsys: pytest.Captur
     command = typer.main.get_command(program()).commands[name]  # type: ignore[attr-defined]
     flags = [option for each in command.params for option in each.opts if option.startswith("--")]
     assert [flag for flag in flags if flag not in shown] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cure"),
+    [
+        (("up", "--queue-s", "3"), "set BATON_MAX_QUEUE_S"),
+        (("up", "--num-blocks=3"), "set BATON_KV_CACHE_MIB"),
+        (("up", "--staging-slots", "3"), "leave it out: this release measures it or keeps it constant"),
+        (("up", "--max-queue-s", "3"), "set BATON_MAX_QUEUE_S"),
+        (("up", "--prefill", "2"), "use --prefill-nodes"),
+        (("chat", "--tls-ca", "ca.pem"), "use --client-ca"),
+    ],
+)
+def test_a_flag_of_an_older_release_or_a_setting_names_what_to_use(
+    arguments: tuple[str, ...], cure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(program(), arguments, "baton")
+    assert ended.value.code == 2
+    flag = arguments[1].partition("=")[0]
+    command = f"baton {arguments[0]}"
+    assert capsys.readouterr().err == f"baton: {flag} is no flag of `{command}`; {cure}; see `{command} --help`\n"
 
 
 @pytest.mark.parametrize("function", [bench, plan], ids=lambda function: function.__name__)

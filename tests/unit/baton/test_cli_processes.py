@@ -12,6 +12,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from baton.cli.cluster_log import ClusterLog
 from baton.cli.processes import Process, Processes, Running
 from baton.cli.progress import ClusterProgress
 from baton.core.errors import ConfigError
@@ -64,8 +65,7 @@ def test_reports_arrive_in_order_and_the_last_one_counts() -> None:
     def note(processes: Sequence[Process]) -> None:
         stages.extend((process.stage, process.done, process.total) for process in processes)
 
-    lines: list[str] = []
-    with Processes(lines.append, launch=start_child, on_change=note) as processes:
+    with Processes(print, launch=start_child, on_change=note) as processes:
         child = processes.start("node", [], name="prefill-0")
         processes.wait_bound([child])
         processes.wait_ready([child])
@@ -74,7 +74,6 @@ def test_reports_arrive_in_order_and_the_last_one_counts() -> None:
         [("starting", 0, 0), ("loading", 1, 4), ("ready", 0, 0)],
         [("starting", 0, 0), ("ready", 0, 0)],  # both reports were read at once
     )
-    assert lines == ["prefill-0 serves on 127.0.0.1:1"]
     assert child.popen.poll() is not None
 
 
@@ -106,8 +105,7 @@ def test_children_end_when_their_parent_is_killed_even_if_they_ignore_sigterm() 
     )
     assert parent.stdout is not None
     try:
-        lines = [parent.stdout.readline() for _ in range(3)]
-        children = [psutil.Process(int(pid)) for pid in lines[-1].split()]
+        children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(children) == 2
     finally:
         os.kill(parent.pid, signal.SIGKILL)
@@ -169,6 +167,14 @@ def test_a_terminal_has_a_row_for_each_process_and_lines_above_them() -> None:
     assert "prefill-0  loading" in last
     assert "1.0/4.0 GiB" in last
     assert "decode-0   compiling" in last
+
+
+def test_with_a_log_usual_steps_of_the_start_are_left_out() -> None:
+    written = io.StringIO()
+    with ClusterProgress(Console(file=written), log=ClusterLog()) as shown:
+        shown.note("prefill-0 serves on 127.0.0.1:1")
+        shown.say("stopped")
+    assert written.getvalue() == "baton: stopped\n"
 
 
 def test_elsewhere_each_stage_is_one_plain_line() -> None:

@@ -86,6 +86,12 @@ def test_what_is_no_address_is_a_config_error(addresses: dict[str, Any]) -> None
         AsyncClient(**addresses)
 
 
+@pytest.mark.parametrize("target", ["http://127.0.0.1:8000", "HTTPS://gateway:443", "a:1,http://b:1"])
+def test_an_address_of_http_is_refused_with_the_form_of_grpc_addresses(target: str) -> None:
+    with pytest.raises(ConfigError, match="use host:port, without http://; gRPC has a port of its own"):
+        AsyncClient(target)
+
+
 async def test_the_environment_may_name_several_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
     async with refusing() as (address, _):
         monkeypatch.setenv("BATON_TARGET", f"{NOBODY}, {address}")

@@ -152,7 +152,9 @@ class PoolCalls:
         if not self._in_engine:
             return []
         commands: list[PoolCommand] = []
-        for event in (*events.started, *events.pooled, *events.failed):
+        happened: list[RequestStarted | PromptPooled | RequestFailed] = []
+        happened += [*events.started, *events.pooled, *events.failed]
+        for event in happened:
             commands += self._handle(event, now_s)
         return commands + self.fill(now_s)
 

@@ -70,9 +70,7 @@ class Connections:
         if not prefill and settings.local_policy is LocalPolicy.STRICT:
             cure = "give prefill nodes, or another local policy"
             raise ConfigError("BATON_PREFILL (--prefill) is empty under policy strict", field="prefill", cure=cure)
-        self.fleet = Fleet(
-            model.identity, model.max_context_tokens, settings.local_policy, generates=model.generates
-        )
+        self.fleet = Fleet(model.identity, model.max_context_tokens, settings.local_policy, generates=model.generates)
         self._wants_prefill = bool(prefill) and bool(decode) and settings.local_policy is not LocalPolicy.LOCAL
         tls = InternalTls.read(settings, certified.Role.GATEWAY)
         # A peer is accepted only in a role that its certificate allows.

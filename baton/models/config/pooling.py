@@ -19,7 +19,7 @@ from baton.core.errors import ConfigError
 from baton.models.config.fields import Count, CountOrZero, Fields, Integers, Table, Texts
 from baton.models.config.file import ConfigFile, read_regular
 
-MODULES = "modules.json"
+MODULES, _SENTENCE = "modules.json", "config_sentence_transformers.json"
 _CLASSIFICATION = "ForSequenceClassification"
 _MODULES_MAX = 16
 
@@ -64,11 +64,15 @@ class ScoreConfig:
         yes, no: the score compares the logits of these tokens after the pair: ids, or texts of single tokens. None: the
             score is the output of the checkpoint's classification head.
         instruct: the pair is written into the template of Qwen3-Reranker.
+        sigmoid: scores are the sigmoid of the outputs, so between 0 and 1.
+        max_tokens: of a pair; None: the model's limit.
     """
 
     yes: int | str | None = None
     no: int | str | None = None
     instruct: bool = False
+    sigmoid: bool = True
+    max_tokens: int | None = None
 
 
 class _PoolingFile(Fields):
@@ -103,6 +107,7 @@ class _TransformerFile(Fields):
 
 
 class _SentenceFile(Fields):
+    activation_fn: str | None = None
     prompts: Table | None = None
     default_prompt_name: str | None = None
 
@@ -138,15 +143,13 @@ def read_embedding(directory: Path) -> EmbeddingConfig | None:
     modes = pooling.modes
     if len(modes) != 1 or modes[0] not in list(Pooling):
         raise _refuse(path, f"pools by {' and '.join(modes)}", *Pooling)
-    transformer = directory / "sentence_bert_config.json"
-    max_tokens = _TransformerFile.read(ConfigFile.read(transformer)).max_seq_length if transformer.exists() else None
-    prompts, default = _prompts(directory / "config_sentence_transformers.json")
+    prompts, default = _prompts(directory / _SENTENCE)
     model = _ModelFile.read(ConfigFile.read(directory / "config.json"))
     return EmbeddingConfig(
         pooling=Pooling(modes[0]),
         normalize="Normalize" in modules,
         include_prompt=pooling.include_prompt,
-        max_tokens=max_tokens,
+        max_tokens=_max_tokens(directory),
         prompts=prompts,
         default_prompt=default,
         matryoshka=model.is_matryoshka or bool(model.matryoshka_dimensions),
@@ -162,16 +165,37 @@ def read_score(directory: Path) -> ScoreConfig | None:
     """
     file = ConfigFile.read(directory / "config.json")
     model = _ModelFile.read(file)
+    sigmoid, max_tokens = _has_sigmoid(directory, file), _max_tokens(directory)
     if any(name.endswith(_CLASSIFICATION) for name in model.architectures):
-        return ScoreConfig() if num_labels(file) == 1 else None
+        return ScoreConfig(sigmoid=sigmoid, max_tokens=max_tokens) if num_labels(file) == 1 else None
     is_qwen3 = "Qwen3ForCausalLM" in model.architectures
     modules = _modules(directory)
     if "LogitScore" in modules:
         scores = _LogitScoreFile.read(ConfigFile.read(directory / modules["LogitScore"] / "config.json"))
-        return ScoreConfig(scores.true_token_id, scores.false_token_id, instruct=is_qwen3)
+        yes, no = scores.true_token_id, scores.false_token_id
+        return ScoreConfig(yes, no, instruct=is_qwen3, sigmoid=sigmoid, max_tokens=max_tokens)
     if len(tokens := model.classifier_from_token) == 2:
-        return ScoreConfig(tokens[1], tokens[0], instruct=is_qwen3)
+        return ScoreConfig(tokens[1], tokens[0], instruct=is_qwen3, sigmoid=sigmoid, max_tokens=max_tokens)
     return None
+
+
+def _has_sigmoid(directory: Path, file: ConfigFile) -> bool:
+    """Whether outputs become scores by a sigmoid, which is sentence-transformers' default for one output."""
+    path = directory / _SENTENCE
+    given = file.table("sentence_transformers").raw("activation_fn")
+    if path.exists():
+        given = _SentenceFile.read(ConfigFile.read(path)).activation_fn or given
+    if given is None:
+        return True
+    name = str(given).rpartition(".")[2]
+    if name not in ("Sigmoid", "Identity"):
+        raise _refuse(path, f"has activation_fn {name}", "Sigmoid", "Identity")
+    return name == "Sigmoid"
+
+
+def _max_tokens(directory: Path) -> int | None:
+    path = directory / "sentence_bert_config.json"
+    return _TransformerFile.read(ConfigFile.read(path)).max_seq_length if path.exists() else None
 
 
 def has_head(directory: Path) -> bool:

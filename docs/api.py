@@ -17,12 +17,15 @@ from baton.core.sampling_field import COMMANDS, HTTP, Door, Kind, SamplingField
 from baton.gateway.http.anthropic.models import MessagesRequest
 from baton.gateway.http.baton_options import BatonOptions
 from baton.gateway.http.bodies import IGNORED, ChatBody, CompletionBody
+from baton.gateway.http.embeddings import EmbeddingsBody
+from baton.gateway.http.rerank import RerankBody, ScoreBody
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.gateway.http.routes import ROUTES
 from baton.grammar import schema, tags
 
 PAGE = Path(__file__).resolve().parent / "api.md"
 STRUCTURED = PAGE.with_name("structured-output.md")
+POOLED = PAGE.with_name("embeddings.md")
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
 
 _REFUSED = ("suffix", "spaces_between_special_tokens")  # but for their defaults
@@ -33,6 +36,16 @@ _BODIES: Mapping[str, type[BaseModel]] = {
     "completions": CompletionBody,
     "responses": ResponsesRequest,
     "messages": MessagesRequest,
+}
+
+# The columns of the table of requests that generate nothing.
+_POOLED: Mapping[str, type[BaseModel]] = {"embeddings": EmbeddingsBody, "rerank": RerankBody, "score": ScoreBody}
+_POOLED_MEANINGS = {
+    "input": "a text, token ids, or a list of either",
+    "encoding_format": "`float`, or `base64` of little-endian float32",
+    "query": "the text that documents should answer",
+    "documents": "texts, or objects with a `text`",
+    "baton.receipt": "add a receipt for each batch",
 }
 
 # What parameters mean whose models do not say it, or say it for one body only.
@@ -103,6 +116,7 @@ def tables() -> Mapping[str, str]:
     return {
         "endpoints": _endpoints(),
         "parameters": _parameters(),
+        "pooled": _pooled(),
         "sampling": _sampling(),
         "refused_parameters": _refused(),
         "keywords": _names(schema.SUPPORTED),
@@ -169,6 +183,23 @@ def _parameters() -> str:
     return "\n".join([*head, *rows, "", f"Accepted and ignored, because they change no token: {_names(ignored)}."])
 
 
+def _pooled() -> str:
+    rows: dict[str, tuple[dict[str, str], str]] = {}
+    for column, body in _POOLED.items():
+        fields = {
+            name: field.description for name, field in body.model_fields.items() if name not in ("model", "baton")
+        }
+        for name, description in (fields | {"baton.receipt": ""}).items():
+            meaning = _POOLED_MEANINGS.get(name) or description
+            assert meaning, f"{name} needs a description"
+            rows.setdefault(name, ({}, meaning))[0][column] = "x"
+    lines = [
+        f"| `{name}` | {' | '.join(marks.get(column, '') for column in _POOLED)} | {meaning} |"
+        for name, (marks, meaning) in rows.items()
+    ]
+    return "\n".join([f"| parameter | {' | '.join(_POOLED)} | meaning |", "|---|" + ":-:|" * 3 + "---|", *lines])
+
+
 def _sampling() -> str:
     doors = [door for door in Door if door is not Door.GENERATION_CONFIG]
     rows = []
@@ -217,5 +248,5 @@ def _names(names: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    for each in (PAGE, STRUCTURED):
+    for each in (PAGE, STRUCTURED, POOLED):
         each.write_text(page(each))

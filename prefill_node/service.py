@@ -17,6 +17,7 @@ from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
 from prefill_node.driver import PrefillDriver
 from prefill_node.events import Closing, DrainStarted
+from prefill_node.pooling import PoolDriver
 
 SERVICE_NAME = "baton.internal.v1.Prefill"
 
@@ -29,6 +30,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, node: Node, settings: PrefillSettings) -> None:
         self._decode = DecodeService(DecodeDriver(node, None)) if settings.also_decodes else None
         self._driver = PrefillDriver(node, settings, on_freed=self._freed)
+        self._pooling = PoolDriver(node)
 
     async def Prefill(  # type: ignore[override]  # the stubs know generators only
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillEvent]
@@ -51,6 +53,14 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             await abort(context, error)
         return await self._driver.peers.connect(request.decode_address)
 
+    async def Pool(
+        self, request: pb.PoolRequest, context: grpc.aio.ServicerContext[pb.PoolRequest, pb.PoolResponse]
+    ) -> pb.PoolResponse:
+        try:
+            return await self._pooling.pool(request)
+        except BatonError as error:
+            await abort(context, error)
+
     def _freed(self) -> None:
         if self._decode is not None:
             self._decode.room_freed()
@@ -67,24 +77,28 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._decode.fill_status(status)
 
     def knows(self, request_id: str) -> bool:
-        return self._driver.knows(request_id) or (self._decode is not None and self._decode.knows(request_id))
+        knows = self._driver.knows(request_id) or self._pooling.knows(request_id)
+        return knows or (self._decode is not None and self._decode.knows(request_id))
 
     def leases(self) -> dict[str, int]:
         return {}
 
     @property
     def busy(self) -> bool:
-        return self._driver.busy or (self._decode is not None and self._decode.busy)
+        own = self._driver.busy or self._pooling.busy
+        return own or (self._decode is not None and self._decode.busy)
 
     def stop_admission(self) -> None:
         self._driver.deliver(DrainStarted())
+        self._pooling.stop_admission()
         if self._decode is not None:
             self._decode.stop_admission()
 
     async def close(self) -> None:
         """Ends what still runs, with a typed error for each call, and closes every connection to a decode node."""
         self._driver.deliver(Closing())
+        self._pooling.close()
         if self._decode is not None:
             await self._decode.close()
-        await until(lambda: not self._driver.busy, timeout_s=_CLOSE_TIMEOUT_S)
+        await until(lambda: not (self._driver.busy or self._pooling.busy), timeout_s=_CLOSE_TIMEOUT_S)
         await self._driver.peers.close()

@@ -17,7 +17,7 @@ from baton.core.log_lines import escaped
 from baton.core.types import LocalPolicy
 from baton.protos.v1 import node_status_pb2
 from baton.settings.environment import is_set, ranks_of_each_node, visible_gpus
-from baton.settings.model_source import find_model
+from baton.settings.model_source import find_model, only_pools
 from baton.settings.node_config import NodeSettings
 
 _PAIRED_TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ class ClusterOptions:
     """Options of the cluster to start. None leaves a setting to its variable or default."""
 
     prefill: int = 1
-    decode: int = 1
+    decode: int | None = None  # None: 1, or 0 for a model that does not generate
     model: Path | None = None
     model_name: str | None = None
     device: str | None = None
@@ -87,18 +87,19 @@ def local_cluster(options: ClusterOptions, log: ClusterLog | None = None) -> Ite
     refuse_taken_port(options.port, flag="--port")
     if options.model is not None:
         options = replace(options, model=find_model(options.model))
+    num_decode = _num_decode(options)
     with (
         ClusterProgress(log=log) as shown,
         Processes(shown.say, launch=shown.launch, on_change=shown.update) as processes,
     ):
-        shown.note(f"starting {options.prefill} prefill and {options.decode} decode node(s)")
+        shown.note(f"starting {options.prefill} prefill and {num_decode} decode node(s)")
         ranks = options.tensor_parallel_size or ranks_of_each_node()
         devices = _devices(
-            options.prefill + options.decode, visible_gpus(), ranks=ranks, device_given=options.device is not None
+            options.prefill + num_decode, visible_gpus(), ranks=ranks, device_given=options.device is not None
         )
         prefill, decode = (
             [_start_node(processes, options, role, index, next(devices)) for index in range(count)]
-            for role, count in (("prefill", options.prefill), ("decode", options.decode))
+            for role, count in (("prefill", options.prefill), ("decode", num_decode))
         )
         nodes = [*prefill, *decode]
         # The gateway starts while the nodes load, so that its ports are bound early too.
@@ -113,13 +114,20 @@ def local_cluster(options: ClusterOptions, log: ClusterLog | None = None) -> Ite
         except (Unauthenticated, PermissionDenied):
             paired = "serving; to check that all nodes are paired, set BATON_API_KEY to an operator's key"
         else:
-            paired = "every prefill node is paired with every decode node"
+            paired = "every prefill node is paired with every decode node" if decode else "every prefill node serves"
             if adapters:
                 paired += f"; adapters {', '.join(adapters)}"
         shown.close()
         shown.note(paired)
         yield LocalCluster(gateway, prefill, decode, processes, paired)
         shown.say("stopping")
+
+
+def _num_decode(options: ClusterOptions) -> int:
+    """The number of decode nodes: a checkpoint that only makes embeddings or scores needs none."""
+    if options.decode is not None:
+        return options.decode
+    return 0 if options.model is not None and only_pools(options.model) else 1
 
 
 def _start_node(processes: Processes, options: ClusterOptions, role: str, index: int, device: list[str]) -> Process:

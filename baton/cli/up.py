@@ -38,8 +38,13 @@ def up(
         int, typer.Option(min=0, max=_NODES_MAX, help="Number of prefill nodes.")
     ] = ClusterOptions.prefill,
     decode_nodes: Annotated[
-        int, typer.Option(min=1, max=_NODES_MAX, help="Number of decode nodes.")
-    ] = ClusterOptions.decode,
+        int | None,
+        typer.Option(
+            min=0,
+            max=_NODES_MAX,
+            help="Number of decode nodes. Default: 1, or 0 for a checkpoint that only makes embeddings or scores.",
+        ),
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(

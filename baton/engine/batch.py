@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from baton.core.errors import BatonError
 from baton.core.types import TokenOutput
+from baton.engine.pooling import PoolRow
 from baton.engine.request import IntArray
 from baton.engine.sampling.row import SampleRow
 
@@ -85,6 +86,7 @@ class Batch:
         layers_per_group: number of layers between marks; 0: no marks.
         scores: the rows whose prompt logprobs are wanted, by place, in order.
         restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
+        pools: the rows whose hidden states are pooled, by place, in order.
     """
 
     step: int
@@ -93,11 +95,18 @@ class Batch:
     scores: tuple[tuple[int, ScoreRow], ...] = ()
     restores: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    pools: tuple[tuple[int, PoolRow], ...] = ()
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether the step reads hidden states other than those of sampled rows."""
+        return bool(self.scores or self.pools)
 
     def of_owners(self, count: int) -> "Batch":
         """The rows repeated for each of `count` owners, for warm-up steps."""
         rows = tuple(row._replace(owner=owner) for row in self.shared_rows for owner in range(count))
-        return Batch(self.step, rows, scores=tuple((place * count, score) for place, score in self.scores))
+        scores = tuple((place * count, score) for place, score in self.scores)
+        return Batch(self.step, rows, scores=scores, pools=tuple((place * count, pool) for place, pool in self.pools))
 
     @property
     def rows(self) -> tuple[BatchRow, ...]:

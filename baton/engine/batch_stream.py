@@ -36,7 +36,7 @@ class BatchWriter:
         changed = [_encode_row(rows[place], known[place]) for place in places]
         for place in places:
             known[place] = rows[place]
-        message = batch.step, len(rows), places, changed, batch.scores, batch.restores, batch.copies
+        message = batch.step, len(rows), places, changed, batch.scores, batch.restores, batch.copies, batch.pools
         return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -47,12 +47,13 @@ class BatchReader:
         self._rows: list[BatchRow] = []
 
     def read(self, message: bytes) -> Batch:
-        step, num_rows, places, changed, scores, restores, copies = pickle.loads(message)
+        step, num_rows, places, changed, scores, restores, copies, pools = pickle.loads(message)
         known = self._rows
         known += [_NO_ROW] * (num_rows - len(known))
         for place, row in zip(places, changed, strict=True):
             known[place] = _decode_row(row, known[place])
-        return Batch(step, tuple(known[:num_rows]), scores=scores, restores=restores, copies=copies)
+        rows = tuple(known[:num_rows])
+        return Batch(step, rows, scores=scores, restores=restores, copies=copies, pools=pools)
 
 
 def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from baton.core.errors import BatonError
 from baton.core.types import FinishReason, PromptLogprob, TokenOutput
+from baton.engine.pooling import Vector
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,14 @@ class PromptScored:
     logprobs: tuple[PromptLogprob, ...]
 
 
+@dataclass(frozen=True)
+class PromptPooled:
+    """The pooled values of a prompt. The request has ended, and its blocks are free."""
+
+    request_id: str
+    values: Vector
+
+
 class TokenSampled(NamedTuple):
     """A token of the request; the last one when `finish_reason` is set.
 
@@ -112,3 +121,4 @@ class StepEvents:
     failed: tuple[RequestFailed, ...] = ()
     layers: tuple[LayersComputed, ...] = ()
     scored: tuple[PromptScored, ...] = ()
+    pooled: tuple[PromptPooled, ...] = ()

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self, TypeAlias
 from baton.core.errors import ConfigError
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import AdapterRef
+from baton.engine.pooling import PoolSpan
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 
 # NOTE: token and block ids are in `array` and not in lists: slices are memory copies, and the runner reads them through
@@ -73,6 +74,8 @@ class EngineRequest:
             see `baton.engine.scheduling.slices`.
         stop_tokens: compute only this many tokens and sample nothing; the request ends with its last `ChunkComputed`,
             and its blocks stay held. Only for `prefill_only`, without prompt logprobs.
+        pool: pool these hidden states and sample nothing; the request ends with its prompt, and its blocks are free
+            then. Only for `prefill_only`, without output and prompt logprobs.
         since_s: when it arrived, on the engine's clock, if it may have been refused before for lack of room; None: now.
         adapter: the node must have it; None: the base model.
         adapter_slot: where the device has the adapter; set by the engine.
@@ -91,6 +94,7 @@ class EngineRequest:
     refuse_late: bool = False
     tpot_s: float | None = None
     stop_tokens: int | None = None
+    pool: PoolSpan | None = None
     since_s: float | None = None
     adapter: AdapterRef | None = None
     adapter_slot: int = -1

@@ -13,6 +13,11 @@ def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens
     _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
     _check_ids("logit_bias", tuple(request.sampling.logit_bias), vocab_size)
     check_output(request, request.output, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
+    if request.pool is not None:
+        request.pool.check(len(request.prompt), vocab_size=vocab_size)
+        assert request.prefill_only, "the Pool service makes such requests"
+        assert not request.output, "as above"
+        assert not request.scores_prompt, "as above"
     if request.stop_tokens is not None:
         _check_stop(request, request.stop_tokens, multiple=align_tokens)
 

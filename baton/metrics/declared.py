@@ -102,7 +102,11 @@ LOST = "LOST"
 # The label value that stands for the name of the served model.
 SERVED_MODEL = "{model_name}"
 
-_OPERATION = Label("gen_ai_operation_name", "what the client asked for", ("chat", "text_completion"))
+_OPERATION = Label(
+    "gen_ai_operation_name",
+    "what the client asked for; embeddings: scores of pairs too",
+    ("chat", "text_completion", "embeddings"),
+)
 _PROVIDER = Label("gen_ai_provider_name", "who serves", ("baton",))
 _SERVED_MODEL = Label("gen_ai_response_model", "name of the served model", (SERVED_MODEL,))
 _GEN_AI = (_OPERATION, _PROVIDER, _SERVED_MODEL)

@@ -58,6 +58,10 @@ class RoleServices(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServi
         state: node_status_pb2.PeerState = await self._run(self._servicer(PREFILL).Connect(request, context))
         return state
 
+    async def Pool(self, request: prefill_pb2.PoolRequest, context: Context) -> prefill_pb2.PoolResponse:
+        response: prefill_pb2.PoolResponse = await self._run(self._servicer(PREFILL).Pool(request, context))
+        return response
+
     async def Session(  # type: ignore[override]  # the stubs know generators only
         self, request_iterator: AsyncIterator[decode_pb2.SessionRequest], context: Context
     ) -> None:

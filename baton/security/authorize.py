@@ -29,7 +29,7 @@ _WATCHING = frozenset({Right.GATEWAY, Right.OPERATOR})
 TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
     # Served by nodes.
     "baton.internal.v1.Decode": {"Session": _GATEWAY, "Pair": _PREFILL},
-    "baton.internal.v1.Prefill": {"Prefill": _GATEWAY, "Connect": _GATEWAY},
+    "baton.internal.v1.Prefill": {"Prefill": _GATEWAY, "Connect": _GATEWAY, "Pool": _GATEWAY},
     "baton.internal.v1.Node": {
         "Describe": _WATCHING,
         "Watch": _WATCHING,

@@ -3,6 +3,7 @@
 huggingface_hub does the download: its bar, its cache, and its variables HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN.
 """
 
+import json
 import logging
 import os
 import re
@@ -20,8 +21,9 @@ _PART_OF_HUB_NAME = re.compile(r"[\w-][\w.-]*(@[\w-][\w./-]*)?", re.ASCII)
 _CHECKPOINT = "give the original checkpoint, by directory or name on the hub: config.json, safetensors, tokenizer.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
-# Weights in subfolders, and those named "consolidated", are the same weights in other formats.
-_UNUSED = ["*/*.safetensors", "*/*.json", "consolidated*.safetensors"]
+# Weights in subfolders, and those named "consolidated", are the same weights in other formats. Folders such as
+# 1_Pooling have the steps of embedding models.
+_UNUSED = ["*/*.safetensors", "[!0-9]*/*.json", "consolidated*.safetensors"]
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "tiktoken.model"]
 _WEIGHTS = ["*.safetensors"]
 
@@ -139,3 +141,21 @@ def _refuse(name: str, why: str, cure: str) -> ConfigError:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def only_pools(directory: Path) -> bool:
+    """Whether the checkpoint makes embeddings or scores and no text, so that its cluster needs no decode node.
+
+    A file that cannot be read says nothing: the nodes report it.
+    """
+    try:
+        steps = json.loads((directory / "modules.json").read_bytes())
+        if any(str(step["type"]).endswith(".Pooling") for step in steps):
+            return True
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    try:
+        (architecture,) = json.loads((directory / "config.json").read_bytes())["architectures"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return str(architecture).endswith(("Model", "ForSequenceClassification")) and "LMHead" not in str(architecture)

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from baton.core.types import PromptLogprob
 from baton.engine.batch import Batch, RowResult
 from baton.engine.device.layer_marks import LayerMark, OnMark
+from baton.engine.pooling import PooledRows
 from baton.engine.request import ModelFacts
 from baton.models.adapters.adapter import Adapter
 from baton.models.layers.expert_counts import FetchedCounts
@@ -33,6 +34,9 @@ class LaunchedWork(Protocol):
 
     @property
     def scores(self) -> Mapping[int, Sequence[PromptLogprob]]: ...
+
+    @property
+    def pools(self) -> PooledRows: ...
 
 
 class StepRunner(Protocol):
@@ -60,12 +64,13 @@ class LayersDone:
 
 @dataclass(frozen=True)
 class StepComputed:
-    """A step has ended. `tokens` has one entry per row of the batch, None where nothing was sampled; `scores` is by
-    row. The step was queued on the device at `launched_s`, and its end was seen at `ended_s`."""
+    """A step has ended. `tokens` has one entry per row of the batch, None where nothing was sampled; `scores` and
+    `pools` are by row. The step was queued on the device at `launched_s`, and its end was seen at `ended_s`."""
 
     tokens: list[RowResult]
     seconds: float
     scores: Mapping[int, Sequence[PromptLogprob]]
+    pools: PooledRows
     launched_s: float
     ended_s: float
 
@@ -210,7 +215,7 @@ class DeviceThread:
             ended_s = self._clock()
             return StepRaised(error, ended_s - since_s, launched_s, ended_s)
         ended_s = self._clock()
-        return StepComputed(tokens, step.seconds, step.scores, launched_s, ended_s)
+        return StepComputed(tokens, step.seconds, step.scores, step.pools, launched_s, ended_s)
 
 
 def _raised(call: Callable[[], None]) -> Exception | None:

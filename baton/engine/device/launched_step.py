@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from baton.core.errors import LOGITS_FIELD, BatonError, InternalError
 from baton.core.types import PromptLogprob, TokenOutput
 from baton.engine.batch import RowResult
+from baton.engine.device.pooled_states import PoolsOnHost
 from baton.engine.device.step_slot import StepSlot, StepSlots
+from baton.engine.pooling import PooledRows
 from baton.engine.sampling.choice import NO_TOKEN
 from baton.engine.sampling.prompt_scores import ScoresOnHost
 
@@ -66,23 +68,29 @@ class Drawn:
     failed: Mapping[int, BatonError]
 
 
+@dataclass(frozen=True)
+class ReadStates:
+    """What a step reads from hidden states besides tokens: prompt logprobs and pooled states, if any are wanted."""
+
+    scores: ScoresOnHost | None = None
+    pools: PoolsOnHost | None = None
+
+
 class LaunchedStep:
     """A step that is queued on the device.
 
     Args:
         drawn: the tokens of the rows.
         slot: the step's own; it returns to `slots` when the step has ended.
-        scored: the prompt logprobs of the step, if any are wanted.
+        read: the prompt logprobs and pooled states of the step.
     """
 
-    def __init__(
-        self, num_rows: int, drawn: Drawn, slot: StepSlot, slots: StepSlots, scored: ScoresOnHost | None
-    ) -> None:
+    def __init__(self, num_rows: int, drawn: Drawn, slot: StepSlot, slots: StepSlots, read: ReadStates) -> None:
         self._num_rows = num_rows
         self._drawn = drawn
         self._slot = slot
         self._slots = slots
-        self._scored = scored
+        self._read = read
         self._seconds = 0.0
 
     def wait(self) -> list[RowResult]:
@@ -107,7 +115,12 @@ class LaunchedStep:
     @property
     def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
         """The logprobs that `Batch.scores` asks for, by row; known after `wait`. Every call makes them anew."""
-        return {} if self._scored is None else self._scored.outputs()
+        return {} if self._read.scores is None else self._read.scores.outputs()
+
+    @property
+    def pools(self) -> PooledRows:
+        """The sums that `Batch.pools` asks for, by row; known after `wait`."""
+        return {} if self._read.pools is None else self._read.pools.outputs()
 
 
 def _not_finite() -> InternalError:

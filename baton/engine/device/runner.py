@@ -22,13 +22,15 @@ from baton.engine.device.drawing import TokenDrawing
 from baton.engine.device.grammar_rows import GrammarRows
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings
 from baton.engine.device.inputs import pending_tokens, stage_step
-from baton.engine.device.launched_step import Drawn, LaunchedStep
+from baton.engine.device.launched_step import Drawn, LaunchedStep, ReadStates
 from baton.engine.device.layer_marks import LayerMarks, OnMark, index_stops, kv_stops
+from baton.engine.device.pooled_states import pool_states
 from baton.engine.device.prompt_graphs import PromptGraphs
 from baton.engine.device.step_slot import StepSlot, StepSlots
+from baton.engine.pooling import PoolRow
 from baton.engine.request import ModelFacts, int_array
 from baton.engine.sampling.masks import keep_allowed
-from baton.engine.sampling.prompt_scores import ScoresOnHost, score_prompts
+from baton.engine.sampling.prompt_scores import score_prompts
 from baton.engine.sampling.row import GREEDY_ROW, SampleRow
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.cache import PagedKVCache
@@ -163,7 +165,7 @@ class ModelRunner:
         slot = self._slots.take()
         slot.timer.start()
         num_rows = len(batch.shared_rows)
-        scored: ScoresOnHost | None = None
+        read = ReadStates()
         marked: AbstractContextManager[None] = nullcontext()
         if self._cache.state is not None:
             copy_states(self._cache.state, batch.restores)
@@ -175,21 +177,21 @@ class ModelRunner:
         elif (size := self._size(self._prompts, batch)) is not None:
             launch = "prompt_graph"
             with marked:
-                drawn, scored = self._launch_prompts(batch, size, slot)
+                drawn, read = self._launch_prompts(batch, size, slot)
         else:
             launch = "eager"
             with marked:
-                drawn, scored = self._launch_eagerly(batch.rows, batch.scores)
+                drawn, read = self._launch_eagerly(batch)
         if self._cache.state is not None:
             copy_states(self._cache.state, batch.copies)
         slot.timer.stop()
         self.launches[launch] += 1
-        return LaunchedStep(num_rows, drawn, slot, self._slots, scored)
+        return LaunchedStep(num_rows, drawn, slot, self._slots, read)
 
     @staticmethod
     def _size(graphs: "DecodeGraphs | PromptGraphs | None", batch: Batch) -> int | None:
         """The captured size for the batch. Returns None if these graphs cannot run it."""
-        if graphs is None or (batch.scores and isinstance(graphs, DecodeGraphs)):
+        if graphs is None or (batch.reads_hidden_states and isinstance(graphs, DecodeGraphs)):
             return None
         return graphs.size_for(batch.shared_rows)
 
@@ -198,31 +200,32 @@ class ModelRunner:
         logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
         return self._drawing.draw_padded(self._graphs.buffers, logits_RV, batch, slot)
 
-    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ScoresOnHost | None]:
+    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ReadStates]:
         assert self._prompts is not None
         buffers = self._prompts.buffers
         logits_RV = self._prompts.launch(batch.shared_rows, size, step=batch.step, slot=slot)
         starts = [0, *accumulate(len(row.token_ids) for row in batch.shared_rows)]
-        scored = self._score(buffers.hidden[:size], starts, batch.scores)
+        read = self._read_states(buffers.hidden[:size], starts, batch)
         if logits_RV is None:
-            return self._drawing.draw_none(), scored
-        return self._drawing.draw_padded(buffers.decodes, logits_RV, batch, slot), scored
+            return self._drawing.draw_none(), read
+        return self._drawing.draw_padded(buffers.decodes, logits_RV, batch, slot), read
 
-    def _score(
-        self, hidden_TD: Tensor, starts: Sequence[int], scores: Sequence[tuple[int, ScoreRow]]
-    ) -> ScoresOnHost | None:
-        """Queues the prompt logprobs of a step. Returns None if none are wanted.
+    def _read_states(self, hidden_TD: Tensor, starts: Sequence[int], batch: Batch) -> ReadStates:
+        """Queues what the step reads from hidden states besides tokens.
 
         Args:
             starts: places of the rows' first tokens.
         """
-        if not scores:
-            return None
-        return score_prompts(self.model.compute_logits, hidden_TD, starts, scores, vocab=self.facts.vocab_size)
+        if not batch.reads_hidden_states:
+            return ReadStates()
+        logits, scores, pools = self.model.compute_logits, batch.scores, batch.pools
+        return ReadStates(
+            score_prompts(logits, hidden_TD, starts, scores, vocab=self.facts.vocab_size) if scores else None,
+            pool_states(self.model, hidden_TD, starts, pools) if pools else None,
+        )
 
-    def _launch_eagerly(
-        self, rows: Sequence[BatchRow], scores: Sequence[tuple[int, ScoreRow]]
-    ) -> tuple[Drawn, ScoresOnHost | None]:
+    def _launch_eagerly(self, batch: Batch) -> tuple[Drawn, ReadStates]:
+        rows = batch.rows
         self._drawing.make_room(rows)
         with_states = self._cache.state is not None
         exchange = self.model.exchange
@@ -238,14 +241,14 @@ class ModelRunner:
             shares=inputs.shares,
         )
         hidden_TD = self.model.compute(inputs.token_ids_T, inputs.positions_T, self._cache, context)
-        scored = self._score(hidden_TD, inputs.starts, scores)
+        read = self._read_states(hidden_TD, inputs.starts, batch)
         if not inputs.sampled:
-            return self._drawing.draw_none(), scored
+            return self._drawing.draw_none(), read
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
         sampled_rows = [rows[index] for index in inputs.sampled]
         pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
         parts, failed = self._drawing.draw(inputs.sampled, sampled_rows, logits_SV, pending_S, inputs.sampled_S)
-        return Drawn(None, parts, failed), scored
+        return Drawn(None, parts, failed), read
 
     def _warm_up(self) -> None:
         """Compiles kernels, also the one that applies the masks of grammars."""
@@ -259,7 +262,8 @@ class ModelRunner:
 
 def _warm_up_batches(facts: ModelFacts) -> list[Batch]:
     """Prompts without and with context, which use different kernels; each alone and after a decode, where the alignment
-    of their inputs differs. They cover drawn and greedy sampling, and prompt logprobs."""
+    of their inputs differs. They cover drawn and greedy sampling, prompt logprobs and
+    pooling."""
     length = min(2 * facts.block_size, facts.max_context_tokens, facts.num_blocks * facts.block_size) - 1
     blocks = int_array(list(range(-(-(length + 1) // facts.block_size))))
     drawn = ResolvedSampling(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1)
@@ -267,4 +271,6 @@ def _warm_up_batches(facts: ModelFacts) -> list[Batch]:
     prompt = BatchRow("", int_array([0] * length), 0, blocks, SampleRow(drawn, 0, (), int_array(), 0))
     prompts = (prompt, prompt._replace(token_start=1))
     batches = [Batch(0, (*decodes, each)) for each in prompts for decodes in ((), (decode,))]
-    return [*batches, Batch(0, (prompt,), scores=((0, ScoreRow(prompt.token_ids, 1)),))]
+    scored = Batch(0, (prompt,), scores=((0, ScoreRow(prompt.token_ids, 1)),))
+    pooled = Batch(0, (prompt._replace(sample=None),), pools=((0, PoolRow(0, length)),))
+    return [*batches, scored, pooled]

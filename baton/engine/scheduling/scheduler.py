@@ -10,7 +10,8 @@ from types import MappingProxyType
 from baton.core.errors import BatonError
 from baton.core.types import FinishReason, Grammar, PromptLogprob, TokenOutput
 from baton.engine.batch import Batch, RowResult
-from baton.engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, token_sampled
+from baton.engine.events import ChunkComputed, PromptPooled, RequestFailed, RequestStarted, StepEvents, token_sampled
+from baton.engine.pooling import PooledRows
 from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts, Reservation
 from baton.engine.request_checks import check_first_token, check_received
 from baton.engine.scheduling.costs import Costs, NoCosts
@@ -18,10 +19,11 @@ from baton.engine.scheduling.load import engine_load
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.prompts import Prompts
 from baton.engine.scheduling.request_table import RequestTable, overloaded
-from baton.engine.scheduling.state import NO_END, RequestPhase
+from baton.engine.scheduling.state import NO_END, RequestPhase, RequestState
 from baton.engine.scheduling.steps import DecodeOrder, NextStep
 
 _NO_SCORES: Mapping[int, Sequence[PromptLogprob]] = MappingProxyType({})
+_NO_POOLS: PooledRows = MappingProxyType({})
 
 
 class Scheduler:
@@ -266,6 +268,7 @@ class Scheduler:
         results: Sequence[RowResult],
         seconds: float,
         scores: Mapping[int, Sequence[PromptLogprob]] = _NO_SCORES,
+        pools: PooledRows = _NO_POOLS,
     ) -> StepEvents:
         """Ends the oldest step in flight: updates its requests and returns its events.
 
@@ -273,17 +276,20 @@ class Scheduler:
             results: the token of each row, None where nothing was sampled, or the error with which the row's request
                 fails.
             scores: the logprobs that `Batch.scores` asks for, by row.
+            pools: the sums that `Batch.pools` asks for, by row.
         """
         started: list[RequestStarted] = []
         chunks: list[ChunkComputed] = []
         sampled: list[tuple[str, TokenOutput, FinishReason | None, str]] = []
         failed: list[RequestFailed] = []
+        pooled: list[RequestState] = []
         block_size, running = self._block_size, RequestPhase.RUNNING  # locals are looked up faster for every row
         step = self._requests.end_oldest_step()
         self._blocks.states.end_snapshots(step, results)
         for snapshot in step.snapshots:
             self._blocks.report(snapshot.state)
         scored = step.collect_scores(results, scores) if scores else ()
+        step.collect_pools(pools)
         for state, row, token in zip(step.states, step.rows, results, strict=True):
             if state.phase is not running:  # a void row
                 continue
@@ -297,6 +303,8 @@ class Scheduler:
                     started.append(step.started[state.request_id])
                 if state.splits and stop == state.prefill_stop:
                     self._requests.stop_running(state)
+                    if state.pooling is not None:
+                        pooled.append(state)
             if isinstance(token, BatonError):
                 self._blocks.forget(state)
                 self._requests.stop_running(state)
@@ -316,13 +324,27 @@ class Scheduler:
             if start < state.prefill_stop and state.phase is running:
                 self._requests.begin(state)
             sampled.append((state.request_id, token, reason, stop_reason))
+        pooled_events = tuple(map(self._end_pooled, pooled))
         self._requests.fill_seats()
         if not step.scores:
             self._meter.observe(step.work, seconds)
         tokens = tuple(map(token_sampled, sampled))
         return StepEvents(
-            step.number, seconds, tuple(started), tuple(chunks), tokens, failed=tuple(failed), scored=scored
+            step.number,
+            seconds,
+            tuple(started),
+            tuple(chunks),
+            tokens,
+            failed=tuple(failed),
+            scored=scored,
+            pooled=pooled_events,
         )
+
+    def _end_pooled(self, state: RequestState) -> PromptPooled:
+        """Ends a request whose span is pooled. Nobody reads its KV, so its blocks are free at once."""
+        assert state.pooling is not None
+        self._requests.end(state)
+        return PromptPooled(state.request_id, state.pooling.mean())
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
         """Fails the oldest step in flight: its requests end with `error`. Their rows in the next step are void.

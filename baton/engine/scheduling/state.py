@@ -6,6 +6,7 @@ from typing import NamedTuple
 from baton.core.block_keys import BlockKey, KeyChain
 from baton.core.types import FinishReason, PromptLogprob
 from baton.engine.batch import BatchRow, ScoreRow
+from baton.engine.pooling import PoolSum
 from baton.engine.request import EngineRequest, IntArray, QueuePlace, int_array
 from baton.engine.request_checks import check_continuation, check_output
 from baton.engine.sampling.row import SampleRows
@@ -59,7 +60,7 @@ class RequestState:
         shared_row: this row, if the next step may share it at the same place; None: the next step needs a new row.
         prompt_tokens: the length of its prompt, without any output.
         prefill_stop: number of tokens computed as prompt; later ones are decoded one by one, or elsewhere.
-        splits: the request ends before its last known token, without a sampled one.
+        splits: the request ends before its last known token or with it, without a sampled one.
         decode_stop: total number of tokens to compute, if the request decodes; else 0.
         steady_stop: while fewer tokens are scheduled, the request decodes and has a slot for its next token; 0: not
             known.
@@ -76,6 +77,7 @@ class RequestState:
             these prefixes.
         scored: logprobs of the prompt's tokens from the second on, as far as they are computed; None: none are wanted,
             or all have been reported.
+        pooling: the sum of the prompt's hidden states that are pooled; None: nothing is pooled.
     """
 
     def __init__(
@@ -95,7 +97,8 @@ class RequestState:
         self.place = place
         self.queued_at = queued_at
         self.due_s = None if request.output else request.due_s
-        self.splits = request.stop_tokens is not None
+        self.splits = request.stop_tokens is not None or request.pool is not None
+        self.pooling = None if request.pool is None else PoolSum(request.pool)
         self.keys = keys
         self.phase = RequestPhase.WAITING
         self.tokens = int_array([*request.prompt, *request.output])
@@ -164,7 +167,10 @@ class RequestState:
     @property
     def reusable_tokens(self) -> int:
         """Number of leading tokens whose KV may come from the prefix cache: all but one, or only those whose logprobs
-        are known, because logprobs come from the hidden states of the tokens before."""
+        are known, because logprobs come from the hidden states of the tokens before, or only those before a pooled
+        span."""
+        if self.pooling is not None:
+            return self.pooling.span.start
         return self.prefill_stop - 1 if self.scored is None else len(self.scored)
 
     @property
@@ -184,6 +190,8 @@ class RequestState:
         self.prefill_stop = self._prompt_stop
         if self.scored is not None:
             del self.scored[self.num_computed :]  # computed again
+        if self.pooling is not None:
+            self.pooling.restart()
         if not self.started:
             self.num_cached = self.num_computed
 
@@ -267,7 +275,7 @@ class RequestState:
         if len(self._row_blocks) != num_blocks:
             self._row_blocks = self.blocks[:num_blocks]
         sample = None
-        if stop == known + self.num_pending:
+        if stop == known + self.num_pending and self.pooling is None:
             self.num_pending += 1
             output_index = stop - self.prompt_tokens
             sample = self._samples.row(output_index, self.tokens)

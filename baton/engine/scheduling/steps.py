@@ -12,6 +12,7 @@ from baton.core.costs import StepWork, chunk_pairs
 from baton.core.types import PromptLogprob, TokenOutput
 from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow
 from baton.engine.events import LayersComputed, PromptScored, RequestStarted, StepEvents
+from baton.engine.pooling import PooledRows, PoolRow
 from baton.engine.request import EngineLimits
 from baton.engine.scheduling.slices import StepBound
 from baton.engine.scheduling.state import RequestPhase, RequestState
@@ -80,6 +81,7 @@ class NextStep:
         budget: tokens that still fit.
         started: the requests whose first row is in this step, by id.
         scores: the requests whose prompt logprobs this step computes.
+        pools: the requests whose hidden states this step pools.
         num_decodes: rows of `add_decodes`; they come before all others.
         work: what the step computes.
         bound: on the step's time; None: there is none.
@@ -99,6 +101,7 @@ class NextStep:
         self.rows: list[BatchRow] = []
         self.started: dict[str, RequestStarted] = {}
         self.scores: list[tuple[RequestState, ScoreRow]] = []
+        self.pools: list[tuple[RequestState, PoolRow]] = []
         self.budget = limits.max_batch_tokens
         self.num_decodes = 0
         self.work = StepWork()
@@ -163,6 +166,8 @@ class NextStep:
         self.rows.insert(index, row)
         if (score := state.score_row(row)) is not None:
             self.scores.append((state, score))
+        if state.pooling is not None and (pool := state.pooling.row(row.token_start, row.token_stop)) is not None:
+            self.pools.append((state, pool))
         self.budget -= num_tokens
         self._num_single += num_tokens == 1
         work = self.work
@@ -219,6 +224,14 @@ class Step(NamedTuple):
                 complete.append(PromptScored(state.request_id, state.take_scores()))
         return tuple(complete)
 
+    def collect_pools(self, pools: PooledRows) -> None:
+        """Adds the step's pooled hidden states to its requests."""
+        for index, values in pools.items():
+            state = self.states[index]
+            if state.phase is RequestPhase.RUNNING:
+                assert state.pooling is not None, "hidden states are pooled only for requests that collect them"
+                state.pooling.add(values)
+
 
 class StepsInFlight:
     """Steps that were launched and have not ended, oldest first. They are numbered from 1 and end in launch order."""
@@ -252,7 +265,8 @@ class StepsInFlight:
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
         restores, copies = tuple(step.restores), tuple(step.copies)
-        return Batch(number, launched.rows, step.layers_per_group, scores, restores, copies)
+        pools = tuple(sorted((state.row_index, pool) for state, pool in step.pools))
+        return Batch(number, launched.rows, step.layers_per_group, scores, restores, copies, pools)
 
     @property
     def oldest(self) -> Step:

@@ -11,7 +11,7 @@ from baton.gateway.fleet.fleet_node import FleetNode, settled
 from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
 from baton.gateway.fleet.placement import Placement, place
-from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_prefill
+from baton.gateway.fleet.router import NodeView, RoutedRequest, least_pooling, pick_prefill, usable_prefills
 from baton.protos.v1 import node_status_pb2, operations_pb2
 
 _COSTS_EACH_S = 0.1  # nodes report about as often
@@ -49,12 +49,21 @@ class Fleet(NodeTable):
         model: name, architecture and config digest of the model that this gateway serves.
         max_context_tokens: the model's limit.
         policy: policy on where prompts may be prefilled.
+        generates: whether the model generates; one that only pools hidden states needs no decode node.
     """
 
-    def __init__(self, model: node_status_pb2.ModelIdentity, max_context_tokens: int, policy: LocalPolicy) -> None:
+    def __init__(
+        self,
+        model: node_status_pb2.ModelIdentity,
+        max_context_tokens: int,
+        policy: LocalPolicy,
+        *,
+        generates: bool = True,
+    ) -> None:
         super().__init__(model)
         self._max_context_tokens = max_context_tokens
         self._policy = policy
+        self._generates = generates
         self._affinity = Affinity()
 
     # ---- choices for one request
@@ -87,6 +96,18 @@ class Fleet(NodeTable):
         first = [view for view in views if view.incarnation == placed]
         picked = pick_prefill(first, decode.view(), wanted) or pick_prefill(views, decode.view(), wanted)
         return None if picked is None else self._picked(self.prefills[picked.address], picked, wanted)
+
+    def pick_pooling(self, wanted: RoutedRequest, num_tokens: int, now_s: float) -> FleetNode | None:
+        """Chooses the prefill node that has computed these tokens soonest; of equal ones, the one with fewest requests.
+        Returns None if none is usable.
+
+        Args:
+            wanted: `num_tokens` of the longest prompt.
+            num_tokens: of all prompts.
+        """
+        views = usable_prefills(self.prefill_views(wanted, now_s), wanted)
+        picked = least_pooling(views, num_tokens)
+        return None if picked is None else self.prefills[picked.address]
 
     def prefill_views(self, wanted: RoutedRequest, now_s: float) -> list[NodeView]:
         """Current views of all prefill nodes, each with the number of prompt tokens that it has cached."""
@@ -164,6 +185,8 @@ class Fleet(NodeTable):
 
     def serves(self) -> bool:
         """Whether a request could be served now."""
+        if not self._generates:
+            return any(node.open for node in self.prefills.values())
         if self._policy is not LocalPolicy.STRICT:
             return any(node.open for node in self.decoding_nodes())
         return any(
@@ -178,7 +201,8 @@ class Fleet(NodeTable):
 
         Prefill nodes do not count: no decode node could continue a longer request that a prefill node began.
         """
-        known = [node.view().max_context_tokens for node in self.decodes.values() if not node.detail]
+        nodes = self.decodes if self._generates else self.prefills
+        known = [node.view().max_context_tokens for node in nodes.values() if not node.detail]
         return min(self._max_context_tokens, max(known, default=self._max_context_tokens))
 
     def adapters(self) -> dict[str, AdapterRef]:

@@ -214,6 +214,25 @@ def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: RoutedR
     return min(usable, key=cost, default=None)
 
 
+def usable_prefills(prefills: Sequence[NodeView], wanted: RoutedRequest) -> list[NodeView]:
+    """The prefill nodes that could compute the prompt, with or without a decode node."""
+    return _usable(prefills, wanted, wanted.excluded_prefill)
+
+
+def least_pooling(nodes: Sequence[NodeView], num_tokens: int) -> NodeView | None:
+    """Picks the node on which so many tokens of short prompts are computed soonest. Returns None if there is none."""
+    if all(node.costs is not None for node in nodes):
+        scores = [node.queue_s + node.step_s / node.step_tokens * num_tokens for node in nodes]
+        bound = min(scores, default=0.0) * _EQUAL_FACTOR + _EQUAL_S
+        equal = [node for node, score in zip(nodes, scores, strict=True) if score <= bound]
+        return min(equal, key=lambda node: (node.load, node.turn, node.address), default=None)
+    return min(
+        nodes,
+        key=lambda node: (node.tokens_waiting + node.tokens_since, node.load, node.turn, node.address),
+        default=None,
+    )
+
+
 def _usable(nodes: Sequence[NodeView], wanted: RoutedRequest, excluded: Set[int]) -> list[NodeView]:
     return [
         node

@@ -29,7 +29,7 @@ ToolChoice = Annotated[
 ]
 
 
-def _prompt_shape(value: object) -> str | None:
+def prompt_shape(value: object) -> str | None:
     """Returns the shape of a prompt's first element, so that an error names the first element that differs."""
     if isinstance(value, str):
         return "text"
@@ -44,7 +44,7 @@ Prompt = Annotated[
     | Annotated[Items[Text], Field(max_length=_PROMPTS_MAX), tag("texts")]
     | Annotated[TokenIds, tag("ids")]
     | Annotated[Items[TokenIds], Field(max_length=_PROMPTS_MAX), tag("lists")],
-    by_shape(_prompt_shape, "a string, token ids, or a list of either"),
+    by_shape(prompt_shape, "a string, token ids, or a list of either"),
 ]
 
 

@@ -202,7 +202,7 @@ class HttpCall:
         """
         for job in jobs:
             self._add_headers(job.message)
-        serve = partial(self.serving.generate, budget_s=self.budget_s, caller_trace=self._caller_trace())
+        serve = partial(self.serving.generate, budget_s=self.budget_s, caller_trace=self.caller_trace())
         runs = [serve(job.message, write(job), chat=job.chat, skip=job.skip) for job in jobs]
         if len(runs) == 1:
             await runs[0]
@@ -218,7 +218,7 @@ class HttpCall:
         assert isinstance(first, BatonError)
         raise first
 
-    def _caller_trace(self) -> TraceContext | None:
+    def caller_trace(self) -> TraceContext | None:
         headers = self.request.headers
         given = headers.getlist("traceparent")
         return read_context(given[0], ",".join(headers.getlist("tracestate"))) if len(given) == 1 else None

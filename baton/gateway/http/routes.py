@@ -11,6 +11,8 @@ from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequ
 from baton.gateway.http.app import App, Handler
 from baton.gateway.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.http.call import Context
+from baton.gateway.http.embeddings import EmbeddingsBody, embeddings
+from baton.gateway.http.rerank import RerankBody, ScoreBody, rerank, score
 from baton.gateway.http.responses import routes as stored
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.gateway.http.ui import files
@@ -46,6 +48,10 @@ ROUTES = (
     HttpRoute(
         "/v1/messages/count_tokens", anthropic.count, "Tokens of a conversation, as Anthropic's", CountTokensRequest
     ),
+    HttpRoute("/v1/embeddings", embeddings, "Vectors of texts", EmbeddingsBody),
+    HttpRoute("/v1/rerank", rerank, "Documents by their relevance to a query", RerankBody),
+    HttpRoute("/rerank", rerank, "Documents by their relevance to a query", RerankBody, listed=False),
+    HttpRoute("/v1/score", score, "Scores of pairs of texts", ScoreBody),
     HttpRoute("/v1/models", server_info.models, "The served model, as a list"),
     HttpRoute("/v1/models/{model:path}", server_info.model, "The served model"),
     HttpRoute("/tokenize", server_info.tokenize, "Token ids of a text or a conversation", TokenizeBody),

@@ -29,7 +29,8 @@ _OUTCOMES: tuple[tuple[tuple[type[BatonError], ...], Outcome], ...] = (
     ((DeadlineExceeded,), Outcome.DEADLINE),
     ((Overloaded,), Outcome.REFUSED),
 )
-CHAT, COMPLETION = "chat", "text_completion"
+CHAT, COMPLETION, EMBEDDINGS = "chat", "text_completion", "embeddings"
+OPERATIONS = (CHAT, COMPLETION, EMBEDDINGS)
 FAILURES = frozenset({Outcome.DEADLINE, Outcome.FAILED})
 
 
@@ -89,7 +90,7 @@ class RequestMeter:
         self._prefill = tally.histogram("baton_output_prefill_time_seconds")
         self._transfer = tally.histogram("baton_output_transfer_time_seconds")
         self._decode = tally.histogram("baton_output_decode_time_seconds")
-        self._standard = {operation: StandardHistograms(tally, operation) for operation in (CHAT, COMPLETION)}
+        self._standard = {operation: StandardHistograms(tally, operation) for operation in OPERATIONS}
 
     # ---- tokens
 
@@ -118,7 +119,7 @@ class RequestMeter:
         """Counts the end of a request, `seconds` after its arrival.
 
         Args:
-            operation: CHAT or COMPLETION.
+            operation: CHAT, COMPLETION or EMBEDDINGS.
         """
         self._requests[outcome].add()
         self._e2e[outcome].observe(seconds)
@@ -135,6 +136,14 @@ class RequestMeter:
             later = output.usage.completion_tokens - 1
             if later > 0:
                 standard.per_token.observe((output.receipt.total_s - output.receipt.ttft_s) / later)
+
+    def pooled(self, *, prompt_tokens: int, queue_s: float, prefill_s: float, retries: Sequence[Retry]) -> None:
+        """Counts prompts that one prefill node has pooled together."""
+        for retry in retries:
+            self._retries[retry].add()
+        self._prompt_tokens.add(prompt_tokens)
+        self._queue.observe(queue_s)
+        self._prefill.observe(prefill_s)
 
     def refused_at_door(self, error: BatonError) -> None:
         """Counts a message that failed before it became a request."""

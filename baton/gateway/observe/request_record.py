@@ -5,6 +5,7 @@ debug, because a line for each would add load during an overload. The access log
 """
 
 import logging
+from collections.abc import Mapping
 from time import monotonic, time
 
 from baton.core.errors import BatonError, Cancelled, InternalError
@@ -12,7 +13,7 @@ from baton.core.log_lines import loggable
 from baton.core.logs import enter_request
 from baton.gateway.core.request import Request
 from baton.gateway.core.shared_counters import Count, SharedCounters
-from baton.gateway.observe.meter import CHAT, COMPLETION, FAILURES, RequestMeter, outcome_of
+from baton.gateway.observe.meter import COMPLETION, FAILURES, RequestMeter, outcome_of
 from baton.gateway.observe.recent import FinishedRequest, Recent
 from baton.gateway.observe.tracing.tracer import Ending, Tracer
 from baton.gateway.request.journal import Journal
@@ -81,17 +82,18 @@ class RequestRecord:
         self._journal: Journal | None = None
         self._tokens = 0
         self._operation = COMPLETION
+        self._pooled: Mapping[str, object] = {}
 
     @property
     def traceparent(self) -> str:
         """The traceparent for nodes; empty if the request is not traced."""
         return "" if self.trace is None else self.trace.traceparent
 
-    def note_request(self, model: str, *, is_chat: bool) -> None:
-        """Records the requested model and the kind of the request."""
-        self._operation = CHAT if is_chat else COMPLETION
+    def note_request(self, model: str, operation: str) -> None:
+        """Records the requested model and the kind of the request: CHAT, COMPLETION or EMBEDDINGS."""
+        self._operation = operation
         if self.trace is not None:
-            self.trace.note_request(model, is_chat=is_chat)
+            self.trace.note_request(model, operation)
 
     def prepared(self, request: Request) -> None:
         """Records that the request is validated and tokenized."""
@@ -120,6 +122,10 @@ class RequestRecord:
             self._ttft_s = None if first_at_s is None else first_at_s - self.started_at_s
         if machine.ended is not None:
             self._ended.append(machine.ended)
+
+    def pooled(self, fields: Mapping[str, object]) -> None:
+        """Records the fields of the access log's line for a request whose prompts were pooled."""
+        self._pooled = fields
 
     # ---- its end
 
@@ -204,7 +210,7 @@ class RequestRecord:
             }
         if self._failures:
             fields["failures"] = self._failures
-        return {**fields, "total_s": seconds, **self._trace_id()}
+        return {**fields, **self._pooled, "total_s": seconds, **self._trace_id()}
 
     def _trace_id(self) -> dict[str, object]:
         return {} if self.trace is None else {"trace_id": f"{self.trace.trace_id:032x}"}

@@ -60,14 +60,18 @@ class Connections:
     def __init__(self, settings: GatewaySettings, model: ServedModel) -> None:
         prefill = parse_places(settings.prefill, field="prefill")
         decode = parse_places(settings.decode, field="decode")
-        if not decode:
+        if not model.generates and not prefill:
+            cure = "give host:port of at least one prefill node, or the Service of all prefill nodes"
+            why = f"BATON_PREFILL (--prefill) is empty, and {model.name} only makes embeddings or scores"
+            raise ConfigError(why, field="prefill", cure=cure)
+        if not decode and model.generates:
             cure = "give host:port of at least one decode node, or the Service of all decode nodes"
             raise ConfigError("BATON_DECODE (--decode) is empty", field="decode", cure=cure)
         if not prefill and settings.local_policy is LocalPolicy.STRICT:
             cure = "give prefill nodes, or another local policy"
             raise ConfigError("BATON_PREFILL (--prefill) is empty under policy strict", field="prefill", cure=cure)
-        self.fleet = Fleet(model.identity, model.max_context_tokens, settings.local_policy)
-        self._wants_prefill = bool(prefill) and settings.local_policy is not LocalPolicy.LOCAL
+        self.fleet = Fleet(model.identity, model.max_context_tokens, settings.local_policy, generates=model.generates)
+        self._wants_prefill = bool(prefill) and bool(decode) and settings.local_policy is not LocalPolicy.LOCAL
         tls = InternalTls.read(settings, certified.Role.GATEWAY)
         # A peer is accepted only in a role that its certificate allows.
         self._dials = {role: None if tls is None else tls.to_role(named) for role, named in _CERTIFIED.items()}

@@ -127,6 +127,7 @@ class NodeClient:
         self._status_received = False  # on the present Watch stream
         self._watching: asyncio.Task[str] | None = None
         self._calls: list[PrefillStream] = []
+        self._num_pooling = 0
         self._session: DecodeSession | None = None
 
     def _open(self) -> None:
@@ -139,7 +140,7 @@ class NodeClient:
     @property
     def busy(self) -> bool:
         """Whether the node has requests of this gateway."""
-        calls = any(call.running for call in self._calls)
+        calls = self._num_pooling > 0 or any(call.running for call in self._calls)
         return calls or (self._session is not None and self._session.num_unreleased > 0)
 
     async def close(self) -> None:
@@ -173,6 +174,20 @@ class NodeClient:
         call = PrefillStream(self._prefill_stub.Prefill(request, timeout=timeout_s), on_event, on_end)
         self._calls = [*(running for running in self._calls if running.running), call]
         return call
+
+    async def pool(self, request: prefill_pb2.PoolRequest, *, timeout_s: float) -> prefill_pb2.PoolResponse:
+        """Makes one Pool call. Cancel the task to cancel the call.
+
+        Raises:
+            BatonError: the call failed.
+        """
+        self._num_pooling += 1
+        try:
+            return await self._prefill_stub.Pool(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error.with_traceback(None)) from None
+        finally:
+            self._num_pooling -= 1
 
     async def connect_to(self, decode_address: str) -> node_status_pb2.PeerState:
         """Asks the node to connect to a decode node; returns the pair's state.

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
 from typing import Any, Protocol
@@ -14,18 +15,20 @@ from typing import Any, Protocol
 from baton.core.errors import BatonError, Cancelled, Draining
 from baton.core.memory import memory_limit_bytes
 from baton.core.types import AdapterRef
-from baton.gateway.core.request import Outputs
+from baton.gateway.core.request import Outputs, deadline_exceeded
 from baton.gateway.core.shared_counters import Count, Counters, SharedCounters
-from baton.gateway.observe.meter import RequestMeter
+from baton.gateway.observe.meter import CHAT, COMPLETION, RequestMeter
 from baton.gateway.observe.metrics import GatewayMetrics
 from baton.gateway.observe.recent import Recent, Shown, newest_of
 from baton.gateway.observe.request_record import RequestRecord, RequestRecords
 from baton.gateway.observe.tracing.tracer import Tracer
 from baton.gateway.request.connections import Connections
 from baton.gateway.request.driver import Write
+from baton.gateway.request.pooling import PoolClient
 from baton.gateway.serving.admission_queue import AdmissionQueue
 from baton.gateway.serving.fan_out import fan_out
 from baton.gateway.serving.output_run import OutputRunner, RunningRequest, Skip
+from baton.gateway.serving.pooling import PooledAnswer, PoolingRequest, pool
 from baton.gateway.serving.preparation import (
     CHARACTERS_PER_TOKEN,
     RequestCall,
@@ -141,6 +144,7 @@ class Serving:
         self._outputs = OutputRunner(
             settings, model, connections, self._admission_queue, self.shared_counters, self.meter
         )
+        self._pool_client = PoolClient(connections, max_attempts=settings.max_attempts, wait_s=settings.failover_wait_s)
         self._requests: set[RunningRequest] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -202,8 +206,10 @@ class Serving:
         request_id = check_request_id(message.request_id)
         caller = identity.current()
         record = self._records.begin(request_id, caller.name, caller_trace)
-        record.note_request(message.model, is_chat=chat is not None or message.HasField("chat"))
+        is_chat = chat is not None or message.HasField("chat")
+        record.note_request(message.model, CHAT if is_chat else COMPLETION)
         try:
+            self.model.check_generates()
             outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
             tokens = fewest_tokens(message, chat) if caller.budget.limits.tokens_per_minute else 0
             with caller.budget.request(outputs=outputs.drawn, tokens=tokens) as charge:
@@ -224,6 +230,36 @@ class Serving:
             record.broken(error)
             raise
         record.finished()
+
+    async def pool(
+        self, request: PoolingRequest, *, budget_s: float | None, caller_trace: TraceContext | None = None
+    ) -> PooledAnswer:
+        """Serves one request of the current caller for pooled prompts. Cancel the task to cancel the request.
+
+        Raises:
+            BatonError: the reason why the request cannot be finished, with the request's id.
+        """
+        caller = identity.current()
+        record = self._records.begin(check_request_id(request.request_id), caller.name, caller_trace)
+        record.note_request(request.model, request.operation)
+        try:
+            with caller.budget.request(tokens=request.size_bytes // CHARACTERS_PER_TOKEN) as charge:
+                request = replace(request, cache_salt=caller.salt(request.cache_salt))
+                answer = await self._pool(request, charge, record, timeout_s=self._timeout_s(budget_s))
+        except BatonError as error:
+            error.request_id = request.request_id
+            record.failed(error)
+            clear_frames(error.__traceback__)
+            raise
+        except asyncio.CancelledError as error:
+            record.cancelled()
+            clear_frames(error.__traceback__)
+            raise
+        except Exception as error:
+            record.broken(error)
+            raise
+        record.finished()
+        return answer
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Ends all running requests of the whole gateway with these ids; their callers get `Cancelled`.
@@ -332,6 +368,57 @@ class Serving:
                     await fan_out(prepared.request, outputs, run, write)
             finally:
                 self._admission_queue.settle(asked, running.tokens)
+
+    async def _pool(
+        self, request: PoolingRequest, charge: LimitedPrompt, record: RequestRecord, *, timeout_s: float
+    ) -> PooledAnswer:
+        deadline_s = record.started_at_s + timeout_s
+        with self._admitted(record, Outputs(1, 1)) as running:
+            adapter = self.check_name(request.model)
+            loop = asyncio.get_running_loop()
+            ended: asyncio.Future[None] = loop.create_future()
+
+            async def work() -> PooledAnswer:
+                prompts = await self.texts.run(request.size_bytes, request.tokenize)
+                charge.has(sum(len(prompt.token_ids) for prompt in prompts))
+                record.admitted()
+                answer, batches = await pool(
+                    self._pool_client, request, prompts, adapter=adapter, deadline_s=deadline_s
+                )
+                for batch, receipt in zip(batches, answer.receipts, strict=True):
+                    self.meter.pooled(
+                        prompt_tokens=receipt.prompt_tokens,
+                        queue_s=receipt.queue_s,
+                        prefill_s=receipt.prefill_s,
+                        retries=batch.retries,
+                    )
+                record.pooled(
+                    {
+                        "prompt_tokens": answer.prompt_tokens,
+                        "cached_tokens": answer.cached_tokens,
+                        "prefill_node": ",".join(dict.fromkeys(each.prefill_node for each in answer.receipts)),
+                        "attempts": sum(each.attempts for each in answer.receipts),
+                    }
+                )
+                return answer
+
+            # The record's task is this one, so that `abort` and `drain` can end the work with their own error.
+            working = asyncio.create_task(work())
+
+            def settle(_: object) -> None:
+                if not ended.done():
+                    ended.set_result(None)
+
+            working.add_done_callback(settle)
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await running.until(ended)
+                return await working
+            except TimeoutError:
+                raise deadline_exceeded(timeout_s) from None
+            finally:
+                working.cancel()
+                await asyncio.wait([working])
 
     @contextmanager
     def _admitted(self, record: RequestRecord, outputs: Outputs) -> Iterator[RunningRequest]:

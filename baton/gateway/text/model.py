@@ -18,6 +18,7 @@ from baton.gateway.text.tokenizer import TextTokenizer
 from baton.grammar.checker import GrammarChecker
 from baton.models.config.fields import Fields, Integers
 from baton.models.config.file import ConfigFile
+from baton.models.config.pooling import EmbeddingConfig, ScoreConfig, read_embedding, read_score
 from baton.models.families.reader import read_config
 from baton.models.loading.identity import config_digest
 from baton.models.loading.tokenizer_files.find import tokenizer_json
@@ -35,6 +36,10 @@ class ServedModel:
         chat: creates the parsers of outputs.
         renderer: prepares conversations in another process.
         grammars: checks constraints in another process.
+        embedding: how the checkpoint makes vectors; None: it does not.
+        score: how the checkpoint scores pairs of texts; None: it does not.
+        generates: whether the checkpoint has a language model head.
+        hidden_size: length of a vector.
     """
 
     name: str
@@ -50,6 +55,10 @@ class ServedModel:
     chat: ChatModel
     renderer: ChatRenderer
     grammars: GrammarChecker
+    embedding: EmbeddingConfig | None = None
+    score: ScoreConfig | None = None
+    generates: bool = True
+    hidden_size: int = 0
 
     def close(self) -> None:
         """Ends the processes that render conversations and check constraints."""
@@ -62,6 +71,21 @@ class ServedModel:
         return node_status_pb2.ModelIdentity(
             name=self.name, architecture=self.architecture, config_digest=self.config_digest
         )
+
+    def check_generates(self) -> None:
+        """Checks that the model can generate.
+
+        Raises:
+            InvalidRequest: it only makes embeddings or scores.
+        """
+        if not self.generates:
+            paths = "/v1/embeddings" if self.embedding is not None else "/v1/rerank and /v1/score"
+            raise InvalidRequest(
+                f"{self.name} generates no text: its checkpoint has no language model head that is used",
+                field="model",
+                value=self.name,
+                cure=f"use {paths}, or serve a generative checkpoint",
+            )
 
     def check_name(self, name: str, *, to_stranger: bool = False, adapters: Iterable[str] = ()) -> None:
         """Checks that a request's model name is empty or this model's name.
@@ -127,6 +151,10 @@ def read_served_model(
         chat=ChatModel(checkpoint),
         renderer=ChatRenderer(checkpoint, aliases=tokenizer.aliases),
         grammars=GrammarChecker(tokenizer_json(directory), config.vocab_size, config.eos_token_ids),
+        embedding=read_embedding(directory),
+        score=read_score(directory),
+        generates=not config.headless,
+        hidden_size=config.hidden_size,
     )
 
 

@@ -56,6 +56,7 @@ class TextTokenizer:
         try:
             encoding, self.aliases = (self._tokenizer, {}) if special_in_texts else with_aliases(self._tokenizer)
             self._encoder = PieceEncoder(encoding)  # encodes a text
+            self._pairs = encoding
         except ConfigError:
             raise
         except BaseException as error:  # see above
@@ -104,6 +105,19 @@ class TextTokenizer:
             salt: only texts with the same salt share cached pieces.
         """
         return self._encoder.encode(text, add_special_tokens=add_special_tokens, salt=salt)
+
+    def encode_own(self, text: str) -> list[int]:
+        """Returns the token ids of a text of ours, in which the names of special tokens take effect."""
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Returns the token ids of a pair of texts, with the special tokens that the model expects between them."""
+        # NOTE: see `decode` for why this is a call for a batch.
+        return list(self._pairs.encode_batch_fast([(first, second)], add_special_tokens=True)[0].ids)
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token by its exact name. Returns None if there is none."""
+        return self._tokenizer.token_to_id(token)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids. Releases the interpreter lock."""

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 # In our modules' spelling; `checkpoint_prefixes` of some families rename them.
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SCORE = "score.weight"  # of a classification head
 # The prefix of language models inside multimodal models.
 LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
 

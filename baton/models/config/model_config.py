@@ -245,6 +245,8 @@ class ModelConfig:
         recurrent: None if every layer has KV.
         shortcut_experts: every layer has two attentions and two dense MLPs in turn. Its experts read the first MLP's
             input and are added after the second MLP (arXiv 2404.05019).
+        headless: the language model head does not exist or is not used: hidden states are the model's result.
+        num_labels: number of outputs of a classification head; 0: there is none.
     """
 
     architecture: str
@@ -269,6 +271,8 @@ class ModelConfig:
     intermediate_sizes: tuple[int, ...] = ()
     recurrent: RecurrentConfig | None = None
     shortcut_experts: bool = False
+    headless: bool = False
+    num_labels: int = 0
 
     @property
     def attentions_per_layer(self) -> int:

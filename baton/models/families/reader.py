@@ -4,6 +4,7 @@ The families' readers handle all differences in field names and defaults, betwee
 transformers. An enabled feature that is not supported is an error.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from baton.kvcache.spec import DTYPE_BYTES
@@ -11,6 +12,7 @@ from baton.models.checkpoint.checkpoint import stored_dtype
 from baton.models.config.fields import Fields, Integers, Texts
 from baton.models.config.file import ConfigFile
 from baton.models.config.model_config import ModelConfig
+from baton.models.config.pooling import has_head, num_labels
 from baton.models.families.features import FEATURES
 from baton.models.families.nearest import nearest
 from baton.models.families.table import FAMILIES, Family, find_family
@@ -36,11 +38,11 @@ def read_config(directory: Path) -> ModelConfig:
     Raises:
         ConfigError: a file cannot be read, a field is missing or wrong, or the model needs an unsupported feature.
     """
-    file = ConfigFile.read(directory / "config.json")
+    whole = file = ConfigFile.read(directory / "config.json")
     architecture, family = _family(file)
     if family.text_config and not (family.or_flat and file.raw("text_config") is None):
         file = _text_config(file)
-    return family.read(
+    config = family.read(
         file.with_values(
             {
                 "architectures": [architecture],
@@ -49,14 +51,35 @@ def read_config(directory: Path) -> ModelConfig:
             }
         )
     )
+    return _with_its_head(config, directory, whole)
+
+
+def _with_its_head(config: ModelConfig, directory: Path, file: ConfigFile) -> ModelConfig:
+    """Returns the config without a language model head, if the checkpoint has none or pools hidden states instead."""
+    if file.raw("is_causal") is False:
+        raise file.refuse("is_causal", "true", cure="bidirectional attention is not supported")
+    labels = num_labels(file)
+    if has_head(directory) and _Architectures.read(file).architectures[0] == config.architecture:
+        return config
+    # Without a head of its own, the embedding takes its place, so that warm-up steps can sample.
+    return replace(config, headless=True, num_labels=labels, tie_word_embeddings=True)
 
 
 def _family(file: ConfigFile) -> tuple[str, Family]:
     names = _Architectures.read(file).architectures
-    family = find_family(names[0]) if len(names) == 1 else None
-    if family is None:
-        raise file.refuse("architectures", *FAMILIES, cure=_nearest(names, file))
-    return names[0], family
+    for name in (names[0], generative_name(names[0])) if len(names) == 1 else ():
+        if (family := find_family(name)) is not None:
+            return name, family
+    raise file.refuse("architectures", *FAMILIES, cure=_nearest(names, file))
+
+
+def generative_name(architecture: str) -> str:
+    """Returns the name of the architecture with a language model head, for one without a head or with that of a
+    classifier."""
+    for ending in ("ForSequenceClassification", "TextModel", "Model"):
+        if architecture.endswith(ending):
+            return architecture.removesuffix(ending) + "ForCausalLM"
+    return architecture
 
 
 def _nearest(names: tuple[str, ...], file: ConfigFile) -> str:

@@ -116,6 +116,8 @@ class CausalLM(ExchangingModule):
         self.find_adapters: Callable[[Tensor], AdapterRows] | None = None
         self.expert_counts: ExpertCounts | None = None
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
+        labels = config.num_labels
+        self.score = Linear(config.hidden_size, labels, dtype=dtype) if labels else None
 
     def adapters_of(self, slots_T: Tensor | None) -> AdapterRows | None:
         """Returns the adapters of a step's tokens, for its context. It may launch kernels; a torch kernel must follow
@@ -181,6 +183,12 @@ class CausalLM(ExchangingModule):
         logits_RV = self._whole_vocabulary(logits_RV) if self.parallel.size > 1 else logits_RV.float()
         cap = self.config.final_logits_soft_cap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
+
+    def classify(self, hidden_RD: Tensor) -> Tensor:
+        """Returns the outputs [R,N] of the classification head, which every rank has whole."""
+        assert self.score is not None, "the loader gave this model a classification head"
+        outputs_RN: Tensor = self.score(hidden_RD)
+        return outputs_RN
 
     def _whole_vocabulary(self, logits_RV: Tensor) -> Tensor:
         """Gathers all ranks' logits in one float32 tensor without padding."""

@@ -21,7 +21,7 @@ from baton.core.errors import ConfigError
 from baton.kvcache.cache import TORCH_DTYPES
 from baton.kvcache.spec import DTYPE_BYTES, FP8_DTYPES
 from baton.models.checkpoint.checkpoint import StoredTensor, read_checkpoint
-from baton.models.checkpoint.names import EMBEDDING, HEAD, LANGUAGE_MODEL, renamed
+from baton.models.checkpoint.names import EMBEDDING, HEAD, LANGUAGE_MODEL, SCORE, renamed
 from baton.models.checkpoint.share import Share
 from baton.models.checkpoint.tensor_reader import read_into
 from baton.models.config.expert_places import ExpertPlacement
@@ -60,7 +60,7 @@ from baton.models.quantization.replace import (
 
 LOAD_FORMATS = ("safetensors", "dummy")
 # Models whose published checkpoints may lack the first prefix that files saved today have.
-_FIRST_PREFIXES = MappingProxyType({"transformer.": "transformer.", "model.decoder.": "model."})
+_FIRST_PREFIXES = MappingProxyType({"transformer.": "transformer.", "model.decoder.": "model.", "model.": "model."})
 _OTHER_PARTS = (
     "vision_tower.",
     "vision_model.",
@@ -115,6 +115,8 @@ def load_model(
         # Without a checkpoint there is no order of inputs.
         config = replace(config, quantization=replace(config.quantization, reordered=False))
     stored = _language_model(read_checkpoint(directory)) if load_format == "safetensors" else {}
+    if config.headless:
+        stored = {name: tensor for name, tensor in stored.items() if name != HEAD}
     config = _as_stored(config, stored)
     model = _build(
         local_config(config, parallel),
@@ -294,9 +296,9 @@ def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTe
 
 
 def _with_prefixes_of(views: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """Adds the first prefix of names where BLOOM, GPT-2 and OPT were published without it."""
+    """Adds the first prefix of names where BLOOM, GPT-2, OPT and models without a head were published without it."""
     for prefix, first in _FIRST_PREFIXES.items():
         prefixed = any(name.startswith(prefix) for name in views)
         if prefixed and not any(name.startswith(first) for name in stored):
-            return {name if name == HEAD else first + name: tensor for name, tensor in stored.items()}
+            return {name if name in (HEAD, SCORE) else first + name: tensor for name, tensor in stored.items()}
     return stored

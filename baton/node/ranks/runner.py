@@ -9,6 +9,7 @@ from baton.engine.batch import Batch, RowResult
 from baton.engine.device.launched_step import LaunchedStep
 from baton.engine.device.layer_marks import OnMark
 from baton.engine.device.runner import ModelRunner
+from baton.engine.pooling import PooledRows
 from baton.engine.request import ModelFacts
 from baton.models.adapters.adapter import Adapter
 from baton.models.layers.expert_counts import FetchedCounts
@@ -82,3 +83,7 @@ class RankedStep:
     @property
     def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
         return self._step.scores
+
+    @property
+    def pools(self) -> PooledRows:
+        return self._step.pools

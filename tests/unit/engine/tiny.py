@@ -15,6 +15,7 @@ from baton.core.types import FinishReason, PromptLogprob, TokenOutput
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import ChunkComputed, RequestStarted, StepEvents
+from baton.engine.pooling import Vector
 from baton.engine.request import EngineRequest
 from baton.settings.node_config import NodeSettings
 from tests.unit.engine.limits import limits
@@ -61,6 +62,7 @@ class EventRecorder:
         self.started: dict[str, RequestStarted] = {}
         self.chunks: dict[str, list[ChunkComputed]] = {}
         self.scored: dict[str, tuple[PromptLogprob, ...]] = {}
+        self.pooled: dict[str, Vector] = {}
         self._changed = asyncio.Event()
 
     def __call__(self, events: StepEvents) -> None:
@@ -73,6 +75,9 @@ class EventRecorder:
         for scored in events.scored:
             assert scored.request_id not in self.scored
             self.scored[scored.request_id] = scored.logprobs
+        for pooled in events.pooled:
+            assert pooled.request_id not in self.pooled
+            self.pooled[pooled.request_id] = pooled.values
         for sampled in events.tokens:
             self.tokens.setdefault(sampled.request_id, []).append(sampled.token)
             if sampled.finish_reason is not None:

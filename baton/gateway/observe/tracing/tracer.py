@@ -87,10 +87,10 @@ class RequestTrace:
         self._outputs: list[tuple[Journal, RequestMachine, float]] = []
         self.traceparent = write_traceparent(trace_id, self._root.span_id, sampled=self._sampled)
 
-    def note_request(self, model: str, *, is_chat: bool) -> None:
+    def note_request(self, model: str, operation: str) -> None:
         """Records the requested model and the kind of the request."""
         self._model = model or self._model
-        self._operation = "chat" if is_chat else "text_completion"
+        self._operation = operation
 
     def prepared(self, request: Request, now_s: float) -> None:
         self._request, self._prepared_at_s = request, now_s

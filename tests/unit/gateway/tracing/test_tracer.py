@@ -100,6 +100,6 @@ def test_a_wrong_requests_trace_shows_its_field_and_not_what_the_client_sent() -
 def test_a_huge_model_name_is_cut() -> None:
     traces = Traces()
     trace = traces.tracer.begin("mine", None, 0.0)
-    trace.note_request("x" * 1_000_000, is_chat=False)
+    trace.note_request("x" * 1_000_000, "text_completion")
     trace.end(Ending(Outcome.CLIENT_ERROR, None, ""), 1.0)
     assert len(b"".join(traces.exported)) < 5000

@@ -34,7 +34,7 @@ class Traces:
     ) -> "Exported":
         """Ends a request with these outputs, `after_s` after their last event; returns its trace."""
         trace = self.tracer.begin("mine", parent, 0.0)
-        trace.note_request("", is_chat=True)
+        trace.note_request("", "chat")
         trace.prepared(request(), 0.0)
         trace.admitted(0.0)
         for output in outputs:

@@ -1,0 +1,196 @@
+"""Makes the prompts of texts to embed and of pairs to score, as the checkpoint's own files say. Pure; runs in threads.
+
+A prompt's tokens equal those of sentence-transformers for the same checkpoint, but a text that is too long is an error
+here, where sentence-transformers cuts it in silence.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from baton.core.errors import ConfigError, ContextOverflow, InvalidRequest
+from baton.gateway.text.model import ServedModel
+from baton.models.config.pooling import EmbeddingConfig, Pooling, ScoreConfig
+from baton.protos.internal.v1 import prefill_pb2 as pb
+
+# A text, or token ids that are taken as they are.
+Input: TypeAlias = str | list[int]
+
+# The template of Qwen3-Reranker, from its model card. User texts cannot write the special tokens in it.
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+class EmbeddedTexts:
+    """Makes prompts for embeddings.
+
+    Args:
+        max_context_tokens: most tokens that a node computes.
+
+    Raises:
+        InvalidRequest: the model does not make embeddings.
+    """
+
+    def __init__(self, model: ServedModel, *, max_context_tokens: int, salt: str = "") -> None:
+        if model.embedding is None:
+            kind = "scores pairs of texts: use /v1/rerank or /v1/score" if model.score is not None else "generates text"
+            raise InvalidRequest(
+                f"{model.name} makes no embeddings; it {kind}",
+                field="model",
+                value=model.name,
+                cure="serve a checkpoint that says how to pool: one with modules.json and 1_Pooling/config.json",
+            )
+        self._model, self._config, self._salt = model, model.embedding, salt
+        self._max_tokens = min(max_context_tokens - 1, self._config.max_tokens or max_context_tokens)
+
+    def check_prompt_name(self, name: str | None) -> str:
+        """Returns the prompt's text.
+
+        Raises:
+            InvalidRequest: the checkpoint has no prompt of this name.
+        """
+        if name is None:
+            return self._config.default_prompt
+        if name not in self._config.prompts:
+            raise InvalidRequest(
+                f"the checkpoint has no prompt {name!r}",
+                field="prompt_name",
+                value=name,
+                allowed=tuple(self._config.prompts) or ("none: the checkpoint has no prompts",),
+            )
+        return self._config.prompts[name]
+
+    def prompts(self, inputs: Sequence[Input], *, before: str) -> list[pb.PoolPrompt]:
+        """Makes one prompt for each input.
+
+        Args:
+            before: text that goes before each text; token ids are taken as they are.
+
+        Raises:
+            InvalidRequest: an input has no tokens, too many, or unknown ones.
+        """
+        skipped = self._tokens_of_prompt(before) if before and not self._config.include_prompt else 0
+        return [self._prompt(index, each, before, skipped) for index, each in enumerate(inputs)]
+
+    def _prompt(self, index: int, given: Input, before: str, skipped: int) -> pb.PoolPrompt:
+        if isinstance(given, str):
+            check_size(self._model, len(before) + len(given), self._max_tokens, field=f"input[{index}]")
+            token_ids = self._model.tokenizer.encode(before + given, salt=self._salt)
+        else:
+            token_ids, skipped = given, 0
+        check_tokens(self._model, token_ids, self._max_tokens, field=f"input[{index}]")
+        start, stop = span(self._config, len(token_ids), skipped)
+        return pb.PoolPrompt(token_ids=token_ids, token_start=start, token_stop=stop)
+
+    def _tokens_of_prompt(self, before: str) -> int:
+        """The number of tokens of the prompt, without a special token after it."""
+        token_ids = self._model.tokenizer.encode(before, salt=self._salt)
+        ends = self._model.tokenizer.encode("", salt=self._salt)
+        return len(token_ids) - (bool(ends) and token_ids[-1] == ends[-1])
+
+
+def span(config: EmbeddingConfig, length: int, skipped: int) -> tuple[int, int]:
+    """The tokens that are pooled: from the first one to the one after the last."""
+    if config.pooling is Pooling.LAST:
+        return length - 1, length
+    if config.pooling is Pooling.CLS:
+        return 0, 1
+    return min(skipped, length - 1), length
+
+
+class ScoredPairs:
+    """Makes prompts for the scores of pairs.
+
+    Args:
+        max_context_tokens: most tokens that a node computes.
+
+    Raises:
+        InvalidRequest: the model does not score pairs.
+    """
+
+    def __init__(self, model: ServedModel, *, max_context_tokens: int, salt: str = "") -> None:
+        if model.score is None:
+            kind = "makes embeddings: use /v1/embeddings" if model.embedding is not None else "generates text"
+            raise InvalidRequest(
+                f"{model.name} scores no pairs of texts; it {kind}",
+                field="model",
+                value=model.name,
+                cure="serve a reranker: a checkpoint with a LogitScore step in modules.json, classifier_from_token in "
+                "config.json, or an architecture ...ForSequenceClassification with one label",
+            )
+        self._model, self._config, self._salt = model, model.score, salt
+        self._max_tokens = min(max_context_tokens - 1, self._config.max_tokens or max_context_tokens)
+        self._wanted = logits_of(model, self._config)
+
+    def prompts(self, pairs: Sequence[tuple[str, str]], *, field: str, instruction: str = "") -> list[pb.PoolPrompt]:
+        """Makes one prompt for each pair of a query and a document.
+
+        Args:
+            field: name of the documents in the client's body, for errors.
+            instruction: what makes a document relevant; empty: the template's own.
+
+        Raises:
+            InvalidRequest: a pair has too many tokens.
+        """
+        if instruction and not self._config.instruct:
+            raise InvalidRequest("this model's template has no instruction", field="instruction", value=instruction)
+        return [self._prompt(index, pair, field, instruction) for index, pair in enumerate(pairs)]
+
+    def _prompt(self, index: int, pair: tuple[str, str], field: str, instruction: str) -> pb.PoolPrompt:
+        field, (query, document) = f"{field}[{index}]", pair
+        check_size(self._model, len(query) + len(document), self._max_tokens, field=field)
+        tokenizer = self._model.tokenizer
+        if self._config.instruct:
+            body = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+            token_ids = [
+                *tokenizer.encode_own(_BEFORE),
+                *tokenizer.encode(body, add_special_tokens=False, salt=self._salt),
+                *tokenizer.encode_own(_AFTER),
+            ]
+        else:
+            token_ids = tokenizer.encode_pair(query, document)
+        check_tokens(self._model, token_ids, self._max_tokens, field=field)
+        last = len(token_ids) - 1
+        return pb.PoolPrompt(
+            token_ids=token_ids,
+            token_start=last,
+            token_stop=last + 1,
+            logits_of=self._wanted,
+            classify=not self._wanted,
+        )
+
+
+def logits_of(model: ServedModel, config: ScoreConfig) -> tuple[int, ...]:
+    """The token ids of yes and no, of yes alone, or () for a classification head.
+
+    Raises:
+        ConfigError: one of them is no token of the vocabulary.
+    """
+    found: list[int] = []
+    for given in (config.yes, config.no):
+        if given is None:
+            continue
+        token_id = model.tokenizer.token_id(given) if isinstance(given, str) else given
+        if token_id is None or token_id >= model.vocab_size:
+            raise ConfigError(f"the score's token {given!r} is no token of the vocabulary", field="model", value=given)
+        found.append(token_id)
+    return tuple(found)
+
+
+def check_size(model: ServedModel, characters: int, max_tokens: int, *, field: str) -> None:
+    """Refuses a text that is far too long before it is tokenized."""
+    if characters > max_tokens * model.tokenizer.longest_token_bytes:
+        least = -(-characters // model.tokenizer.longest_token_bytes)
+        raise ContextOverflow.of(least, max_tokens, field=field, cure="shorten or split it", at_least=True)
+
+
+def check_tokens(model: ServedModel, token_ids: list[int], max_tokens: int, *, field: str) -> None:
+    """Raises InvalidRequest if there are no tokens, too many, or unknown ones."""
+    if not token_ids:
+        raise InvalidRequest("the text has no tokens", field=field, allowed=("1 token or more",))
+    if len(token_ids) > max_tokens:
+        raise ContextOverflow.of(len(token_ids), max_tokens, field=field, cure="shorten or split it")
+    model.check_token_ids(field, token_ids)

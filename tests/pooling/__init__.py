@@ -1,0 +1,1 @@
+"""Tiny random checkpoints that make embeddings or scores, and their reference."""

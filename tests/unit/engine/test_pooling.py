@@ -1,0 +1,166 @@
+"""Pooled hidden states equal those of one forward over the whole prompt, however it is batched, cut and cached."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.errors import InvalidRequest
+from baton.core.sampling import ResolvedSampling
+from baton.engine.batch import Batch, BatchRow
+from baton.engine.build import BuiltRunner
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.pooling import PoolRow, PoolSpan
+from baton.engine.request import EngineRequest, int_array
+from tests.unit.engine.driver import runner_of
+from tests.unit.engine.tiny import build, greedy, prompt_of, request, running
+from tests.unit.models.tiny import save_tiny
+
+Llama = tuple[Path, Any]
+TOLERANCE = 2e-4
+
+
+def pooling(name: str, prompt: tuple[int, ...], span: PoolSpan) -> EngineRequest:
+    return EngineRequest(name, prompt, ResolvedSampling(max_tokens=1), prefill_only=True, pool=span)
+
+
+def last(prompt: tuple[int, ...], **head: Any) -> PoolSpan:
+    return PoolSpan(len(prompt) - 1, len(prompt), **head)
+
+
+def mean(prompt: tuple[int, ...]) -> PoolSpan:
+    return PoolSpan(0, len(prompt))
+
+
+def states_of(model: Any, prompt: tuple[int, ...]) -> Tensor:
+    """transformers' hidden states [prompt tokens, channels] after the last norm, in one forward."""
+    with torch.no_grad():
+        states: Tensor = model.model(torch.tensor([prompt])).last_hidden_state[0]
+    return states
+
+
+def assert_right(values: Any, span: PoolSpan, prompt: tuple[int, ...], model: Any) -> None:
+    assert values.dtype == np.float32
+    expected = states_of(model, prompt)[span.start : span.stop].mean(dim=0)
+    assert values == pytest.approx(expected.numpy(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("max_batch_tokens", [256, 7, 1])
+async def test_every_span_equals_one_forward_next_to_requests_that_decode(
+    llama: Llama, built: BuiltRunner, max_batch_tokens: int
+) -> None:
+    prompts = {str(length): prompt_of(length, seed=length) for length in (1, 2, 9, 30)}
+    spans = {f"last {name}": (prompt, last(prompt)) for name, prompt in prompts.items()}
+    spans |= {f"mean {name}": (prompt, mean(prompt)) for name, prompt in prompts.items()}
+    spans |= {"first": (prompts["30"], PoolSpan(0, 1)), "inner": (prompts["30"], PoolSpan(5, 21))}
+    async with running(built, max_batch_tokens=max_batch_tokens) as (engine, events):
+        engine.submit(request("plain", prompt_of(5, seed=5), greedy(20)))
+        for name, (prompt, span) in spans.items():
+            engine.submit(pooling(name, prompt, span))
+        await events.until(lambda: spans.keys() <= events.pooled.keys() and "plain" in events.reasons)
+    for name, (prompt, span) in spans.items():
+        assert_right(events.pooled[name], span, prompt, llama[1])
+        assert not events.ids(name), "nothing is sampled"
+
+
+async def test_the_cache_serves_tokens_before_the_span_only_and_keeps_what_pooling_computed(
+    llama: Llama, built: BuiltRunner
+) -> None:
+    prompt = prompt_of(22)
+    spans = {"a": last(prompt), "b": last(prompt), "mean": mean(prompt), "inner": PoolSpan(9, 22)}
+    async with running(built, max_batch_tokens=8) as (engine, events):
+        for name, span in spans.items():
+            engine.submit(pooling(name, prompt, span))
+            await events.until(lambda name=name: name in events.pooled)  # type: ignore[misc]
+    assert [events.started[name].cached_tokens for name in spans] == [0, 20, 0, 8]
+    for name, span in spans.items():
+        assert_right(events.pooled[name], span, prompt, llama[1])
+
+
+async def test_a_preempted_prompt_is_summed_anew(llama: Llama) -> None:
+    prompts = {name: prompt_of(17, seed=seed) for seed, name in enumerate("abcd")}
+    async with running(build(llama[0], num_blocks=12), max_batch_tokens=6) as (engine, events):
+        engine.submit(request("plain", prompt_of(9, seed=7), greedy(30)))
+        for name, prompt in prompts.items():
+            engine.submit(pooling(name, prompt, mean(prompt)))
+        await events.until(lambda: prompts.keys() <= events.pooled.keys() and "plain" in events.reasons)
+    for name, prompt in prompts.items():
+        assert_right(events.pooled[name], mean(prompt), prompt, llama[1])
+
+
+async def test_logits_of_some_tokens_come_in_place_of_the_state(llama: Llama, built: BuiltRunner) -> None:
+    prompt, other = prompt_of(12), prompt_of(5, seed=2)
+    async with running(built) as (engine, events):
+        engine.submit(pooling("two", prompt, last(prompt, logits_of=(7, 3))))
+        engine.submit(pooling("one", other, last(other, logits_of=(9,))))
+        await events.until(lambda: len(events.pooled) == 2)
+    for name, tokens, wanted in (("two", prompt, [7, 3]), ("one", other, [9])):
+        with torch.no_grad():
+            logits = llama[1](torch.tensor([tokens])).logits[0, -1]
+        assert events.pooled[name] == pytest.approx(logits[wanted].numpy(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "qwen3", "gemma3", "bamba", "qwen3-next", "deepseek-v3-yarn"])
+async def test_other_families_pool_alike(family: str, tmp_path: Path) -> None:
+    model = save_tiny(family, tmp_path)
+    prompt = prompt_of(40)
+    async with running(build(tmp_path), max_batch_tokens=16) as (engine, events):
+        engine.submit(pooling("last", prompt, last(prompt)))
+        engine.submit(pooling("mean", prompt, mean(prompt)))
+        await events.until(lambda: len(events.pooled) == 2)
+    assert_right(events.pooled["last"], last(prompt), prompt, model)
+    assert_right(events.pooled["mean"], mean(prompt), prompt, model)
+
+
+async def test_an_aborted_request_pools_nothing_and_frees_its_blocks(built: BuiltRunner) -> None:
+    prompt = prompt_of(30)
+    async with running(built, max_batch_tokens=4) as (engine, events):
+        engine.submit(pooling("gone", prompt, mean(prompt)))
+        await events.until(lambda: "gone" in events.started)
+        await engine.abort("gone")
+    assert events.pooled == {}
+
+
+@pytest.mark.parametrize(
+    "span", [PoolSpan(0, 0), PoolSpan(3, 9), PoolSpan(-1, 2), PoolSpan(0, 2, (1,)), PoolSpan(0, 1, (10_000,))]
+)
+async def test_a_span_outside_of_the_prompt_is_refused(built: BuiltRunner, span: PoolSpan) -> None:
+    async with running(built) as (engine, _):
+        with pytest.raises(InvalidRequest):
+            engine.submit(pooling("wrong", prompt_of(5), span))
+
+
+def test_a_row_of_one_token_runs_outside_of_graphs(llama: Llama, built: BuiltRunner) -> None:
+    runner = runner_of(built, graphs=GraphSettings(max_requests=4, max_context_tokens=64))
+    runner.prepare()
+    prompt = prompt_of(3)
+    for place in range(len(prompt)):
+        row = BatchRow("a", int_array(prompt[place : place + 1]), place, int_array([1]), None)
+        launched = runner.launch(Batch(place + 1, (row,), pools=((0, PoolRow(0, 1)),)))
+        launched.wait()
+        assert_right(launched.pools[0], PoolSpan(place, place + 1), prompt, llama[1])
+
+
+async def test_prompts_in_graphs_buffers_pool_alike(llama: Llama, built: BuiltRunner) -> None:
+    runner = runner_of(built, graphs=GraphSettings(max_requests=4, max_context_tokens=64, max_tokens=64))
+    runner.prepare()
+    prompts = (prompt_of(1, seed=1), prompt_of(9, seed=2), prompt_of(20, seed=3))
+    rows = tuple(
+        BatchRow(
+            str(place),
+            int_array(prompt),
+            0,
+            int_array(list(range(place * 8, place * 8 + 8)))[: -(-len(prompt) // 4)],
+            None,
+        )
+        for place, prompt in enumerate(prompts)
+    )
+    pools = tuple((place, PoolRow(0, len(prompt))) for place, prompt in enumerate(prompts))
+    launched = runner.launch(Batch(1, rows, pools=pools))
+    launched.wait()
+    assert runner.launches["prompt_graph"] > 0
+    for place, prompt in enumerate(prompts):
+        assert_right(launched.pools[place] / len(prompt), mean(prompt), prompt, llama[1])

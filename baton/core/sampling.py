@@ -120,7 +120,7 @@ class ResolvedSampling:
     ] = ()
     stop: Annotated[
         tuple[str, ...],
-        SamplingField("texts that end the output", renamed={Door.MESSAGES: "stop_sequences"}, items_max=16),
+        SamplingField("texts that end the output", renamed={Door.MESSAGES: "stop_sequences"}, items_max=256),
     ] = ()
     ignore_eos: Annotated[bool, SamplingField("go on after the token that ends a text")] = False
     logprobs: Annotated[

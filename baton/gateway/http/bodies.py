@@ -6,21 +6,24 @@ They check types and combinations of fields. `baton.gateway.serving` checks the 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from baton.core.sampling import MAX_LOGPROBS
 from baton.core.sampling_field import Door
 from baton.gateway.http.baton_options import BatonOptions
 from baton.gateway.http.checking import TEXT_OR_OBJECT, Items, Model, by_shape, tag
+from baton.gateway.http.client_fields import IGNORED, ChatClientFields, ClientFields
 from baton.gateway.http.sampling import takes_sampling
 
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 TokenIds = Annotated[Items[Uint32], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
+# -1 is no limit, as in llama.cpp, LM Studio and LangChain.
+Limit = Annotated[
+    Annotated[int, Field(ge=1, lt=1 << 32)] | None, BeforeValidator(lambda value: None if value == -1 else value)
+]
 _OUTPUTS_MAX = 128
 _PROMPTS_MAX = 1024
-
-IGNORED = "accepted and ignored"
 
 TextOrObject = Annotated[Annotated[str, tag("text")] | Annotated[dict[str, Any], tag("object")], TEXT_OR_OBJECT]
 ToolChoice = Annotated[
@@ -94,7 +97,7 @@ class StructuredOutputs(Model):
     disable_any_whitespace: bool | None = Field(None, description=IGNORED)
 
 
-class GenerationBody(Model):
+class GenerationBody(ClientFields):
     """Fields of all requests that generate. `takes_sampling` adds the sampling parameters."""
 
     model: str = Field("", description="default: the served model")
@@ -127,8 +130,6 @@ class GenerationBody(Model):
 
     @model_validator(mode="after")
     def _is_possible(self) -> "GenerationBody":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream")
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs and stream exclude each other")
         if not self.spaces_between_special_tokens:
@@ -137,7 +138,8 @@ class GenerationBody(Model):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        wanted = self.stream_options is not None and self.stream_options.include_usage
+        return wanted or (self.usage is not None and self.usage.include)
 
     @property
     def continuous_usage(self) -> bool:
@@ -145,12 +147,12 @@ class GenerationBody(Model):
 
 
 @takes_sampling(Door.CHAT)
-class ChatBody(GenerationBody):
+class ChatBody(ChatClientFields, GenerationBody):
     """POST /v1/chat/completions"""
 
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="default: what the context leaves")
-    max_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="older name of max_completion_tokens")
+    max_completion_tokens: Limit = Field(None, description="default, or -1: what the context leaves")
+    max_tokens: Limit = Field(None, description="older name of max_completion_tokens")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Items[dict[str, Any]] = Field([])
@@ -172,13 +174,17 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _is_possible_chat(self) -> "ChatBody":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
-        if self.tool_choice not in (None, "none") and not self.tools:
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice needs tools")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
         return self
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning and not (self.reasoning is not None and self.reasoning.exclude)
 
 
 @takes_sampling(Door.COMPLETIONS)

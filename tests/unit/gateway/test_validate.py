@@ -71,7 +71,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         ({"stop_token_ids": [3] * 1025}, "stop_token_ids"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
         ({"stop": [""]}, "stop"),
-        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x"] * 257}, "stop"),
+        ({"stop": ["x" * 256] * 17}, "stop"),
         ({"stop": ["x" * 257]}, "stop"),
     ],
 )

@@ -101,21 +101,25 @@ class GenerationBody(ClientFields):
     """Fields of all requests that generate. `takes_sampling` adds the sampling parameters."""
 
     model: str = Field("", description="default: the served model")
-    stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream: bool = Field(False, description="answer as server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="what a stream contains besides")
     n: int = Field(1, ge=1, le=_OUTPUTS_MAX, description="outputs for each prompt")
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = Field(None, ge=1, lt=1 << 32)
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, lt=1 << 32, description="keep this many tokens of the prompt's end"
+    )
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31, description="waiting requests with lower values go first")
     cache_salt: Text | None = Field(None, description="requests share cached prefixes only with the same salt")
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: TextOrObject | None = None
-    guided_regex: Text | None = None
-    guided_choice: Annotated[Items[str], Field(min_length=1)] | None = None
-    guided_grammar: Text | None = None
+    response_format: ResponseFormat | None = Field(None, description="what the output must be")
+    structured_outputs: StructuredOutputs | None = Field(None, description="what the output must be, in vLLM's words")
+    guided_json: TextOrObject | None = Field(None, description="older form of `structured_outputs.json`")
+    guided_regex: Text | None = Field(None, description="older form of `structured_outputs.regex`")
+    guided_choice: Annotated[Items[str], Field(min_length=1)] | None = Field(
+        None, description="older form of `structured_outputs.choice`"
+    )
+    guided_grammar: Text | None = Field(None, description="older form of `structured_outputs.grammar`")
     guided_decoding_backend: str | None = Field(None, description=IGNORED)
     return_tokens_as_token_ids: bool = Field(False, description="in logprobs: token_id:N in place of a token's text")
     return_token_ids: bool = Field(False, description="add the token ids of the output")
@@ -150,25 +154,29 @@ class GenerationBody(ClientFields):
 class ChatBody(ChatClientFields, GenerationBody):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1, description="the conversation")]
     max_completion_tokens: Limit = Field(None, description="default, or -1: what the context leaves")
     max_tokens: Limit = Field(None, description="older name of max_completion_tokens")
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Items[dict[str, Any]] = Field([])
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool = True
+    logprobs: bool = Field(False, description="whether to add logprobs")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="alternatives for each token")
+    tools: Items[dict[str, Any]] = Field([], description="functions that the model may call")
+    tool_choice: ToolChoice | None = Field(
+        None, description="auto, none, required or one tool; all but auto are enforced"
+    )
+    parallel_tool_calls: bool = Field(True, description="whether there may be several calls")
     reasoning_effort: str | None = Field(None, description="variable of the template; none: no reasoning")
-    include_reasoning: bool = True
+    include_reasoning: bool = Field(True, description="whether the answer has the reasoning")
     chat_template: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = Field(
         None, description="name of one of the checkpoint's templates"
     )
     chat_template_kwargs: dict[str, Any] = Field({}, description="more variables of the template")
     documents: Items[dict[str, Any]] | None = Field(None, description="variable of the template")
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = Field(
+        None, description="write the beginning of the answer; default: unless the last message goes on"
+    )
+    continue_final_message: bool = Field(False, description="the output continues the last message")
     add_special_tokens: Literal[False] = Field(False, description="the template writes all special tokens itself")
-    modalities: Items[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = Field(None, description="only text")
     prediction: dict[str, Any] | None = Field(None, description=IGNORED)
     verbosity: str | None = Field(None, description=IGNORED)
 
@@ -191,12 +199,14 @@ class ChatBody(ChatClientFields, GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: Prompt
+    prompt: Annotated[Prompt, Field(description="a text, token ids, or a list of either")]
     max_tokens: Uint32 | None = Field(None, description="default: 16; 0 only with echo")
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="alternatives for each token")
     echo: bool = Field(False, description="begin with the prompt")
-    best_of: int | None = Field(None, ge=1, le=_OUTPUTS_MAX)
-    add_special_tokens: bool = True
+    best_of: int | None = Field(
+        None, ge=1, le=_OUTPUTS_MAX, description="draw so many outputs, return the `n` most probable; not with `stream`"
+    )
+    add_special_tokens: bool = Field(True, description="write BOS before a text")
     suffix: Literal[""] = Field("", description="not supported, because no model here fills in the middle")
 
     @model_validator(mode="after")

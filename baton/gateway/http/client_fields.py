@@ -1,7 +1,7 @@
-"""Fields beyond OpenAI's and vLLM's that agents and their libraries send to OpenAI's endpoints, and what each means here.
+"""Fields that agents and their libraries send to OpenAI's endpoints beyond OpenAI's and vLLM's own, and their meaning.
 
-Some have an effect, some change no token and pass in silence, and some have no effect, which a warning says. Fields that
-would change the answer and cannot be served are declared as unsupported, so that the error names a cure. Pure.
+Some have an effect, some change no token and pass in silence, and some have no effect, which a warning says. Fields
+that would change the answer and cannot be served are declared as unsupported, so that the error names a cure. Pure.
 """
 
 from collections.abc import Iterator, Mapping
@@ -72,7 +72,7 @@ class ClientFields(Model):
 
     usage: UsageAccounting | None = Field(None, description="`include`: end a stream with the usage")
     prompt_cache_options: Any = Field(None, description=IGNORED)
-    promptCacheKey: Any = Field(None, description=IGNORED)  # noqa: N815  OpenCode's name for a provider of one's own
+    promptCacheKey: Any = Field(None, description=IGNORED)
     cache_control: Any = Field(None, description=IGNORED)
     vllm_xargs: dict[str, Any] | None = Field(None, description=NO_EFFECT)
     provider: Any = Field(None, description=NO_EFFECT)
@@ -123,7 +123,9 @@ class ChatClientFields(ClientFields):
 def without_effect(body: ClientFields) -> Iterator[str]:
     """Yields a sentence for each field of the body that has no effect here."""
     for name, reason in _REASONS.items():
-        if getattr(body, name, None) not in (None, [], {}):
+        value = getattr(body, name, None)
+        # Empty web_search_options ask for a search; other fields that are empty ask for nothing.
+        if value not in (None, [], {}) or (value == {} and name == "web_search_options"):
             yield f"{name} has no effect: {reason}"
     if not isinstance(body, ChatClientFields):
         return

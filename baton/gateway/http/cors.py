@@ -98,6 +98,10 @@ def _check_any(origins: Iterable[str], *, locked: bool) -> None:
         message = f"{variable(_FIELD)} ({flag(_FIELD)}) has * next to origins"
         raise ConfigError(message, field=_FIELD, value=_ANY, cure="give * alone, or only origins")
     if not locked:
-        message = f"{variable(_FIELD)} ({flag(_FIELD)}) is *, and callers need no key: every web page could send requests"
+        message = (
+            f"{variable(_FIELD)} ({flag(_FIELD)}) is *, and callers need no key: every web page could send requests"
+        )
         cure = f"set {variable('api_keys')} ({flag('api_keys')}), or list the pages' origins"
-        raise ConfigError(message, field=_FIELD, value=_ANY, allowed=("origins such as https://chat.example",), cure=cure)
+        raise ConfigError(
+            message, field=_FIELD, value=_ANY, allowed=("origins such as https://chat.example",), cure=cure
+        )

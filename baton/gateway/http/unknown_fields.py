@@ -1,4 +1,4 @@
-"""Collects the unknown fields of one body where the gateway accepts them without effect (`unknown_fields=warn`). Pure."""
+"""Collects the unknown fields of one body, where the setting `unknown_fields` accepts them without effect. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

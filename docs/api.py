@@ -190,7 +190,11 @@ def _unset(field: SamplingField) -> str:
 
 def _refused() -> str:
     rows: dict[tuple[str, str], str] = {}
-    bodies = {"/v1/chat/completions": ChatBody, "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest}
+    bodies: Mapping[str, type[BaseModel]] = {
+        "/v1/chat/completions": ChatBody,
+        "/v1/responses": ResponsesRequest,
+        "/v1/messages": MessagesRequest,
+    }
     for path, body in bodies.items():
         for parameter in _of(body):
             if parameter.refusal:

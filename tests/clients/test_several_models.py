@@ -57,7 +57,7 @@ def envoy(ports: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
     config = example("envoy.yaml", folder, {**ports, "8000": port})
     url = f"http://127.0.0.1:{port}"
     with (folder / "log").open("wb") as log:
-        command = [ENVOY, "--config-path", config, "--concurrency", "1", "--use-dynamic-base-id"]
+        command = [str(ENVOY), "--config-path", str(config), "--concurrency", "1", "--use-dynamic-base-id"]
         running = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         until(lambda: answers(url), running)

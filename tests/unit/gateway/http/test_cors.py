@@ -25,11 +25,14 @@ async def door() -> AsyncIterator[Door]:
 
 async def preflight(door: Door, origin: str, *, host: str = "localhost", path: str = "/v1/chat/completions") -> Answer:
     wire = await door.connect()
-    asked = {
-        "access_control_request_method": "POST",
-        "access_control_request_headers": "authorization,content-type,x-stainless-lang",
-    }
-    wire.send("OPTIONS", path, host=host, origin=origin, **asked)
+    wire.send(
+        "OPTIONS",
+        path,
+        host=host,
+        origin=origin,
+        access_control_request_method="POST",
+        access_control_request_headers="authorization,content-type,x-stainless-lang",
+    )
     return await wire.answer(has_body=False)
 
 

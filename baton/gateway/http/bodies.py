@@ -104,12 +104,14 @@ class GenerationBody(ClientFields):
     stream: bool = Field(False, description="answer as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="what a stream contains besides")
     n: int = Field(1, ge=1, le=_OUTPUTS_MAX, description="outputs for each prompt")
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    spaces_between_special_tokens: bool = Field(True, description="only true")
     truncate_prompt_tokens: int | None = Field(
         None, ge=1, lt=1 << 32, description="keep this many tokens of the prompt's end"
     )
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="alternatives for each prompt token; not in a stream"
+    )
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31, description="waiting requests with lower values go first")
     cache_salt: Text | None = Field(None, description="requests share cached prefixes only with the same salt")
     response_format: ResponseFormat | None = Field(None, description="what the output must be")

@@ -19,7 +19,7 @@ pre { padding: 0.8rem; background: var(--soft); border-radius: 6px; white-space:
 table { border-collapse: collapse; width: 100%; }
 th, td { padding: 0.3rem 0.8rem 0.3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 :target { background: var(--soft); outline: 2px solid currentColor; }
-tbody th, tr > th:first-child { font-weight: normal; }
+tbody th { font-weight: normal; }
 th code { overflow-wrap: normal; }
 .need { font-weight: 600; }
 """

@@ -110,7 +110,7 @@ def _table(anchor: str, schema: Schema) -> str:
         for name, field in fields
     ]
     head = "".join(f'<th scope="col">{title}</th>' for title in ("field", "type", "default", "meaning"))
-    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _rank(field: Schema, *, needed: bool) -> int:

@@ -188,13 +188,14 @@ def _with_reasoning_apart(message: dict[str, Any], field: str) -> dict[str, Any]
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "redacted_thinking":  # only its author can read it
             continue
-        if kind in REASONING_PARTS:
+        if isinstance(kind, str) and kind in REASONING_PARTS:
             thought.append(_reasoning(part, f"{field}.content[{index}]"))
         else:
             said.append(part)
-    if not thought or message.get("reasoning_content") is not None:
-        return {**message, "content": said}
-    return {**message, "content": said, "reasoning_content": "\n".join(thought)}
+    content = said or ""
+    if not any(thought) or message.get("reasoning_content") is not None:
+        return {**message, "content": content}
+    return {**message, "content": content, "reasoning_content": "\n".join(thought)}
 
 
 def _reasoning(part: Mapping[str, Any], field: str) -> str:

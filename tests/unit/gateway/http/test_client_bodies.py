@@ -140,11 +140,24 @@ def test_reasoning_parts_of_an_earlier_turn_become_its_reasoning() -> None:
     assert message["content"] == [{"type": "text", "text": "said"}]
 
 
-def test_a_malformed_reasoning_part_is_named() -> None:
-    wrong = {"role": "assistant", "content": [{"type": "thinking", "thinking": 3}]}
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"type": "thinking", "thinking": 3}, "content[0].thinking"),
+        ({"type": "reasoning", "text": [{"type": "image"}]}, "content[0].text[0].type"),
+        ({"type": ["thinking"]}, "content[0].type"),
+    ],
+)
+def test_a_malformed_reasoning_part_is_named(part: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        chat_request(chat(messages=[wrong, TURN]))
-    assert caught.value.field == "messages[0].content[0].thinking"
+        chat_request(chat(messages=[{"role": "assistant", "content": [part]}, TURN]))
+    assert caught.value.field == f"messages[0].{field}"
+
+
+def test_a_turn_of_reasoning_alone_has_an_empty_answer() -> None:
+    parts = [{"type": "redacted_thinking", "data": "x"}, {"type": "thinking"}]
+    (message, _) = chat_request(chat(messages=[{"role": "assistant", "content": parts}, TURN])).messages
+    assert (message["content"], "reasoning_content" in message) == ("", False)
 
 
 def test_marks_for_a_cache_do_not_reach_the_prompt() -> None:

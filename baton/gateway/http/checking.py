@@ -191,6 +191,8 @@ def checked(model: type[M], body: Mapping[str, Any]) -> M:
     """
     given = {name: value for name, value in body.items() if value is not None}
     unknown = body.unknown if isinstance(body, JsonBody) else None
+    if unknown is not None:
+        unknown.begin(given)
     try:
         return model.model_validate(given, context=unknown)
     except ValidationError as error:

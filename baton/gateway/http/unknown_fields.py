@@ -1,11 +1,12 @@
 """Collects the unknown fields of one body, where the setting `unknown_fields` accepts them without effect. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _SHOWN_MAX = 16  # an answer has no more warnings
 _NAME_CHARACTERS_MAX = 80
+_SEARCHED_MAX = 10_000  # objects and lists; a field in a later one is named without its place
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,17 @@ class UnknownFields:
 
     def __init__(self) -> None:
         self.count = 0
+        self._root: Mapping[str, Any] | None = None
         self._shown: list[_Unknown] = []
 
     @property
     def full(self) -> bool:
         """Whether further fields are only counted, so the name that was meant need not be searched for them."""
         return len(self._shown) >= _SHOWN_MAX
+
+    def begin(self, root: Mapping[str, Any]) -> None:
+        """Takes the object that is validated as the whole body, whose fields have no place but their name."""
+        self._root = root
 
     def add(self, owner: Mapping[str, Any], name: str, nearest: str) -> None:
         self.count += 1
@@ -40,7 +46,8 @@ class UnknownFields:
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         """Returns a sentence for each of the first fields, with its place in the body."""
-        places = _places(body, {id(each.owner) for each in self._shown})
+        owners = {id(each.owner) for each in self._shown if each.owner is not self._root}
+        places = _places(body, owners)
         return [_sentence(places.get(id(each.owner), ""), each) for each in self._shown]
 
 
@@ -64,21 +71,33 @@ def _sentence(place: str, field: _Unknown) -> str:
 
 
 def _places(body: Mapping[str, Any], owners: set[int]) -> dict[int, str]:
-    """Returns where these objects, given by `id`, are in the body, such as `tools[0].function`; the body itself is
-    nowhere.
+    """Returns where these objects, given by `id`, are in the body, such as `tools[0].function`.
+
+    Looks at the first objects and lists only, because a body may have 500,000 of them.
     """
     places: dict[int, str] = {}
-    rest: list[tuple[str, Any]] = list(body.items())
-    while rest and len(places) < len(owners):
-        place, value = rest.pop()
-        if isinstance(value, dict):
-            if id(value) in owners:
-                places[id(value)] = place
-            rest.extend((f"{place}.{name[:_NAME_CHARACTERS_MAX]}", inner) for name, inner in value.items())
-        elif isinstance(value, list):
-            rest.extend(_elements(place, value))
+    looked = 0
+    inside = [_members("", body)]
+    while inside and len(places) < len(owners) and looked < _SEARCHED_MAX:
+        place, value = next(inside[-1], ("", None))
+        if value is None:
+            inside.pop()
+            continue
+        looked += 1
+        if id(value) in owners:
+            places[id(value)] = place
+        inside.append(_members(place, value))
     return places
 
 
-def _elements(place: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [(f"{place}[{index}]", value) for index, value in enumerate(values) if isinstance(value, dict | list)]
+def _members(place: str, value: Mapping[str, Any] | Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the objects and lists in an object or list, with their places."""
+    if isinstance(value, Mapping):
+        dot = f"{place}." if place else ""
+        for name, each in value.items():
+            if isinstance(each, dict | list):
+                yield f"{dot}{name[:_NAME_CHARACTERS_MAX]}", each
+        return
+    for index, each in enumerate(value):
+        if isinstance(each, dict | list):
+            yield f"{place}[{index}]", each

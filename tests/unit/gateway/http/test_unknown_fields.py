@@ -92,6 +92,12 @@ def test_of_many_unknown_fields_the_first_are_named_and_all_are_counted() -> Non
     assert len(unknown.warnings(read)) == 16
 
 
+def test_the_search_for_a_place_ends_in_a_body_of_many_objects() -> None:
+    """With 300,000 objects before the field, its place is not worth the time."""
+    body = {"messages": [TURN], "metadata": {"a": [{} for _ in range(300_000)]}, "baton": {"less": 2}}
+    assert accept(ChatBody, body)[1] == [f"less {TAIL}"]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

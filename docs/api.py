@@ -16,7 +16,8 @@ from baton.core.sampling import SAMPLING_FIELDS
 from baton.core.sampling_field import COMMANDS, HTTP, Door, Kind, SamplingField
 from baton.gateway.http.anthropic.models import MessagesRequest
 from baton.gateway.http.baton_options import BatonOptions
-from baton.gateway.http.bodies import IGNORED, ChatBody, CompletionBody
+from baton.gateway.http.bodies import ChatBody, CompletionBody
+from baton.gateway.http.client_fields import IGNORED, NO_EFFECT
 from baton.gateway.http.embeddings import EmbeddingsBody
 from baton.gateway.http.rerank import RerankBody, ScoreBody
 from baton.gateway.http.responses.models import ResponsesRequest
@@ -59,31 +60,21 @@ _MEANINGS = {
     "stream": "answer as server-sent events",
     "stream_options": "`include_usage`, `continuous_usage_stats`; `include_obfuscation` is ignored",
     "max_tokens": "chat: older name of `max_completion_tokens`; completions: default 16; messages: required",
-    "truncate_prompt_tokens": "keep this many tokens of the prompt's end",
-    "response_format": "what the output must be",
-    "structured_outputs": "what the output must be, in vLLM's words",
-    "guided_json": "older form of `structured_outputs.json`",
-    "guided_regex": "older form of `structured_outputs.regex`",
-    "guided_choice": "older form of `structured_outputs.choice`",
-    "guided_grammar": "older form of `structured_outputs.grammar`",
     "top_logprobs": "alternatives for each token",
     "logprobs": "chat: whether to add logprobs; completions: alternatives for each token, 0 to 20",
     "tools": "functions that the model may call; responses: also [other kinds](agents.md#tools)",
     "tool_choice": "auto, none, required (Anthropic: any) or one tool; all but auto are enforced",
     "parallel_tool_calls": "whether there may be several calls",
-    "include_reasoning": "whether the answer has the reasoning",
-    "add_generation_prompt": "write the beginning of the answer; default: unless the last message goes on",
-    "continue_final_message": "the output continues the last message",
-    "modalities": "only text",
-    "best_of": "draw so many outputs, return the `n` most probable; not with `stream`",
     "add_special_tokens": "add BOS to a text, default true; chats: only false, because their template writes it",
     "text": "`format`: what the output must be; `verbosity`: a variable of the template",
-    "reasoning": "`effort`: none turns reasoning off where the template can; `summary` is ignored",
+    "reasoning": "`effort`: none turns reasoning off where the template can; `summary` is ignored; chats: also "
+    "`enabled` and `exclude`",
     "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; others have no effect",
     "store": "responses: keep the answer, so that `previous_response_id` continues it, default true; others ignore it",
     "previous_response_id": "the [stored answer](agents.md#stored-answers) that this one continues",
     "truncation": "auto: leave out the oldest turns that do not fit",
-    "thinking": "enabled, adaptive, disabled or between_tools (disabled); the budget is not enforced",
+    "thinking": "`type`: enabled, adaptive, disabled or (messages) between_tools; chats: also true or false; the "
+    "budget is not enforced",
     "output_config": "`effort`, `format`; `task_budget` has no effect",
     "cache_control": "accepted: every prefix is cached",
     "user": IGNORED,
@@ -173,14 +164,19 @@ def _parameters() -> str:
         for parameter in _of(body):
             if not parameter.refusal and parameter.name not in ("model", *_REFUSED, *sampling):
                 taken.setdefault(parameter.name, {})[column] = parameter
-    ignored = [name for name, of in taken.items() if all(each.meaning == IGNORED for each in of.values())]
+    ignored, unheeded = (
+        [name for name, of in taken.items() if all(each.meaning == meaning for each in of.values())]
+        for meaning in (IGNORED, NO_EFFECT)
+    )
     rows = []
     for name, of in taken.items():
         marks = " | ".join("x" if column in of else "" for column in _BODIES)
-        if name not in ignored:
+        if name not in (*ignored, *unheeded):
             rows.append(f"| `{name}` | {marks} | {next(iter(of.values())).meaning} |")
     head = [f"| parameter | {' | '.join(_BODIES)} | meaning |", "|---|" + ":-:|" * len(_BODIES) + "---|"]
-    return "\n".join([*head, *rows, "", f"Accepted and ignored, because they change no token: {_names(ignored)}."])
+    without_warning = f"Accepted and ignored, because they change no token: {_names(ignored)}."
+    with_warning = f"Accepted without effect, which a header `x-baton-warning` says: {_names(unheeded)}."
+    return "\n".join([*head, *rows, "", without_warning, "", with_warning])
 
 
 def _pooled() -> str:
@@ -235,7 +231,12 @@ def _unset(field: SamplingField) -> str:
 
 def _refused() -> str:
     rows: dict[tuple[str, str], str] = {}
-    for path, body in (("/v1/responses", ResponsesRequest), ("/v1/messages", MessagesRequest)):
+    bodies: Mapping[str, type[BaseModel]] = {
+        "/v1/chat/completions": ChatBody,
+        "/v1/responses": ResponsesRequest,
+        "/v1/messages": MessagesRequest,
+    }
+    for path, body in bodies.items():
         for parameter in _of(body):
             if parameter.refusal:
                 rows[path, parameter.name] = parameter.refusal

@@ -215,6 +215,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_http_errors_total", C, "requests",
            "HTTP requests that were answered with an error before they became a request to the model: wrong body, no "
            "key, unknown path", GATEWAY, (_REASON,)),
+    Metric("baton_http_unknown_fields_total", C, "fields",
+           "Fields of HTTP bodies that Baton does not know and accepted without effect, with unknown_fields=warn",
+           GATEWAY),
     Metric("baton_requests_refused_total", C, "requests",
            "Requests that never ran, by reason. full: too many requests; queue: the wait would be too long; deadline: "
            "it would not end in time; shed: it waited and can no longer finish in time", GATEWAY, (_REFUSAL,)),

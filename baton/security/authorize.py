@@ -99,9 +99,7 @@ UI_FILES = frozenset(
 )
 
 # Paths of the gateway's HTTP server that need no key. All others need a client's key, even paths that do not exist.
-OPEN_PATHS = frozenset(
-    {"/", "/health", "/ready", "/version", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/ui", *UI_FILES}
-)
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi.json", "/ui", *UI_FILES})
 OPERATOR_PATHS = frozenset({"/metrics"})
 
 

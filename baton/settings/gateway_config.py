@@ -45,6 +45,16 @@ class GatewaySettings(CommonSettings):
         "127.0.0.1:0",
         description="host:port of the HTTP server (OpenAI, Anthropic); port 0 takes a free port; off: none",
     )
+    cors_origins: str = Field(
+        "",
+        description="origins of web pages that may call the HTTP server from a browser, comma-separated: "
+        "https://chat.example, http://localhost:5173; *: any page, only with API keys or tokens; default: none",
+    )
+    unknown_fields: Literal["refuse", "warn"] = Field(
+        "refuse",
+        description="what happens to fields of HTTP bodies that Baton does not know. refuse: the request is refused; "
+        "warn: it is served without them, and headers x-baton-warning name them",
+    )
     client_tls_cert: Path | None = Field(
         None, description="PEM file with the certificate that clients see, on both ports"
     )
@@ -169,6 +179,11 @@ class GatewaySettings(CommonSettings):
     @classmethod
     def _is_model_name(cls, name: str | None) -> str | None:
         return check_printable(name)
+
+    @property
+    def locked(self) -> bool:
+        """Whether callers need a key or a token."""
+        return self.api_keys is not None or self.jwt_keys is not None
 
     @property
     def slo(self) -> Slo:

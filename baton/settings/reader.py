@@ -41,7 +41,8 @@ NodeRole = TypeVar("NodeRole", bound=NodeSettings)
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "nodes and model",
-        ("model", "prefill", "decode", "pool", "model_name", "max_context_tokens", "chat_template", "local_policy"),
+        ("model", "prefill", "decode", "pool", "model_name", "max_context_tokens", "chat_template", "local_policy",
+         "unknown_fields"),
     ),
     ("addresses", ("listen", "http_listen", "name", "advertise", "metrics_listen", "health_listen", "workers")),
     ("device and model", ("device", "dtype", "threads", "load_format", "model_revision")),
@@ -68,7 +69,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("transfer", ("transport", "kv_convert_from", "link_floor_gb_per_s", "receive_limit_gb_per_s", "segment_mib")),
     (
         "clients and their rights",
-        ("api_keys", "client_tls_cert", "client_tls_key", "jwt_keys", "jwt_audience", "jwt_issuer",
+        ("api_keys", "cors_origins", "client_tls_cert", "client_tls_key", "jwt_keys", "jwt_audience", "jwt_issuer",
          "user_special_tokens", "kv_events"),
     ),
     ("TLS inside the cluster", ("tls_cert", "tls_key", "tls_ca", "insecure")),

@@ -24,6 +24,8 @@ REASONS = (
 # Pages whose marked blocks `make test-clients` runs, with clients that other people wrote.
 OF_CLIENTS = (
     "docs/clients.md",
+    "docs/agents.md",
+    "docs/assistants.md",
     "docs/clients-grpc.md",
     "docs/resuming.md",
     "docs/client-tests.md",

@@ -20,6 +20,7 @@ from baton.core.errors import BatonError, InternalError, InvalidRequest
 from baton.core.log_lines import printable
 from baton.core.version import __version__
 from baton.gateway.http.call import REQUEST_ID, Context, HttpCall
+from baton.gateway.http.cors import AllowedOrigins
 from baton.gateway.http.errors import HttpRefusal, error_response
 from baton.gateway.http.event_stream import RAW_SEND, ClientLeft, log_answer
 from baton.gateway.http.head import JSON_TYPE, unsupported
@@ -42,7 +43,8 @@ class App:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.api = FastAPI(title="Baton", version=__version__, redoc_url=None, redirect_slashes=False)
+        self._origins = AllowedOrigins.read(context.settings.cors_origins, locked=context.settings.locked)
+        self.api = FastAPI(title="Baton", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
         self.api.openapi = self._openapi  # type: ignore[method-assign]
         self._page: dict[str, Any] | None = None
         self._bodies: dict[str, type[BaseModel]] = {}
@@ -101,15 +103,19 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        scope[REQUEST_ID] = given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        scope[REQUEST_ID] = given = headers.get("x-request-id", "")
         if not _is_request_id(given):
             scope[REQUEST_ID] = uuid.uuid4().hex
         scope[RAW_SEND] = send
         started = False
 
+        cors = self._origins.headers(headers.get("origin", ""))
+
         async def start(message: Message) -> None:
-            if self.context.draining and message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            if message["type"] == "http.response.start":
+                closing = [(b"connection", b"close")] if self.context.draining else []
+                message["headers"] = [*message["headers"], *cors, *closing]
             await send(message)
 
         async def noting_start(message: Message) -> None:
@@ -121,7 +127,12 @@ class App:
             if given and scope[REQUEST_ID] != given:
                 allowed = (f"1 to {_REQUEST_ID_CHARACTERS_MAX} visible ASCII characters",)
                 raise InvalidRequest("x-request-id is not a request id", field="x-request-id", allowed=allowed)
-            self._admit(scope)
+            self._refuse_pages(scope["method"], headers)
+            # A browser sends a preflight without credentials, so it is answered before they are checked.
+            if (preflight := self._origins.preflight(scope["method"], headers)) is not None:
+                await Response(status_code=204, headers=preflight)(scope, receive, noting_start)
+                return
+            self._admit(scope, headers)
             await self.api(scope, receive, noting_start)
         except ClientLeft:
             log.debug("%s: the client left", scope[REQUEST_ID])
@@ -133,18 +144,21 @@ class App:
             # `send` refers to the server's request, which refers to the scope: a cycle for the garbage collector.
             del scope[RAW_SEND]
 
-    def _admit(self, scope: Scope) -> None:
+    def _refuse_pages(self, method: str, headers: Headers) -> None:
+        """Refuses pages that may not use a gateway without keys. Raises what `check_not_a_page` raises."""
+        authenticator = self.context.authenticator
+        if authenticator is not None and not authenticator.locked:
+            check_not_a_page(method, headers, listen_host=self.context.listen_host)
+
+    def _admit(self, scope: Scope, headers: Headers) -> None:
         """Identifies the caller, and checks its rights for the path.
 
         Raises:
-            Unauthenticated, PermissionDenied, HttpRefusal: the caller may not use this path.
+            Unauthenticated, PermissionDenied: the caller may not use this path.
         """
         authenticator, needed = self.context.authenticator, rights_for_path(scope["path"])
         if authenticator is None:
             return
-        headers = Headers(scope=scope)
-        if not authenticator.locked:
-            check_not_a_page(scope["method"], headers, listen_host=self.context.listen_host)
         if Right.ANYONE in needed:
             enter(NOBODY)
             return
@@ -206,7 +220,8 @@ def check_not_a_page(method: str, headers: Mapping[str, str], *, listen_host: st
 
     Without a preflight, a page can send only a few content types, never application/json. A page whose name was made
     to resolve to this machine (DNS rebinding) sends its own name as the host. So neither check needs a rule about
-    origins. Answers have no CORS headers, so pages of other origins cannot read them.
+    origins. `cors_origins` lists the origins whose preflights are answered and whose pages may read answers; pages of
+    other origins cannot read them. A listed page calls the gateway by the gateway's own name, so it passes both checks.
 
     Args:
         headers: headers with lower-case names.

@@ -6,21 +6,24 @@ They check types and combinations of fields. `baton.gateway.serving` checks the 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from baton.core.sampling import MAX_LOGPROBS
 from baton.core.sampling_field import Door
 from baton.gateway.http.baton_options import BatonOptions
 from baton.gateway.http.checking import TEXT_OR_OBJECT, Items, Model, by_shape, tag
+from baton.gateway.http.client_fields import IGNORED, ChatClientFields, ClientFields
 from baton.gateway.http.sampling import takes_sampling
 
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 TokenIds = Annotated[Items[Uint32], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
+# -1 is no limit, as in llama.cpp, LM Studio and LangChain.
+Limit = Annotated[
+    Annotated[int, Field(ge=1, lt=1 << 32)] | None, BeforeValidator(lambda value: None if value == -1 else value)
+]
 _OUTPUTS_MAX = 128
 _PROMPTS_MAX = 1024
-
-IGNORED = "accepted and ignored"
 
 TextOrObject = Annotated[Annotated[str, tag("text")] | Annotated[dict[str, Any], tag("object")], TEXT_OR_OBJECT]
 ToolChoice = Annotated[
@@ -94,25 +97,31 @@ class StructuredOutputs(Model):
     disable_any_whitespace: bool | None = Field(None, description=IGNORED)
 
 
-class GenerationBody(Model):
+class GenerationBody(ClientFields):
     """Fields of all requests that generate. `takes_sampling` adds the sampling parameters."""
 
     model: str = Field("", description="default: the served model")
-    stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream: bool = Field(False, description="answer as server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="what a stream contains besides")
     n: int = Field(1, ge=1, le=_OUTPUTS_MAX, description="outputs for each prompt")
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = Field(None, ge=1, lt=1 << 32)
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    spaces_between_special_tokens: bool = Field(True, description="only true")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, lt=1 << 32, description="keep this many tokens of the prompt's end"
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="alternatives for each prompt token; not in a stream"
+    )
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31, description="waiting requests with lower values go first")
     cache_salt: Text | None = Field(None, description="requests share cached prefixes only with the same salt")
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: TextOrObject | None = None
-    guided_regex: Text | None = None
-    guided_choice: Annotated[Items[str], Field(min_length=1)] | None = None
-    guided_grammar: Text | None = None
+    response_format: ResponseFormat | None = Field(None, description="what the output must be")
+    structured_outputs: StructuredOutputs | None = Field(None, description="what the output must be, in vLLM's words")
+    guided_json: TextOrObject | None = Field(None, description="older form of `structured_outputs.json`")
+    guided_regex: Text | None = Field(None, description="older form of `structured_outputs.regex`")
+    guided_choice: Annotated[Items[str], Field(min_length=1)] | None = Field(
+        None, description="older form of `structured_outputs.choice`"
+    )
+    guided_grammar: Text | None = Field(None, description="older form of `structured_outputs.grammar`")
     guided_decoding_backend: str | None = Field(None, description=IGNORED)
     return_tokens_as_token_ids: bool = Field(False, description="in logprobs: token_id:N in place of a token's text")
     return_token_ids: bool = Field(False, description="add the token ids of the output")
@@ -127,8 +136,6 @@ class GenerationBody(Model):
 
     @model_validator(mode="after")
     def _is_possible(self) -> "GenerationBody":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream")
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs and stream exclude each other")
         if not self.spaces_between_special_tokens:
@@ -137,7 +144,8 @@ class GenerationBody(Model):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        wanted = self.stream_options is not None and self.stream_options.include_usage
+        return wanted or (self.usage is not None and self.usage.include)
 
     @property
     def continuous_usage(self) -> bool:
@@ -145,52 +153,62 @@ class GenerationBody(Model):
 
 
 @takes_sampling(Door.CHAT)
-class ChatBody(GenerationBody):
+class ChatBody(ChatClientFields, GenerationBody):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="default: what the context leaves")
-    max_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="older name of max_completion_tokens")
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Items[dict[str, Any]] = Field([])
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool = True
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1, description="the conversation")]
+    max_completion_tokens: Limit = Field(None, description="default, or -1: what the context leaves")
+    max_tokens: Limit = Field(None, description="older name of max_completion_tokens")
+    logprobs: bool = Field(False, description="whether to add logprobs")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="alternatives for each token")
+    tools: Items[dict[str, Any]] = Field([], description="functions that the model may call")
+    tool_choice: ToolChoice | None = Field(
+        None, description="auto, none, required or one tool; all but auto are enforced"
+    )
+    parallel_tool_calls: bool = Field(True, description="whether there may be several calls")
     reasoning_effort: str | None = Field(None, description="variable of the template; none: no reasoning")
-    include_reasoning: bool = True
+    include_reasoning: bool = Field(True, description="whether the answer has the reasoning")
     chat_template: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = Field(
         None, description="name of one of the checkpoint's templates"
     )
     chat_template_kwargs: dict[str, Any] = Field({}, description="more variables of the template")
     documents: Items[dict[str, Any]] | None = Field(None, description="variable of the template")
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = Field(
+        None, description="write the beginning of the answer; default: unless the last message goes on"
+    )
+    continue_final_message: bool = Field(False, description="the output continues the last message")
     add_special_tokens: Literal[False] = Field(False, description="the template writes all special tokens itself")
-    modalities: Items[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = Field(None, description="only text")
     prediction: dict[str, Any] | None = Field(None, description=IGNORED)
     verbosity: str | None = Field(None, description=IGNORED)
 
     @model_validator(mode="after")
     def _is_possible_chat(self) -> "ChatBody":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
-        if self.tool_choice not in (None, "none") and not self.tools:
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice needs tools")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
         return self
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning and not (self.reasoning is not None and self.reasoning.exclude)
 
 
 @takes_sampling(Door.COMPLETIONS)
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: Prompt
+    prompt: Annotated[Prompt, Field(description="a text, token ids, or a list of either")]
     max_tokens: Uint32 | None = Field(None, description="default: 16; 0 only with echo")
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="alternatives for each token")
     echo: bool = Field(False, description="begin with the prompt")
-    best_of: int | None = Field(None, ge=1, le=_OUTPUTS_MAX)
-    add_special_tokens: bool = True
+    best_of: int | None = Field(
+        None, ge=1, le=_OUTPUTS_MAX, description="draw so many outputs, return the `n` most probable; not with `stream`"
+    )
+    add_special_tokens: bool = Field(True, description="write BOS before a text")
     suffix: Literal[""] = Field("", description="not supported, because no model here fills in the middle")
 
     @model_validator(mode="after")

@@ -28,6 +28,7 @@ from baton.gateway.http.event_stream import (
     unless_left,
 )
 from baton.gateway.http.responses.stored import StoredResponses
+from baton.gateway.http.unknown_fields import JsonBody, UnknownFields
 from baton.gateway.http.view import View
 from baton.gateway.serving.collected import AnswerCollector
 from baton.gateway.serving.serving import Serving
@@ -132,10 +133,11 @@ class HttpCall:
     async def read_as(self, understand: Callable[[dict[str, Any]], T]) -> T:
         """Reads the body as a JSON object, and returns what `understand` makes of it.
 
-        A large body is parsed in a thread, so that it delays no other request's tokens.
+        A large body is parsed in a thread, so that it delays no other request's tokens. Fields that `checked` finds
+        unknown are refused, or named in warnings, as the setting `unknown_fields` says.
 
         Args:
-            understand: a pure function; may run in a thread.
+            understand: a pure function, which passes the body as it is to `checked`; may run in a thread.
 
         Raises:
             InvalidRequest: the body is not a JSON object or is too large, or `understand` refused it.
@@ -144,9 +146,18 @@ class HttpCall:
         """
         with self.serving.texts.holding() as hold:
             body = await self._read_body(hold)
+            unknown = UnknownFields() if self.context.settings.unknown_fields == "warn" else None
             if len(body) <= _SMALL_BODY:
-                return understand(parse_object(body))
-            return await self.serving.texts.run(len(body), lambda: understand(parse_object(body)))
+                understood, warnings = _understood(body, understand, unknown)
+            else:
+                understood, warnings = await self.serving.texts.run(
+                    len(body), lambda: _understood(body, understand, unknown)
+                )
+        if unknown is not None and unknown.count:
+            self.serving.meter.unknown_fields(unknown.count)
+        for text in warnings:
+            self.warn(text)
+        return understood
 
     async def _read_body(self, hold: Callable[[int], None]) -> bytes:
         bytes_max = int(self.context.settings.http_body_mib * MIB)
@@ -233,6 +244,15 @@ class HttpCall:
         name = error.field.removeprefix("sampling.")
         error.field = self.field_names.get(name, f"baton.{name}" if name in BatonOptions.model_fields else name)
         return error
+
+
+def _understood(
+    body: bytes, understand: Callable[[dict[str, Any]], T], unknown: UnknownFields | None
+) -> tuple[T, list[str]]:
+    """Returns what `understand` makes of a body, and warnings about the body's unknown fields."""
+    value = JsonBody(parse_object(body), unknown)
+    understood = understand(value)
+    return understood, [] if unknown is None or not unknown.count else unknown.warnings(value)
 
 
 async def _counted(chunks: AsyncIterator[bytes], hold: Callable[[int], None]) -> AsyncIterator[bytes]:

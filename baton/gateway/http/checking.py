@@ -7,7 +7,16 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic import Tag as PydanticTag
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -15,6 +24,7 @@ from baton.core.errors import InvalidRequest
 from baton.gateway.core.json_reader import KeyTwice, NotJson, TooMuchJson, parse_json
 from baton.gateway.http.errors import HttpRefusal
 from baton.gateway.http.head import check_content
+from baton.gateway.http.unknown_fields import JsonBody, UnknownFields
 
 _VALUE_CHARS_MAX = 100
 _FIELD_CHARS_MAX = 200
@@ -40,18 +50,34 @@ class Model(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_unknown_field(cls, value: object) -> object:
-        """Refuses the first unknown field. Pydantic itself would describe all of them, and a body may have 500,000."""
+    def _has_no_unknown_field(cls, value: object, info: ValidationInfo) -> object:
+        """Refuses the first unknown field, or leaves all of them out if the validation's context collects them.
+
+        Pydantic itself would describe each of them, and a body may have 500,000.
+        """
         if not isinstance(value, dict):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
         if value.keys() <= known:
             return value
+        if isinstance(info.context, UnknownFields):
+            return _without_unknown(cls, value, known, info.context)
         unknown = next(name for name in value if name not in known)
         # NOTE: short strings only, because pydantic converts every value of the context to text, however long.
         nearest = _nearest(unknown[:_VALUE_CHARS_MAX], known, _inner_fields(cls))
         context = {"name": unknown, "value": short(value[unknown]), "nearest": nearest}
         raise PydanticCustomError(_UNKNOWN, "it is not a parameter of this endpoint", context)
+
+
+def _without_unknown(
+    model: type[BaseModel], value: dict[str, Any], known: Collection[str], unknown: UnknownFields
+) -> dict[str, Any]:
+    inner = _inner_fields(model)
+    for name, given in value.items():
+        if name not in known and given is not None:
+            meant = "" if unknown.full else _nearest(name[:_VALUE_CHARS_MAX], known, inner)
+            unknown.add(value, name, meant)
+    return {name: given for name, given in value.items() if name in known}
 
 
 def _nearest(name: str, known: Collection[str], inner: Mapping[str, str]) -> str:
@@ -161,13 +187,19 @@ JsonObject = dict[str, Any]  # `parse_object` limits its depth
 def checked(model: type[M], body: Mapping[str, Any]) -> M:
     """Validates a parsed body. Members of the body that are null count as absent.
 
+    Args:
+        body: a `JsonBody` may carry a collector of unknown fields; of any other body, unknown fields are refused.
+
     Raises:
         InvalidRequest: a field is wrong; the error names the first one as clients write it, such as
             `input[2].content[0].text`.
     """
     given = {name: value for name, value in body.items() if value is not None}
+    unknown = body.unknown if isinstance(body, JsonBody) else None
+    if unknown is not None:
+        unknown.begin(given)
     try:
-        return model.model_validate(given)
+        return model.model_validate(given, context=unknown)
     except ValidationError as error:
         raise invalid_request(error) from None
 

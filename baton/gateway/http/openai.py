@@ -23,6 +23,7 @@ from baton.gateway.http.chunks import (
     stop_reason_json,
     usage_json,
 )
+from baton.gateway.http.client_fields import with_extra_body, without_effect
 from baton.gateway.http.counting import encode_chat
 from baton.gateway.http.event_stream import HttpJob
 from baton.gateway.http.logprobs import CompletionLogprobs, LogprobWriter
@@ -35,6 +36,7 @@ from baton.protos.v1 import generation_pb2 as pb
 async def chat_completions(call: HttpCall) -> Response:
     body, message, chat = await call.read_as(partial(_understand_chat, call.request_id))
     call.field_names = {"prompt": "messages", "text": "messages", "grammar": grammar_of(body)[1]}
+    _warn(call, body)
     shape = _shape(call, body, "chat.completion.chunk", "chatcmpl", wants_logprobs=body.logprobs)
     if body.stream:
         if body.continuous_usage:
@@ -51,6 +53,7 @@ async def completions(call: HttpCall) -> Response:
     limit = call.context.settings.max_concurrent_requests
     body, messages = await call.read_as(partial(_understand_completion, call.request_id, limit))
     call.field_names = {"text": "prompt", "grammar": grammar_of(body)[1]}
+    _warn(call, body)
     shape = _shape(call, body, "text_completion", "cmpl", wants_logprobs=body.logprobs is not None)
     echoes = tuple([await _echo(call, prompt) for prompt in body.prompts]) if body.echo else ()
     if body.stream:
@@ -72,18 +75,23 @@ async def completions(call: HttpCall) -> Response:
 
 
 def _understand_chat(request_id: str, value: Mapping[str, Any]) -> tuple[ChatBody, pb.GenerateRequest, ChatRequest]:
-    body = checked(ChatBody, value)
+    body = checked(ChatBody, with_extra_body(value))
     return body, chat_message(body, request_id), chat_request(body)
 
 
 def _understand_completion(
     request_id: str, limit: int, value: Mapping[str, Any]
 ) -> tuple[CompletionBody, list[pb.GenerateRequest]]:
-    body = checked(CompletionBody, value)
+    body = checked(CompletionBody, with_extra_body(value))
     count = len(body.prompts)
     if count > limit:
         raise InvalidRequest(f"prompt has {count} prompts", field="prompt", value=count, allowed=(f"up to {limit}",))
     return body, completion_messages(body, request_id)
+
+
+def _warn(call: HttpCall, body: GenerationBody) -> None:
+    for text in without_effect(body):
+        call.warn(text)
 
 
 def _shape(call: HttpCall, body: GenerationBody, name: str, prefix: str, *, wants_logprobs: bool) -> StreamShape:
@@ -98,7 +106,7 @@ def _shape(call: HttpCall, body: GenerationBody, name: str, prefix: str, *, want
         continuous_usage=body.continuous_usage,
         receipt=call.wants_receipt or body.baton.receipt,
         token_ids=body.return_token_ids,
-        reasoning=not isinstance(body, ChatBody) or body.include_reasoning,
+        reasoning=not isinstance(body, ChatBody) or body.shows_reasoning,
         outputs=body.n,
         tokens_before=len(body.baton.output_token_ids),
     )

@@ -11,6 +11,8 @@ from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequ
 from baton.gateway.http.app import App, Handler
 from baton.gateway.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.http.call import Context
+from baton.gateway.http.docs.reference import docs
+from baton.gateway.http.docs.welcome import root
 from baton.gateway.http.embeddings import EmbeddingsBody, embeddings
 from baton.gateway.http.rerank import RerankBody, ScoreBody, rerank, score
 from baton.gateway.http.responses import routes as stored
@@ -56,7 +58,8 @@ ROUTES = (
     HttpRoute("/v1/models/{model:path}", server_info.model, "The served model"),
     HttpRoute("/tokenize", server_info.tokenize, "Token ids of a text or a conversation", TokenizeBody),
     HttpRoute("/detokenize", server_info.detokenize, "The text of token ids", DetokenizeBody),
-    HttpRoute("/", server_info.root, "What answers here"),
+    HttpRoute("/", root, "What answers here"),
+    HttpRoute("/docs", docs, "This API, for people", listed=False),
     HttpRoute("/health", server_info.health, "200 as long as the process lives"),
     HttpRoute("/ready", server_info.ready, "200 if a new request can be served, else 503 with the reason"),
     HttpRoute("/version", server_info.version, "Baton's version"),

@@ -63,10 +63,6 @@ async def detokenize(call: HttpCall) -> Response:
     return _json({"prompt": await serving.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)})
 
 
-async def root(call: HttpCall) -> Response:
-    return _json({"name": "baton", "gateway": call.context.view.name, "version": __version__, "docs": "/docs"})
-
-
 async def health(_: HttpCall) -> Response:
     """Answers as long as the process lives."""
     return _json({"status": "ok"})

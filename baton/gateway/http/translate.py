@@ -34,9 +34,10 @@ def chat_request(body: ChatBody) -> ChatRequest:
         InvalidRequest: a field has a wrong shape, or two fields exclude each other.
     """
     given = {name: getattr(body, name) for name in _CONVERSATION}
-    kwargs = body.chat_template_kwargs
-    thinking = kwargs.get("enable_thinking", kwargs.get("thinking"))
-    variables = reasoning_variables(effort=body.reasoning_effort, thinking=thinking)
+    kwargs = {**body.template_variables, **body.chat_template_kwargs}
+    thinking = kwargs.get("enable_thinking", kwargs.get("thinking", body.thinks))
+    effort = body.reasoning_effort or (None if body.reasoning is None else body.reasoning.effort)
+    variables = reasoning_variables(effort=None if effort == "default" else effort, thinking=thinking)
     given["chat_template_kwargs"] = {**variables, **kwargs}
     return conversation(given, grammar_of(body)[0])
 

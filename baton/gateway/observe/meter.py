@@ -74,6 +74,7 @@ class RequestMeter:
         self._requests = tally.counters("baton_requests_total")
         self._errors = tally.counters("baton_request_errors_total")
         self._door_errors = tally.counters("baton_http_errors_total")
+        self._unknown_fields = tally.counter("baton_http_unknown_fields_total")
         self._success = tally.counters("baton_output_success_total")
         self._paths = tally.counters("baton_output_path_total")
         self._retries = {
@@ -148,6 +149,10 @@ class RequestMeter:
     def refused_at_door(self, error: BatonError) -> None:
         """Counts a message that failed before it became a request."""
         self._door_errors[error.reason].add()
+
+    def unknown_fields(self, count: int) -> None:
+        """Counts a body's fields that were accepted without effect because no endpoint has them."""
+        self._unknown_fields.add(count)
 
     def output_ended(self, ended: Ended | None, retries: Sequence[Retry]) -> None:
         """Counts the end of an output. `ended` is None if it was not served to its end."""

@@ -11,6 +11,7 @@ from functools import partial
 
 from baton.core.logs import count_dropped_lines, show_name
 from baton.gateway.grpc.services import SERVICE_NAMES, add_services
+from baton.gateway.http.cors import AllowedOrigins
 from baton.gateway.http.server import HttpServer, bind
 from baton.gateway.http.view import View
 from baton.gateway.observe.tracing.start import tracing
@@ -100,11 +101,12 @@ def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> BoundSocke
 
 
 def check_doors(settings: GatewaySettings) -> None:
-    """Checks that other machines cannot reach a port without TLS, unless `insecure` is set.
+    """Checks that other machines cannot reach a port without TLS, unless `insecure` is set, and which pages may call.
 
     Raises:
-        ConfigError: other machines could reach a port without TLS.
+        ConfigError: other machines could reach a port without TLS, or `cors_origins` is wrong.
     """
+    AllowedOrigins.read(settings.cors_origins, locked=settings.locked)
     doors = {"listen": settings.listen}
     if settings.http_listen != "off":
         doors["http_listen"] = settings.http_listen

@@ -17,6 +17,7 @@ from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.convert import sampling_from_proto
 
 _STOP_STRING_CHARACTERS_MAX = 256
+_STOP_STRINGS_CHARACTERS_MAX = 4096  # each output keeps every beginning of every stop string
 _REQUEST_ID_BYTES_MAX = 256
 _OUTPUTS_MAX = 128
 
@@ -267,3 +268,7 @@ def _check_stops(stops: tuple[str, ...]) -> None:
             message = f"stop string {number} has {len(stop)} characters"
             allowed = (f"up to {_STOP_STRING_CHARACTERS_MAX} characters",)
             raise InvalidRequest(message, field="stop", value=stop, allowed=allowed)
+    if (total := sum(map(len, stops))) > _STOP_STRINGS_CHARACTERS_MAX:
+        message = f"the stop strings have {total} characters together"
+        allowed = (f"up to {_STOP_STRINGS_CHARACTERS_MAX} characters",)
+        raise InvalidRequest(message, field="stop", value=total, allowed=allowed)

@@ -30,7 +30,8 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
-        self._stops = tuple(stops)
+        self._stops = frozenset(stops)
+        self._lengths = _lengths_by_end(stops)
         self._include_stop = include_stop
         self._held = ""
         self._beginnings = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
@@ -65,12 +66,11 @@ class StopStrings:
 
     def _find(self, text: str, new_from: int) -> tuple[int, str] | None:
         """Returns start and text of the stop string that is complete first, at or after `new_from`; None if none is."""
-        best: tuple[int, int, str] | None = None  # end, start, stop
-        for stop in self._stops:
-            start = text.find(stop, max(0, new_from + 1 - len(stop)))
-            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
-                best = (start + len(stop), start, stop)
-        return None if best is None else (best[1], best[2])
+        for end in range(new_from + 1, len(text) + 1):
+            for length in self._lengths.get(text[end - 1], ()):
+                if text[max(0, end - length) : end] in self._stops:
+                    return max(0, end - length), text[max(0, end - length) : end]
+        return None
 
     def _unsure(self, text: str) -> int:
         """Returns the length of the text's longest suffix that begins a stop string."""
@@ -78,6 +78,17 @@ class StopStrings:
             if text[-length:] in self._beginnings:
                 return length
         return 0
+
+
+def _lengths_by_end(stops: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Returns the lengths of the stop strings by their last character, longest first.
+
+    So the search looks at the few lengths that may end at a character, however many stop strings there are.
+    """
+    lengths: dict[str, set[int]] = {}
+    for stop in stops:
+        lengths.setdefault(stop[-1], set()).add(len(stop))
+    return {last: tuple(sorted(found, reverse=True)) for last, found in lengths.items()}
 
 
 class Detokenizing(Protocol):

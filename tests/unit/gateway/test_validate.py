@@ -72,6 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["x"] * 257}, "stop"),
+        ({"stop": ["x" * 256] * 17}, "stop"),
         ({"stop": ["x" * 257]}, "stop"),
     ],
 )

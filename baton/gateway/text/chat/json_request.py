@@ -17,6 +17,8 @@ from baton.protos.v1 import generation_pb2 as pb
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CHOICES = ("auto", "none", "required")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# Parts with reasoning of an earlier turn, and the names of their text.
+REASONING_PARTS = {"thinking": ("thinking",), "reasoning": ("text", "reasoning")}
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 MESSAGES_MAX = 100_000
 TOOLS_MAX = 1024
@@ -173,8 +175,37 @@ def _message(message: Mapping[str, Any], field: str) -> dict[str, Any]:
             )
         calls = _array(made["tool_calls"], f"{field}.tool_calls", TOOLS_MAX)
         made["tool_calls"] = [_tool_call(call, f"{field}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    if role == "assistant" and isinstance(made.get("content"), list):
+        made = _with_reasoning_apart(made, field)
     made["content"] = _content(made, role, field)
     return made
+
+
+def _with_reasoning_apart(message: dict[str, Any], field: str) -> dict[str, Any]:
+    """Moves the content's parts with reasoning to `reasoning_content`, where templates look for it."""
+    said, thought = [], []
+    for index, part in enumerate(message["content"]):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "redacted_thinking":  # only its author can read it
+            continue
+        if isinstance(kind, str) and kind in REASONING_PARTS:
+            thought.append(_reasoning(part, f"{field}.content[{index}]"))
+        else:
+            said.append(part)
+    content = said or ""
+    if not any(thought) or message.get("reasoning_content") is not None:
+        return {**message, "content": content}
+    return {**message, "content": content, "reasoning_content": "\n".join(thought)}
+
+
+def _reasoning(part: Mapping[str, Any], field: str) -> str:
+    name = next((name for name in REASONING_PARTS[part["type"]] if part.get(name) is not None), None)
+    if name is None:
+        return ""
+    if isinstance(part[name], list):  # Mistral's form: text parts
+        parts = [_part(each, f"{field}.{name}[{index}]") for index, each in enumerate(part[name])]
+        return "".join(str(each["text"]) for each in parts)
+    return _string(part[name], f"{field}.{name}")
 
 
 def _content(message: Mapping[str, Any], role: str, field: str) -> Any:
@@ -237,10 +268,13 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Any, field: str) -> dict[str, Any]:
-    made = dict(_object(tool, field))
+    # Every prefix is cached, and the template would write the mark into the prompt.
+    made = {name: value for name, value in _object(tool, field).items() if name != "cache_control"}
     if made.get("type") != "function":
         raise _wrong(f"{field}.type", made.get("type"), "function")
-    function = _object(made.get("function"), f"{field}.function")
+    function = dict(_object(made.get("function"), f"{field}.function"))
+    function.pop("cache_control", None)
+    made["function"] = function
     name = _string(function.get("name"), f"{field}.function.name")
     if not FUNCTION_NAME.fullmatch(name):
         raise _wrong(f"{field}.function.name", name, "1 to 128 letters, digits, underscores, dots and dashes")
@@ -264,6 +298,8 @@ def _tool_choice(value: Any, *, has_tools: bool) -> ToolChoice:
     if value is None:
         return "auto" if has_tools else "none"
     if isinstance(value, str):
+        if value == "auto" and not has_tools:
+            return "none"
         for choice in CHOICES:
             if value == choice:
                 return choice  # type: ignore[return-value]

@@ -28,11 +28,17 @@ LENGTH = common_pb2.FINISH_REASON_LENGTH
 
 @dataclass
 class Answer:
-    """One HTTP answer."""
+    """One HTTP answer.
+
+    Attributes:
+        headers: each header's last value, by its name in lower case.
+        all_headers: all headers in order, also those that are given several times.
+    """
 
     status: int
     headers: dict[str, str]
     body: bytes
+    all_headers: tuple[tuple[str, str], ...] = ()
 
     @property
     def json(self) -> Any:
@@ -65,8 +71,8 @@ class Wire:
         """The answer without its body."""
         raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), BOUND_S)
         status, *lines = raw.decode().rstrip().split("\r\n")
-        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-        return Answer(int(status.split()[1]), headers, b"")
+        headers = tuple((name.lower(), value) for name, value in (line.split(": ", 1) for line in lines))
+        return Answer(int(status.split()[1]), dict(headers), b"", headers)
 
     async def answer(self, *, has_body: bool = True) -> Answer:
         answer = await self.head()

@@ -289,7 +289,6 @@ def test_null_is_as_if_absent_also_for_unknown_fields() -> None:
         ({"max_tokens": 0}, "0 with echo"),
         ({"best_of": 1, "n": 2}, "less than n"),
         ({"best_of": 2, "stream": True}, "exclude"),
-        ({"stream_options": {"include_usage": True}}, "needs stream"),
         ({"echo": True, "truncate_prompt_tokens": 3}, "exclude"),
         ({"stream": True, "prompt_logprobs": 1}, "exclude"),
         ({"spaces_between_special_tokens": False}, "allowed: true"),

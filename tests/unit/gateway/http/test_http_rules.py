@@ -12,7 +12,7 @@ from tests.unit.gateway.http.door import Answer, Door, open_door
 
 TOKENIZE = json.dumps({"prompt": "ab"}).encode()
 JSON = "content-type: application/json"
-PAGES = ("/docs", "/openapi.json")
+PAGES = ("/openapi.json",)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -6,10 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.gateway.text.chat.parsing.calls import content_only, deepseek, hermes, llama, mistral
+from baton.gateway.text.chat.parsing.call_list import content_only
 from baton.gateway.text.chat.parsing.collector import Collector
+from baton.gateway.text.chat.parsing.deepseek import deepseek
 from baton.gateway.text.chat.parsing.harmony import harmony, opened_header
+from baton.gateway.text.chat.parsing.llama import llama
+from baton.gateway.text.chat.parsing.mistral import mistral
 from baton.gateway.text.chat.parsing.parser import FormatParser, Read, ReasoningMarkers, with_reasoning
+from baton.gateway.text.chat.parsing.tagged_json import hermes
 from baton.gateway.text.chat.parsing.xml_call import xml_calls
 from tests.unit.gateway.chat.outputs import Answer, cut, parse
 

@@ -9,12 +9,12 @@ import pytest
 
 from baton.gateway.text.chat import families
 from baton.gateway.text.chat.families import ChatFamily
-from baton.gateway.text.chat.parsing.calls import hermes
 from baton.gateway.text.chat.parsing.collector import Collector
 from baton.gateway.text.chat.parsing.cursor import READ_AGAIN_CHARS_MAX
 from baton.gateway.text.chat.parsing.harmony import harmony
 from baton.gateway.text.chat.parsing.json_rewriter import JsonRewriter
 from baton.gateway.text.chat.parsing.parser import FormatParser, Read, ReasoningMarkers, with_reasoning
+from baton.gateway.text.chat.parsing.tagged_json import hermes
 from tests.unit.gateway.chat.outputs import parse
 
 FAMILIES = [each for each in vars(families).values() if isinstance(each, ChatFamily)]

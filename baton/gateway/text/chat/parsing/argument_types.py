@@ -53,7 +53,7 @@ class Alternative:
     constant: str | None = None
 
 
-TEXT, NULL = Alternative("string"), Alternative("null")
+TEXT, NULL, ANY = Alternative("string"), Alternative("null"), Alternative("any")
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,12 @@ class ArgumentTypes:
         self._schema = schema
         self._types: dict[str, ArgumentType] = {}
 
-    def of(self, name: str) -> ArgumentType:
+    def of(self, name: str, otherwise: Alternative = TEXT) -> ArgumentType:
+        """Returns the type of an argument; `otherwise`: the type of one about which the schema says nothing."""
         if name not in self._types:
             walk = _Walk(self._schema)
             found = walk.member(self._schema, name)
-            self._types[name] = ArgumentType(tuple(walk.alternatives(found) or (TEXT,)))
+            self._types[name] = ArgumentType(tuple(walk.alternatives(found) or (otherwise,)))
         return self._types[name]
 
 

@@ -131,15 +131,17 @@ class Cursor:
 
 
 class Markers:
-    """Some strings to look for together.
+    """Strings that a reader looks for together.
 
     Attributes:
+        markers: the strings.
         firsts: their first characters.
         chars_max: length of the longest one.
     """
 
     def __init__(self, *markers: str) -> None:
         longest_first = sorted(filter(None, markers), key=len, reverse=True)
+        self.markers = tuple(longest_first)
         self.firsts = frozenset(marker[0] for marker in longest_first)
         self.chars_max = len(longest_first[0]) if longest_first else 0
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

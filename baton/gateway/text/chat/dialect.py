@@ -31,6 +31,9 @@ from baton.gateway.text.chat.templates import ChatTemplate, Misfit, refused
 from baton.gateway.text.chat.types import ChatRequest, Json, NamedTool
 
 TYPE_TEST = re.compile(r"\bis\s+(not\s+)?(string|iterable|sequence|mapping)\b")
+TAG = re.compile(r"\{[%{]([^{}]*)[%}]\}")
+WORD = re.compile(r"\w+", re.ASCII)
+SWITCHES = frozenset({"enable_thinking", "thinking"})  # variables of hybrid templates that turn reasoning on and off
 HARMONY_FINAL = "<|channel|>final<|message|>"
 
 
@@ -72,7 +75,7 @@ class Dialect:
     @cached_property
     def hides_calls(self) -> bool:
         """Whether calls that the model writes with this template would be text, because their format is unknown."""
-        return self.family is UNKNOWN and self._takes_tools
+        return self.family is UNKNOWN and "tools" in self._names
 
     @cached_property
     def _form(self) -> MessageForm:
@@ -180,13 +183,12 @@ class Dialect:
         """Whether the client turned the reasoning of a hybrid template on, and no grammar rules what comes first."""
         if request.grammar is not None or is_forced(request) or request.continue_final_message:
             return False
-        return any(request.template_kwargs.get(name) is True for name in self._switches)
+        return any(request.template_kwargs.get(name) is True for name in SWITCHES & self._names)
 
     @cached_property
-    def _switches(self) -> frozenset[str]:
-        """The variables of the template that turn reasoning on and off."""
-        names = frozenset(name.name for name in self.template.tree.find_all(nodes.Name))
-        return names & {"enable_thinking", "thinking"}
+    def _names(self) -> frozenset[str]:
+        """Words in the template's statements. Unlike `template.tree`, they cost nothing that must be bounded."""
+        return frozenset(word for tag in TAG.findall(self.template.text) for word in WORD.findall(tag))
 
     def grammar(self, request: ChatRequest, prompt: str) -> Grammar | None:
         """Returns the output's grammar: reasoning, then forced calls or the request's grammar. None: no constraint."""

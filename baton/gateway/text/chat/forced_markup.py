@@ -16,6 +16,7 @@ from baton.gateway.text.chat.types import Json
 
 Value = Callable[[str, object, ArgumentType], str]  # an argument's expression from its name, schema and type
 
+LINE = r'"\n"?'
 KEYWORD = re.compile(r"[\w.\-]+", re.ASCII)
 
 
@@ -79,23 +80,28 @@ def xml_calls(lark: Lark, forced: Forced, markup: XmlMarkup = QWEN) -> str:
 
 
 def pair_calls(lark: Lark, forced: Forced, markup: PairMarkup) -> str:
-    """Returns an expression for calls with a pair of elements for each argument, in the schema's order."""
-    end = f"</{markup.value}>\n"
-    between = f"</{markup.key}>\n<{markup.value}>"
+    """Returns an expression for calls with a pair of elements for each argument, in the schema's order.
+
+    Newer models of a family leave line breaks out, so all of them are optional.
+    """
+    end = f"</{markup.value}>"
+    between = f"</{markup.key}>"
 
     def value(key: str, schema: object, type: ArgumentType) -> str:
-        return f"{lark.literal(f'<{markup.key}>{key}{between}')} {_value(lark, schema, type, end)}"
+        begin = f"{lark.literal(f'<{markup.key}>{key}{between}')} {LINE} {lark.literal(f'<{markup.value}>')}"
+        return f"{begin} {_value(lark, schema, type, end)} {LINE}"
 
-    any_pair = rf"{lark.literal(f'<{markup.key}>')} /[^<>\n]+/ {lark.literal(between)} {lark.text_up_to(end)}"
+    any_begin = rf"{lark.literal(f'<{markup.key}>')} /[^<>\n]+/ {lark.literal(between)} {LINE}"
+    any_pair = f"{any_begin} {lark.literal(f'<{markup.value}>')} {lark.text_up_to(end)} {LINE}"
     separator = f"<{markup.separator}>" if markup.separator else ""
     calls = []
     for tool in forced.tools:
-        begin = lark.literal(f"<{markup.call}>{name_of(tool)}{separator}\n")
-        calls.append(f"{begin} {_elements(lark, tool, value, any_pair)} {lark.literal(markup.call_end)}")
-    call = repeated(lark.one_of(calls), r'"\n"', parallel=forced.parallel)
+        begin = lark.literal(f"<{markup.call}>{name_of(tool)}{separator}")
+        calls.append(f"{begin} {LINE} {_elements(lark, tool, value, any_pair)} {lark.literal(markup.call_end)}")
+    call = repeated(lark.one_of(calls), LINE, parallel=forced.parallel)
     if not markup.section:
         return call
-    return f"{lark.literal(f'<{markup.section}>' + chr(10))} {call} {lark.literal(chr(10) + markup.section_end)}"
+    return f"{lark.literal(f'<{markup.section}>')} {LINE} {call} {LINE} {lark.literal(markup.section_end)}"
 
 
 def gemma_calls(lark: Lark, forced: Forced, markup: GemmaMarkup) -> str:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from baton.gateway.text.chat.parsing.argument_types import ANY, TEXT, ArgumentType, ArgumentTypes, Schemas
+from baton.gateway.text.chat.parsing.argument_types import ANY, TEXT, Alternative, ArgumentType, ArgumentTypes, Schemas
 from baton.gateway.text.chat.parsing.call_list import between_markers
 from baton.gateway.text.chat.parsing.collector import Collector
 from baton.gateway.text.chat.parsing.cursor import Cursor, Markers, Reading
-from baton.gateway.text.chat.parsing.json_call import accept_next, end_of_call
+from baton.gateway.text.chat.parsing.json_call import accept_next, end_of_call, json_string
 from baton.gateway.text.chat.parsing.json_rewriter import quoted
 from baton.gateway.text.chat.parsing.members import Members, MemberValue
 
@@ -114,16 +114,31 @@ class _Arguments:
             return False
         yield from cursor.skip_space()
         if (yield from cursor.accept(markup.string)):
-            type = self._types.of(key, TEXT)
-            value = self._members.value(key, ArgumentType() if type.is_text else type)
+            value = self._members.value(key, self._type(key, TEXT))
             marker = yield from cursor.until(markup.in_string, value.push)
             if marker != markup.string:
                 cursor.unread(marker)
+        elif (text := (yield from self._json_string())) is not None:
+            value = self._members.value(key, self._type(key, TEXT))
+            value.push(text)
+            marker = text or '""'
         else:
-            value = self._members.value(key, self._types.of(key, ANY))
+            value = self._members.value(key, self._type(key, ANY))
             marker = yield from self._plain_value(value)
         value.finish(breaks=0, cut=cursor.cut and not marker)
         return bool(marker)
+
+    def _type(self, key: str, otherwise: Alternative) -> ArgumentType:
+        """Returns an argument's type. A string is one even if its text looks like another type that is allowed."""
+        type = self._types.of(key, otherwise)
+        return ArgumentType() if otherwise == TEXT and type.is_text else type
+
+    def _json_string(self) -> Reading[str | None]:
+        """Reads a string in JSON's quotes; None, and nothing is read, if there is none."""
+        start = self._cursor.position
+        text = yield from json_string(self._cursor)
+        self._cursor.position = start if text is None else self._cursor.position
+        return text
 
     def _plain_value(self, value: MemberValue) -> Reading[str]:
         """Passes a number, word, object or array on as JSON. Returns the mark after it, which stays to be read."""

@@ -1,5 +1,5 @@
-"""Each of the newer families: how its template is known, and a conversation with calls and results is rendered; how what
-models write, well and badly, is read; and that calls which a grammar forces are read back."""
+"""Each of the newer families: its template is known and renders a conversation with calls and results, what models write,
+well and badly, is read, and calls that a grammar forces are read back."""
 
 import json
 from pathlib import Path

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import baton.security.authenticator as security
@@ -154,14 +155,17 @@ def step_token(index: int, *, last: bool = False) -> decode_pb2.StepToken:
 
 
 @asynccontextmanager
-async def open_door(*flags: str, asks: bool = False, **internal: object) -> AsyncIterator[Door]:
+async def open_door(
+    *flags: str, asks: bool = False, chat_template: Path | None = None, **internal: object
+) -> AsyncIterator[Door]:
     """Opens an HTTP server in front of scripted nodes.
 
     Args:
+        chat_template: a file that replaces the model's template.
         asks: its server asks who comes in, as a gateway's does.
         internal: values that no flag sets.
     """
-    model = read_served_model(DEMO_MODELS / "llama", None)
+    model = read_served_model(DEMO_MODELS / "llama", None, chat_template)
     async with scripted_nodes(model.identity) as (prefill, decode):
         nodes = ["--prefill", prefill.address, "--decode", decode.address, "--local-policy", "local"]
         settings = read_settings(GatewaySettings, "gateway", [*nodes, "--http-listen", "127.0.0.1:0", *flags])

@@ -115,6 +115,8 @@ class Cursor:
             start = max(self.position, self._plain)
             found = markers.pattern.search(self.text, start)
             end = found.start() if found else markers.held(self.text, start)
+            if found and markers.overlap and not self.ended and (held := markers.held(self.text, start)) <= end:
+                found, end = None, held  # a longer marker, which begins no later, may still come
             if end > self.position and (found or not self.ended):
                 write(self.text[self.position : end])
             if found:
@@ -137,6 +139,7 @@ class Markers:
         markers: the strings.
         firsts: their first characters.
         chars_max: length of the longest one.
+        overlap: one of them contains another one.
     """
 
     def __init__(self, *markers: str) -> None:
@@ -144,6 +147,7 @@ class Markers:
         self.markers = tuple(longest_first)
         self.firsts = frozenset(marker[0] for marker in longest_first)
         self.chars_max = len(longest_first[0]) if longest_first else 0
+        self.overlap = any(one in other for one in longest_first for other in longest_first if one != other)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._beginnings = {marker[:length] for marker in longest_first for length in range(1, len(marker))}
 

@@ -1,5 +1,5 @@
-"""Each of the newer families: its template is known and renders a conversation with calls and results, what models write,
-well and badly, is read, and calls that a grammar forces are read back."""
+"""Each of the newer families: its template is known and renders conversations with calls and results, what the models
+write, well and badly, is read, and calls that a grammar forces are read back."""
 
 import json
 from pathlib import Path

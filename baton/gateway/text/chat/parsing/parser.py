@@ -1,4 +1,4 @@
-"""The `OutputParser` of a conversation: reasoning first, then the family's format."""
+"""Parses the outputs of a conversation: reasoning first, then the family's format."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

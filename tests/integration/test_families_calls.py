@@ -24,8 +24,8 @@ PARAMETERS = {
 }
 TOOLS: Any = [{"type": "function", "function": {"name": "write", "parameters": PARAMETERS}}]
 FORCED: Any = {"type": "function", "function": {"name": "write"}}
-# Reasoning has no bound, and this model never ends it.
-FAMILIES = sorted(TEMPLATES.keys() - REASONING)
+# Reasoning has no bound, and this model never ends it. In Gemma 4's markup it also begins as calls do.
+FAMILIES = sorted(TEMPLATES.keys() - REASONING - {"gemma-4"})
 
 
 @pytest.fixture(scope="module")
@@ -51,31 +51,32 @@ def client(checkpoint: Path) -> Iterator[OpenAI]:
             yield opened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forced_call_is_generated_and_read_whole_and_streamed(family: str, client: OpenAI) -> None:
-    asked: Any = {
-        "model": "llama",
-        "messages": USER,
-        "tools": TOOLS,
-        "tool_choice": FORCED,
-        "max_tokens": 400,
-        "temperature": 0,
-        "extra_body": {"chat_template": family},
-    }
-    answer = client.chat.completions.create(**asked)
-    choice = answer.choices[0]
-    assert choice.finish_reason in ("stop", "tool_calls")
-    [call] = choice.message.tool_calls or []
-    given = json.loads(call.function.arguments)
-    assert (call.function.name, set(given)) == ("write", {"mode", "dry"})
+def test_a_forced_call_is_generated_and_streamed(family: str, client: OpenAI) -> None:
+    name, arguments, content, reason = "", "", "", None
+    for chunk in client.chat.completions.create(
+        model="llama",
+        messages=USER,
+        tools=TOOLS,
+        tool_choice=FORCED,
+        max_tokens=400,
+        temperature=0,
+        stream=True,
+        extra_body={"chat_template": family},
+    ):
+        for choice in chunk.choices:
+            reason = choice.finish_reason or reason
+            content += choice.delta.content or ""
+            for part in choice.delta.tool_calls or []:
+                assert part.function is not None
+                name += part.function.name or ""
+                arguments += part.function.arguments or ""
+    given = json.loads(arguments)
+    assert (name, set(given)) == ("write", {"mode", "dry"})
     assert given["mode"] in ("new", "append")
     assert isinstance(given["dry"], bool)
-    assert not choice.message.content
-    streamed = ""
-    for chunk in client.chat.completions.create(**asked, stream=True):
-        for part in chunk.choices[0].delta.tool_calls or [] if chunk.choices else []:
-            streamed += (part.function.arguments or "") if part.function else ""
-    assert streamed == call.function.arguments
+    assert (content, reason) == ("", "tool_calls")
 
 
 def test_a_template_whose_calls_nobody_reads_is_named_in_a_header(client: OpenAI) -> None:

@@ -167,7 +167,9 @@ def test_pythonic_calls_may_leave_out_what_is_not_required(tmp_path: Path) -> No
         assert not follow(made, text).complete, text
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama-pythonic", "qwen-xml", "harmony"])
+@pytest.mark.parametrize(
+    "family", ["hermes", "llama-pythonic", "qwen-xml", "harmony", "glm", "kimi-k2", "minimax-m2", "functiongemma"]
+)
 def test_many_tools_make_few_rules(family: str, tmp_path: Path) -> None:
     properties = {name: {"type": "string"} for name in "abcdefgh"}
     tools = [tool(f"f{index}", {"properties": properties, "required": ["a"]}) for index in range(200)]

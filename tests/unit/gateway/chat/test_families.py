@@ -11,7 +11,7 @@ from baton.gateway.text.chat.detection import family_of, reasoning_of
 from baton.gateway.text.chat.families import UNKNOWN
 from baton.gateway.text.chat.model import ChatModel, read_chat_model
 from baton.gateway.text.chat.types import ChatRequest, Json
-from tests.unit.gateway.chat.checkpoints import chat_model, follow, tool
+from tests.unit.gateway.chat.checkpoints import chat_model, follow, tool, write_checkpoint
 from tests.unit.gateway.chat.family_formats import NAMES, REASONING, TEMPLATES, UNTYPED, WRITE
 from tests.unit.gateway.chat.outputs import Answer, answer_of
 
@@ -298,6 +298,18 @@ def test_slightly_broken_calls_are_read(
     assert values(answer) == calls
     assert answer.content == content
     assert read(model, text, pieces=1) == answer
+
+
+def test_deepseek_v4_has_another_tag_around_the_same_calls(tmp_path: Path) -> None:
+    template = TEMPLATES["deepseek-v3.2"].replace("function_calls", "tool_calls")
+    assert family_of(template, "").name == "deepseek-v4"
+    write_checkpoint(tmp_path, template)
+    model = read_chat_model(tmp_path, None)
+    text = written("deepseek-v3.2", ("write", GIVEN), ("clock", {})).replace("function_calls", "tool_calls")
+    assert values(read(model, text)) == [("write", GIVEN), ("clock", {})]
+    prepared = model.prepare(ChatRequest(USER, tools=TOOLS, tool_choice="required"))
+    assert prepared.grammar is not None
+    assert follow(prepared.grammar, text).complete
 
 
 def test_ids_of_kimis_calls_name_the_function_and_count_the_conversations_calls(tmp_path: Path) -> None:

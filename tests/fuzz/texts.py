@@ -76,6 +76,19 @@ _MARKS = (
     "<function=g>",
     "<parameter=o>",
     "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{",
+    "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>",
+    "<tool_sep>",
+    "</tool_calls>",
+    "<longcat_arg_key>o</longcat_arg_key><longcat_arg_value>",
+    "functions.f:0<|tool_call_argument_begin|>{",
+    '<invoke name="f"><parameter name="n">',
+    "</invoke>",
+    '<｜DSML｜invoke name="f"><｜DSML｜parameter name="s" string="true">',
+    "</｜DSML｜parameter>",
+    "functools[",
+    "```tool_code\nf(a=",
+    "call:f{n:",
+    "s:<escape>",
 )
 _TRACES = (
     b'{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [1]}\n'

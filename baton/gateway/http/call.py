@@ -42,6 +42,11 @@ from baton.tracing.context import TraceContext, read_context
 
 T = TypeVar("T")
 
+UNREAD_CALLS = (
+    "tool calls of this model come out as text, because the format in its chat template is unknown; "
+    "set tool_choice to required or to a function, which forces a call that is read"
+)
+
 REQUEST_ID = "baton.request_id"  # key in the scope of a request
 
 _SMALL_BODY = 1 << 16  # bytes; parsing a body of this size blocks the event loop for milliseconds at worst
@@ -193,6 +198,7 @@ class HttpCall:
 
     async def serve(self, jobs: Sequence[HttpJob]) -> None:
         """Runs jobs whose `push` collect an answer in one piece. Raises what `collect` raises."""
+        self._warn_of_unread_calls(jobs)
         generation = asyncio.create_task(self.generate(jobs, _ignore))
         await unless_left(generation, self.request.receive)
 
@@ -201,9 +207,19 @@ class HttpCall:
         return self.stream_all([HttpJob(message, encoder.push, chat, encoder.skip)], encoder)
 
     def stream_all(self, jobs: Sequence[HttpJob], encoder: ResponseEncoder) -> Response:
-        """Streams the answers of several requests that run at the same time; `encoder` ends the stream."""
+        """Streams the answers of several requests that run at the same time; `encoder` ends the stream.
+
+        Raises:
+            InvalidRequest: a chat names a template that does not exist.
+        """
+        self._warn_of_unread_calls(jobs)
         shape = self.context.error_shape(self.request.scope["path"])
         return EventStream(self.request_id, partial(self.generate, jobs), encoder, self.in_own_words, shape)
+
+    def _warn_of_unread_calls(self, jobs: Sequence[HttpJob]) -> None:
+        chat = self.serving.model.chat
+        if any(job.chat is not None and chat.leaves_calls_unread(job.chat) for job in jobs):
+            self.warn(UNREAD_CALLS)
 
     async def generate(self, jobs: Sequence[HttpJob], write: WriteFor) -> None:
         """Runs the jobs at the same time. The first error ends all of them.

@@ -191,6 +191,15 @@ def _tool_call(call: Json, form: MessageForm, arguments: ArgumentReader) -> dict
     return {"type": "function", **call, "function": function}
 
 
+def add_tools(messages: list[dict[str, Any]], tools: Sequence[Json]) -> None:
+    """Gives the system message the tools as JSON, in place, for a template that reads them there."""
+    if not tools:
+        return
+    if not messages or messages[0].get("role") != "system":
+        messages.insert(0, {"role": "system", "content": "You are a helpful assistant with some tools."})
+    messages[0]["tools"] = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+
+
 def mark_final(messages: list[dict[str, Any]]) -> str:
     """Adds a mark to the end of the last message's text, in place, and returns the text without it.
     Raises:

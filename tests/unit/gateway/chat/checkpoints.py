@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.text.chat.model import ChatModel, read_chat_model
 from baton.settings.config import DEMO_MODELS
+from tests.unit.gateway.chat import family_formats
 
 LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 TOOLS = "{{ tools | tojson if tools }}"
@@ -36,13 +37,21 @@ TEMPLATES = {
     "r1": TOOLS + "{# <｜tool▁calls▁begin｜> ```json </think> #}" + LOOP + "<｜Assistant｜><think>\n",
     "harmony": TOOLS + "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    **family_formats.TEMPLATES,
 }
 SPECIAL = (
     "<|python_tag|>", "<|python_start|>", "<|python_end|>", "<|eot_id|>", "[TOOL_CALLS]", "[ARGS]", "<｜Assistant｜>",
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
     "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>",
+    *family_formats.SPECIAL,
 )  # fmt: skip
-TEXTS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are no special ones, as in Qwen3
+TEXTS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    *family_formats.ADDED,
+)  # added tokens that are no special ones, as in Qwen3
 
 
 @cache

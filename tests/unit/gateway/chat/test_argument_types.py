@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.gateway.text.chat.parsing.argument_types import ArgumentText, ArgumentTypes
-from baton.gateway.text.chat.parsing.calls import llama
 from baton.gateway.text.chat.parsing.json_rewriter import DEPTH_MAX
+from baton.gateway.text.chat.parsing.llama import llama
 from baton.gateway.text.chat.parsing.xml_call import xml_calls
 from tests.unit.gateway.chat.outputs import cut, parse
 

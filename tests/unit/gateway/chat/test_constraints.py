@@ -11,6 +11,7 @@ from baton.core.types import Grammar, GrammarKind
 from baton.gateway.text.chat.model import ChatModel, read_chat_model
 from baton.gateway.text.chat.types import ChatRequest, NamedTool
 from baton.settings.config import DEMO_MODELS
+from tests.unit.gateway.chat import family_formats
 from tests.unit.gateway.chat.checkpoints import chat_model, follow, tool
 from tests.unit.gateway.chat.outputs import Answer, answer_of
 
@@ -71,8 +72,9 @@ CALLS: dict[str, Callable[[list[tuple[str, str]]], str]] = {
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
         f"<|channel|>commentary to=functions.{calls[0][0]} <|constrain|>json<|message|>{calls[0][1]}"
     ),
+    **family_formats.WRITE,
 }
-REASONS = {"qwen3", "r1", "harmony"}
+REASONS = {"qwen3", "r1", "harmony", *family_formats.REASONING}
 ONE_CALL = {"harmony"}
 
 
@@ -113,7 +115,8 @@ def test_a_required_call_admits_no_plain_answer_no_wrong_argument_and_no_unknown
         assert follow(made, "No.").accepted == ""
     if family == "harmony":
         assert not follow(made, "<|channel|>final<|message|>No.").complete
-    wrong = [] if family == "qwen-xml" else [("weather", '{"city": 3}')]  # where every text is a city
+    any_text = family in {"qwen-xml", *family_formats.UNTYPED}  # where every text is a city
+    wrong = [] if any_text else [("weather", '{"city": 3}')]
     for call in (*wrong, ("weather", '{"town": "Paris"}'), ("weather", "{}"), ("other", "{}")):
         assert not follow(made, CALLS[family]([call])).complete
 
@@ -164,7 +167,9 @@ def test_pythonic_calls_may_leave_out_what_is_not_required(tmp_path: Path) -> No
         assert not follow(made, text).complete, text
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama-pythonic", "qwen-xml", "harmony"])
+@pytest.mark.parametrize(
+    "family", ["hermes", "llama-pythonic", "qwen-xml", "harmony", "glm", "kimi-k2", "minimax-m2", "functiongemma"]
+)
 def test_many_tools_make_few_rules(family: str, tmp_path: Path) -> None:
     properties = {name: {"type": "string"} for name in "abcdefgh"}
     tools = [tool(f"f{index}", {"properties": properties, "required": ["a"]}) for index in range(200)]

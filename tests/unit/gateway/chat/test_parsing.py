@@ -1,21 +1,30 @@
 """Outputs of each family, as models write them, to answer, reasoning and tool calls."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.gateway.text.chat.parsing.calls import content_only, deepseek, hermes, llama, mistral
+from baton.gateway.text.chat.detection import family_of
+from baton.gateway.text.chat.parsing.call_list import content_only
 from baton.gateway.text.chat.parsing.collector import Collector
+from baton.gateway.text.chat.parsing.deepseek import deepseek
 from baton.gateway.text.chat.parsing.harmony import harmony, opened_header
-from baton.gateway.text.chat.parsing.parser import FormatParser, Read, ReasoningMarkers, with_reasoning
+from baton.gateway.text.chat.parsing.llama import llama
+from baton.gateway.text.chat.parsing.mistral import mistral
+from baton.gateway.text.chat.parsing.parser import FormatParser, Read, ReasoningMarkers, with_reasoning, without_marker
+from baton.gateway.text.chat.parsing.tagged_json import hermes
 from baton.gateway.text.chat.parsing.xml_call import xml_calls
+from tests.unit.gateway.chat.family_formats import TEMPLATES
 from tests.unit.gateway.chat.outputs import Answer, cut, parse
 
 THINK = ReasoningMarkers("<think>", "</think>")
 LLAMA = llama({"f": {}, "g.h": {}})
 HARMONY = harmony(None, tools=True)
+NEWER = {"f": {"properties": {"n": {"type": "number"}, "o": {"type": "object"}}}}
+FAMILIES = {name: family_of(TEMPLATES[name], "") for name in TEMPLATES if name != "ernie"}
 FORMATS: dict[str, Read] = {
     "content": content_only,
     "hermes": hermes,
@@ -27,7 +36,11 @@ FORMATS: dict[str, Read] = {
     "qwen-xml": xml_calls(
         {"f": {"$defs": {"O": {"type": "object"}}, "properties": {"n": {"type": "number"}, "o": {"$ref": "#/$defs/O"}}}}
     ),
+    **{name: family.read(NEWER) for name, family in FAMILIES.items()},
     "qwen3": with_reasoning(THINK, hermes, opened=False),
+    "hybrid": with_reasoning(THINK, hermes, opened=False, implied=True, marks=("<tool_call>",)),
+    "answer": with_reasoning(replace(THINK, answer=("<answer>", "</answer>")), hermes, opened=True),
+    "closed": without_marker("</think>", hermes),
     "r1": with_reasoning(THINK, deepseek, opened=True),
 }
 V3_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
@@ -314,7 +327,15 @@ FRAGMENTS = st.sampled_from(
         "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "commentary to=functions.f",
         "<|call|>", "é", "<", "<|", "<function=f>", "<parameter=n>", "</parameter>", "</function>",
         "<parameter=o>", "NaN", "1e999", "'", ":", "null", "\\ud83d", "\x01", "True", "<function=g>", "```",
-        "<｜tool▁call▁end｜>",
+        "<｜tool▁call▁end｜>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_sep>", "<tool_calls>",
+        "</tool_calls>", "<longcat_tool_call>", "</longcat_tool_call>", "<longcat_arg_key>n</longcat_arg_key>",
+        "<longcat_arg_value>", "</longcat_arg_value>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>",
+        "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<minimax:tool_call>",
+        "</minimax:tool_call>", '<invoke name="f">', '<parameter name="n">', "</invoke>", "<seed:tool_call>",
+        "</seed:tool_call>", "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>",
+        '<｜DSML｜parameter name="n" string="false">', "</｜DSML｜parameter>", "<|tool_call|>", "<|/tool_call|>",
+        "functools", "```tool_code\n", "print(", "<start_function_call>", "call:f{", "n:", "<escape>",
+        "<end_function_call>", "<|tool_call>", '<|"|>', "<tool_call|>", "<answer>", "</answer>",
     ]
 )  # fmt: skip
 
@@ -357,6 +378,23 @@ BEGINNINGS = {
     "llama": "[f(a=",
     "harmony": "<|channel|>commentary to=functions.f<|message|>",
     "qwen-xml": "<tool_call><function=f><parameter=n>",
+    "glm": "<tool_call>f\n<arg_key>n</arg_key><arg_value>",
+    "hunyuan": "<tool_calls><tool_call>f<tool_sep><arg_key>s</arg_key><arg_value>",
+    "longcat-pairs": "<longcat_tool_call>f\n<longcat_arg_key>o</longcat_arg_key><longcat_arg_value>{",
+    "longcat": '<longcat_tool_call>{"name": "f", "arguments": {"a": ',
+    "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{",
+    "minimax-m2": '<minimax:tool_call><invoke name="f"><parameter name="n">',
+    "deepseek-v3.2": '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="o" string="false">{',
+    "seed-oss": "<seed:tool_call><function=f><parameter=s>",
+    "granite": '<|tool_call|>[{"name": "f", "arguments": {',
+    "hunyuan-a13b": '<tool_calls>[{"name": "f", "arguments": {',
+    "phi-4": '<|tool_call|>[{"name": "f", "arguments": {',
+    "phi-4-functools": 'functools[{"name": "f", "arguments": {',
+    "xlam": '[{"name": "f", "arguments": {',
+    "functiongemma": "<start_function_call>call:f{o:{a:<escape>",
+    "gemma-4": '<|tool_call>call:f{n:1,s:<|"|>',
+    "tool-code": "```tool_code\nf(a=",
+    "answer": "</think><answer>",
 }
 
 
@@ -365,7 +403,10 @@ def not_json(constant: str) -> object:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["hermes", "mistral", "deepseek", "llama", "qwen-xml"]), st.lists(FRAGMENTS, max_size=14))
+@given(
+    st.sampled_from(["hermes", "mistral", "deepseek", "llama", "qwen-xml", *FAMILIES]),
+    st.lists(FRAGMENTS, max_size=14),
+)
 def test_text_without_a_call_is_lost_in_no_family(form: str, fragments: list[str]) -> None:
     text = "".join(fragments)
     answer = parse(FORMATS[form], [text])

@@ -9,12 +9,12 @@ import pytest
 
 from baton.gateway.text.chat import families
 from baton.gateway.text.chat.families import ChatFamily
-from baton.gateway.text.chat.parsing.calls import hermes
 from baton.gateway.text.chat.parsing.collector import Collector
 from baton.gateway.text.chat.parsing.cursor import READ_AGAIN_CHARS_MAX
 from baton.gateway.text.chat.parsing.harmony import harmony
 from baton.gateway.text.chat.parsing.json_rewriter import JsonRewriter
 from baton.gateway.text.chat.parsing.parser import FormatParser, Read, ReasoningMarkers, with_reasoning
+from baton.gateway.text.chat.parsing.tagged_json import hermes
 from tests.unit.gateway.chat.outputs import parse
 
 FAMILIES = [each for each in vars(families).values() if isinstance(each, ChatFamily)]
@@ -40,6 +40,39 @@ MARKS: dict[str, tuple[str, ...]] = {
         "<|python_tag|>", "<|python_end|>", '<|python_tag|>{"a":[}',
         '<|python_tag|>{"name":"f","parameters":{}};{"a":[}',
     ),
+    "glm": (
+        "<tool_call>", "</tool_call>", "<tool_call>f", "<tool_call>f<arg_key>", "<arg_key>a</arg_key><arg_value>",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>b", "<tool_call>f</tool_call>", '<tool_call>{"a":[}',
+    ),
+    "hunyuan": (
+        "<tool_calls>", "<tool_calls><tool_call>f<tool_sep>", "<tool_call>f<tool_sep><arg_key>", "</tool_calls>",
+    ),
+    "kimi-k2": (
+        "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0", "<|tool_call_end|>",
+        "<|tool_call_begin|>f:0<|tool_call_argument_begin|>", "<|tool_call_begin|>f<|tool_call_argument_begin|>{",
+    ),
+    "minimax-m2": (
+        "<minimax:tool_call>", '<invoke name="f">', '<invoke name="x">', '<invoke name="f"><parameter name="a">',
+        '<parameter name="a">', "</parameter>", "</invoke>",
+    ),
+    "deepseek-v3.2": (
+        "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', '<｜DSML｜invoke name="f">{', "</｜DSML｜invoke>",
+        '<｜DSML｜parameter name="a" string="false">',
+        '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">',
+    ),
+    "hunyuan-a13b": (
+        "<tool_calls>", "<tool_calls>[", '<tool_calls>[{"a":[}', '<tool_calls>{"name":"f"}', "</tool_calls>",
+    ),
+    "xlam": (
+        "```json", "```json[", '[{"name":"f","arguments":{', '```json[{"name":"f","arguments":{}}]', "<tool_call>[",
+    ),
+    "tool-code": ("```tool_code", "```tool_code\nf(", "f()\n", "```tool_code\nf()\n", "print(f(a=", "```tool_code[["),
+    "functiongemma": (
+        "<start_function_call>", "<start_function_call>call:f{", "a:<escape>", "a:{", "a:[<escape>", "<escape>", "a:1,",
+        "<start_function_call>call:f{a:", '<start_function_call>call:f{a:"', "<end_function_call>",
+        "<start_function_call>call:f{a:<escape>",
+    ),
+    "gemma-4": ("<|tool_call>", "<|tool_call>call:f{", 'a:<|"|>', '<|tool_call>call:f{a:<|"', '<|"', '"', "<|"),
     "llama-pythonic": ("<|python_start|>", "<|python_start|>[f(", "f(", "[f(a=", "[f(a='"),
 }  # fmt: skip
 ANY_FAMILYS = ("{", "}", "[", "]", '"', "'", "\\", "<", "\n", " ", ",\n", '{"', '{"a": ', "{}, ")

@@ -1,5 +1,5 @@
-"""The model's text, as it comes, to reasoning, answer and tool calls.
+"""Splits the model's text, as it comes, into reasoning, answer and tool calls.
 
-Each format is a generator over a `Cursor` that yields where it needs more text. What it decides depends on the text
-only, never on how the text was cut.
+The reader of each format is a generator over a `Cursor`, which yields where it needs more text. Its decisions depend on
+the text only, never on how the text was cut.
 """

@@ -1,6 +1,6 @@
-"""Arguments that calls carry as text without a type, read as the tools' schemas say.
+"""Reads arguments that calls carry as text without a type, by the tools' schemas.
 
-Readers of all formats whose markup has no types use it, and the grammar of forced calls asks it what may be written.
+The readers of all formats without types use it. The grammars of forced calls use it to know what a value may be.
 """
 
 import ast
@@ -22,14 +22,14 @@ VALUES_MAX = 1 << 14  # of all enumerations for one argument; a further one says
 NULL_CHARS_MAX = 64  # with the space around it
 PYTHON_CHARS_MAX = 64 << 10
 INTEGERS_OF_DOUBLES = 1 << 53
-# Names of types, and what schemas that were made from other languages call them.
+# Names of types in JSON Schema, and in schemas that were made from other languages.
 TYPES = {
     "string": "string", "str": "string", "text": "string", "varchar": "string", "char": "string", "enum": "string",
     "integer": "integer", "int": "integer", "int32": "integer", "int64": "integer", "long": "integer",
     "number": "number", "float": "number", "double": "number", "boolean": "boolean", "bool": "boolean", "null": "null",
     "object": "object", "dict": "object", "array": "array", "list": "array", "tuple": "array", "any": "any",
 }  # fmt: skip
-# What a schema that names no type speaks of.
+# Keywords by which a schema without a type shows which type it describes.
 KEYWORDS = {
     "object": {"properties", "required", "additionalProperties", "patternProperties", "propertyNames"},
     "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"},
@@ -53,15 +53,15 @@ class Alternative:
     constant: str | None = None
 
 
-TEXT, NULL = Alternative("string"), Alternative("null")
+TEXT, NULL, ANY = Alternative("string"), Alternative("null"), Alternative("any")
 
 
 @dataclass(frozen=True)
 class ArgumentType:
-    """What one argument may be.
+    """The type of one argument.
 
     Attributes:
-        alternatives: in the schema's order.
+        alternatives: what the schema allows, in its order.
     """
 
     alternatives: tuple[Alternative, ...] = (TEXT,)
@@ -73,7 +73,7 @@ class ArgumentType:
 
     @cached_property
     def begins_with_text(self) -> bool:
-        """Whether every text but `null` is a string."""
+        """Whether every text except `null` is a string."""
         return next((each for each in self.alternatives if each != NULL), None) == TEXT
 
     def is_null(self, text: str) -> bool:
@@ -83,8 +83,8 @@ class ArgumentType:
         return NULL in self.alternatives and len(text) <= NULL_CHARS_MAX and "null".startswith(text.strip())
 
     def read(self, text: str) -> str:
-        """The text as JSON: `null` where that is allowed, else the first alternative that it fits. If none does, it
-        is a string, or where the schema has objects or arrays, the one that it looks like."""
+        """Returns the text as JSON: `null` where that is allowed, else the first alternative that it fits. Otherwise it
+        is a string or, if the schema has objects or arrays, the value that it looks like."""
         if self.is_null(text):
             return "null"
         given = _Given(text, exact=self.is_text)
@@ -98,7 +98,7 @@ class ArgumentType:
 
 
 class ArgumentText:
-    """The text of one argument to JSON: a string as it comes, anything else at its end."""
+    """Converts the text of one argument to JSON: a string as it comes, anything else at its end."""
 
     def __init__(self, type: ArgumentType) -> None:
         self._type = type
@@ -118,7 +118,7 @@ class ArgumentText:
         return '"' if self._streams else self._type.read("".join(self._held))
 
     def held(self) -> str:
-        """What was not passed on yet of a text that was cut off."""
+        """Returns JSON for the rest of a text that was cut off."""
         if self._streams:
             return ""
         held = "".join(self._held)
@@ -126,29 +126,30 @@ class ArgumentText:
 
 
 class ArgumentTypes:
-    """The types of one tool's arguments.
+    """Knows the types of one tool's arguments.
 
     Args:
-        schema: of all its arguments.
+        schema: the schema of the object that has all arguments.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
         self._types: dict[str, ArgumentType] = {}
 
-    def of(self, name: str) -> ArgumentType:
+    def of(self, name: str, otherwise: Alternative = TEXT) -> ArgumentType:
+        """Returns the type of an argument, which is `otherwise` if the schema does not restrict it."""
         if name not in self._types:
             walk = _Walk(self._schema)
             found = walk.member(self._schema, name)
-            self._types[name] = ArgumentType(tuple(walk.alternatives(found) or (TEXT,)))
+            self._types[name] = ArgumentType(tuple(walk.alternatives(found) or (otherwise,)))
         return self._types[name]
 
 
 class _Walk:
-    """Looks at a bounded number of schemas and enumerated values within one.
+    """Walks through a bounded number of schemas and enumerated values within one schema.
 
     Args:
-        root: what references point into.
+        root: the schema that references point into.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
@@ -157,7 +158,7 @@ class _Walk:
         self._values_left = VALUES_MAX
 
     def member(self, schema: Any, name: str) -> Any:
-        """The schema of an object's member; None: there is none."""
+        """Returns the schema of an object's member; None: there is none."""
         if not self._enter(schema):
             return None
         properties = schema.get("properties")
@@ -171,7 +172,7 @@ class _Walk:
         return more if isinstance(more, Mapping) else None
 
     def alternatives(self, schema: Any) -> list[Alternative] | None:
-        """What a schema allows; None: it says nothing about that."""
+        """Returns what a schema allows; None: it does not restrict the type."""
         if not self._enter(schema):
             return None
         found: list[Alternative] | None = None
@@ -188,7 +189,7 @@ class _Walk:
         return isinstance(schema, Mapping) and self._left >= 0
 
     def _each_said(self, schema: Mapping[str, Any]) -> Iterator[list[Alternative]]:
-        """What each keyword of the schema allows."""
+        """Yields what each keyword of the schema allows."""
         if "const" in schema:
             yield [_constant(schema["const"])]
         values = schema.get("enum")
@@ -238,7 +239,7 @@ def _constant(value: Any) -> Alternative:
 
 
 def _common(some: Sequence[Alternative], others: Sequence[Alternative]) -> list[Alternative]:
-    """What both allow, in the order of the first."""
+    """Returns what both allow, in the order of the first."""
     same = dict.fromkeys(others)
     types = [other for other in same if other.constant is None]
     both = (
@@ -260,10 +261,10 @@ def _both(one: Alternative, other: Alternative) -> Alternative | None:
 
 
 class _Given:
-    """An argument's text, which is read once as each type.
+    """Reads an argument's text once as each type.
 
     Args:
-        exact: it may be a string as well, so no spelling is mended.
+        exact: the text may also be a string, so no spelling is repaired.
     """
 
     def __init__(self, text: str, *, exact: bool) -> None:
@@ -273,7 +274,7 @@ class _Given:
         self._values: dict[str, tuple[object, ...]] = {}
 
     def fit(self, alternative: Alternative) -> str | None:
-        """The text as JSON; None: it is no such value."""
+        """Returns the text as JSON; None: it is no such value."""
         type, constant = alternative.type, alternative.constant
         if constant is None:
             return _fit(type, self._text, exact=self._exact)
@@ -281,7 +282,7 @@ class _Given:
         return constant if is_quoted or json.loads(constant) in self._values_as(type) else None
 
     def _values_as(self, type: str) -> tuple[object, ...]:
-        """What the text may be as a constant of this type."""
+        """Returns the values that the text may have as a constant of this type."""
         if type not in self._values:
             if type == "string":
                 self._values[type] = well_formed(self._text), well_formed(self._stripped)
@@ -292,7 +293,7 @@ class _Given:
 
 
 def _fit(type: str, text: str, *, exact: bool) -> str | None:
-    """The text as JSON of this type; None: it is no such value."""
+    """Returns the text as JSON of this type; None: it is no such value."""
     stripped = text.strip()
     match type:
         case "string":
@@ -322,7 +323,7 @@ def _integer(text: str) -> str | None:
 
 
 def literal(text: str, *, mend: bool = True) -> str | None:
-    """JSON as it is, or a literal of Python as JSON; None: it is neither. `mend`: objects and arrays may be broken."""
+    """Returns JSON unchanged, or a literal of Python as JSON; None: it is neither. `mend`: repair brackets."""
     found = text if _is_strict(text) else _python(text)
     if found is None:
         return rewritten(text) if mend and text.startswith(("{", "[")) else None

@@ -1,8 +1,8 @@
-"""What a parser has found, gathered into `ParsedDelta`s."""
+"""Gathers what a parser finds into `ParsedDelta`s."""
 
 from collections.abc import Callable
 
-from baton.gateway.text.chat.parsing.cursor import SPACE
+from baton.gateway.text.chat.parsing.cursor import SPACE, Markers
 from baton.gateway.text.chat.types import ParsedDelta, ToolCallDelta
 
 
@@ -13,53 +13,67 @@ class Collector:
     model's answer, and are dropped.
 
     Args:
-        call_id: the id of the call of this index.
+        call_id: returns the id of the call of an index.
         one_call: drop all calls but the first.
+        named_ids: put `functions.NAME:` before ids, as Kimi's template expects it.
     """
 
-    def __init__(self, call_id: Callable[[int], str], *, one_call: bool) -> None:
+    def __init__(self, call_id: Callable[[int], str], *, one_call: bool, named_ids: bool = False) -> None:
         self._call_id = call_id
         self._one_call = one_call
+        self._named_ids = named_ids
         self._deltas: list[ParsedDelta] = []
         self._calls = 0
         self._reasoning = _Trimmed(leading="\n", trailing="\n")
         self._content = _Trimmed()
+        self._dropped: _Dropped | None = None
 
     def take(self) -> list[ParsedDelta]:
-        """What has come since the last time."""
+        """Returns what has come since the last time."""
         taken, self._deltas = self._deltas, []
         return taken
 
     def trim_content(self) -> None:
-        """White space at the end of content may belong to a marker: hold it back until that is known."""
+        """Holds white space at the end of content back until it is known not to precede a marker."""
         self._content.trailing = SPACE
 
     def reasoning(self, text: str) -> None:
         self._reasoning_delta(self._reasoning.pass_on(text))
 
     def end_reasoning(self) -> None:
-        """A marker ended the reasoning."""
+        """Ends the reasoning at a marker."""
         self._reasoning.drop()
         self._content.leading = "\n"
 
+    def drop_in_content(self, tag: str) -> None:
+        """Drops a closing tag of the whole answer wherever it comes."""
+        self._dropped = _Dropped(tag)
+
     def content(self, text: str) -> None:
+        if self._dropped is not None:
+            text = self._dropped.pass_on(text)
         self._content_delta(self._content.pass_on(text))
 
     def start_call(self, name: str) -> None:
+        if self._dropped is not None:
+            self._content_delta(self._content.pass_on(self._dropped.flush()))
         self._content.drop()
         self._content.leading = SPACE
         self._calls += 1
         if self._wanted:
-            call = ToolCallDelta(index=self._calls - 1, id=self._call_id(self._calls - 1), name=name)
+            prefix = f"functions.{name}:" if self._named_ids else ""
+            call = ToolCallDelta(index=self._calls - 1, id=prefix + self._call_id(self._calls - 1), name=name)
             self._deltas.append(ParsedDelta(tool_calls=(call,)))
 
     def arguments(self, text: str) -> None:
-        """A piece of the arguments' JSON of the call that was started last."""
+        """Takes a piece of the arguments' JSON of the call that was started last."""
         if text and self._wanted:
             self._deltas.append(ParsedDelta(tool_calls=(ToolCallDelta(index=self._calls - 1, arguments=text),)))
 
     def finish(self) -> None:
-        """The text has ended: what was held back is the model's, unless it follows a call."""
+        """Ends the text. What was held back is the model's, unless it follows a call."""
+        if self._dropped is not None:
+            self._content_delta(self._content.pass_on(self._dropped.flush()))
         self._reasoning_delta(self._reasoning.flush())
         self._content_delta(self._content.flush())
 
@@ -76,8 +90,28 @@ class Collector:
             self._deltas.append(ParsedDelta(content=text))
 
 
+class _Dropped:
+    """Removes a tag, and line breaks before it, from text that comes in pieces."""
+
+    def __init__(self, tag: str) -> None:
+        self._tags = Markers(tag, "\n" + tag, "\n\n" + tag)
+        self._held = ""
+
+    def pass_on(self, text: str) -> str:
+        """Returns what is certain not to belong to a tag, with the next piece."""
+        *before, rest = self._tags.pattern.split(self._held + text)
+        end = self._tags.held(rest, 0)
+        self._held = rest[end:]
+        return "".join((*before, rest[:end]))
+
+    def flush(self) -> str:
+        """Returns what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
 class _Trimmed:
-    """Text without some characters at its ends.
+    """Removes some characters at both ends of a text that comes in pieces.
 
     Attributes:
         leading: characters dropped until another one comes.
@@ -90,7 +124,7 @@ class _Trimmed:
         self.trailing = trailing
 
     def pass_on(self, text: str) -> str:
-        """What is certain to belong to the text, with the next piece."""
+        """Returns what is certain to belong to the text, with the next piece."""
         if self.leading:
             text = text.lstrip(self.leading)
             if not text:
@@ -106,7 +140,7 @@ class _Trimmed:
         self._held.clear()
 
     def flush(self) -> str:
-        """What was held back, as part of the text."""
+        """Returns what was held back, as part of the text."""
         held = "".join(self._held)
         self._held.clear()
         return held

@@ -1,4 +1,4 @@
-"""A text that grows at its end while a generator reads it."""
+"""Holds a text that grows at its end while a generator reads it."""
 
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -11,13 +11,14 @@ READ_AGAIN_CHARS_MAX = 32 << 10  # of one output: reading broken JSON takes up t
 
 
 class Cursor:
-    """The text that has come and was not consumed yet, and whether more will come.
+    """Holds the text that arrived and was not dropped yet.
 
-    `position` may be set back to any place that was reached since the last `forget`. All reading of one output takes
-    time in proportion to its length.
+    `position` may be set back to any place that was reached since the last `forget`. Reading an output takes time in
+    proportion to its length.
 
     Attributes:
-        cut: the text ended before the model ended it.
+        ended: no more text comes.
+        cut: the output reached its limit before the model ended it.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class Cursor:
         self.ended = False
         self.cut = False
         self._read_again_chars = 0
-        self._plain = 0  # `until` finds no marker before this place
+        self._plain = 0  # `until` ignores markers before this position
 
     def push(self, text: str) -> None:
         # NOTE: only a local name that holds the one reference grows in place; `self.text += text` would copy all of it.
@@ -36,21 +37,21 @@ class Cursor:
         self.text = whole
 
     def forget(self) -> None:
-        """Drops what was read. Positions taken before are void."""
+        """Drops the text before `position`. Positions that were taken before are void."""
         self._drop(self.position)
 
     def _drop(self, end: int) -> None:
         if 2 * end < len(self.text):
-            return  # copying the rest is put off until it is shorter than what is dropped
+            return  # the rest is copied once it is shorter than the dropped text
         self.text = self.text[end:]
         self.position -= end
         self._plain = max(0, self._plain - end)
 
     def back(self, position: int) -> None:
-        """Sets the cursor back to read text again that was no call.
+        """Sets the cursor back to read text again that turned out to be no call.
 
-        Attempts that fail far behind their beginnings may overlap. So once many characters were read again, the text
-        of an attempt is looked at no more: markers in it are plain text.
+        Attempts that fail long after their beginnings may overlap. So once many characters were read again, the markers
+        within a failed attempt are plain text.
         """
         if self._read_again_chars > READ_AGAIN_CHARS_MAX:
             self._plain = max(self._plain, self.position)
@@ -58,7 +59,7 @@ class Cursor:
         self.position = position
 
     def have(self, count: int) -> Reading[bool]:
-        """Whether `count` more characters come."""
+        """Waits for `count` more characters. Returns whether they come."""
         while len(self.text) < self.position + count:
             if self.ended:
                 return False
@@ -66,17 +67,18 @@ class Cursor:
         return True
 
     def peek(self) -> Reading[str]:
-        """The next character, unread; empty at the end."""
+        """Returns the next character without reading it; empty at the end."""
         if not (yield from self.have(1)):
             return ""
         return self.text[self.position]
 
     def skip_space(self) -> Reading[None]:
+        """Reads all white space that comes next."""
         while (character := (yield from self.peek())) and character in SPACE:
             self.position += 1
 
     def accept(self, literal: str) -> Reading[bool]:
-        """Reads `literal` if it comes next. A difference is seen as early as possible."""
+        """Reads `literal` if it comes next. Returns as soon as a character differs."""
         for index, character in enumerate(literal):
             if not (yield from self.have(index + 1)) or self.text[self.position + index] != character:
                 return False
@@ -84,29 +86,29 @@ class Cursor:
         return True
 
     def accept_one(self, literals: Sequence[str]) -> Reading[str]:
-        """Reads the first of the literals that comes next; empty: none does."""
+        """Reads and returns the first literal that comes next; empty: none does."""
         for literal in literals:
             if (yield from self.accept(literal)):
                 return literal
         return ""
 
     def match(self, characters: re.Pattern[str]) -> Reading[str]:
-        """Reads all next characters of a class."""
+        """Reads and returns all next characters of a class."""
         start = self.position
         while (character := (yield from self.peek())) and characters.match(character):
             self.position += 1
         return self.text[start : self.position]
 
     def skip_until(self, markers: "Markers") -> Reading[None]:
-        """Drops the text up to the next marker, which stays to be read, or up to the end."""
+        """Drops the text up to the next marker or the end. The marker stays to be read."""
         self.unread((yield from self.until(markers, lambda _: None)))
 
     def unread(self, marker: str) -> None:
-        """Sets the cursor back to before a marker that `until` has read last."""
+        """Sets the cursor back to the beginning of the marker that `until` read last."""
         self.position -= len(marker)
 
     def until(self, markers: "Markers", write: Callable[[str], None]) -> Reading[str]:
-        """Passes the text up to the next marker on, as it comes, and reads the marker. Forgets what is before that.
+        """Writes the text up to the next marker, as it comes, and reads the marker. Forgets the text before it.
 
         Returns:
             The marker; empty at the text's end.
@@ -115,6 +117,8 @@ class Cursor:
             start = max(self.position, self._plain)
             found = markers.pattern.search(self.text, start)
             end = found.start() if found else markers.held(self.text, start)
+            if found and markers.overlap and not self.ended and (held := markers.held(self.text, start)) <= end:
+                found, end = None, held  # a longer marker, which begins no later, may still come
             if end > self.position and (found or not self.ended):
                 write(self.text[self.position : end])
             if found:
@@ -131,22 +135,26 @@ class Cursor:
 
 
 class Markers:
-    """Some strings to look for together.
+    """Strings that a reader looks for together.
 
     Attributes:
+        markers: the strings.
         firsts: their first characters.
         chars_max: length of the longest one.
+        overlap: one of them contains another one.
     """
 
     def __init__(self, *markers: str) -> None:
         longest_first = sorted(filter(None, markers), key=len, reverse=True)
+        self.markers = tuple(longest_first)
         self.firsts = frozenset(marker[0] for marker in longest_first)
         self.chars_max = len(longest_first[0]) if longest_first else 0
+        self.overlap = any(one in other for one in longest_first for other in longest_first if one != other)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._beginnings = {marker[:length] for marker in longest_first for length in range(1, len(marker))}
 
     def held(self, text: str, start: int) -> int:
-        """Where the longest end of `text` begins that may be the beginning of a marker."""
+        """Returns where the longest suffix of `text` begins that may be the beginning of a marker."""
         for begin in range(max(start, len(text) - self.chars_max + 1), len(text)):
             if text[begin:] in self._beginnings:
                 return begin

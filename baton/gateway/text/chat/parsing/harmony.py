@@ -1,7 +1,7 @@
-"""Messages of gpt-oss: `<|channel|>NAME to=RECIPIENT<|message|>...<|end|>`.
+"""Reads messages of gpt-oss: `<|channel|>NAME to=RECIPIENT<|message|>...<|end|>`.
 
-The channel `analysis` is reasoning, `final` the answer. A message in `commentary` to `functions.NAME` is a tool call;
-without a recipient it is text for the user, which introduces calls.
+The channel `analysis` is reasoning, and `final` is the answer. A message in `commentary` to `functions.NAME` is a tool
+call. Without a recipient it is text for the user, which introduces calls.
 """
 
 import re
@@ -21,10 +21,10 @@ FUNCTIONS = "functions."
 
 
 def harmony(header: str | None, *, tools: bool) -> Callable[[Cursor, Collector], Reading[None]]:
-    """Reads the Harmony format of gpt-oss.
+    """Returns the reader of the Harmony format.
 
     Args:
-        header: of the message that the prompt has opened, and `<|message|>` after it; None: the prompt ends before.
+        header: the header of a message that the prompt leaves open; None: the output begins with a header.
         tools: whether calls are allowed; otherwise they are content.
     """
 
@@ -39,14 +39,14 @@ def harmony(header: str | None, *, tools: bool) -> Callable[[Cursor, Collector],
             if not end:
                 return
             head = None
-            if end in (START, CHANNEL):  # a message that was not closed: what ends it is the next header's
+            if end in (START, CHANNEL):  # the message was not closed, and the next header begins
                 cursor.unread(end)
 
     return read
 
 
 def _header(cursor: Cursor, out: Collector) -> Reading[str | None]:
-    """Reads up to the next message's text; None: the text ended. Text without a header is content."""
+    """Reads and returns the next message's header; None: the text ended. Text without a header is content."""
     yield from cursor.skip_space()
     for begin in (START, CHANNEL, CONSTRAIN, "to="):
         start = cursor.position
@@ -82,7 +82,7 @@ def _body(cursor: Cursor, out: Collector, header: str, *, tools: bool) -> Readin
 
 
 def opened_header(prompt: str) -> str | None:
-    """The header of the message that the prompt leaves open, such as one that is to be continued."""
+    """Returns the header of the message that the prompt leaves open, such as one to continue; None: it leaves none."""
     header, found, body = prompt[prompt.rfind(START) :].partition(MESSAGE)
     if not found or any(end in body for end in ENDS):
         return None

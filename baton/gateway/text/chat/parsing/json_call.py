@@ -1,4 +1,4 @@
-"""Tool calls that are JSON objects, and their arguments."""
+"""Reads tool calls that are JSON objects, and JSON values within other markup."""
 
 import json
 import re
@@ -17,14 +17,14 @@ SCALAR = re.compile(r"[-+.\w]", re.ASCII)
 def json_value(
     cursor: Cursor, write: Callable[[str], None], *, ends: Markers | None = None, forget: bool = False
 ) -> Reading[bool]:
-    """Passes one object or array on as it comes, as valid JSON.
+    """Reads one object or array, and writes it as it comes, as valid JSON.
 
     Args:
-        ends: texts that end a broken value. They are left to be read.
-        forget: nobody will set the cursor back.
+        ends: texts that end a broken value. They stay to be read.
+        forget: whether the cursor may drop the text, because nobody will set it back.
 
     Returns:
-        Whether its last bracket came. If not, it was closed here, unless the text was cut off.
+        Whether the last bracket came. Otherwise the value was closed here, unless the text was cut off.
     """
     return (yield from rewrite(cursor, JsonRewriter(ends), write, forget=forget))
 
@@ -32,7 +32,7 @@ def json_value(
 def rewrite(
     cursor: Cursor, rewriter: JsonRewriter, write: Callable[[str], None], *, forget: bool = True
 ) -> Reading[bool]:
-    """As `json_value`, with a rewriter of its own."""
+    """Does what `json_value` does, with a rewriter of the caller."""
     while True:
         cursor.position = rewriter.read(cursor.text, cursor.position, last=cursor.ended)
         if rewriter.finished or cursor.ended:
@@ -51,7 +51,7 @@ def rewrite(
 
 
 def end_of_call(cursor: Cursor, *literals: str) -> Reading[None]:
-    """Reads surplus braces, and those of the literals that come next, in their order, with space before each."""
+    """Reads surplus braces, then each literal that comes next, in order, with white space before each."""
     while (yield from accept_next(cursor, "}")):
         pass
     for literal in literals:
@@ -59,7 +59,7 @@ def end_of_call(cursor: Cursor, *literals: str) -> Reading[None]:
 
 
 def accept_next(cursor: Cursor, literal: str) -> Reading[bool]:
-    """Reads white space and `literal`; nothing if something else comes."""
+    """Reads white space and `literal`, or nothing if something else comes. Returns whether it read."""
     start = cursor.position
     yield from cursor.skip_space()
     if (yield from cursor.accept(literal)):
@@ -69,10 +69,9 @@ def accept_next(cursor: Cursor, literal: str) -> Reading[bool]:
 
 
 def repeats(cursor: Cursor, marker: str) -> Reading[str]:
-    """Reads the marker as often as it comes again, with space before each, and returns what it read.
+    """Reads the marker as often as it is repeated, with white space before each, and returns what it read.
 
-    No call follows any of them if none follows the last: trying each in turn would take time by the square of their
-    number.
+    If no call follows the last marker, none follows the others. To try each in turn would take quadratic time.
     """
     start = cursor.position
     while (yield from accept_next(cursor, marker)):
@@ -81,7 +80,7 @@ def repeats(cursor: Cursor, marker: str) -> Reading[str]:
 
 
 def json_string(cursor: Cursor) -> Reading[str | None]:
-    """Reads a string and returns its value; None: no string."""
+    """Reads a string and returns its value; None: what comes is no string."""
     start = cursor.position
     if not (yield from cursor.accept('"')):
         return None
@@ -105,12 +104,15 @@ def json_string(cursor: Cursor) -> Reading[str | None]:
 
 
 class CallObject:
-    """Reads `{"name": ..., "arguments": {...}}`, or with `parameters`, in any order and with other keys.
+    """Reads `{"name": ..., "arguments": {...}}`, or `parameters`, with its keys in any order, and other keys.
 
     Args:
-        known: names of calls; None: any.
-        bare: without a marker in front, only an object with arguments is a call.
-        ends: texts that end a broken call. They are left to be read.
+        known: names that calls may have; None: any name.
+        bare: calls have no marker, so an object without arguments is no call.
+        ends: texts that end a broken call. They stay to be read.
+
+    Attributes:
+        begun: the object is a call, and its beginning was passed on.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class CallObject:
         self.begun = False
 
     def read(self) -> Reading[bool]:
-        """Returns whether the object ended well. If not, and the call has not `begun`, it is no call."""
+        """Reads the object. Returns whether it ended well. Otherwise, if it has not `begun`, it is no call."""
         cursor = self._cursor
         if not (yield from cursor.accept("{")):
             return False

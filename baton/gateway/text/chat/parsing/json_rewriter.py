@@ -1,4 +1,4 @@
-"""JSON as models write it, rewritten to JSON by RFC 8259 while it comes: the one place that mends JSON."""
+"""Rewrites JSON as models write it to JSON by RFC 8259, while it comes. Nothing else repairs JSON."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import re
 
 from baton.gateway.text.chat.parsing.cursor import SPACE, Markers
 
-DEPTH_MAX = 100  # what is deeper is null: bodies, which bring arguments back, may have 128 levels
+DEPTH_MAX = 100  # deeper values become null: requests, which send arguments back, may have 128 levels
 NUMBER_CHARS_MAX = 512
 LITERALS = {
     "true": "true", "false": "false", "null": "null", "none": "null", "undefined": "null",
@@ -36,17 +36,17 @@ ESCAPE_BEGUN = re.compile(
 
 
 def well_formed(text: str) -> str:
-    """The text with U+FFFD in place of halves of surrogate pairs, which UTF-8 cannot carry."""
+    """Returns the text with U+FFFD in place of halves of surrogate pairs, which UTF-8 cannot encode."""
     return text if text.isascii() else SURROGATE.sub(REPLACEMENT, text)
 
 
 def quoted(text: str) -> str:
-    """The text as a JSON string."""
+    """Returns the text as a JSON string."""
     return json.dumps(well_formed(text), ensure_ascii=False)
 
 
 def number(text: str) -> str | None:
-    """A finite number as JSON: `+1`, `.5`, `1.` and `007` are read, too. None: it is none."""
+    """Returns a finite number as JSON, also from `+1`, `.5`, `1.` and `007`; None: the text is no such number."""
     if len(text) > NUMBER_CHARS_MAX:
         return None
     if not NUMBER_LIKE.fullmatch(text) or not math.isfinite(value := float(text)):
@@ -57,7 +57,7 @@ def number(text: str) -> str | None:
 
 
 def scalar(text: str) -> str:
-    """What stands without quotes as JSON: a number, a literal, or else a string. An infinite number is null."""
+    """Returns text without quotes as JSON: a number, a literal, or else a string. An infinite number becomes null."""
     found = LITERALS.get(text.lower()) or number(text)
     if found is None:
         return "null" if NUMBER.fullmatch(text) else quoted(text)
@@ -65,7 +65,7 @@ def scalar(text: str) -> str:
 
 
 def cut_scalar(text: str) -> str:
-    """As `scalar`, for one that the text's end may have cut."""
+    """Does what `scalar` does, for text whose end may be missing."""
     literal = next((literal for literal in JSON_LITERALS if literal.startswith(text)), None)
     return literal or number(text.rstrip("+-.eE")) or scalar(text)
 
@@ -77,19 +77,19 @@ def scalar_so_far(text: str) -> str:
 
 
 class JsonRewriter:
-    """Rewrites one object or array. Valid JSON stays as it is, to the character; infinite numbers become null.
+    """Rewrites one object or array. Valid JSON is unchanged, except that infinite numbers become null.
 
-    It mends raw control characters and wrong escapes in strings, single quotes, quotes within strings, missing and
-    surplus commas, Python's literals, and missing quotes, keys, values and brackets. What it has written at any time is
-    the beginning of valid JSON, and does not depend on how the text was cut.
+    It repairs raw control characters and wrong escapes in strings, single quotes, quotes within strings, missing and
+    surplus commas, Python's literals, and missing quotes, keys, values and brackets. Its output so far is always the
+    beginning of valid JSON, and does not depend on how the text was cut.
 
     Args:
-        ends: texts that end the value where they stand outside of strings.
+        ends: texts that end the value outside of strings.
         inside: the text begins within an object, after a member.
 
     Attributes:
         finished: no more text belongs to the value.
-        closed: its last bracket has come.
+        closed: the value's last bracket came.
     """
 
     def __init__(self, ends: Markers | None = None, *, inside: bool = False) -> None:
@@ -106,13 +106,13 @@ class JsonRewriter:
         self._mended_quote = False
 
     def take(self) -> str:
-        """The JSON that was written since the last time."""
+        """Returns the JSON that was written since the last call."""
         taken = "".join(self._out)
         self._out.clear()
         return taken
 
     def read(self, text: str, position: int, *, last: bool = False) -> int:
-        """Reads on, and returns the place of the value's end, or of what cannot be read without more text.
+        """Reads on. Returns the position of the value's end, or of text that cannot be read without more text.
 
         Args:
             last: no more text comes.
@@ -125,14 +125,14 @@ class JsonRewriter:
         return position
 
     def held(self) -> str:
-        """What was read and not written yet, as far as more text cannot change its beginning."""
+        """Returns JSON for text that was read but not written yet, as far as more text cannot change it."""
         text = "".join(self._unquoted)
         if text:
             text = quoted(text)[:-1] if self._wants == "key" else scalar_so_far(text)
         return "".join(self._comma) + text + ('"' if self._after_quote is not None else "")
 
     def complete(self) -> None:
-        """Closes what is open."""
+        """Closes all open strings, objects and arrays."""
         if self._quote:
             self._end_string()
         if self._unquoted:
@@ -190,7 +190,7 @@ class JsonRewriter:
         return position + 1
 
     def _quote_or_end(self, text: str, position: int, space: list[str]) -> int:
-        """Whether a quote ended its string shows the next character."""
+        """Decides by the next character whether a quote ended its string."""
         spaces = SPACES.match(text, position)
         if spaces:
             space.append(spaces.group())
@@ -228,7 +228,7 @@ class JsonRewriter:
         self._wants = "colon" if key else "comma"
 
     def _before_marker(self, text: str, position: int, end: int) -> int:
-        """`end`, or where a marker may begin before it."""
+        """Returns `end`, or the position before it where a marker may begin."""
         found = self._ends.pattern.search(text, position, end + self._ends.chars_max)
         return min(end, found.start() if found else max(position + 1, self._ends.held(text, position)))
 
@@ -259,7 +259,7 @@ class JsonRewriter:
         return position + 1
 
     def _begin(self) -> None:
-        """Writes what has to stand before a key or value that comes."""
+        """Writes the comma or colon before the next key or value."""
         if self._wants == "comma":
             self._comma, self._wants = [","], self._next()
         elif self._wants == "colon":
@@ -269,7 +269,7 @@ class JsonRewriter:
         self._comma.clear()
 
     def _next(self) -> str:
-        """What comes first in the innermost object or array."""
+        """Returns what comes first in a member of the innermost object or array."""
         return "key" if self._closers[-1] == "}" else "value"
 
     def _open(self, bracket: str) -> None:
@@ -291,7 +291,7 @@ class JsonRewriter:
             self._comma, self._wants = [","], self._next()
 
     def _end_value(self) -> None:
-        """Writes the value that a key lacks."""
+        """Writes null for a key without a value."""
         if self._wants == "colon":
             self._out.append(": null")
         elif self._wants == "value" and self._closers[-1] == "}":
@@ -301,7 +301,7 @@ class JsonRewriter:
         self._wants = "comma"
 
     def _close(self) -> str:
-        """Writes the innermost bracket's end, and returns it."""
+        """Closes the innermost object or array, and returns its bracket."""
         self._end_value()
         self._out += self._comma[1:]
         self._comma.clear()

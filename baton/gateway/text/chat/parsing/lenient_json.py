@@ -1,4 +1,4 @@
-"""JSON of models that may be broken: whole values as valid JSON, and the arguments that a conversation brings back."""
+"""Converts JSON that models broke to valid JSON: whole values, and the arguments that a conversation sends back."""
 
 import json
 import math
@@ -11,7 +11,7 @@ MENDED_CHARS_MAX = 256 << 10  # of one conversation: rewriting takes about 4 s a
 
 
 def json_so_far(text: str) -> str:
-    """The beginning of the JSON that a text without its end will be."""
+    """Returns the beginning of the JSON to which a text without its end will be converted."""
     if not text.startswith(tuple(CLOSES)):
         return scalar_so_far(text) if text else ""
     rewriter = JsonRewriter()
@@ -20,7 +20,7 @@ def json_so_far(text: str) -> str:
 
 
 def rewritten(text: str) -> str:
-    """The object or array that the text begins with, as valid JSON."""
+    """Returns the object or array at the beginning of the text as valid JSON."""
     rewriter = JsonRewriter()
     rewriter.read(text, 0, last=True)
     rewriter.complete()
@@ -28,13 +28,13 @@ def rewritten(text: str) -> str:
 
 
 class ArgumentReader:
-    """Reads the arguments of a conversation's calls as objects. Text that is no JSON is mended up to a total length."""
+    """Reads the arguments of a conversation's calls as objects. Broken JSON is repaired up to a total length."""
 
     def __init__(self) -> None:
         self._chars_left = MENDED_CHARS_MAX
 
     def read(self, text: str) -> dict[str, Any]:
-        """The best reading of one call's arguments. What is no object becomes the member `arguments`, as text."""
+        """Returns the arguments of one call. Text that contains no object becomes the member `arguments`."""
         text = well_formed(text)
         stripped = text.strip()
         if not stripped or stripped == "null":
@@ -59,11 +59,11 @@ class ArgumentReader:
 
 
 def strict_json(text: str) -> Any:
-    """The value of JSON by RFC 8259.
+    """Returns the value of JSON by RFC 8259.
 
     Raises:
-        ValueError: it is not JSON, or has numbers that are not finite, or halves of surrogate pairs.
-        RecursionError: it is nested too deeply.
+        ValueError: the text is not JSON, or has infinite numbers or halves of surrogate pairs.
+        RecursionError: the text is nested too deeply.
     """
     value = json.loads(text, parse_constant=_refused, parse_float=_finite)
     if r"\ud" in text or r"\uD" in text:
@@ -83,7 +83,7 @@ def _finite(text: str) -> float:
 
 
 class ArgumentJson:
-    """Arguments as one piece of text to valid JSON: an object as it comes, anything else at its end."""
+    """Converts the text of one call's arguments to valid JSON: an object as it comes, anything else at its end."""
 
     def __init__(self) -> None:
         self._rewriter = JsonRewriter()
@@ -106,7 +106,7 @@ class ArgumentJson:
         return self._rewriter.take()
 
     def finish(self, *, cut: bool) -> str:
-        """The rest. `cut`: the text may not be whole, and stays open."""
+        """Returns the rest. `cut`: the text may not be whole, so the JSON stays open."""
         other = "".join(self._other)
         if cut:
             return other or self._rewriter.held()

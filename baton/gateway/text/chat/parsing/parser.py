@@ -1,10 +1,11 @@
-"""The `OutputParser` of a conversation: reasoning first, then the family's format."""
+"""Parses the outputs of a conversation: reasoning first, then the family's format."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.gateway.text.chat.parsing.collector import Collector
 from baton.gateway.text.chat.parsing.cursor import Cursor, Markers, Reading
+from baton.gateway.text.chat.parsing.json_call import accept_next
 from baton.gateway.text.chat.types import ParsedDelta
 
 Read = Callable[[Cursor, Collector], Reading[None]]
@@ -12,10 +13,15 @@ Read = Callable[[Cursor, Collector], Reading[None]]
 
 @dataclass(frozen=True)
 class ReasoningMarkers:
-    """What the template writes around reasoning."""
+    """What the template writes around reasoning.
+
+    Attributes:
+        answer: tags that the model may put around the answer after the reasoning; None: there are none.
+    """
 
     open: str
     close: str
+    answer: tuple[str, str] | None = None
 
 
 class FormatParser:
@@ -45,28 +51,60 @@ class FormatParser:
         return self._out.take()
 
 
-def with_reasoning(markers: ReasoningMarkers, read: Read, *, opened: bool) -> Read:
+def with_reasoning(
+    markers: ReasoningMarkers, read: Read, *, opened: bool, implied: bool = False, marks: Sequence[str] = ()
+) -> Read:
     """Reads reasoning, then the rest with `read`.
 
     Args:
-        opened: the prompt ends in reasoning. Otherwise it begins with a marker, or there is none.
+        opened: the prompt ends in reasoning. Otherwise the output begins with the opening marker, or has no reasoning.
+        implied: the client asked for reasoning, so the output begins with it even without the opening marker.
+        marks: texts that begin a call, and so end implied reasoning.
     """
 
     def read_both(cursor: Cursor, out: Collector) -> Reading[None]:
-        reasons = opened
-        if not reasons:
-            start = cursor.position
-            yield from cursor.skip_space()
-            reasons = yield from cursor.accept(markers.open)
-            cursor.position = cursor.position if reasons else start
-        if reasons:
-            if opened:  # some models repeat the marker
-                start = cursor.position
-                yield from cursor.skip_space()
-                if not (yield from cursor.accept(markers.open)):
-                    cursor.position = start
+        found = yield from accept_next(cursor, markers.open)  # some models repeat the prompt's marker
+        if found or opened:
             if (yield from cursor.until(Markers(markers.close), out.reasoning)):
                 out.end_reasoning()
+        elif (yield from accept_next(cursor, markers.close)):
+            out.end_reasoning()  # an empty reasoning
+        elif implied:
+            yield from _implied(cursor, out, markers.close, marks)
+        if markers.answer is not None and (yield from accept_next(cursor, markers.answer[0])):
+            out.drop_in_content(markers.answer[1])
+            out.end_reasoning()
         yield from read(cursor, out)
 
     return read_both
+
+
+def _implied(cursor: Cursor, out: Collector, close: str, marks: Sequence[str]) -> Reading[None]:
+    """Reads reasoning without its opening marker.
+
+    If neither its end nor a call ever comes, the model did not reason, and the text is its answer, too.
+    """
+    pieces: list[str] = []
+
+    def write(text: str) -> None:
+        pieces.append(text)
+        out.reasoning(text)
+
+    marker = yield from cursor.until(Markers(close, *marks), write)
+    if marker == close:
+        out.end_reasoning()
+    elif marker:
+        cursor.unread(marker)
+    elif not cursor.cut:
+        out.content("".join(pieces))
+
+
+def without_marker(marker: str, read: Read) -> Read:
+    """Reads the rest with `read`, after a closing marker of the reasoning that the prompt has already."""
+
+    def read_rest(cursor: Cursor, out: Collector) -> Reading[None]:
+        if (yield from accept_next(cursor, marker)):
+            out.end_reasoning()
+        yield from read(cursor, out)
+
+    return read_rest

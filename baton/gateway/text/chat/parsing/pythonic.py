@@ -1,4 +1,4 @@
-"""Tool calls that are a list of Python's function calls, as Llama 4 writes them."""
+"""Reads function calls in Python's syntax, as Llama 4 and Gemma 3 write them."""
 
 import re
 
@@ -18,7 +18,7 @@ class PythonCall:
     Arguments without a name are left out.
 
     Args:
-        any_name: the call need not have the name of a tool.
+        any_name: whether a call may have a name that is no tool's.
     """
 
     def __init__(self, cursor: Cursor, out: Collector, schemas: Schemas, *, any_name: bool = False) -> None:
@@ -29,7 +29,7 @@ class PythonCall:
         self.begun = False
 
     def read(self) -> Reading[bool]:
-        """Returns whether the call ended well. If not, and it has not `begun`, it is no call."""
+        """Reads the call. Returns whether it ended well. Otherwise, if it has not `begun`, it is no call."""
         cursor = self._cursor
         name = yield from cursor.match(NAME)
         known = self._any_name or name in self._schemas
@@ -55,7 +55,7 @@ class PythonCall:
             cursor.forget()
 
     def _member(self, types: ArgumentTypes) -> Reading[str]:
-        """`key=value` as a member of a JSON object; empty: the value has no key, or was cut off."""
+        """Reads `key=value` and returns it as a member of a JSON object; empty: it has no key, or was cut off."""
         cursor = self._cursor
         start = cursor.position
         key = yield from cursor.match(NAME)
@@ -69,7 +69,7 @@ class PythonCall:
         return f"{quoted(key)}: {literal(text) or types.of(key).read(text)}"
 
     def _value(self) -> Reading[str]:
-        """Reads up to the comma or parenthesis after a value, or to the text's end."""
+        """Reads and returns a value up to the comma or parenthesis after it, or to the text's end."""
         cursor = self._cursor
         start = cursor.position
         closes: list[str] = []

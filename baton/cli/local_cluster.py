@@ -15,8 +15,9 @@ from baton.core.errors import ConfigError, PermissionDenied, Unauthenticated
 from baton.core.log_lines import escaped
 from baton.core.types import LocalPolicy
 from baton.protos.v1 import node_status_pb2
+from baton.settings.config import DEMO_NOTE, is_demo_model
 from baton.settings.environment import is_set, ranks_of_each_node, visible_gpus
-from baton.settings.model_source import find_model
+from baton.settings.model_source import find_model, is_of_a_package
 from baton.settings.node_config import NodeSettings
 
 _PAIRED_TIMEOUT_S = 60.0
@@ -79,7 +80,9 @@ def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
     """
     refuse_taken_port(options.port, flag="--port")
     if options.model is not None:
-        options = replace(options, model=find_model(options.model))
+        found = find_model(options.model)
+        # The name of a package's model is also its name for clients.
+        options = options if is_of_a_package(options.model) else replace(options, model=found)
     with ClusterProgress() as shown, Processes(shown.say, launch=shown.launch, on_change=shown.update) as processes:
         shown.say(f"starting {options.prefill} prefill and {options.decode} decode node(s)")
         ranks = options.tensor_parallel_size or ranks_of_each_node()
@@ -104,10 +107,17 @@ def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
             paired = "every prefill node is paired with every decode node"
             if adapters:
                 paired += f"; adapters {', '.join(adapters)}"
+        if _serves_demo(options):
+            paired += f"; this is a {DEMO_NOTE}: --model smollm2 does"
         shown.close()
         shown.say(paired)
         yield LocalCluster(gateway, prefill, decode, processes)
         shown.say("stopping")
+
+
+def _serves_demo(options: ClusterOptions) -> bool:
+    """Whether the cluster serves a model that comes with Baton, which is also the default."""
+    return not is_set("model") if options.model is None else is_demo_model(options.model)
 
 
 def _start_node(processes: Processes, options: ClusterOptions, role: str, index: int, device: list[str]) -> Process:

@@ -20,13 +20,20 @@ from baton.core.limits import TOKENS_MAX
 from baton.core.logs import write_in_background, write_line
 from baton.core.sampling import SamplingParams
 from baton.core.types import LocalPolicy
-from baton.settings.config import DEMO_MODELS
+from baton.settings.config import DEMO_MODELS, is_demo_model
+from baton.settings.model_source import installed_model
 
 _NODES_MAX = 256  # of each role
 
 DEMO_PROMPT = (
     "Write the given bytes to the file, and return the number of bytes written, which is always the length of the "
     "bytes. The file must be open for writing. If the file is not open, an error is raised. The method"
+)
+# Long enough that a prefill node computes it.
+REAL_PROMPT = (
+    "Water is a liquid at room temperature. When it is cooled below zero degrees Celsius, it freezes and becomes ice, "
+    "which is lighter than water, so that it floats on lakes in winter. When water is heated to one hundred degrees "
+    "Celsius, it"
 )
 
 
@@ -40,7 +47,8 @@ def up(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Model directory, or name on the Hugging Face hub (owner/name@revision). Default: a small demo model."
+            help="Model directory, GGUF file, smollm2, or name on the Hugging Face hub (owner/name@revision). "
+            "Default: a small demo model."
         ),
     ] = None,
     model_name: Annotated[
@@ -124,12 +132,17 @@ def up(
 
 
 def demo(
-    model: Annotated[Path | None, typer.Option(help="Model directory; default: the DeepSeek demo model.")] = None,
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = DEMO_PROMPT,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Model; default: smollm2 if its package is installed, else the bundled DeepSeek demo model."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; default: one that suits the model.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, max=TOKENS_MAX, help="Most tokens to generate.")] = 80,
 ) -> None:
     """Start a local cluster, send one prompt, print its receipt."""
-    options = ClusterOptions(model=model or DEMO_MODELS / "deepseek", log_level="warning")
+    model = model or installed_model() or DEMO_MODELS / "deepseek"
+    prompt = prompt or (DEMO_PROMPT if is_demo_model(model) else REAL_PROMPT)
+    options = ClusterOptions(model=model, log_level="warning")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     try:
         with stop_on_signals(), local_cluster(options) as cluster:

@@ -50,7 +50,7 @@ def find_model(model: Path, *, weights: bool = True) -> Path:
         found = model
     elif model.suffix == GGUF and os.path.lexists(model):
         return model
-    elif str(model) in _INSTALLED:
+    elif is_of_a_package(model):
         found = _installed(str(model))
     elif named := _HUB_NAME.fullmatch(str(model)):
         found = _download(named["repository"], named["revision"], weights=weights)
@@ -125,6 +125,16 @@ def _download(repository: str, revision: str | None, *, weights: bool) -> Path:
     return directory
 
 
+def installed_model() -> Path | None:
+    """Returns the name of a small chat model, if a package that brings one is installed."""
+    return next((Path(name) for name, (module, _) in _INSTALLED.items() if importlib.util.find_spec(module)), None)
+
+
+def is_of_a_package(model: Path) -> bool:
+    """Whether this is the name of a model that a package brings, such as smollm2."""
+    return str(model) in _INSTALLED and not os.path.isdir(model)
+
+
 def _installed(name: str) -> Path:
     """Returns the folder of the package that brings a model. It does not import the package."""
     module, distribution = _INSTALLED[name]
@@ -161,7 +171,9 @@ def _gguf_of(directory: Path, name: str) -> Path:
 def _no_model(model: Path) -> ConfigError:
     """The error for a path that is no directory and names no model."""
     if os.path.lexists(model):
-        return _refuse(str(model), "is no directory and no .gguf file", "give the directory that has the model's config.json")
+        return _refuse(
+            str(model), "is no directory and no .gguf file", "give the directory that has the model's config.json"
+        )
     if _PART_OF_HUB_NAME.fullmatch(str(model)):
         cure = "give a directory, or the whole name of a repository of the hub, owner/name, such as Qwen/Qwen3-0.6B"
         return _refuse(str(model), "is no directory, and no name of the hub without its owner", cure)

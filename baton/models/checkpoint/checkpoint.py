@@ -97,7 +97,9 @@ def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
         return dict(sorted(read_file(single).items()))
     if not index.exists() and (parts := gguf_files(directory)):
         return {
-            name: StoredTensor(tensor.name, file, tensor.type.name, tensor.shape, tensor.start, tensor.stop, encoding=how)
+            name: StoredTensor(
+                tensor.name, file, tensor.type.name, tensor.shape, tensor.start, tensor.stop, encoding=how
+            )
             for name, (file, tensor, how) in sorted(find_tensors(parts).items())
         }
     if not index.exists():

@@ -30,9 +30,7 @@ _ENTRIES_MAX = 1 << 16
 _TENSORS_MAX = 1 << 20
 _DIMS_MAX = 4
 _SIZE_MAX = 2**63 - 1
-_NUMBERS = MappingProxyType(
-    {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-)
+_NUMBERS = MappingProxyType({0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"})
 _STRING, _ARRAY = 8, 9
 
 MetadataValue = bool | int | float | str | tuple[bool | int | float | str, ...]
@@ -266,5 +264,3 @@ def read_numbers(tensor: GgufTensor, path: Path, *, most: int) -> tuple[float, .
 
 def damaged(path: Path, problem: str) -> ConfigError:
     return ConfigError(f"{path} {problem}", field="model", value=str(path), cure="download the file again")
-
-

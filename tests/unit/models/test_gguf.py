@@ -101,7 +101,9 @@ def test_any_bytes_mean_the_same_numbers_as_in_ggml(kind: GgufType) -> None:
     blocks = np.random.default_rng(0).integers(0, 256, (512, kind.block_bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(gguf.dequantize(blocks.copy(), theirs).astype(np.float32)).flatten()
-    assert torch.equal(*(torch.nan_to_num(each) for each in (dequantize(kind.name, torch.from_numpy(blocks)).flatten(), expected)))
+    assert torch.equal(
+        *(torch.nan_to_num(each) for each in (dequantize(kind.name, torch.from_numpy(blocks)).flatten(), expected))
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -139,10 +141,10 @@ def test_parts_of_a_model_are_found_by_any_of_them(tmp_path: Path) -> None:
     assert torch.equal(logits_of(directory), logits_of(whole))
     assert model_identity(directory, read_config(directory)) == model_identity(whole, read_config(whole))
     shutil.copy(second, tmp_path / "alone")
-    with pytest.raises(ConfigError, match="m-00001-of-00002.gguf is not beside it"):
+    with pytest.raises(ConfigError, match=r"m-00001-of-00002\.gguf is not beside it"):
         model_directory(tmp_path / "alone" / second.name)
     shutil.copy(second, file)
-    with pytest.raises(ConfigError, match="is part 1 of 2 by its name, and says that it has split.no 1 of 2"):
+    with pytest.raises(ConfigError, match=r"is part 1 of 2 by its name, and says that it has split\.no 1 of 2"):
         model_directory(second)
 
 
@@ -168,7 +170,6 @@ def test_no_place_to_keep_the_directory_is_an_error_that_names_the_places(tmp_pa
 
 
 # ---- tokenizers
-
 
 
 def byte_level(path: Path, pre: str, **more: Any) -> Path:

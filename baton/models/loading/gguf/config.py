@@ -60,7 +60,7 @@ class Metadata:
             raise self.refuse(f"tokenizer.ggml.{name}", "a token id")
         return value
 
-    def flag(self, key: str, default: bool) -> bool:  # noqa: FBT001
+    def flag(self, key: str, default: bool) -> bool:
         value = self.raw(key)
         if value is not None and not isinstance(value, bool):
             raise self.refuse(key, "true", "false")

@@ -57,9 +57,7 @@ _LLAMA3 = _Split(
     whole_words=True,
     begins=True,
 )
-_QWEN2 = _Split(
-    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}", nfc=True
-)
+_QWEN2 = _Split(rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}", nfc=True)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = _Split(
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -140,7 +138,7 @@ class _Vocabulary:
 
     def _for_each(self, name: str, default: float) -> tuple[float, ...]:
         values = self._metadata.numbers(f"tokenizer.ggml.{name}") or (default,) * len(self.tokens)
-        if len(values) != len(self.tokens) or any(value != value for value in values):  # noqa: PLR0124  NaN has no order
+        if len(values) != len(self.tokens) or any(value != value for value in values):
             raise self._metadata.refuse(f"tokenizer.ggml.{name}", f"a number for each of {len(self.tokens)} tokens")
         return values
 

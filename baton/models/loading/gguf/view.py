@@ -20,7 +20,7 @@ from baton.models.checkpoint.gguf_tensors import GgufFamily, family_of_gguf, rea
 from baton.models.loading.gguf.config import config_json
 from baton.models.loading.gguf.tokenizer import tokenizer_files
 from baton.models.loading.tokenizer_files import find
-from baton.settings.model_source import find_model
+from baton.settings.model_source import find_model, is_of_a_package
 
 _VERSION = b"1"  # of the conversion
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -34,16 +34,22 @@ def model_directory(model: Path, *, weights: bool = True) -> Path:
         ConfigError: see `find_model`; or a GGUF file is damaged, unsupported or incomplete.
     """
     found = find_model(model, weights=weights)
-    return view_of_gguf(found) if found.suffix == SUFFIX and not found.is_dir() else found
+    if found.suffix != SUFFIX or found.is_dir():
+        return found
+    name = str(model) if is_of_a_package(model) else _PART.sub(r"\g<stem>.gguf", found.name).removesuffix(SUFFIX)
+    return view_of_gguf(found, name)
 
 
-def view_of_gguf(file: Path) -> Path:
-    """Returns the directory for a GGUF file, or for all parts of a model if the file is one of them."""
+def view_of_gguf(file: Path, name: str) -> Path:
+    """Returns the directory for a GGUF file, or for all parts of a model if the file is one of them.
+
+    Args:
+        name: of the directory, which is the model's name for clients.
+    """
     files = parts_of(file)
     headers = read_headers(files)
     family = family_of_gguf(headers[0])
     key = _key(files, headers)
-    name = _PART.sub(r"\g<stem>.gguf", file.name).removesuffix(SUFFIX)
     folders = list(find.cache_folders("gguf"))
     for folder in folders:
         if (folder / key / name).is_dir():
@@ -72,7 +78,9 @@ def parts_of(file: Path) -> list[Path]:
         return [file]
     count = int(part["count"])
     if not 0 < count <= _PARTS_MAX:
-        raise ConfigError(f"{file} is one of {count} parts", field="model", value=count, allowed=(f"1 to {_PARTS_MAX}",))
+        raise ConfigError(
+            f"{file} is one of {count} parts", field="model", value=count, allowed=(f"1 to {_PARTS_MAX}",)
+        )
     files = [file.with_name(f"{part['stem']}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
     missing = [each.name for each in files if not each.is_file()]
     if missing:

@@ -108,7 +108,7 @@ def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
             if adapters:
                 paired += f"; adapters {', '.join(adapters)}"
         if _serves_demo(options):
-            paired += f"; this is a {DEMO_NOTE}: --model smollm2 does"
+            paired += f"; this is a {DEMO_NOTE} (--model smollm2 does)"
         shown.close()
         shown.say(paired)
         yield LocalCluster(gateway, prefill, decode, processes)

@@ -25,7 +25,7 @@ from baton.core.setting_names import SOURCE_ROOT
 from baton.settings.internal import internal, is_internal
 
 DEMO_MODELS = SOURCE_ROOT / "baton" / "models" / "demo"
-DEMO_NOTE = "demo model, trained on docstrings: it continues text and knows no answers"
+DEMO_NOTE = "demo model, trained on docstrings: it continues text and does not answer questions"
 MIB = 1 << 20
 
 

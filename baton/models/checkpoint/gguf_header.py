@@ -11,11 +11,10 @@ import stat
 import struct
 from array import array
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
-from io import BufferedReader, FileIO
 from pathlib import Path
 from types import MappingProxyType
+from typing import IO
 
 from baton.core.errors import ConfigError, shortened
 
@@ -27,6 +26,7 @@ _DEFAULT_ALIGNMENT = 32
 _ALIGNMENT_MAX = 1 << 20
 _HEADER_BYTES_MAX = 256 << 20
 _ENTRIES_MAX = 1 << 16
+_ELEMENTS_MAX = 1 << 22  # of one list; the largest vocabularies have 2**18 tokens
 _TENSORS_MAX = 1 << 20
 _DIMS_MAX = 4
 _SIZE_MAX = 2**63 - 1
@@ -100,7 +100,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: a pipe must not block
-        with closing(BufferedReader(FileIO(descriptor), 1 << 20)) as file:
+        with os.fdopen(descriptor, "rb", buffering=1 << 20) as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise damaged(path, "is no regular file")
@@ -114,7 +114,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 class _Cursor:
     """Reads values one after another, and refuses what is beyond the file's end or the limit of headers."""
 
-    def __init__(self, path: Path, file: BufferedReader, size_bytes: int) -> None:
+    def __init__(self, path: Path, file: IO[bytes], size_bytes: int) -> None:
         self._path, self._file = path, file
         self.position, self.size_bytes = 0, size_bytes
         self._end = min(size_bytes, _HEADER_BYTES_MAX)
@@ -190,7 +190,7 @@ def _value(path: Path, cursor: _Cursor) -> MetadataValue:
     if kind != _ARRAY:
         raise damaged(path, f"has metadata of the unknown type {kind}")
     of = int(cursor.number("I"))
-    count = cursor.count(_HEADER_BYTES_MAX, "elements in an array of its metadata")
+    count = cursor.count(_ELEMENTS_MAX, "elements in an array of its metadata")
     if of == _STRING:
         return tuple([cursor.text() for _ in range(count)])
     if of not in _NUMBERS:  # arrays of arrays exist in the format, and no model has them

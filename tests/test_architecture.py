@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "baton.models": set[str](),
     "baton.models.config": {"baton.core", "attention"},
     "baton.models.formats": {"baton.core", "baton.models.config"},
-    "baton.models.checkpoint": {"baton.core", "baton.models.config"},
+    "baton.models.checkpoint": {"baton.core", "baton.models.config", "baton.models.formats"},
     "baton.models.kernels": KV | {"attention", "baton.models.config", "baton.models.formats"},
     "baton.models.layers": KV | {"attention", "baton.models.config", "baton.models.formats", "baton.models.kernels"},
     "baton.models.families": KV
@@ -90,6 +90,7 @@ MAY_IMPORT = {
     | {f"baton.gateway.{room}" for room in ("core", "fleet", "request", "serving", "http")},
     "baton.gateway.picker": SERVING | {f"baton.gateway.{room}" for room in ("fleet", "http")},
     "baton.gateway.process": SERVING
+    | {"baton.models.loading"}
     | {f"baton.gateway.{room}" for room in ("core", "text", "request", "observe", "serving", "http", "grpc")},
     # tools
     "baton.cli": BASE | {"baton.security", "baton.rpc", "baton.client"},
@@ -97,7 +98,7 @@ MAY_IMPORT = {
     "baton.load": BASE | {"baton.security", "baton.client", "baton.cli"},
     "baton.planner": BASE
     | {"baton.kvcache", "baton.rpc", "baton.load", "baton.cli", "baton.gateway.fleet", "baton.engine.scheduling.slices"}
-    | {"baton.models.config", "baton.models.families"},
+    | MODEL_CONFIG,
     "baton.training": set[str](),
 }
 PACKAGES = {"attention", "baton", "decode_node", "kvtransfer", "prefill_node"}

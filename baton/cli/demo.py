@@ -14,11 +14,18 @@ from baton.core.errors import BatonError
 from baton.core.limits import TOKENS_MAX
 from baton.core.logs import write_line
 from baton.core.sampling import SamplingParams
-from baton.settings.config import DEMO_MODELS
+from baton.settings.config import DEMO_MODELS, is_demo_model
+from baton.settings.model_source import installed_model
 
+# Both are long enough that a prefill node computes them.
 DEMO_PROMPT = (
     "Write the given bytes to the file, and return the number of bytes written, which is always the length of the "
     "bytes. The file must be open for writing. If the file is not open, an error is raised. The method"
+)
+REAL_PROMPT = (
+    "Water is a liquid at room temperature. When it is cooled below zero degrees Celsius, it freezes and becomes ice, "
+    "which is lighter than water, so that it floats on lakes in winter. When water is heated to one hundred degrees "
+    "Celsius, it"
 )
 
 
@@ -26,8 +33,8 @@ def demo(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Model directory, or name on the Hugging Face hub. Default: a small bundled model that continues "
-            "texts like Python's documentation."
+            help="Model directory, GGUF file, or name on the Hugging Face hub. Default: smollm2 if its package is "
+            "installed, else a small bundled model that continues texts like Python's documentation."
         ),
     ] = None,
     prompt: Annotated[
@@ -36,12 +43,14 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, max=TOKENS_MAX, help="Most tokens to generate.")] = 80,
 ) -> None:
     """Start a cluster, send one prompt, show answer and receipt."""
-    options = ClusterOptions(model=model or DEMO_MODELS / "deepseek", log_level="warning")
+    model = model or installed_model() or DEMO_MODELS / "deepseek"
+    prompt = prompt or (DEMO_PROMPT if is_demo_model(model) else REAL_PROMPT)
+    options = ClusterOptions(model=model, log_level="warning")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     try:
         with stop_on_signals(), local_cluster(options) as cluster:
-            print(f"\nPrompt\n\n{prompt or DEMO_PROMPT}\n\nAnswer\n", flush=True)
-            finished = asyncio.run(print_answer(cluster.gateway.address, prompt or DEMO_PROMPT, params))
+            print(f"\nPrompt\n\n{prompt}\n\nAnswer\n", flush=True)
+            finished = asyncio.run(print_answer(cluster.gateway.address, prompt, params))
             print("\nReceipt\n")
             for name, value in receipt_lines(finished.usage, finished.receipt):
                 print(f"  {name:<14} {value}")

@@ -16,8 +16,9 @@ from baton.core.errors import ConfigError, PermissionDenied, Unauthenticated
 from baton.core.log_lines import escaped
 from baton.core.types import LocalPolicy
 from baton.protos.v1 import node_status_pb2
+from baton.settings.config import DEMO_NOTE, is_demo_model
 from baton.settings.environment import is_set, ranks_of_each_node, visible_gpus
-from baton.settings.model_source import find_model, only_pools
+from baton.settings.model_source import find_model, is_of_a_package, only_pools
 from baton.settings.node_config import NodeSettings
 
 _PAIRED_TIMEOUT_S = 60.0
@@ -86,7 +87,9 @@ def local_cluster(options: ClusterOptions, log: ClusterLog | None = None) -> Ite
     """
     refuse_taken_port(options.port, flag="--port")
     if options.model is not None:
-        options = replace(options, model=find_model(options.model))
+        found = find_model(options.model)
+        # The name of a package's model is also its name for clients.
+        options = options if is_of_a_package(options.model) else replace(options, model=found)
     num_decode = _num_decode(options)
     with (
         ClusterProgress(log=log) as shown,
@@ -117,6 +120,8 @@ def local_cluster(options: ClusterOptions, log: ClusterLog | None = None) -> Ite
             paired = "every prefill node is paired with every decode node" if decode else "every prefill node serves"
             if adapters:
                 paired += f"; adapters {', '.join(adapters)}"
+        if _serves_demo(options):
+            paired += f"; this is a {DEMO_NOTE} (--model smollm2 does)"
         shown.close()
         shown.note(paired)
         yield LocalCluster(gateway, prefill, decode, processes, paired)
@@ -128,6 +133,11 @@ def _num_decode(options: ClusterOptions) -> int:
     if options.decode is not None:
         return options.decode
     return 0 if options.model is not None and only_pools(options.model) else 1
+
+
+def _serves_demo(options: ClusterOptions) -> bool:
+    """Whether the cluster serves a model that comes with Baton, which is also the default."""
+    return not is_set("model") if options.model is None else is_demo_model(options.model)
 
 
 def _start_node(processes: Processes, options: ClusterOptions, role: str, index: int, device: list[str]) -> Process:

@@ -48,7 +48,8 @@ def up(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Model directory, or name on the Hugging Face hub (owner/name@revision). Default: a small demo model."
+            help="Model directory, GGUF file, smollm2, or name on the Hugging Face hub (owner/name@revision). "
+            "Default: a small demo model."
         ),
     ] = None,
     model_name: Annotated[

@@ -24,6 +24,7 @@ from baton.engine.expert_plan import plan_experts
 from baton.metrics.port import MetricsPort
 from baton.models.families.reader import read_config
 from baton.models.layers.parallel import SINGLE
+from baton.models.loading.gguf.view import model_directory
 from baton.models.loading.local_config import local_config
 from baton.node.adapters import Adapters
 from baton.node.assembly import STUCK_AFTER_S, Node
@@ -51,7 +52,6 @@ from baton.rpc.server import (
 from baton.rpc.sockets import bind
 from baton.security import roles as certified
 from baton.security.peers import PeerTls
-from baton.settings.model_source import find_model
 from baton.settings.node_config import NodeSettings
 
 log = logging.getLogger("baton")
@@ -106,7 +106,7 @@ def _run_process(
         if hosts.rank == 0:
             loading.enter_context(starting.serving(runner))
         supervisor.report("looking for the model", address=server.address)
-        directory = find_model(settings.model, weights=settings.load_format != "dummy")
+        directory = model_directory(settings.model, weights=settings.load_format != "dummy")
         settings = settings.model_copy(update={"model": directory})
         if settings.tensor_parallel_size > 1:  # an impossible split is an error before ranks take seconds and memory
             config = read_config(directory)

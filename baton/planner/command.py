@@ -19,13 +19,13 @@ from baton.load.lengths import FORMS
 from baton.load.shape import Shape
 from baton.load.workload import PRESETS, LengthSpan, TraceReplay, Workload
 from baton.models.families.reader import read_config
+from baton.models.loading.gguf.view import model_directory
 from baton.planner.goodput import Measure
 from baton.planner.known_costs import Lengths, kind_by_roofline, kind_from_nodes, read_costs
 from baton.planner.model_size import ModelSize, model_size
 from baton.planner.plan import NodeKind, OnStep, Question, find_plan
 from baton.planner.report import render, to_json
 from baton.planner.roofline import GPUS, Gpu, gpu_of
-from baton.settings.model_source import find_model
 
 _FORMS = ", ".join(FORMS)
 _PRESETS = "; ".join(f"{name} is {prompts} in, {outputs} out" for name, (prompts, outputs) in PRESETS.items())
@@ -97,7 +97,7 @@ def plan(
         arrivals=Arrivals.POISSON, burstiness=1.0, rate=rate, speed=None,
     )  # fmt: skip
     shape.check()
-    directory = find_model(model, weights=False)
+    directory = model_directory(model, weights=False)
     size = model_size(read_config(directory), redundant_experts=redundant_experts)
     if attention_data_parallel:
         size = size.with_own_attention()

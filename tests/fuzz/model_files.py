@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +25,7 @@ from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig
 from baton.models.families.reader import read_config
 from baton.models.families.table import FAMILIES
 from baton.models.layers.parallel import TensorParallel
+from baton.models.loading.gguf.view import model_directory
 from baton.models.loading.loader import load_model
 from baton.models.loading.local_config import local_config
 from baton.models.loading.needs import kv_cache_spec
@@ -33,6 +36,7 @@ from tests.fuzz.folders import in_folders
 from tests.fuzz.target import Case, Targets
 from tests.unit.models import tiny, tiny_gemma
 from tests.unit.models.fp8_checkpoints import FAMILIES as FP8_FAMILIES
+from tests.unit.models.gguf_files import TYPES, write_gguf
 from tests.unit.models.packed_checkpoints import AWQ_CONFIG, SIZES, gptq_config, int8_config, packed_config
 from tests.unit.models.paged import backend_for
 
@@ -250,7 +254,7 @@ def tokenizer_forms(folder: Path, case: Case) -> None:
     (folder / name).write_bytes(case[1])
     (folder / "tokenizer_config.json").write_bytes(case[2])
     kept = folder / "kept"
-    with patch.object(find, "_places", lambda: iter([kept])):
+    with patch.object(find, "cache_places", lambda kind: iter([kept])):
         try:
             read = TextTokenizer(folder)
             ids = read.encode("the quick brown fox, naïve 日本 <s>")
@@ -260,11 +264,48 @@ def tokenizer_forms(folder: Path, case: Case) -> None:
                 file.unlink()
 
 
+# ---- GGUF
+
+
+@cache
+def _gguf() -> tuple[bytes, ...]:
+    """Small models of two families, each with tokenizer and weights."""
+    made = []
+    for name, kind in (("llama", TYPES.Q8_0), ("gemma3", TYPES.F16)):
+        changed = {"intermediate_size": 64, "head_dim": 16}
+        with TemporaryDirectory() as folder:
+            original = tiny.save_tiny(name, Path(folder), changed=changed)
+            made.append(write_gguf(Path(folder) / "m.gguf", original, type_of=kind).read_bytes())
+    return tuple(made)
+
+
+def make_gguf(random: Random) -> Case:
+    data = random.choice(_gguf())
+    if random.random() < 0.5:  # the header, where most of the bytes have a meaning
+        return (mutate.data(random, data[:4096]) + data[4096:],)
+    return (mutate.data(random, data),)
+
+
+def gguf_file(folder: Path, case: Case) -> None:
+    (folder / "m.gguf").write_bytes(case[0])
+    kept = folder / "kept"
+    with patch.object(find, "cache_places", lambda kind: iter([kept])):
+        try:
+            directory = model_directory(folder / "m.gguf")
+            TextTokenizer(directory).encode("the quick brown fox, naïve 日本 <s>")
+            config = read_config(directory)
+            if _numbers(config) <= _NUMBERS_MAX:
+                load_model(directory, config, backend=backend_for(config), dtype="float32", device="cpu")
+        finally:
+            shutil.rmtree(kept, ignore_errors=True)
+
+
 _TARGETS = (
     (make_families, families),
     (make_quantization, quantization),
     (make_adapter, adapter),
     (make_tokenizer_forms, tokenizer_forms),
+    (make_gguf, gguf_file),
 )
 
 

@@ -42,7 +42,7 @@ class PausedStart:
 
             Node.__aenter__ = paused_enter  # type: ignore[assignment, method-assign]
             return
-        name = "find_model" if self.stage == "looking for the model" else "load"
+        name = "model_directory" if self.stage == "looking for the model" else "load"
         original = getattr(process, name)
 
         def paused(*arguments: Any, **named: Any) -> Any:

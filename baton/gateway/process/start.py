@@ -12,9 +12,9 @@ from baton.core.ready_file import check_ready_file, write_ready_file
 from baton.core.supervisor import Supervisor
 from baton.gateway.process import process, workers
 from baton.gateway.text.model import read_served_model
+from baton.models.loading.gguf.view import model_directory
 from baton.rpc.server import ListenAddress, check_advertised
 from baton.settings.gateway_config import GatewaySettings
-from baton.settings.model_source import find_model
 from baton.settings.reader import fail
 
 PROGRAM = "gateway"
@@ -52,7 +52,7 @@ def _serve_alone(runner: asyncio.Runner, settings: GatewaySettings, supervisor: 
     # The ports are bound first, because finding the model can take long.
     bound = runner.run(_bind(settings))
     supervisor.report("starting", address=bound.server.address)
-    settings = settings.model_copy(update={"model": find_model(settings.model, weights=False)})
+    settings = settings.model_copy(update={"model": model_directory(settings.model, weights=False)})
     model = read_served_model(
         settings.model,
         settings.model_name,
@@ -67,7 +67,7 @@ def _serve_with_workers(runner: asyncio.Runner, settings: GatewaySettings, super
     with workers.reserve_ports(settings) as settings:
         supervisor.report("starting", address=workers.reachable(settings))
         # NOTE: not inside the event loop, where SIGTERM would wait for the end of a download.
-        settings = settings.model_copy(update={"model": find_model(settings.model, weights=False)})
+        settings = settings.model_copy(update={"model": model_directory(settings.model, weights=False)})
         runner.run(workers.supervise(settings, supervisor))
 
 

@@ -1,4 +1,4 @@
-"""Finds a checkpoint's tensors from its files and their safetensors headers. It reads no weights."""
+"""Finds a checkpoint's tensors from its files and their headers, safetensors or GGUF. It reads no weights."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from baton.core.errors import ConfigError, shortened
+from baton.models.checkpoint.gguf_tensors import GgufEncoding, find_tensors, gguf_files
 from baton.models.config.file import ConfigFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -43,6 +44,7 @@ class StoredTensor:
     Attributes:
         run_bytes, gap_bytes: for a part of a tensor, the length of each run of its bytes and of the gap after the run;
             0: it is contiguous.
+        encoding: how bytes become numbers, in a GGUF file; None: they are the numbers.
     """
 
     name: str
@@ -53,10 +55,13 @@ class StoredTensor:
     stop: int
     run_bytes: int = 0
     gap_bytes: int = 0
+    encoding: GgufEncoding | None = None
 
     def part(self, dim: int, part: range) -> "StoredTensor":
         """Returns the entries in the range `part` along axis `dim` of a contiguous tensor."""
         assert not self.gap_bytes, "a part of a part"
+        if self.encoding is not None:
+            return self._part_of_encoded(self.encoding, dim, part)
         shape = (*self.shape[:dim], len(part), *self.shape[dim + 1 :])
         entry_bytes = math.prod(self.shape[dim + 1 :]) * _DTYPE_BYTES[self.dtype]
         run_bytes, row_bytes = len(part) * entry_bytes, self.shape[dim] * entry_bytes
@@ -68,6 +73,18 @@ class StoredTensor:
         gap_bytes = row_bytes - run_bytes
         return replace(self, shape=shape, start=start, stop=stop, run_bytes=run_bytes, gap_bytes=gap_bytes)
 
+    def _part_of_encoded(self, encoding: GgufEncoding, dim: int, part: range) -> "StoredTensor":
+        """Returns a part in whole rows of the file. Blocks of numbers may lie across the borders of columns, so a
+        reader takes the columns from decoded rows."""
+        if dim == 0:
+            start = self.start + part.start * encoding.row_bytes
+            stop = self.start + part.stop * encoding.row_bytes
+            return replace(self, shape=(len(part), *self.shape[1:]), start=start, stop=stop)
+        assert dim == 1, "a matrix"
+        assert encoding.columns is None, "a part of a part"
+        shape = (self.shape[0], len(part))
+        return replace(self, shape=shape, encoding=replace(encoding, columns=part))
+
 
 def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
     """Returns every tensor of the checkpoint in `directory` by name, in the order of names.
@@ -78,6 +95,13 @@ def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
     single, index = directory / _SINGLE, directory / _INDEX
     if single.exists():
         return dict(sorted(read_file(single).items()))
+    if not index.exists() and (parts := gguf_files(directory)):
+        return {
+            name: StoredTensor(
+                tensor.name, file, tensor.type.name, tensor.shape, tensor.start, tensor.stop, encoding=how
+            )
+            for name, (file, tensor, how) in sorted(find_tensors(parts).items())
+        }
     if not index.exists():
         raise ConfigError(
             f"{directory} has no weights",

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from baton.core.errors import ConfigError
 from baton.models.checkpoint.checkpoint import StoredTensor
+from baton.models.checkpoint.gguf_tensors import GgufEncoding
+from baton.models.formats.gguf_blocks import dequantize
 
 TORCH_DTYPES = MappingProxyType(
     {
@@ -43,7 +45,8 @@ _MAX_THREADS = 8
 
 
 class _Piece(NamedTuple):
-    """A run of a file's bytes for `target`, as numbers of `dtype`, without the bytes in gaps (see `StoredTensor`)."""
+    """A run of a file's bytes for `target`, as numbers of `dtype`, without the bytes in gaps (see `StoredTensor`).
+    With an `encoding`, they are decoded to `dtype`."""
 
     file: Path
     start: int
@@ -51,9 +54,17 @@ class _Piece(NamedTuple):
     dtype: torch.dtype
     target: Tensor
     gap_bytes: int = 0
+    encoding: GgufEncoding | None = None
 
-    def without_gaps(self, buffer: Tensor) -> Tensor:
-        """Returns the numbers among the `num_bytes` bytes read, in the target's shape."""
+    @property
+    def plain(self) -> bool:
+        """Whether the bytes are the target's numbers, one after another."""
+        return not self.gap_bytes and self.encoding is None
+
+    def numbers(self, buffer: Tensor) -> Tensor:
+        """Returns the numbers of the `num_bytes` bytes read, in the target's shape."""
+        if self.encoding is not None:
+            return _decoded(self.encoding, buffer).view(self.target.shape)
         numbers = buffer.view(self.dtype)
         if not self.gap_bytes:
             return numbers.view(self.target.shape)
@@ -99,14 +110,18 @@ def read_into(
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
-    """Reads one tensor to the host, as it is stored."""
-    tensor = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], device="cpu")
+    """Reads one tensor to the host, as it is stored, or in float32 from a GGUF file."""
+    dtype = torch.float32 if stored.encoding is not None else TORCH_DTYPES[stored.dtype]
+    tensor = torch.empty(stored.shape, dtype=dtype, device="cpu")
     read_into([(stored, tensor)])
     return tensor
 
 
 def _cut(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
     if target.numel() == 0:
+        return
+    if stored.encoding is not None:
+        yield from _cut_encoded(stored, stored.encoding, target)
         return
     if stored.gap_bytes:
         yield from _cut_runs(stored, target)
@@ -119,6 +134,28 @@ def _cut(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
     for part in rows.split(rows_per_piece):
         yield _Piece(stored.file, start, row_bytes * len(part), dtype, part)
         start += row_bytes * len(part)
+
+
+def _cut_encoded(stored: StoredTensor, encoding: GgufEncoding, target: Tensor) -> Iterator[_Piece]:
+    """Cuts rows of a GGUF file into pieces of whole heads, whose rows have an order of their own."""
+    unit = encoding.head_rows or 1
+    rows_per_piece = max(1, _PIECE_BYTES // (4 * encoding.row_numbers * unit)) * unit
+    start = stored.start
+    for part in target.split(rows_per_piece):
+        num_bytes = encoding.row_bytes * len(part)
+        yield _Piece(stored.file, start, num_bytes, torch.float32, part, encoding=encoding)
+        start += num_bytes
+
+
+def _decoded(encoding: GgufEncoding, buffer: Tensor) -> Tensor:
+    """Returns whole rows of a GGUF file as float32, in the order and with the values of a checkpoint."""
+    numbers = dequantize(encoding.type.name, buffer.view(-1, encoding.type.block_bytes)).view(-1, encoding.row_numbers)
+    if encoding.head_rows:  # a head's rows i and i + half lie next to each other
+        numbers = numbers.unflatten(0, (-1, encoding.head_rows // 2, 2)).transpose(1, 2).flatten(0, 2)
+    if encoding.offset:
+        numbers = numbers + encoding.offset
+    columns = encoding.columns
+    return numbers if columns is None else numbers[:, columns.start : columns.stop].contiguous()
 
 
 def _cut_runs(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
@@ -171,16 +208,16 @@ class _Reader:
         if target.is_cuda:
             self._ring = self._ring or _PinnedRing(target.device)
             buffer = self._ring.buffer(target.numel() * piece.dtype.itemsize)
-            if piece.gap_bytes:
+            if not piece.plain:
                 numbers = buffer.view(piece.dtype).view(target.shape)
-                numbers.copy_(piece.without_gaps(self._filled(piece)))
+                numbers.copy_(piece.numbers(self._filled(piece)))
             else:
                 self._fill(buffer, piece)
             self._ring.send(buffer.view(piece.dtype), target)
-        elif target.dtype == piece.dtype and target.is_contiguous() and not piece.gap_bytes:
+        elif target.dtype == piece.dtype and target.is_contiguous() and piece.plain:
             self._fill(target.view(-1).view(torch.uint8), piece)
         else:
-            target.copy_(piece.without_gaps(self._filled(piece)))
+            target.copy_(piece.numbers(self._filled(piece)))
 
     def _filled(self, piece: _Piece) -> Tensor:
         if len(self._buffer) < piece.num_bytes:

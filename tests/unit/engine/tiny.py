@@ -92,7 +92,7 @@ class EventRecorder:
         return [token.token_id for token in self.tokens.get(request_id, [])]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

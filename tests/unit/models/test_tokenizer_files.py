@@ -57,7 +57,7 @@ def ranks() -> dict[bytes, int]:
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where converted files are kept."""
-    monkeypatch.setattr(find, "_places", lambda: iter([tmp_path / "kept"]))
+    monkeypatch.setattr(find, "cache_places", lambda kind: iter([tmp_path / "kept"]))
 
 
 def checkpoint(directory: Path, **files: object) -> Path:
@@ -204,7 +204,7 @@ def test_a_folder_that_others_may_write_is_not_used(
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    monkeypatch.setattr(find, "_places", lambda: iter([shared]))
+    monkeypatch.setattr(find, "cache_places", lambda kind: iter([shared]))
     with pytest.raises(ConfigError, match="no place to keep it"):
         tokenizer_json(kimi(tmp_path / "kimi", ranks))
 

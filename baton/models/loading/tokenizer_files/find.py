@@ -38,7 +38,7 @@ def tokenizer_json(directory: Path) -> Path:
         return own
     contents = {path.name: read_regular(path) for path in (source, *_settings(directory))}
     name = f"{_digest(contents)}.json"
-    folders = list(_folders())
+    folders = list(cache_folders("tokenizers"))
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
@@ -50,7 +50,7 @@ def tokenizer_json(directory: Path) -> Path:
         f"{source} was converted to a tokenizer.json, and there is no place to keep it",
         field="model",
         value=directory,
-        allowed=tuple(map(str, _places())),
+        allowed=tuple(map(str, cache_places("tokenizers"))),
         cure="make one of these folders writable, or put a tokenizer.json beside config.json",
     )
 
@@ -99,15 +99,16 @@ def _digest(contents: dict[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _places() -> Iterator[Path]:
+def cache_places(kind: str) -> Iterator[Path]:
+    """Yields the folders that may keep converted files of a kind, best first."""
     if (cache := cache_directory()) is not None:
-        yield cache / "tokenizers"
-    yield Path(tempfile.gettempdir()) / f"baton-tokenizers-{os.getuid()}"
+        yield cache / kind
+    yield Path(tempfile.gettempdir()) / f"baton-{kind}-{os.getuid()}"
 
 
-def _folders() -> Iterator[Path]:
+def cache_folders(kind: str) -> Iterator[Path]:
     """Yields the cache folders that this user owns, because files in another user's folder cannot be trusted."""
-    for place in _places():
+    for place in cache_places(kind):
         try:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = place.lstat()

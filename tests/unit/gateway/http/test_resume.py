@@ -189,3 +189,8 @@ async def test_the_served_model_names_its_revisions(door: Door) -> None:
     (card,) = answer.json["data"]
     (shown,) = card["revisions"]
     assert shown["revision"] == card["revision"]
+
+
+async def test_a_bundled_model_says_that_it_is_a_demo(door: Door) -> None:
+    (card,) = (await door.call("GET", "/v1/models")).json["data"]
+    assert card["description"].startswith("demo model, trained on docstrings")

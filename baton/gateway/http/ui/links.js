@@ -65,6 +65,7 @@ export function linksOf(node, state) {
   const index = nodes.indexOf(node);
   const own = (state.links ?? []).filter((link) => link.prefill === index || link.decode === index);
   if (own.length === 0) return null;
+  own.sort((a, b) => peerName(a, nodes).localeCompare(peerName(b, nodes), "en", { numeric: true }) || a.prefill - b.prefill);
   const other = (link) => link.prefill === index ? `→ ${peerName(link, nodes)}` : `← ${nodes[link.prefill].name}`;
   const links = linkTable(`Links of ${node.name}`, "Links", own, other, nodes);
   if (own.length <= LISTED) return links;

@@ -10,21 +10,24 @@ Runs in the environment `browser` of `.clients`, which has playwright and nothin
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, Route, sync_playwright
 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--no-first-run", "--disable-default-apps",
 ]  # fmt: skip
 WIDTHS = (1280, 390)
+# Each side of every width at which the layout changes, and the least width that the web's guidelines ask for.
+MORE_WIDTHS = (1600, 1241, 1240, 1121, 1120, 841, 840, 781, 780, 421, 420, 351, 350, 320)
 THEMES = ("light", "dark")
 LIMIT_MS = 120_000
 SYSTEM = "Answer as a docstring of Python's standard library, and explain what the function returns."
+OPERATORS_ONLY = ("totals", "mixed", "nodes", "links", "charts", "history_step_s")
 PROMPTS = ("Once upon a time there was a small file. " * 12, "And what did the file do then? " * 20)
 
 
@@ -40,7 +43,7 @@ def main(base: str, folder: str, axe: str, large_cluster: str) -> None:
         seen["paused"] = pause(page)
         seen["small_layouts"] = layouts(page, Path(axe).read_text(), Path(folder), "ui")
         state = page.request.get(f"{base}/ui/state").json() | json.loads(Path(large_cluster).read_text())
-        page.route("**/ui/state", lambda route: route.fulfill(json=state))
+        page.route("**/ui/state", answering({"json": state}))
         page.reload()
         page.locator("#prefills tr[data-node]").first.wait_for()
         seen["large"] = large(page)
@@ -48,7 +51,9 @@ def main(base: str, folder: str, axe: str, large_cluster: str) -> None:
         seen["headings"] = page.locator("table").evaluate_all(
             "tables => tables.map(t => [...t.tHead.rows[0].cells].map(c => c.scope + ' ' + c.textContent))"
         )
-    print(json.dumps({**seen, "asked": sorted(set(asked)), "errors": errors}))
+        asked_before, errors_before = list(asked), list(errors)  # a refused call is an error to a browser
+        seen["other_callers"] = other_callers(page, Path(axe).read_text(), state)
+    print(json.dumps({**seen, "asked": sorted(set(asked_before)), "errors": errors_before}))
 
 
 @contextmanager
@@ -204,21 +209,51 @@ def layouts(page: Page, axe: str, folder: Path, name: str) -> list[dict[str, Any
             page.emulate_media(color_scheme=theme, reduced_motion="reduce")
             with page.expect_response("**/ui/state"):
                 pass
-            page.evaluate(axe)
-            violations = page.evaluate("axe.run()")["violations"]
-            wide = page.evaluate(
-                "[document.documentElement, ...document.querySelectorAll('.card, .node, .column')]"
-                ".filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.id || e.className || e.tagName)"
-            )
-            found.append(
-                {
-                    "at": [width, theme],
-                    "wide": wide,
-                    "axe": [f"{each['id']}: {[node['target'] for node in each['nodes']]}" for each in violations],
-                }
-            )
+            found.append({"at": [width, theme], "wide": too_wide(page), "axe": violations(page, axe)})
             page.screenshot(path=folder / f"{name}-{width}-{theme}.png", full_page=True)
+    for width in MORE_WIDTHS:
+        page.set_viewport_size({"width": width, "height": 860})
+        found.append({"at": [width, ""], "wide": too_wide(page), "axe": []})
     page.set_viewport_size({"width": WIDTHS[0], "height": 860})
+    return found
+
+
+def too_wide(page: Page) -> list[str]:
+    """The elements whose content reaches beyond them to the side."""
+    places = "[document.documentElement, ...document.querySelectorAll('.card, .node, .column, .scroll, #rows')]"
+    wide = "e => e.clientWidth && e.scrollWidth > e.clientWidth + 1"
+    return list(page.evaluate(f"{places}.filter({wide}).map(e => e.id || e.className || e.tagName)"))
+
+
+def violations(page: Page, axe: str) -> list[str]:
+    page.evaluate(axe)
+    found = page.evaluate("axe.run()")["violations"]
+    return [f"{each['id']}: {[node['target'] for node in each['nodes']]}" for each in found]
+
+
+def answering(answer: dict[str, Any]) -> Callable[[Route], None]:
+    """Answers a request of the page in the gateway's place."""
+    return lambda route: route.fulfill(**answer)
+
+
+def other_callers(page: Page, axe: str, state: dict[str, Any]) -> dict[str, Any]:
+    """The page of a gateway with keys before a key is there, and that of a client who sees its own requests."""
+    found = {}
+    own = {name: value for name, value in state.items() if name not in OPERATORS_ONLY} | {"sees": "own"}
+    answers: dict[str, dict[str, Any]] = {"locked": {"status": 401, "json": {}}, "own": {"json": own}}
+    for name, answer in answers.items():
+        page.unroute("**/ui/state")
+        page.route("**/ui/state", answering(answer))
+        page.reload()
+        page.locator("#locked" if name == "locked" else "#rows table").wait_for()
+        found[name] = {
+            "focus": focus(page).strip() if name == "locked" else "",
+            "cluster": page.locator("#cluster").is_visible(),
+        }
+        found[name]["axe"] = []
+        for theme in THEMES:
+            page.emulate_media(color_scheme=theme)
+            found[name]["axe"] += violations(page, axe)
     return found
 
 

@@ -27,6 +27,8 @@ export function show(target, ...children) {
   patchChildren(target, [...make("div", {}, ...children).childNodes]);
   // A browser drops the focus of an element that moves.
   if (focused !== document.activeElement && focused?.isConnected) focused.focus({ preventScroll: true });
+  // An element that is gone leaves its focus to the list, if the list takes it.
+  if (focused && !focused.isConnected) target.focus({ preventScroll: true });
 }
 
 function patchChildren(target, wanted) {
@@ -42,6 +44,7 @@ function patchChildren(target, wanted) {
   for (const next of wanted) {
     const key = keyOf(next);
     let old = key === undefined ? place : known.get(key);
+    known.delete(key); // two elements with one key are two elements
     if (old && (keyOf(old) !== key || old.nodeName !== next.nodeName)) old = null;
     if (!old) {
       target.insertBefore(next, place);

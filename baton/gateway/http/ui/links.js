@@ -13,7 +13,7 @@ export function isLarge(nodes) {
   return ["prefill", "decode"].some((role) => nodes.filter((node) => node.role === role).length > ROWS_ABOVE);
 }
 
-const linkKey = (link, nodes) => `${nodeKey(nodes[link.prefill])} ${link.peer}`;
+const linkKey = (link, nodes) => `${nodeKey(nodes[link.prefill])} ${nodes[link.decode]?.address ?? link.peer}`;
 const peerName = (link, nodes) => nodes[link.decode]?.name ?? link.peer;
 
 export function takeRates(state) {

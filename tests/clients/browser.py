@@ -111,6 +111,8 @@ def talk(page: Page) -> dict[str, Any]:
 
 def stop(page: Page) -> dict[str, Any]:
     """Stops a long answer after its first text, and begins a new conversation."""
+    # The model must not end the answer before the click does.
+    page.route("**/v1/chat/completions", lambda route: route.continue_(post_data=endless(route)))
     page.fill("#most", "2000")
     page.fill("#text", "Write a long story about files.")
     page.click("#send")
@@ -120,8 +122,14 @@ def stop(page: Page) -> dict[str, Any]:
     page.click("#send")
     last.locator(".figures", has_text="Stopped").wait_for()
     after = page.inner_text("#send")
+    page.unroute("**/v1/chat/completions")
     page.click("#clear")
     return {"labels": [label, after], "turns": page.locator(".turn").count(), "focus": focus(page)}
+
+
+def endless(route: Route) -> str:
+    """The page's request, with which a model goes on to the largest number of tokens."""
+    return json.dumps({**(route.request.post_data_json or {}), "ignore_eos": True})
 
 
 def open_request(page: Page) -> dict[str, Any]:

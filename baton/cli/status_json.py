@@ -58,6 +58,9 @@ def _node_to_json(node: operations_pb2.NodeReport) -> dict[str, object]:
         "step_costs": _costs_to_json(status.step_costs) if status.HasField("step_costs") else None,
         "adapters": [{"name": each.name, "revision": each.revision} for each in status.adapters],
         "expert_balance": _balance_to_json(status.expert_balance) if status.HasField("expert_balance") else None,
+        "gpus": [_gpu_to_json(gpu) for gpu in status.gpus],
+        "prompt_tokens_total": status.prompt_tokens_total,
+        "generated_tokens_total": status.generated_tokens_total,
         "preemptions": status.preemptions,
         "segments_refused": status.segments_refused,
         "segments_late": status.segments_late,
@@ -81,6 +84,17 @@ def _balance_to_json(balance: node_status_pb2.ExpertBalance) -> dict[str, object
         "rank_tokens": list(balance.rank_tokens),
         "imbalance_mean": balance.imbalance_mean,
         "imbalance_max": balance.imbalance_max,
+    }
+
+
+def _gpu_to_json(gpu: node_status_pb2.GpuState) -> dict[str, object]:
+    return {
+        "name": gpu.name,
+        "memory_total_bytes": gpu.memory_total_bytes,
+        "memory_used_bytes": gpu.memory_used_bytes,
+        "busy_share": gpu.busy_share if gpu.HasField("busy_share") else None,
+        "power_w": gpu.power_w if gpu.HasField("power_w") else None,
+        "power_limit_w": gpu.power_limit_w if gpu.HasField("power_limit_w") else None,
     }
 
 

@@ -86,6 +86,11 @@ class Counter:
         self._numbers = numbers
         self._cell = cell
 
+    @property
+    def value(self) -> int:
+        """What this process has counted."""
+        return self._numbers[self._cell]
+
     def add(self, number: int = 1) -> None:
         self._numbers[self._cell] += number
 

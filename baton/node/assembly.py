@@ -24,6 +24,7 @@ from baton.models.loading.kv_scales import kv_scales
 from baton.node.describe import to_info, to_step_costs
 from baton.node.expert_load import ExpertLoads
 from baton.node.from_settings import engine_limits, open_transfer, transfer_settings
+from baton.node.gpu_meter import GpuMeter, gpu_uuids
 from baton.node.meter import NodeMeter
 from baton.node.ranks.group import RankGroup
 from baton.node.ranks.remote import RemoteTransfer
@@ -68,6 +69,7 @@ class Node:
 
     Attributes:
         experts: load of the model's experts.
+        gpus: memory, use and power of the node's GPUs on this host.
         numbers: numbers that name calls and sessions in the engine, each drawn once in the life of the process.
         switches: number of role changes so far.
     """
@@ -117,6 +119,7 @@ class Node:
             model=built.identity.name,
             ranks=built.parallel.size,
         )
+        self.gpus = GpuMeter(gpu_uuids(settings) if built.cache.view.is_cuda else ())
         makers: list[MakeTransfer] = [partial(open_transfer, settings, built, self.incarnation)]
         makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
         message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes
@@ -254,6 +257,9 @@ class Node:
             role_switches=self.switches,
             adapters=map(adapter_to_proto, self.engine.adapters.loaded),
             expert_balance=self.experts.summary(),
+            gpus=self.gpus.states,
+            prompt_tokens_total=self.counts.prompt_tokens,
+            generated_tokens_total=self.counts.generated_tokens,
             stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
 

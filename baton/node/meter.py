@@ -25,6 +25,15 @@ class NodeMeter:
         self._failed = tally.counters("baton_engine_requests_failed_total")
         self._leases = tally.histogram("baton_kv_transfer_time_seconds") if role is ProcessRole.DECODE else None
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens computed so far."""
+        return self._prompt_tokens.value
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._generated.value
+
     def step(self, events: StepEvents) -> None:
         """Counts a step that has ended. A step that only reports its layers is counted when it ends."""
         if events.seconds:

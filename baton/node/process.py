@@ -262,6 +262,7 @@ async def serve(
         watch = asyncio.create_task(_watch_transfer(node, server), name="watch-transfer")
         watch_adapters = asyncio.create_task(adapters.watch(), name="watch-adapters")
         watch_experts = asyncio.create_task(node.experts.watch(), name="watch-experts")
+        watch_gpus = asyncio.create_task(node.gpus.watch(), name="watch-gpus")
         try:
             await stop.wait()
             watch.cancel()
@@ -273,6 +274,7 @@ async def serve(
         finally:
             watch_adapters.cancel()
             watch_experts.cancel()
+            watch_gpus.cancel()
             await switch.role.close()
             service.close()
     log.info("drained")

@@ -95,7 +95,17 @@ _NOBODY: frozenset[Right] = frozenset()
 # Files of the page /ui. They contain no data; the page fetches /ui/state, which checks its caller.
 UI_FILES = frozenset(
     f"/ui/{name}"
-    for name in ("page.css", "page.js", "dom.js", "map.js", "charts.js", "requests.js", "prompt.js", "icon.svg")
+    for name in (
+        "page.css",
+        "page.js",
+        "dom.js",
+        "nodes.js",
+        "links.js",
+        "charts.js",
+        "requests.js",
+        "prompt.js",
+        "icon.svg",
+    )
 )
 
 # Paths of the gateway's HTTP server that need no key. All others need a client's key, even paths that do not exist.

@@ -20,6 +20,7 @@ from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.observe.latencies import STEP_S, WINDOW_STEPS, Latencies
 from baton.gateway.observe.metrics import state_of
+from baton.gateway.observe.node_history import HISTORY_STEP_S, NodeHistory
 from baton.gateway.observe.recent import Shown
 from baton.gateway.observe.slow_reasons import mark_slow
 from baton.gateway.serving.serving import Serving
@@ -34,6 +35,7 @@ REQUESTS_SHOWN = 60
 _TEXT_MAX = 400
 _KEPT_S = 1.0  # how long an answer is reused, so that many viewers cost no more than one
 _CLIENTS_MAX = 100
+_GPUS_MAX = 64  # of one node
 _CLUSTER = rights_for("/baton.v1.Operations/ClusterView")
 
 
@@ -50,6 +52,7 @@ class View:
         self._serving = serving
         self._fleet = fleet
         self._latencies = Latencies(serving.shared_counters)
+        self._history = NodeHistory()
         self._answers: dict[str | None, tuple[float, bytes]] = {}  # by client; None: callers who see everything
 
     async def __aenter__(self) -> Self:
@@ -65,6 +68,7 @@ class View:
     async def _read(self) -> None:
         while True:
             self._latencies.read()
+            self._history.read(self._fleet.nodes(), time.monotonic())
             await asyncio.sleep(STEP_S)
 
     async def shown_to(self, caller: Caller) -> bytes:
@@ -103,7 +107,8 @@ class View:
             found |= {
                 "totals": _totals(serving),
                 "mixed": self._mixed(),
-                **_nodes_and_links(self._fleet),
+                "history_step_s": HISTORY_STEP_S,
+                **_nodes_and_links(self._fleet, self._history),
                 "charts": _charts(self._latencies),
             }
         return found
@@ -159,11 +164,11 @@ def _charts(latencies: Latencies) -> dict[str, Any]:
     }
 
 
-def _nodes_and_links(fleet: Fleet) -> dict[str, Any]:
+def _nodes_and_links(fleet: Fleet, history: NodeHistory) -> dict[str, Any]:
     nodes = list(fleet.nodes())
     numbers = {node.incarnation: number for number, node in enumerate(nodes) if node.incarnation}
     return {
-        "nodes": [_node(node) for node in nodes],
+        "nodes": [_node(node, history) for node in nodes],
         "links": [
             _link(number, numbers.get(peer.incarnation), peer)
             for number, node in enumerate(nodes)
@@ -173,8 +178,9 @@ def _nodes_and_links(fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def _node(node: FleetNode) -> dict[str, Any]:
+def _node(node: FleetNode, history: NodeHistory) -> dict[str, Any]:
     status, info = node.status, node.status.info
+    points = list(history.of(node))
     return {
         "name": printable(node.name, _TEXT_MAX),
         "address": printable(node.address, _TEXT_MAX),
@@ -199,6 +205,25 @@ def _node(node: FleetNode) -> dict[str, Any]:
         "blocks": status.blocks_total,
         "blocks_free": status.blocks_free,
         "blocks_leased": status.blocks_leased,
+        "tokens_per_s": points[-1].tokens_per_s if points else None,
+        "history": {
+            "running": [point.running for point in points],
+            "tokens_per_s": [point.tokens_per_s for point in points],
+            "kv_percent": [point.kv_percent for point in points],
+        },
+        "gpus": [_gpu(gpu) for gpu in status.gpus[:_GPUS_MAX]],
+    }
+
+
+def _gpu(gpu: node_status_pb2.GpuState) -> dict[str, Any]:
+    """Describes one GPU; numbers that its driver does not give are None."""
+    return {
+        "name": printable(gpu.name, _TEXT_MAX),
+        "memory_used_bytes": gpu.memory_used_bytes,
+        "memory_total_bytes": gpu.memory_total_bytes,
+        "busy_share": _finite(gpu.busy_share) if gpu.HasField("busy_share") else None,
+        "power_w": round(_finite(gpu.power_w), 1) if gpu.HasField("power_w") else None,
+        "power_limit_w": round(_finite(gpu.power_limit_w), 1) if gpu.HasField("power_limit_w") else None,
     }
 
 

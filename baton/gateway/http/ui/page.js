@@ -1,25 +1,27 @@
-// Asks for the state every two seconds, one question at a time, and shows it. Hidden pages ask nothing.
-import { $, count, make } from "./dom.js";
-import { showCharts } from "./charts.js";
-import { showMap } from "./map.js";
+// Asks for the state every two seconds, one request at a time, and shows it. A hidden or paused page does not ask.
+import { $, count, make, show as fill } from "./dom.js";
+import { setUpCharts, showCharts } from "./charts.js";
+import { showLinks, takeRates } from "./links.js";
+import { setUpNodes, showNodes } from "./nodes.js";
 import { setUpRequests, showRequests } from "./requests.js";
-import { setUpPrompt } from "./prompt.js";
+import { setUpPrompt, showModel } from "./prompt.js";
 
 const EVERY_MS = 2000;
 const LIMIT_MS = 15000;
 const KEY = "baton-key"; // kept until the tab is closed
 let timer = 0;
 let asking = false;
+let paused = false;
 let last = null;
 
-export function headers() {
+function headers() {
   const key = sessionStorage.getItem(KEY);
   return key ? { authorization: `Bearer ${key}` } : {};
 }
 
 async function poll() {
   clearTimeout(timer);
-  if (asking || document.hidden) return;
+  if (asking || paused || document.hidden) return;
   asking = true;
   try {
     const answer = await fetch("/ui/state", { headers: headers(), signal: AbortSignal.timeout(LIMIT_MS) });
@@ -28,7 +30,8 @@ async function poll() {
       return;
     }
     if (!answer.ok) throw new Error(`the gateway answers ${answer.status}`);
-    show(await answer.json());
+    const state = await answer.json();
+    if (!paused) show(state);
   } catch (error) {
     pill("bad", error.name === "TimeoutError" ? "no answer" : "unreachable");
   } finally {
@@ -37,48 +40,55 @@ async function poll() {
   timer = setTimeout(poll, EVERY_MS);
 }
 
-export const refresh = poll;
-
 function lock() {
   const wrong = sessionStorage.getItem(KEY) !== null;
   sessionStorage.removeItem(KEY);
   $("refused").textContent = wrong ? "The gateway refused this key." : "";
   $("locked").hidden = false;
-  $("board").hidden = $("forget").hidden = true;
-  $("totals").replaceChildren();
+  $("board").hidden = $("forget").hidden = $("pause").hidden = true;
+  fill($("totals"));
   last = null;
   pill("warn", "locked");
+  $("key").focus();
 }
 
 function show(state) {
   last = state;
   $("locked").hidden = true;
-  $("board").hidden = false;
+  $("board").hidden = $("pause").hidden = false;
   $("forget").hidden = sessionStorage.getItem(KEY) === null;
   $("gateway").textContent = state.gateway ?? "";
-  $("model").textContent = state.model ?? "";
   document.title = `Baton · ${state.model ?? ""}`;
+  showModel(state);
   const all = state.sees === "cluster";
   $("cluster").hidden = $("charts").hidden = !all;
   $("board").classList.toggle("own", !all);
   if (state.draining) pill("warn", "draining");
   else if (all && !(state.nodes ?? []).some((node) => node.state === "ready")) pill("bad", "no node is ready");
   else pill("good", "serving");
-  $("totals").replaceChildren();
+  const totals = all ? state.totals ?? {} : {};
+  fill($("totals"), Object.keys(totals).filter((name) => ["running", "waiting", "finished", "failed", "refused"].includes(name)).map((name) =>
+    make("span", { class: name === "failed" && totals[name] > 0 ? "total bad" : "total" }, make("b", {}, count(totals[name])), ` ${name}`)));
   if (all) {
-    const totals = state.totals ?? {};
-    for (const name of ["running", "waiting", "finished", "failed", "refused"]) {
-      const bad = name === "failed" && totals[name] > 0;
-      $("totals").append(make("span", { class: bad ? "total bad" : "total" }, make("b", {}, count(totals[name])), name));
-    }
-    showMap(state);
+    takeRates(state);
+    showCluster();
     showCharts(state.charts ?? {});
   }
   $("none").textContent = state.sees === "nothing" ? "Requests are shown to clients with a key." : "No request has ended yet.";
   showRequests(state);
 }
 
+function showCluster() {
+  if (last?.sees !== "cluster") return;
+  $("mixed").hidden = !last.mixed;
+  $("mixed").textContent = last.mixed ?? "";
+  showNodes(last);
+  $("board").classList.toggle("large", $("map").classList.contains("large"));
+  showLinks(last);
+}
+
 function pill(kind, text) {
+  if ($("health").textContent === text) return;
   $("health").className = `pill ${kind}`;
   $("health").textContent = text;
 }
@@ -93,8 +103,17 @@ $("forget").addEventListener("click", () => {
   sessionStorage.removeItem(KEY);
   location.reload();
 });
+$("pause").addEventListener("click", () => {
+  paused = !paused;
+  $("pause").textContent = paused ? "Resume" : "Pause";
+  $("health").textContent = "";
+  pill("warn", "paused");
+  poll();
+});
 document.addEventListener("visibilitychange", poll);
-addEventListener("resize", () => last?.sees === "cluster" && showMap(last));
+addEventListener("resize", showCluster);
+setUpNodes(showCluster);
+setUpCharts();
 setUpRequests();
-setUpPrompt(() => last);
+setUpPrompt({ state: () => last, headers, refresh: poll });
 poll();

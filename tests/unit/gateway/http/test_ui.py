@@ -24,7 +24,7 @@ from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, status
 from tests.unit.gateway.http.door import Door, open_door, step_token
 
 FOR_ANYBODY = {"now_s", "gateway", "model", "version", "chat", "draining", "sees", "requests", "slo"}
-CLUSTER = {"totals", "mixed", "nodes", "links", "charts"}
+CLUSTER = {"totals", "mixed", "nodes", "links", "charts", "history_step_s"}
 MARKUP = '<img src=x onerror="alert(1)"></script>'
 OTHER_CLIENT = Caller("10.0.0.9", frozenset({Right.ANYONE, Right.CLIENT}))
 ALICE = Caller("alice", frozenset({Right.ANYONE, Right.CLIENT}), proved=True)
@@ -195,6 +195,34 @@ async def test_figures_that_are_no_numbers_are_shown_as_numbers() -> None:
         shown = await asked_by(EVERYBODY, over(fleet, door))
     assert (shown["links"][0]["gigabytes_per_s"], shown["links"][0]["latency_s"]) == (0.0, 0.0)
     assert shown["nodes"][0]["backlog_s"] == 0.0
+
+
+async def test_a_node_on_a_cpu_has_no_gpus_and_absent_numbers_of_a_gpu_are_null() -> None:
+    fleet = SmallFleet(1, 1)
+    reported = status(PREFILL, 11, peer(21))
+    reported.gpus.add(
+        name="H100", memory_total_bytes=8, memory_used_bytes=5, busy_share=0.5, power_w=float("nan"), power_limit_w=700
+    )
+    reported.gpus.add(name="H100", memory_total_bytes=8, memory_used_bytes=5)
+    fleet.status_received(PREFILL, "p1", reported, 0.0)
+    async with open_door() as door:
+        shown = await asked_by(EVERYBODY, over(fleet, door))
+    first, second = shown["nodes"][0]["gpus"]
+    assert (first["busy_share"], first["power_w"], first["power_limit_w"]) == (0.5, 0.0, 700.0)
+    assert (second["busy_share"], second["power_w"], second["power_limit_w"]) == (None, None, None)
+    assert (second["memory_used_bytes"], second["memory_total_bytes"]) == (5, 8)
+    assert shown["nodes"][1]["gpus"] == []
+
+
+async def test_a_node_that_reports_a_thousand_gpus_makes_a_bounded_answer() -> None:
+    fleet = SmallFleet(1, 1)
+    reported = status(PREFILL, 11, peer(21))
+    for _ in range(1000):
+        reported.gpus.add(name="g" * 10_000)
+    fleet.status_received(PREFILL, "p1", reported, 0.0)
+    async with open_door() as door:
+        shown = await asked_by(EVERYBODY, over(fleet, door))
+    assert len(json.dumps(shown)) < 60_000
 
 
 async def test_markup_in_names_stays_text_and_control_characters_are_escaped() -> None:

@@ -23,7 +23,7 @@ help:  ## Show the verbs
 
 install: $(STAMP) $(GENERATED)  ## Build .venv with all dependencies, and generate the protobuf code
 
-$(STAMP): pyproject.toml deploy/packages/client/pyproject.toml deploy/packages/tools/pyproject.toml constraints.txt
+$(STAMP): pyproject.toml deploy/packages/client/pyproject.toml deploy/packages/tools/pyproject.toml constraints.txt .ci/install
 	@PYTHON=$(PYTHON) .ci/install $(VENV)
 	@touch $@
 

@@ -126,6 +126,9 @@ class PairedPrefill(ScriptedDecode, prefill_pb2_grpc.PrefillServicer):
         info.name, info.role, info.incarnation = "prefill", node_status_pb2.ROLE_PREFILL, _PREFILL_INCARNATION
         self._decode = decode
 
+    async def Pool(self, request: prefill_pb2.PoolRequest, context: Context) -> prefill_pb2.PoolResponse:
+        raise NotImplementedError
+
     async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> node_status_pb2.PeerState:
         return self.status.peers[0]
 

@@ -107,7 +107,7 @@ def _tracer(ratio: float, exported: list[bytes]) -> Tracer:
 
 def _trace(tracer: Tracer, steps: list[Step], machine: RequestMachine) -> None:
     trace = tracer.begin("request", None, 0.0)
-    trace.note_request("", is_chat=True)
+    trace.note_request("", "chat")
     trace.prepared(_request(), 0.0)
     trace.admitted(0.0)
     trace.output_ended(_journal(steps), machine, 2.0)

@@ -135,7 +135,7 @@ class Simulation:
         counted = sum(job.counted for job in self.jobs)
         self._may_miss = (1 - goal.share) * counted if until_failed else inf
         self._missed = 0
-        self.ways: Counter[tuple[Route, bool]] = Counter()  # and whether on a prefill node alone
+        self.routes: Counter[tuple[Route, bool]] = Counter()  # and whether on a prefill node alone
 
     def run(self) -> SimulatedOutcome:
         """Runs until all requests are complete, or too many have missed the goal."""
@@ -178,20 +178,20 @@ class Simulation:
         decodes, prefills = self._known.views(job, now_s)
         chosen = self._choose(decodes, prefills, RoutedRequest(job.prompt, spec.policy, slo=self._slo))
         assert chosen is not None, "all simulated nodes take requests"
-        job.way, job.decode = chosen.way, chosen.decode.incarnation
-        self.ways[chosen.way, chosen.decode.also_prefills] += 1
+        job.route, job.decode = chosen.route, chosen.decode.incarnation
+        self.routes[chosen.route, chosen.decode.also_prefills] += 1
         decode = self.nodes[job.decode]
         missing = job.prompt - chosen.decode.cached_tokens
-        if chosen.way is Route.REMOTE and missing <= spec.local_tokens:
-            job.way = Route.LOCAL
-        job.stop = chosen.split_tokens if job.way is Route.SPLIT else job.prompt
+        if chosen.route is Route.REMOTE and missing <= spec.local_tokens:
+            job.route = Route.LOCAL
+        job.stop = chosen.split_tokens if job.route is Route.SPLIT else job.prompt
         local_s = 0.0
-        if job.way is not Route.REMOTE:
-            start = job.stop if job.way is Route.SPLIT else chosen.decode.cached_tokens
+        if job.route is not Route.REMOTE:
+            start = job.stop if job.route is Route.SPLIT else chosen.decode.cached_tokens
             local_s = prompt_s(chosen.decode, start, job.prompt)
         self._known.sent(job.decode, tokens=missing, computing_s=local_s, now_s=now_s)
         decode.requests += 1
-        if job.way is not Route.LOCAL:
+        if job.route is not Route.LOCAL:
             assert chosen.prefill is not None
             job.prefill = chosen.prefill.incarnation
             start = min(chosen.prefill.cached_tokens, job.stop - 1)
@@ -216,7 +216,7 @@ class Simulation:
         """Reserves the request's room on the decode node, and queues its prompt."""
         decode.kv_used += job.prompt + job.output
         job.sent = min(decode.cache.count(job.prefix_ids) * job.prefix_tokens, job.prompt)
-        self._enqueue(now_s, decode if job.way is Route.LOCAL else self.nodes[job.prefill], job)
+        self._enqueue(now_s, decode if job.route is Route.LOCAL else self.nodes[job.prefill], job)
 
     def _enqueue(self, now_s: float, node: SimulatedNode, job: PlanJob) -> None:
         node.enqueue(job, now_s)
@@ -270,14 +270,14 @@ class Simulation:
     def _received(self, now_s: float, job: PlanJob) -> None:
         """Lets the request decode: the KV of the whole prompt is on the decode node."""
         decode = self.nodes[job.decode]
-        if job.way is not Route.LOCAL:
+        if job.route is not Route.LOCAL:
             self._store(decode, job, now_s)
         if job.output == 1:
             job.last_s = job.first_s
             self._complete(decode, job, now_s)
             return
         decode.ready.append(job)
-        if job.way is Route.REMOTE:  # else its node is between two steps
+        if job.route is Route.REMOTE:  # else its node is between two steps
             self._go(decode, decode.arrival(now_s))
 
     def _store(self, node: SimulatedNode, job: PlanJob, now_s: float) -> None:

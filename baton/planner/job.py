@@ -35,7 +35,7 @@ class PlanJob:
     at: int = 0
     stop: int = 0
     started: bool = False
-    way: Route = Route.REMOTE
+    route: Route = Route.REMOTE
     prefill: int = -1
     decode: int = -1
     first_s: float = inf

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.recurrent.gated_group_norm import GatedGroupNorm
 from baton.models.layers.recurrent.selective_scan import (
     SUB_CHUNK,

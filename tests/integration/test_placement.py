@@ -38,7 +38,7 @@ def _split_all(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted
     placement = place(decodes, prefills, replace(wanted, policy=LocalPolicy.STRICT))
     if placement is None:
         return None
-    return replace(placement, way=Route.SPLIT, split_tokens=wanted.num_tokens // 64 * 32, why="half of it")
+    return replace(placement, route=Route.SPLIT, split_tokens=wanted.num_tokens // 64 * 32, reason="half of it")
 
 
 def _known_costs(meter: StepMeter, work: StepWork, seconds: float) -> None:

@@ -78,14 +78,14 @@ class _DrawingFleet(Fleet):
         alone = usable_decodes([node.decode_view() for node in self.decoding_nodes() if node.also_decodes], wanted)
         if alone and random.random() < _ALONE:
             return Placement(Route.LOCAL, random.choice(alone), None, 0, "it was drawn", None)
-        if placement is None or placement.way is not Route.REMOTE:
+        if placement is None or placement.route is not Route.REMOTE:
             return placement
-        way = random.choice((Route.REMOTE,) * 5 + (Route.LOCAL,) + (Route.SPLIT,) * 5)
-        if way is Route.SPLIT and not wanted.splittable:
+        route = random.choice((Route.REMOTE,) * 5 + (Route.LOCAL,) + (Route.SPLIT,) * 5)
+        if route is Route.SPLIT and not wanted.splittable:
             return placement
         # Now and then the decode node is asked for the impossible.
-        split = random.randint(1, wanted.num_tokens + 2) if way is Route.SPLIT else 0
-        return replace(placement, way=way, split_tokens=split, why="it was drawn")
+        split = random.randint(1, wanted.num_tokens + 2) if route is Route.SPLIT else 0
+        return replace(placement, route=route, split_tokens=split, reason="it was drawn")
 
 
 class _Watch:

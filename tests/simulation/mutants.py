@@ -304,7 +304,7 @@ def _hand_over_to_itself(patch: pytest.MonkeyPatch) -> None:
     submit = NodeMessages.submit
 
     def mutated(self: NodeMessages, output: Sequence[int], placement: Placement, **rest: Any) -> SubmitRequest:
-        return submit(self, output, replace(placement, way=Route.REMOTE), **rest)
+        return submit(self, output, replace(placement, route=Route.REMOTE), **rest)
 
     patch.setattr(NodeMessages, "submit", mutated)
 

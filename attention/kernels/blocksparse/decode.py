@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.blocksparse import BlocksparseParams
-from attention.kernels.blocksparse.parts import cached_rows, dot, load_rows, soften
 from attention.kernels.blocksparse.pattern import LOG2E, kernel_pattern
+from attention.kernels.blocksparse.tile_ops import cached_rows, dot, load_rows, soften
 from baton.tritonlib.launch import bound, interpreted
 
 # Bytes of a tile of keys; this size keeps enough loads in flight.

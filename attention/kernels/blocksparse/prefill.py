@@ -21,8 +21,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.blocksparse import BlocksparseParams
-from attention.kernels.blocksparse.parts import cached_rows, dot, load_rows, soften
 from attention.kernels.blocksparse.pattern import LOG2E, KernelPattern, kernel_pattern
+from attention.kernels.blocksparse.tile_ops import cached_rows, dot, load_rows, soften
 from attention.kernels.tma_rows import as_rows
 from baton.tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 from baton.tritonlib.launch import bound, interpreted

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.rotary.parts import (
+from attention.kernels.rotary.channel_pairs import (
     NUM_WARPS,
     TILE_PAIRS,
     cache_places,

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.rotary.channel_pairs import NUM_WARPS, TILE_PAIRS
 from attention.kernels.rotary.heads import norm_and_turn
-from attention.kernels.rotary.parts import NUM_WARPS, TILE_PAIRS
 from attention.rotation import Rotation
 from baton.tritonlib.launch import interpreted
 

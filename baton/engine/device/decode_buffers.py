@@ -17,7 +17,7 @@ from baton.engine.device.host_rows import ROWS_MULTIPLE, HostRows
 from baton.engine.device.inputs import TABLE_MULTIPLE
 from baton.engine.device.step_slot import StepSlot
 from baton.engine.sampling.choice import SamplingBuffers
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 
 
 @dataclass(frozen=True)

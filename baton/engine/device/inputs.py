@@ -18,7 +18,7 @@ from attention.host_to_device import to_device
 from attention.metadata import CommonAttentionMetadata, plan_batch
 from baton.engine.batch import MOST_SNAPSHOTS, BatchRow
 from baton.engine.request import int_array
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.token_exchange import TokenExchange, TokenShares
 
 # Triton compiles a kernel again for a stride of 1 and for one that is not a multiple of 16; no step may wait for that.

@@ -22,7 +22,7 @@ from baton.engine.device.decode_buffers import DecodeBuffers
 from baton.engine.device.inputs import TABLE_MULTIPLE, snapshots_of
 from baton.engine.device.step_slot import StepSlot
 from baton.engine.request import int_array
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 
 # A bucket has room for one prompt per this many tokens, and for a few at least. Rows for prompts that a step lacks cost
 # programs of the attention kernel that find nothing to do.

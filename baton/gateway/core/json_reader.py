@@ -28,7 +28,7 @@ class NotJson(ValueError):
     """The text is not valid JSON, or is nested too deeply. NaN, lone surrogates and invalid UTF-8 are not valid."""
 
 
-class TooMuchJson(ValueError):
+class TooManyValues(ValueError):
     """The text has too many values, containers or keys.
 
     Attributes:
@@ -40,7 +40,7 @@ class TooMuchJson(ValueError):
         self.allowed = allowed
 
 
-class KeyTwice(ValueError):
+class DuplicateKey(ValueError):
     """An object contains a key twice.
 
     Attributes:
@@ -67,8 +67,8 @@ def parse_json(text: bytes) -> Any:
 
     Raises:
         NotJson: the text is not valid JSON, or is nested too deeply.
-        TooMuchJson: the text exceeds a limit.
-        KeyTwice: an object contains a key twice.
+        TooManyValues: the text exceeds a limit.
+        DuplicateKey: an object contains a key twice.
     """
     structure = measure(text)
     try:
@@ -89,7 +89,7 @@ def measure(text: bytes) -> Structure:
     """Counts the structure of a text. For text that is not JSON, the counts cover at least its valid beginning.
 
     Raises:
-        TooMuchJson: a limit is exceeded; the rest of the text was not read.
+        TooManyValues: a limit is exceeded; the rest of the text was not read.
     """
     containers = commas = colons = 0
     start, inside = 0, False
@@ -114,7 +114,7 @@ def measure(text: bytes) -> Structure:
 
 def _check_limit(count: int, what: str, limit: int) -> None:
     if count > limit:
-        raise TooMuchJson(f"too many {what}", f"up to {limit}")
+        raise TooManyValues(f"too many {what}", f"up to {limit}")
 
 
 def _levels(value: object) -> Iterator[list[Any]]:
@@ -132,7 +132,7 @@ class _DuplicateKeyDict(dict[str, Any]):
     key: str
 
 
-def _duplicate_key(text: bytes) -> KeyTwice:
+def _duplicate_key(text: bytes) -> DuplicateKey:
     """Parses the text again, slowly, to find the repeated key for the error."""
 
     def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _duplicate_key(text: bytes) -> KeyTwice:
         deeper = []
         for field, value in level:
             if isinstance(value, _DuplicateKeyDict):
-                return KeyTwice(value.key, f"{field}.{value.key}".lstrip("."))
+                return DuplicateKey(value.key, f"{field}.{value.key}".lstrip("."))
             if isinstance(value, dict):
                 deeper += [(f"{field}.{key}".lstrip("."), child) for key, child in value.items()]
             elif isinstance(value, list):

@@ -52,16 +52,16 @@ class Placement:
     Args:
         prefill: the prefill node; None for `Route.LOCAL`, or if it is chosen later.
         split_tokens: number of tokens that the prefill node computes for `Route.SPLIT`, a multiple of both block sizes.
-        why: reason of the choice, for the receipt.
+        reason: of the choice, for the receipt.
         predicted_ttft_s: predicted time from now to the first token; None: unknown.
         meets: whether the prediction is within the TTFT; True without a TTFT or a prediction.
     """
 
-    way: Route
+    route: Route
     decode: NodeView
     prefill: NodeView | None
     split_tokens: int
-    why: str
+    reason: str
     predicted_ttft_s: float | None
     meets: bool = True
 
@@ -102,16 +102,16 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Rou
     if ttft_s is None:
         return _without_ttft(remote, gap_s, local, wanted)
     if local is not None and local.ttft_s <= ttft_s:
-        why = _too_slow(prefill, remote_s, ttft_s)
+        reason = _too_slow(prefill, remote_s, ttft_s)
         if is_soon:
-            why = f"a hand-over to {decode.label} would pause the output for {_s(gap_s)}"
-        return Placement(Route.LOCAL, local.node, None, 0, why, local.ttft_s)
+            reason = f"a hand-over to {decode.label} would pause the output for {_s(gap_s)}"
+        return Placement(Route.LOCAL, local.node, None, 0, reason, local.ttft_s)
     split = _split(local, prefill, remote_s, ttft_s, wanted)
     if split is not None:
         return split
     if not remote.meets and local is not None and local.ttft_s < remote_s:
-        why = f"no node is in time, and {_too_slow(prefill, remote_s, ttft_s)}"
-        return Placement(Route.LOCAL, local.node, None, 0, why, local.ttft_s, meets=False)
+        reason = f"no node is in time, and {_too_slow(prefill, remote_s, ttft_s)}"
+        return Placement(Route.LOCAL, local.node, None, 0, reason, local.ttft_s, meets=False)
     return remote
 
 
@@ -171,11 +171,11 @@ def _without_ttft(remote: Placement, gap_s: float, local: _OnOneNode | None, wan
     weighted_s = remote_s + more * remote.predicted_ttft_s
     if local is None or local.end_s + more * local.ttft_s + _MIN_SAVED_S > (1 - _MIN_SAVED_SHARE) * weighted_s:
         return remote
-    why = (
+    reason = (
         f"{local.node.label} alone would send the first token after {_s(local.ttft_s)} and end a typical output "
         f"after {_s(local.end_s)}, instead of {_s(remote.predicted_ttft_s)} and {_s(remote_s)}"
     )
-    return Placement(Route.LOCAL, local.node, None, 0, why, local.ttft_s)
+    return Placement(Route.LOCAL, local.node, None, 0, reason, local.ttft_s)
 
 
 def _split(
@@ -202,22 +202,22 @@ def _split(
         waiting_s = max(0.0, node.queue_s - sent_s / steps.stretch)
         first_s = sent_s + steps.ttft_s(waiting_s, split, tokens)
         if first_s <= ttft_s:
-            why = _too_slow(prefill, remote_s, ttft_s)
-            return Placement(Route.SPLIT, node, prefill, split, why, first_s)
+            reason = _too_slow(prefill, remote_s, ttft_s)
+            return Placement(Route.SPLIT, node, prefill, split, reason, first_s)
     return None
 
 
-def _local_by_policy(decode: NodeView, why: str, wanted: RoutedRequest) -> Placement:
+def _local_by_policy(decode: NodeView, reason: str, wanted: RoutedRequest) -> Placement:
     steps = local_steps(decode, wanted.num_tokens, wanted.slo.tpot_s)
     first_s = None
     if steps is not None:
         first_s = steps.ttft_s(decode.queue_s, decode.cached_tokens, wanted.num_tokens)
     meets = first_s is None or wanted.slo.ttft_s is None or first_s <= wanted.slo.ttft_s
-    return Placement(Route.LOCAL, decode, None, 0, why, first_s, meets)
+    return Placement(Route.LOCAL, decode, None, 0, reason, first_s, meets)
 
 
 def _too_slow(prefill: NodeView, seconds: float, ttft_s: float) -> str:
-    """Says why a prefill node does not get the prompt."""
+    """Says reason a prefill node does not get the prompt."""
     if seconds == math.inf:
         return f"the streams on {prefill.label} leave it no time for prompts"
     return f"{prefill.label} would take {_s(seconds)} of the {_s(ttft_s)} to the first token"

@@ -48,7 +48,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
 
     async def ModelReady(self, request: oip.ModelReadyRequest, context: Context) -> oip.ModelReadyResponse:
         async with answering(context):
-            self._serving.check_name(request.name, to_stranger=True)
+            self._serving.check_name(request.name, hide_names=True)
             check_version(request.version)
             return oip.ModelReadyResponse(ready=self._fleet.serves())
 

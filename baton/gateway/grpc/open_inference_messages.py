@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.core.errors import InvalidRequest
-from baton.gateway.core.json_reader import KeyTwice, NotJson, TooMuchJson, parse_json
+from baton.gateway.core.json_reader import DuplicateKey, NotJson, TooManyValues, parse_json
 from baton.gateway.grpc.tensors import OutputTensors, read_inputs, write_outputs
 from baton.protos.inference import open_inference_pb2 as oip
 from baton.protos.v1 import common_pb2
@@ -129,7 +129,7 @@ def _json_parameters(data: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"{field} has {len(data)} bytes", field=field, value=len(data), allowed=allowed)
     try:
         given = parse_json(data)
-    except (NotJson, TooMuchJson, KeyTwice) as error:
+    except (NotJson, TooManyValues, DuplicateKey) as error:
         raise InvalidRequest(f"sampling_parameters is not JSON: {error}", field=field) from None
     if not isinstance(given, dict):
         raise InvalidRequest("sampling_parameters is not a JSON object", field=field)

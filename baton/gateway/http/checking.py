@@ -21,7 +21,7 @@ from pydantic import Tag as PydanticTag
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from baton.core.errors import InvalidRequest
-from baton.gateway.core.json_reader import KeyTwice, NotJson, TooMuchJson, parse_json
+from baton.gateway.core.json_reader import DuplicateKey, NotJson, TooManyValues, parse_json
 from baton.gateway.http.errors import HttpRefusal
 from baton.gateway.http.head import check_content
 from baton.gateway.http.unknown_fields import JsonBody, UnknownFields
@@ -355,10 +355,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
         value = parse_json(body)
     except NotJson as error:
         raise HttpRefusal(400, "invalid_json", f"the body is not valid JSON: {error}") from None
-    except TooMuchJson as error:
+    except TooManyValues as error:
         message, allowed = f"the body has {error}", (error.allowed,)
         raise HttpRefusal(413, "body_too_large", message, allowed=allowed, cure="send a smaller body") from None
-    except KeyTwice as error:
+    except DuplicateKey as error:
         raise InvalidRequest(f"the body has the key {short(error.key)} twice", field=error.field) from None
     if not isinstance(value, dict):
         raise HttpRefusal(400, "invalid_json", "the body is not a JSON object")

@@ -9,9 +9,10 @@ import orjson
 from pydantic import Field
 from starlette.responses import Response
 
-from baton.gateway.http.bodies import IGNORED, Text
+from baton.gateway.http.bodies import Text
 from baton.gateway.http.call import HttpCall
 from baton.gateway.http.checking import Model
+from baton.gateway.http.client_fields import IGNORED
 from baton.gateway.http.event_stream import unless_left
 from baton.gateway.observe.meter import EMBEDDINGS
 from baton.gateway.serving.pooling import PooledAnswer, PoolingRequest

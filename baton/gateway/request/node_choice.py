@@ -143,7 +143,9 @@ class NodeChoice:
         """
         decode.note_sent(num_tokens)
         cached = placement.decode.cached_tokens
-        here_from = {Route.REMOTE: num_tokens, Route.LOCAL: cached, Route.SPLIT: placement.split_tokens}[placement.way]
+        here_from = {Route.REMOTE: num_tokens, Route.LOCAL: cached, Route.SPLIT: placement.split_tokens}[
+            placement.route
+        ]
         if here_from < num_tokens:
             decode.note_prompt(here_from, num_tokens, now_s)
         if placement.prefill is None:

@@ -55,7 +55,7 @@ class ReceiptDraft:
         """Records the placement. `waited_s` is the time from the request's arrival until now."""
         predicted_s = placement.predicted_ttft_s
         self._predicted_ttft_s = None if predicted_s is None else waited_s + predicted_s
-        self._placement_why = placement.why
+        self._placement_why = placement.reason
 
     def submitted(self, *, revision: str, revision_name: str, decode_version: str) -> None:
         """Records the revision and version of the decode node, which its answers do not contain."""

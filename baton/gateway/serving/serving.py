@@ -165,7 +165,7 @@ class Serving:
     def counters(self) -> Counters:
         return Counters.of(self.shared_counters)
 
-    def check_name(self, name: str, *, to_stranger: bool = False) -> AdapterRef | None:
+    def check_name(self, name: str, *, hide_names: bool = False) -> AdapterRef | None:
         """The adapter that a client names as its model, in the revision that serves now; None for the base model.
 
         Raises:
@@ -175,7 +175,7 @@ class Serving:
             return None
         adapters = self._connections.fleet.adapters()
         if name not in adapters:
-            self.model.check_name(name, to_stranger=to_stranger, adapters=sorted(adapters))
+            self.model.check_name(name, hide_names=hide_names, adapters=sorted(adapters))
         return adapters[name]
 
     async def generate(

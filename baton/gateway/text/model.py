@@ -87,18 +87,18 @@ class ServedModel:
                 cure=f"use {paths}, or serve a generative checkpoint",
             )
 
-    def check_name(self, name: str, *, to_stranger: bool = False, adapters: Iterable[str] = ()) -> None:
+    def check_name(self, name: str, *, hide_names: bool = False, adapters: Iterable[str] = ()) -> None:
         """Checks that a request's model name is empty or this model's name.
 
         Args:
-            to_stranger: do not reveal the served model's name in the error.
+            hide_names: do not reveal the served model's name in the error.
             adapters: names of adapters, for the error.
 
         Raises:
             UnknownModel: the request names another model.
         """
         if name not in ("", self.name):
-            allowed = () if to_stranger else (self.name, *adapters)
+            allowed = () if hide_names else (self.name, *adapters)
             raise UnknownModel(f"model {name!r} is not served", field="model", value=name, allowed=allowed)
 
     def check_token_ids(self, field: str, token_ids: list[int]) -> None:

@@ -75,7 +75,8 @@ def _scaled_k(blocks: Tensor, numbers_BN: Tensor) -> Tensor:
     minima = torch.cat([low_minima & 63, (high >> 4) | ((low_minima >> 2) & 48)], dim=1)
     scales_BS1 = (_scale(blocks, 0) * scales.float()).unsqueeze(2)
     minima_BS1 = (_scale(blocks, 2) * minima.float()).unsqueeze(2)
-    return (scales_BS1 * numbers_BN.float().unflatten(1, (_K_SUB_BLOCKS, -1)) - minima_BS1).flatten(1)
+    numbers: Tensor = scales_BS1 * numbers_BN.float().unflatten(1, (_K_SUB_BLOCKS, -1)) - minima_BS1
+    return numbers.flatten(1)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
@@ -93,7 +94,8 @@ def _q6_k(blocks: Tensor) -> Tensor:
     low = _halves(blocks[:, :128], 64)
     high = ((blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts) & 3).flatten(1) << 4
     scales_BS1 = (_scale(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()).unsqueeze(2)
-    return (scales_BS1 * ((low | high).float() - 32).unflatten(1, (16, 16))).flatten(1)
+    numbers: Tensor = scales_BS1 * ((low | high).float() - 32).unflatten(1, (16, 16))
+    return numbers.flatten(1)
 
 
 _BLOCKS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(

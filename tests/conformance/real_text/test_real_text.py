@@ -65,7 +65,7 @@ def directory(file: Path) -> Path:
 @pytest.fixture(scope="module")
 def prompts(directory: Path) -> list[tuple[int, ...]]:
     tokenizer = TextTokenizer(directory)
-    texts = TEXTS
+    texts: tuple[str, ...] = TEXTS
     if (directory / "chat_template.jinja").exists():
         texts = tuple(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n" for each in QUESTIONS)
     return [tuple(tokenizer.encode(text)) for text in texts]

@@ -39,6 +39,9 @@ class Echo(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
     async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> node_status_pb2.PeerState:  # noqa: N802
         return node_status_pb2.PeerState(address=request.decode_address)
 
+    async def Pool(self, request: prefill_pb2.PoolRequest, context: Context) -> prefill_pb2.PoolResponse:  # noqa: N802
+        return prefill_pb2.PoolResponse()
+
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
@@ -319,6 +322,9 @@ class Failing(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
         self.error = error
 
     async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> node_status_pb2.PeerState:  # noqa: N802
+        raise self.error
+
+    async def Pool(self, request: prefill_pb2.PoolRequest, context: Context) -> prefill_pb2.PoolResponse:  # noqa: N802
         raise self.error
 
     async def Prefill(  # noqa: N802

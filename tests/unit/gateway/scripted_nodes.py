@@ -47,6 +47,9 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
         self.status.peers.append(state)
         return state
 
+    async def Pool(self, request: prefill_pb2.PoolRequest, context: object) -> prefill_pb2.PoolResponse:  # noqa: N802
+        raise NotImplementedError
+
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: object
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:

@@ -74,7 +74,11 @@ def test_without_a_usable_decode_node_it_serves_requests_alone_unless_the_policy
     assert fleet.serves() is (placement is not None) is (policy is not LocalPolicy.STRICT)
     if placement is not None:
         assert fleet.decoding_node(placement.decode) is fleet.prefills["p2"]
-        assert (placement.way, placement.prefill, placement.why) == (Route.LOCAL, None, "no decode node is available")
+        assert (placement.route, placement.prefill, placement.reason) == (
+            Route.LOCAL,
+            None,
+            "no decode node is available",
+        )
 
 
 def test_a_restarted_process_that_only_computes_prompts_gets_no_more_requests_of_its_own() -> None:

@@ -82,7 +82,7 @@ class _Cluster:
         prompt_s = TRUE.seconds(StepWork(prompt_tokens=PROMPT, pairs=chunk_pairs(0, PROMPT)))
         output_s = OUTPUT * TRUE.seconds(StepWork(1, PROMPT))
         ready_s = now_s
-        if placement.way is Route.REMOTE:
+        if placement.route is Route.REMOTE:
             assert placement.prefill is not None
             self.fleet.prefills[placement.prefill.address].note_sent(PROMPT)
             ready_s = self._work(placement.prefill.address, prompt_s, now_s)

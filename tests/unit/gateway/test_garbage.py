@@ -14,19 +14,19 @@ from baton.gateway.request.driver import RequestDriver
 from baton.gateway.request.machine import RequestMachine
 from baton.gateway.text.chat.parsing.collector import Collector
 from baton.node import waiting
-from tests.unit.gateway.http.door import BOUND_S, Door, Wire, open_door, step_token
+from tests.unit.gateway.http.http_gateway import BOUND_S, HttpGateway, Wire, open_http_gateway, step_token
 
 # The server's request has all that its framework keeps for a request.
 _OF_REQUESTS = ("RequestResponseCycle", *(kind.__name__ for kind in (
     RequestDriver, RequestMachine, RequestRecord, EventStream, Collector
 )))  # fmt: skip
 
-End = Callable[[Door, Wire], Awaitable[object]]
+End = Callable[[HttpGateway, Wire], Awaitable[object]]
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    async with open_door() as opened:
+async def door() -> AsyncIterator[HttpGateway]:
+    async with open_http_gateway() as opened:
         gc.collect()
         gc.disable()
         try:
@@ -41,7 +41,7 @@ def left() -> Counter[str]:
     return Counter(name for name in names if name in _OF_REQUESTS)
 
 
-async def chat(door: Door) -> Wire:
+async def chat(door: HttpGateway) -> Wire:
     """A streamed chat that has begun."""
     wire = await door.connect()
     body = {"messages": [{"role": "user", "content": "Write a file."}], "stream": True, "max_tokens": 8}
@@ -52,32 +52,32 @@ async def chat(door: Door) -> Wire:
     return wire
 
 
-async def finished(door: Door, wire: Wire) -> None:
+async def finished(door: HttpGateway, wire: Wire) -> None:
     door.finish(1)
     assert b"data: [DONE]" in await wire.chunks()
 
 
-async def left_by_its_client(door: Door, wire: Wire) -> None:
+async def left_by_its_client(door: HttpGateway, wire: Wire) -> None:
     wire.writer.transport.abort()
     await door.cancelled()
 
 
-async def aborted(door: Door, wire: Wire) -> None:
+async def aborted(door: HttpGateway, wire: Wire) -> None:
     assert await door.serving.abort(["chat"]) == ["chat"]
     assert b"aborted" in await wire.chunks()
 
 
-async def late(_: Door, wire: Wire) -> None:
+async def late(_: HttpGateway, wire: Wire) -> None:
     assert b"was not finished within" in await wire.chunks()
 
 
-async def test_objects_of_a_running_request_are_seen(door: Door) -> None:
+async def test_objects_of_a_running_request_are_seen(door: HttpGateway) -> None:
     await chat(door)
     assert set(left()) == set(_OF_REQUESTS)
 
 
 @pytest.mark.parametrize("end", [finished, left_by_its_client, aborted, late])
-async def test_a_request_is_freed_when_it_has_ended(door: Door, end: End) -> None:
+async def test_a_request_is_freed_when_it_has_ended(door: HttpGateway, end: End) -> None:
     wire = await chat(door)
     await end(door, wire)
     wire.writer.close()

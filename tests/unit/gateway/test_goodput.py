@@ -69,7 +69,7 @@ def test_prefill_nodes_that_do_not_decode_are_no_worse_than_static_ones() -> Non
     ):
         elastic = run(load, goal, rate, seconds=seconds, cluster=only_prefill)
         assert elastic.share() >= 0.9
-        assert not any(job.way is Route.LOCAL and job.decode == 1 for job in elastic.jobs)
+        assert not any(job.route is Route.LOCAL and job.decode == 1 for job in elastic.jobs)
 
 
 def test_without_an_slo_neither_first_tokens_nor_further_ones_suffer() -> None:

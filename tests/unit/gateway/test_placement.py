@@ -52,63 +52,63 @@ def chosen(
 def test_an_idle_prefill_node_gets_the_prompt() -> None:
     for slo in (SLO, Slo(), Slo(tpot_s=0.02), Slo(ttft_s=1.0)):
         placement = chosen(slo=slo)
-        assert placement.way is Route.REMOTE
+        assert placement.route is Route.REMOTE
         assert placement.predicted_ttft_s == pytest.approx(0.105, rel=0.1)
 
 
 def test_a_decode_node_with_time_to_spare_takes_prompts_from_a_queue() -> None:
     placement = chosen(waits_s=0.5)
-    assert (placement.way, placement.prefill, placement.meets) == (Route.LOCAL, None, True)
-    assert placement.why == "p1 would take 0.596 s of the 1 s to the first token"
+    assert (placement.route, placement.prefill, placement.meets) == (Route.LOCAL, None, True)
+    assert placement.reason == "p1 would take 0.596 s of the 1 s to the first token"
 
 
 @pytest.mark.parametrize("tpot_s", [0.0055, 0.006])
 def test_streams_that_need_all_of_their_tpot_get_no_prompts(tpot_s: float) -> None:
-    assert chosen(waits_s=0.8, slo=Slo(1.0, tpot_s)).way is Route.REMOTE
-    assert chosen(waits_s=5.0, slo=Slo(1.0, tpot_s)).way is Route.REMOTE
+    assert chosen(waits_s=0.8, slo=Slo(1.0, tpot_s)).route is Route.REMOTE
+    assert chosen(waits_s=5.0, slo=Slo(1.0, tpot_s)).route is Route.REMOTE
 
 
 def test_without_a_slo_a_long_queue_moves_prompts_and_a_short_one_does_not() -> None:
-    assert chosen(waits_s=0.04, slo=Slo()).way is Route.REMOTE
-    assert chosen(waits_s=3.0, slo=Slo()).way is Route.LOCAL
+    assert chosen(waits_s=0.04, slo=Slo()).route is Route.REMOTE
+    assert chosen(waits_s=3.0, slo=Slo()).route is Route.LOCAL
 
 
 def test_a_prompt_that_is_too_long_for_either_node_is_split() -> None:
     slow = replace(DECODE, decode_rows=100, context_tokens=100 * 1024)
     placement = chosen(tokens=40_000, waits_s=0.3, decode=slow, slo=Slo(2.6, 0.016))
-    assert placement.way is Route.SPLIT
+    assert placement.route is Route.SPLIT
     assert placement.prefill is not None
     assert placement.split_tokens % 32 == 0
     assert 512 <= placement.split_tokens <= 40_000 - 512
     assert placement.predicted_ttft_s is not None
     assert placement.predicted_ttft_s < 2.6
     whole = chosen(tokens=40_000, waits_s=0.3, decode=slow, slo=Slo(2.6, 0.016), splittable=False)
-    assert whole.way is not Route.SPLIT
+    assert whole.route is not Route.SPLIT
 
 
 def test_where_nothing_is_in_time_the_first_token_comes_as_early_as_it_can() -> None:
     late = Slo(ttft_s=0.001, tpot_s=0.02)
-    assert (chosen(slo=late).way, chosen(slo=late).meets) == (Route.REMOTE, False)
-    assert (chosen(slo=late, waits_s=2.0).way, chosen(slo=late, waits_s=2.0).meets) == (Route.LOCAL, False)
+    assert (chosen(slo=late).route, chosen(slo=late).meets) == (Route.REMOTE, False)
+    assert (chosen(slo=late, waits_s=2.0).route, chosen(slo=late, waits_s=2.0).meets) == (Route.LOCAL, False)
 
 
 def test_policies_leave_no_choice() -> None:
-    assert chosen(waits_s=9.0, policy=LocalPolicy.STRICT).way is Route.REMOTE
+    assert chosen(waits_s=9.0, policy=LocalPolicy.STRICT).route is Route.REMOTE
     local = chosen(policy=LocalPolicy.LOCAL)
-    assert (local.way, local.why) == (Route.LOCAL, "the policy is local")
+    assert (local.route, local.reason) == (Route.LOCAL, "the policy is local")
 
 
 def test_without_costs_prompts_are_prefilled_remotely() -> None:
     unknown = replace(PREFILL, costs=None)
     assert chosen(prefill=unknown, waits_s=9.0).predicted_ttft_s is None
-    assert chosen(prefill=unknown, waits_s=9.0).way is Route.REMOTE
-    assert chosen(decode=replace(DECODE, costs=None), waits_s=9.0).way is Route.REMOTE
+    assert chosen(prefill=unknown, waits_s=9.0).route is Route.REMOTE
+    assert chosen(decode=replace(DECODE, costs=None), waits_s=9.0).route is Route.REMOTE
 
 
 def test_without_a_prefill_node_the_decode_node_prefills() -> None:
     placement = place([DECODE], [], RoutedRequest(100, LocalPolicy.ELASTIC, slo=SLO))
     assert placement is not None
-    assert (placement.way, placement.why) == (Route.LOCAL, "no prefill node is available")
+    assert (placement.route, placement.reason) == (Route.LOCAL, "no prefill node is available")
 
 
 ALONE = replace(PREFILL, also_prefills=True, ready_peers=frozenset())
@@ -123,22 +123,22 @@ def placed(decode: NodeView, slo: Slo, *, alone: NodeView = ALONE, tokens: int =
 
 
 def test_a_prefill_node_serves_whole_requests_where_a_hand_over_would_pause_the_output() -> None:
-    assert placed(IDLE, Slo(1.0, 0.02)).way is Route.REMOTE
+    assert placed(IDLE, Slo(1.0, 0.02)).route is Route.REMOTE
     placement = placed(BUSY, Slo(1.0, 0.02))
-    assert (placement.way, placement.decode.address, placement.decode.also_prefills) == (Route.LOCAL, "p1", True)
-    assert placement.why.startswith("a hand-over to d1 would pause the output for 0.02")
+    assert (placement.route, placement.decode.address, placement.decode.also_prefills) == (Route.LOCAL, "p1", True)
+    assert placement.reason.startswith("a hand-over to d1 would pause the output for 0.02")
 
 
 def test_a_prefill_node_takes_no_streams_that_would_cut_its_prompts_into_small_slices() -> None:
-    assert placed(BUSY, Slo(1.0, 0.007)).way is Route.REMOTE
+    assert placed(BUSY, Slo(1.0, 0.007)).route is Route.REMOTE
 
 
 def test_without_a_slo_a_prefill_node_relieves_a_busy_decode_node() -> None:
     full = replace(BUSY, requests=500, decode_rows=500, context_tokens=500 * 1024)
     placement = placed(full, Slo())
-    assert (placement.way, placement.decode.address) == (Route.LOCAL, "p1")
-    assert placement.why.startswith("p1 alone would send the first token after ")
-    assert placed(IDLE, Slo()).way is Route.REMOTE
+    assert (placement.route, placement.decode.address) == (Route.LOCAL, "p1")
+    assert placement.reason.startswith("p1 alone would send the first token after ")
+    assert placed(IDLE, Slo()).route is Route.REMOTE
 
 
 def test_without_a_decode_node_a_prefill_node_serves_alone_unless_the_policy_is_strict() -> None:
@@ -148,7 +148,7 @@ def test_without_a_decode_node_a_prefill_node_serves_alone_unless_the_policy_is_
             assert placement is None
         else:
             assert placement is not None
-            assert (placement.way, placement.decode.address) == (Route.LOCAL, "p1")
+            assert (placement.route, placement.decode.address) == (Route.LOCAL, "p1")
 
 
 def test_a_prefill_node_without_costs_or_room_gets_no_whole_requests() -> None:
@@ -156,7 +156,7 @@ def test_a_prefill_node_without_costs_or_room_gets_no_whole_requests() -> None:
     for other in (unknown, replace(ALONE, room_tokens=0)):
         assert placed(BUSY, Slo(1.0, 0.02), alone=other).decode.address == "d1"
     for slo in (Slo(), Slo(1.0, 0.02)):
-        assert placed(replace(BUSY, costs=None), slo).way is Route.REMOTE
+        assert placed(replace(BUSY, costs=None), slo).route is Route.REMOTE
 
 
 def test_of_two_decode_nodes_the_one_with_the_earlier_first_token_takes_the_prompt() -> None:
@@ -164,15 +164,15 @@ def test_of_two_decode_nodes_the_one_with_the_earlier_first_token_takes_the_prom
     busy = DECODE.with_queue(0.5)
     placement = place([busy, other], [PREFILL.with_queue(0.9)], RoutedRequest(4000, LocalPolicy.ELASTIC, slo=SLO))
     assert placement is not None
-    assert (placement.way, placement.decode.address) == (Route.LOCAL, "d2")
+    assert (placement.route, placement.decode.address) == (Route.LOCAL, "d2")
 
 
 def test_the_reason_for_one_node_alone_has_the_numbers_that_decided() -> None:
     """The first token counts three times: a node can be chosen for it although the output ends later there."""
     placement = place([IDLE], [PREFILL.with_queue(1.0)], RoutedRequest(400, LocalPolicy.ELASTIC))
     assert placement is not None
-    assert placement.way is Route.LOCAL
-    numbers = [float(word) for word in placement.why.replace(",", " ").split() if word[0].isdigit()]
+    assert placement.route is Route.LOCAL
+    numbers = [float(word) for word in placement.reason.replace(",", " ").split() if word[0].isdigit()]
     first_s, end_s, remote_first_s, remote_end_s = numbers
     assert first_s + 2 * first_s + end_s < remote_end_s + 2 * remote_first_s
 
@@ -180,14 +180,14 @@ def test_the_reason_for_one_node_alone_has_the_numbers_that_decided() -> None:
 def test_an_unpaired_prefill_node_is_not_called_unavailable() -> None:
     placement = place([IDLE], [replace(PREFILL, ready_peers=frozenset())], RoutedRequest(100, LocalPolicy.ELASTIC))
     assert placement is not None
-    assert placement.why == "no prefill node is paired with d1"
+    assert placement.reason == "no prefill node is paired with d1"
 
 
 def test_a_prefill_node_whose_streams_leave_no_time_has_a_reason_without_numbers() -> None:
     full = replace(PREFILL, decode_rows=500, requests=500, context_tokens=500 * 4096)
     placement = place([IDLE], [full], RoutedRequest(400, LocalPolicy.ELASTIC, slo=Slo(1.0, 0.008)))
     assert placement is not None
-    assert placement.why == "the streams on p1 leave it no time for prompts"
+    assert placement.reason == "the streams on p1 leave it no time for prompts"
 
 
 def test_reasons_name_nodes_and_no_addresses() -> None:
@@ -200,8 +200,8 @@ def test_reasons_name_nodes_and_no_addresses() -> None:
             [busy, alone], [prefill.with_queue(waits_s)], RoutedRequest(400, LocalPolicy.ELASTIC, slo=slo)
         )
         assert placement is not None
-        assert placement.why
-        assert "10.0.0" not in placement.why
+        assert placement.reason
+        assert "10.0.0" not in placement.reason
 
 
 def test_of_equal_nodes_that_serve_alone_the_one_chosen_longest_ago_is_taken() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 ARCHS = {
@@ -17,7 +18,6 @@ ARCHS = {
     "Gemma2": gguf.MODEL_ARCH.GEMMA2,
     "Gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
-TYPES = gguf.GGMLQuantizationType
 Array = NDArray[Any]
 
 
@@ -25,7 +25,7 @@ def write_gguf(
     path: Path,
     model: Any,
     *,
-    type_of: TYPES = TYPES.F32,
+    type_of: GGMLQuantizationType = GGMLQuantizationType.F32,
     metadata: Mapping[str, float | str] | None = None,
     tokenizer: bool = True,
     split_after: int | None = None,
@@ -53,9 +53,9 @@ def write_gguf(
             if tokenizer:
                 add_tokenizer(writer, config.vocab_size)
         for tensor_name, tensor in part.items():
-            kind = type_of if tensor.ndim > 1 else TYPES.F32
-            data = tensor if kind is TYPES.F32 else gguf.quantize(tensor, kind)
-            writer.add_tensor(tensor_name, data, raw_dtype=None if kind is TYPES.F32 else kind)
+            kind = type_of if tensor.ndim > 1 else GGMLQuantizationType.F32
+            data = tensor if kind is GGMLQuantizationType.F32 else gguf.quantize(tensor, kind)
+            writer.add_tensor(tensor_name, data, raw_dtype=None if kind is GGMLQuantizationType.F32 else kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import torch
 
 from baton.engine.batch import MOST_SNAPSHOTS
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 
 _PADDING = 2
 

@@ -15,7 +15,7 @@ from baton.models.kernels.recurrent import delta_gates
 from baton.models.kernels.recurrent import gated_delta as kernels
 from baton.models.kernels.recurrent.gated_delta_systems import CHUNK
 from baton.models.kernels.recurrent.gated_norm import gated_norm
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays
 from baton.models.layers.recurrent.gated_delta import gated_delta, in_torch, sub_chunks, unit
 from baton.models.layers.recurrent.gated_norm import GatedRMSNorm

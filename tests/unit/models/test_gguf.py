@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+from gguf import GGMLQuantizationType
 
 from baton.core.errors import ConfigError
 from baton.gateway.text.chat.checkpoint_files import read_checkpoint as read_chat
@@ -28,7 +29,7 @@ from baton.models.loading.loader import load_model
 from baton.models.loading.tokenizer_files import find
 from baton.models.loading.tokenizer_files.sentencepiece_model import PieceType, read_model
 from baton.settings.model_source import model_name
-from tests.unit.models.gguf_files import TYPES, write_gguf
+from tests.unit.models.gguf_files import write_gguf
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.test_tokenizer_files import llama2, texts
 from tests.unit.models.tiny import save_tiny
@@ -86,20 +87,20 @@ def test_a_converted_model_has_the_logits_of_its_original(name: str, tmp_path: P
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_quantized_tensors_are_those_that_the_file_means(kind: str, tmp_path: Path) -> None:
     original = save_tiny("llama", tmp_path / "original", changed={"intermediate_size": 64})
-    file = write_gguf(tmp_path / "q.gguf", original, type_of=TYPES[kind])
+    file = write_gguf(tmp_path / "q.gguf", original, type_of=GGMLQuantizationType[kind])
     tensors = read_checkpoint(model_directory(file))
     state = original.state_dict()
     assert set(tensors) == set(state)
     for name, stored in tensors.items():
         matrix = state[name].numpy()
         if matrix.ndim > 1:
-            matrix = gguf.dequantize(gguf.quantize(matrix, TYPES[kind]), TYPES[kind])
+            matrix = gguf.dequantize(gguf.quantize(matrix, GGMLQuantizationType[kind]), GGMLQuantizationType[kind])
         assert np.array_equal(read_tensor(stored).numpy(), matrix), name
 
 
 @pytest.mark.parametrize("kind", GGUF_TYPES.values(), ids=lambda kind: kind.name)
 def test_any_bytes_mean_the_same_numbers_as_in_ggml(kind: GgufType) -> None:
-    theirs = TYPES[kind.name]
+    theirs = GGMLQuantizationType[kind.name]
     assert gguf.GGML_QUANT_SIZES[theirs] == (kind.block_size, kind.block_bytes)
     blocks = np.random.default_rng(0).integers(0, 256, (512, kind.block_bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):
@@ -114,7 +115,9 @@ def test_any_bytes_mean_the_same_numbers_as_in_ggml(kind: GgufType) -> None:
 def test_two_ranks_have_the_parts_of_one(name: str, kind: str, tmp_path: Path) -> None:
     changed, metadata = MODELS[name]
     original = save_tiny(name, tmp_path / "original", changed={**changed, "intermediate_size": 64})
-    directory = model_directory(write_gguf(tmp_path / "q.gguf", original, type_of=TYPES[kind], metadata=metadata))
+    directory = model_directory(
+        write_gguf(tmp_path / "q.gguf", original, type_of=GGMLQuantizationType[kind], metadata=metadata)
+    )
     config = read_config(directory)
     backend = backend_for(config)
     whole = load_model(directory, config, backend=backend, dtype="float32", device="cpu")
@@ -252,7 +255,7 @@ def test_a_tokenizer_that_cannot_be_made_is_an_error_with_key_and_value(
 @pytest.mark.parametrize("gemma", [False, True], ids=["llama", "gemma"])
 def test_a_sentencepiece_tokenizer_gives_the_ids_of_its_original(gemma: bool, tmp_path: Path) -> None:
     """Gemma's has no space before texts, and runs of spaces and line ends as tokens."""
-    own = {"add_dummy_prefix": False, "user_defined_symbols": ["\n", "\n\n", "▁▁", "▁▁▁", "<b>"]}
+    own: dict[str, Any] = {"add_dummy_prefix": False, "user_defined_symbols": ["\n", "\n\n", "▁▁", "▁▁▁", "<b>"]}
     directory = llama2(tmp_path / "original", **(own if gemma else {}))
     original = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
     pieces = read_model((directory / "tokenizer.model").read_bytes()).pieces

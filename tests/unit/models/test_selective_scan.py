@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 
 from baton.models.kernels.recurrent import selective_scan as kernels
 from baton.models.kernels.recurrent.gated_group_norm import gated_group_norm
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.recurrent.gated_group_norm import GatedGroupNorm
 from baton.models.layers.recurrent.selective_scan import (
     SUB_CHUNK,

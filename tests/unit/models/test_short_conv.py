@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
-from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.kernels.recurrent.short_conv import short_conv as in_triton
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.recurrent.short_conv import short_conv_in_torch
 from tests.device import DEVICE
 

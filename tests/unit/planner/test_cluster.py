@@ -43,7 +43,7 @@ def test_one_request_takes_its_chunks_its_transfer_and_its_decode_steps() -> Non
 def test_a_local_prompt_is_a_step_of_the_decode_node() -> None:
     spec = replace(PAIR, prefills=0, policy=LocalPolicy.LOCAL)
     (job,) = run(spec, request(0.0, 500, 2)).jobs
-    assert job.way is Route.LOCAL
+    assert job.route is Route.LOCAL
     assert job.ttft_s == pytest.approx(spec.hop_s + COSTS.seconds(StepWork(0, 0, 500, chunk_pairs(0, 500))))
     assert job.tpot_s == pytest.approx(COSTS.seconds(StepWork(1, 501)))
 
@@ -51,7 +51,7 @@ def test_a_local_prompt_is_a_step_of_the_decode_node() -> None:
 def test_short_prompts_stay_on_the_decode_node_where_it_is_told_so() -> None:
     spec = replace(PAIR, local_tokens=32)
     outcome = run(spec, request(0.0, 32, 4), request(1.0, 33, 4))
-    assert [job.way for job in outcome.jobs] == [Route.LOCAL, Route.REMOTE]
+    assert [job.route for job in outcome.jobs] == [Route.LOCAL, Route.REMOTE]
 
 
 def test_streams_wait_for_a_whole_prompt_unless_steps_are_bounded() -> None:
@@ -125,7 +125,7 @@ def test_every_request_ends_and_equal_loads_give_equal_outcomes(policy: LocalPol
     first, second = simulate(spec, GOAL, planned), simulate(spec, GOAL, planned)
     for job, other, asked in zip(first.jobs, second.jobs, planned, strict=True):
         assert asked.at_s < job.first_s <= job.last_s < float("inf")
-        assert (job.first_s, job.last_s, job.way) == (other.first_s, other.last_s, other.way)
+        assert (job.first_s, job.last_s, job.route) == (other.first_s, other.last_s, other.route)
 
 
 def test_overload_fills_the_bottleneck_only() -> None:

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from starlette.responses import Response
 
 from baton.core.errors import ContextOverflow, InvalidRequest
-from baton.gateway.core.json_reader import TooMuchJson, parse_json
+from baton.gateway.core.json_reader import TooManyValues, parse_json
 from baton.gateway.http.call import HttpCall
 from baton.gateway.http.checking import checked, short
 from baton.gateway.http.chunks import receipt_json
@@ -196,7 +196,7 @@ def _with_stored(
     items = [] if previous is None else items_of(previous)
     try:
         parse_json(orjson.dumps(items))
-    except TooMuchJson as error:
+    except TooManyValues as error:
         message = f"the stored items have {error}"
         raise InvalidRequest(message, field=_PREVIOUS, allowed=(error.allowed,), cure=_BEGIN_ANEW) from None
     own = request.input if not isinstance(request.input, str) else []

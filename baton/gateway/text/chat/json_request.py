@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import Grammar
-from baton.gateway.core.json_reader import KeyTwice, NotJson, TooMuchJson, parse_json
+from baton.gateway.core.json_reader import DuplicateKey, NotJson, TooManyValues, parse_json
 from baton.gateway.text.chat.types import ChatRequest, NamedTool, ToolChoice
 from baton.protos.v1 import generation_pb2 as pb
 
@@ -77,10 +77,10 @@ def _parse(text: str, field: str) -> Any:
         return None
     try:
         return parse_json(text.encode())
-    except KeyTwice as error:
+    except DuplicateKey as error:
         key = error.key[:_KEY_CHARACTERS]
         raise InvalidRequest(f"{field} has the key {key!r} twice", field=field, value=key) from None
-    except TooMuchJson as error:
+    except TooManyValues as error:
         raise InvalidRequest(f"{field} has {error}", field=field, allowed=(error.allowed,)) from None
     except NotJson as error:
         raise InvalidRequest(f"{field} is not JSON: {error}", field=field, value=text[:200]) from error

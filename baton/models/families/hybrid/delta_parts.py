@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from baton.kvcache.cache import PagedKVCache
 from baton.models.families.hybrid.delta_config import DeltaSwitches
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.recurrent.gated_delta import gated_delta
 from baton.models.layers.recurrent.short_conv import short_conv
 

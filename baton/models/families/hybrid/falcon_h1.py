@@ -14,7 +14,7 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.hybrid.falcon_h1_config import FalconH1Switches
 from baton.models.families.hybrid.granite_hybrid import BambaForCausalLM
 from baton.models.families.hybrid.mamba_parts import HybridAttention, Mamba2Mixer
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.mlp import GatedMLP, silu_and_multiply
 from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule

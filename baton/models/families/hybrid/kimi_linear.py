@@ -16,7 +16,7 @@ from baton.models.config.model_config import MLAConfig, ModelConfig
 from baton.models.families.hybrid.delta_config import DeltaSwitches
 from baton.models.families.hybrid.delta_parts import DeltaMixer, by_head
 from baton.models.families.latent.deepseek import DeepseekAttention
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.indexer import Selection
 from baton.models.layers.linear import FusedLinear, Linear

@@ -17,7 +17,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.llama import LlamaAttention, make_mlp
 from baton.models.families.hybrid.lfm2_config import Lfm2Switches
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.linear import Linear
 from baton.models.layers.norms import RMSNorm

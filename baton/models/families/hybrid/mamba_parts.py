@@ -13,7 +13,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import RecurrentConfig
 from baton.models.families.dense.llama import LlamaAttention
 from baton.models.families.hybrid.mamba_config import MambaSwitches
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.elementwise import silu
 from baton.models.layers.linear import Linear
 from baton.models.layers.recurrent.gated_group_norm import GatedGroupNorm

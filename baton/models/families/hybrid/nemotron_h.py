@@ -17,7 +17,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig, MoEConfig
 from baton.models.families.hybrid.mamba_config import MambaSwitches
 from baton.models.families.hybrid.mamba_parts import HybridAttention, Mamba2Mixer
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.linear import Linear
 from baton.models.layers.moe.router import Router

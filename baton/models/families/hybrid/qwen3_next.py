@@ -17,7 +17,7 @@ from baton.models.families.dense.gemma import GemmaRMSNorm
 from baton.models.families.dense.llama import LlamaAttention
 from baton.models.families.hybrid.delta_config import DeltaSwitches
 from baton.models.families.hybrid.delta_parts import DeltaMixer, by_head
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.linear import FusedLinear, Linear
 from baton.models.layers.mlp import GatedMLP

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.models.kernels.recurrent.gated_delta_systems import CHUNK, systems
-from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.kernels.recurrent.snapshots import snapshot_slot
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.tritonlib.launch import bound, interpreted
 from baton.tritonlib.rounding import round_to
 

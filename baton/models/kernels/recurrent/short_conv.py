@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.tritonlib.launch import interpreted
 from baton.tritonlib.rounding import round_to
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton.models.kernels.recurrent import gated_delta as kernels
 from baton.models.kernels.recurrent.gated_delta_systems import CHUNK
-from baton.models.kernels.recurrent.rows import StateRows, prompts_of
+from baton.models.kernels.recurrent.state_rows import StateRows, prompts_of
 
 _NORM_EPS = 1e-6
 

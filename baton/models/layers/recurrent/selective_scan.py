@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.models.kernels.recurrent import selective_scan as kernels
-from baton.models.kernels.recurrent.rows import StateRows, prompts_of
+from baton.models.kernels.recurrent.state_rows import StateRows, prompts_of
 from baton.models.layers.elementwise import softplus
 
 SUB_CHUNK = kernels.SUB_CHUNK

@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.kernels.recurrent.short_conv import short_conv as short_conv_on_gpu
+from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.elementwise import silu
 
 Activation: TypeAlias = Literal["silu"] | None

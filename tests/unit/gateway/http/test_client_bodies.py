@@ -11,7 +11,7 @@ from baton.gateway.http.bodies import ChatBody
 from baton.gateway.http.checking import checked
 from baton.gateway.http.client_fields import with_extra_body, without_effect
 from baton.gateway.http.translate import chat_message, chat_request
-from tests.unit.gateway.http.door import Answer, Door, open_door
+from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, open_http_gateway
 
 FOLDER = Path(__file__).parent / "bodies"
 RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
@@ -27,7 +27,7 @@ def variables(**fields: object) -> dict[str, Any]:
     return dict(chat_request(chat(**fields)).template_kwargs)
 
 
-async def served(door: Door, path: str, body: dict[str, Any]) -> Answer:
+async def served(door: HttpGateway, path: str, body: dict[str, Any]) -> Answer:
     wire = await door.connect()
     wire.send("POST", path, json.dumps(body).encode(), content_type="application/json")
     key = await door.accept()
@@ -45,7 +45,7 @@ def test_each_client_has_recorded_bodies() -> None:
 
 
 async def test_every_clients_body_is_served() -> None:
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         for name, recorded in RECORDED.items():
             answer = await served(door, recorded["path"], recorded["body"])
             assert answer.status == 200, name

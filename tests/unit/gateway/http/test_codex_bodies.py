@@ -9,7 +9,7 @@ import pytest
 from openai.types.responses import Response
 
 from tests.unit.gateway.http.chat_stream import events
-from tests.unit.gateway.http.door import Answer, Door, open_door, step_token
+from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, open_http_gateway, step_token
 
 # As Qwen's, but with the tools' names only: scripted nodes have room for 1,000 tokens.
 TEMPLATE = """
@@ -29,14 +29,14 @@ def body_of(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[Door]:
+async def door(tmp_path: Path) -> AsyncIterator[HttpGateway]:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
-    async with open_door(template=template) as opened:
+    async with open_http_gateway(template=template) as opened:
         yield opened
 
 
-async def answered(door: Door, body: dict[str, Any]) -> Answer:
+async def answered(door: HttpGateway, body: dict[str, Any]) -> Answer:
     """The head of the answer, and its events as the body."""
     wire = await door.connect()
     wire.send("POST", "/v1/responses", json.dumps(body).encode(), content_type="application/json")
@@ -53,7 +53,7 @@ def test_there_are_bodies_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_body_of_codex_is_answered_as_codex_reads_it(door: Door, name: str) -> None:
+async def test_a_body_of_codex_is_answered_as_codex_reads_it(door: HttpGateway, name: str) -> None:
     answer = await answered(door, body_of(name))
     found = events(answer.body)
     assert answer.status == 200
@@ -64,7 +64,7 @@ async def test_a_body_of_codex_is_answered_as_codex_reads_it(door: Door, name: s
     assert last["usage"]["total_tokens"] > 0
 
 
-async def test_what_the_model_does_not_see_is_named_in_a_header(door: Door) -> None:
+async def test_what_the_model_does_not_see_is_named_in_a_header(door: HttpGateway) -> None:
     wire = await door.connect()
     wire.send("POST", "/v1/responses", json.dumps(body_of("codex_later_turn")).encode())
     await door.accept()

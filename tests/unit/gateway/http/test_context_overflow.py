@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.http.door import Door, open_door
+from tests.unit.gateway.http.http_gateway import HttpGateway, open_http_gateway
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    async with open_door() as opened:
+async def door() -> AsyncIterator[HttpGateway]:
+    async with open_http_gateway() as opened:
         yield opened
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_openais_endpoints_have_openais_code_and_words(door: Door, stream: bool) -> None:
+async def test_openais_endpoints_have_openais_code_and_words(door: HttpGateway, stream: bool) -> None:
     most = door.context.fleet.max_context_tokens
     bodies: list[tuple[str, dict[str, Any], str]] = [
         ("/v1/completions", {"prompt": [1] * most}, "prompt"),
@@ -33,7 +33,7 @@ async def test_openais_endpoints_have_openais_code_and_words(door: Door, stream:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_anthropics_endpoint_has_anthropics_words(door: Door, stream: bool) -> None:
+async def test_anthropics_endpoint_has_anthropics_words(door: HttpGateway, stream: bool) -> None:
     most = door.context.fleet.max_context_tokens
     for words in (most, 50 * most):
         body = {"messages": [{"role": "user", "content": "word " * words}], "max_tokens": 5, "stream": stream}

@@ -10,7 +10,7 @@ from baton.core.errors import ConfigError
 from baton.gateway.http.cors import AllowedOrigins
 from baton.gateway.process.process import check_doors
 from baton.settings.gateway_config import GatewaySettings
-from tests.unit.gateway.http.door import Answer, Door, open_door
+from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, open_http_gateway
 
 CHAT = "https://chat.example"
 LOCAL = "http://localhost:5173"
@@ -18,12 +18,14 @@ BODY = {"prompt": [1, 2, 3], "max_tokens": 4}
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    async with open_door("--cors-origins", f"{CHAT}, {LOCAL}/", asks=True) as opened:
+async def door() -> AsyncIterator[HttpGateway]:
+    async with open_http_gateway("--cors-origins", f"{CHAT}, {LOCAL}/", asks=True) as opened:
         yield opened
 
 
-async def preflight(door: Door, origin: str, *, host: str = "localhost", path: str = "/v1/chat/completions") -> Answer:
+async def preflight(
+    door: HttpGateway, origin: str, *, host: str = "localhost", path: str = "/v1/chat/completions"
+) -> Answer:
     wire = await door.connect()
     wire.send(
         "OPTIONS",
@@ -41,7 +43,7 @@ def cors_headers(answer: Answer) -> set[str]:
 
 
 @pytest.mark.parametrize("origin", [CHAT, LOCAL])
-async def test_a_listed_pages_preflight_is_answered(door: Door, origin: str) -> None:
+async def test_a_listed_pages_preflight_is_answered(door: HttpGateway, origin: str) -> None:
     answer = await preflight(door, origin)
     assert answer.status == 204
     assert answer.headers["access-control-allow-origin"] == origin
@@ -55,7 +57,7 @@ async def test_a_listed_pages_preflight_is_answered(door: Door, origin: str) -> 
     "origin",
     ["https://evil.example", "null", f"{CHAT}.evil", f"{CHAT}:444", "http://chat.example", "HTTPS://CHAT.EXAMPLE"],
 )
-async def test_no_other_page_is_answered(door: Door, origin: str) -> None:
+async def test_no_other_page_is_answered(door: HttpGateway, origin: str) -> None:
     asked = await preflight(door, origin)
     assert asked.status == 405
     got = await door.call("GET", "/v1/models", host="localhost", origin=origin)
@@ -65,7 +67,7 @@ async def test_no_other_page_is_answered(door: Door, origin: str) -> None:
         assert answer.headers["vary"] == "origin"
 
 
-async def test_a_listed_page_reads_answers_and_errors(door: Door) -> None:
+async def test_a_listed_page_reads_answers_and_errors(door: HttpGateway) -> None:
     got = await door.call("GET", "/v1/models", host="localhost", origin=CHAT)
     refused = await door.call(
         "POST", "/v1/completions", {"x": 1}, host="localhost", origin=CHAT, content_type="application/json"
@@ -77,25 +79,25 @@ async def test_a_listed_page_reads_answers_and_errors(door: Door) -> None:
         assert "x-baton-warning" in answer.headers["access-control-expose-headers"]
 
 
-async def test_a_listed_page_reads_a_stream(door: Door) -> None:
+async def test_a_listed_page_reads_a_stream(door: HttpGateway) -> None:
     wire = await door.stream({}, host="localhost", origin=CHAT, content_type="application/json")
     head = await wire.head()
     assert (head.status, head.headers["access-control-allow-origin"]) == (200, CHAT)
 
 
-async def test_a_listed_origin_opens_neither_foreign_hosts_nor_bodies_without_a_type(door: Door) -> None:
+async def test_a_listed_origin_opens_neither_foreign_hosts_nor_bodies_without_a_type(door: HttpGateway) -> None:
     assert (await preflight(door, CHAT, host="evil.example")).status == 403
     got = await door.call("GET", "/v1/models", host="evil.example", origin=CHAT)
     untyped = await door.call("POST", "/v1/completions", BODY, host="localhost", origin=CHAT)
     assert (got.status, untyped.status) == (403, 415)
 
 
-async def test_an_answer_to_no_page_has_no_such_headers(door: Door) -> None:
+async def test_an_answer_to_no_page_has_no_such_headers(door: HttpGateway) -> None:
     answer = await door.call("GET", "/v1/models", host="localhost")
     assert cors_headers(answer) == set()
 
 
-async def test_options_that_are_no_preflight_are_refused_as_ever(door: Door) -> None:
+async def test_options_that_are_no_preflight_are_refused_as_ever(door: HttpGateway) -> None:
     answer = await door.call("OPTIONS", "/v1/completions", host="localhost", origin=CHAT)
     assert answer.status == 405
 
@@ -103,7 +105,7 @@ async def test_options_that_are_no_preflight_are_refused_as_ever(door: Door) -> 
 async def test_any_page_may_call_a_gateway_with_keys_but_without_its_credentials(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(f'[keys.alice]\nsha256 = "{hashlib.sha256(b"secret").hexdigest()}"\n')
-    async with open_door("--api-keys", str(file), "--cors-origins", "*", asks=True) as door:
+    async with open_http_gateway("--api-keys", str(file), "--cors-origins", "*", asks=True) as door:
         asked = await preflight(door, "https://any.example", host="models.example")
         keyless = await door.call("GET", "/v1/models", host="models.example", origin="https://any.example")
         keyed = await door.call(

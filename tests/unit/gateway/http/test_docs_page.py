@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.gateway.http.routes import ROUTES
-from tests.unit.gateway.http.door import Answer, Door, open_door
+from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, open_http_gateway
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
@@ -39,13 +39,13 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    async with open_door() as opened:
+async def door() -> AsyncIterator[HttpGateway]:
+    async with open_http_gateway() as opened:
         yield opened
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-async def test_a_page_needs_no_network_and_no_script(door: Door, path: str) -> None:
+async def test_a_page_needs_no_network_and_no_script(door: HttpGateway, path: str) -> None:
     answer = await door.call("GET", path, accept=BROWSER)
     assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
     page = Page(answer)
@@ -60,7 +60,7 @@ async def test_a_page_needs_no_network_and_no_script(door: Door, path: str) -> N
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-async def test_every_link_leads_somewhere(door: Door, path: str) -> None:
+async def test_every_link_leads_somewhere(door: HttpGateway, path: str) -> None:
     page = Page(await door.call("GET", path, accept=BROWSER))
     assert len(page.ids) == len(set(page.ids))
     for href in set(page.links):
@@ -70,7 +70,7 @@ async def test_every_link_leads_somewhere(door: Door, path: str) -> None:
             assert (await door.call("GET", href)).status == 200
 
 
-async def test_docs_describes_every_endpoint_and_every_field_of_its_body(door: Door) -> None:
+async def test_docs_describes_every_endpoint_and_every_field_of_its_body(door: HttpGateway) -> None:
     page = Page(await door.call("GET", "/docs"))
     for route in ROUTES:
         if not route.listed:
@@ -82,13 +82,13 @@ async def test_docs_describes_every_endpoint_and_every_field_of_its_body(door: D
     assert "object-BatonOptions.session_id" in page.ids
 
 
-async def test_other_clients_of_the_root_get_json_as_ever(door: Door) -> None:
+async def test_other_clients_of_the_root_get_json_as_ever(door: HttpGateway) -> None:
     answer = await door.call("GET", "/", accept="*/*")
     assert answer.json["name"] == "baton"
     assert answer.headers["vary"] == "accept"
 
 
-async def test_the_root_shows_the_model_and_a_command_that_names_this_gateway(door: Door) -> None:
+async def test_the_root_shows_the_model_and_a_command_that_names_this_gateway(door: HttpGateway) -> None:
     answer = await door.call("GET", "/", accept=BROWSER, host="127.0.0.1:8000")
     text = answer.body.decode()
     assert "<code>llama</code>" in text
@@ -96,7 +96,7 @@ async def test_the_root_shows_the_model_and_a_command_that_names_this_gateway(do
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-async def test_a_host_cannot_write_html(door: Door, path: str) -> None:
+async def test_a_host_cannot_write_html(door: HttpGateway, path: str) -> None:
     answer = await door.call("GET", path, accept=BROWSER, host="a'&amp;")
     assert answer.status in (200, 400)
     assert b"a'&amp;/v1" not in answer.body
@@ -105,7 +105,7 @@ async def test_a_host_cannot_write_html(door: Door, path: str) -> None:
 async def test_a_gateway_with_keys_shows_no_model_to_those_without(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(f'[keys.alice]\nsha256 = "{hashlib.sha256(b"secret").hexdigest()}"\n')
-    async with open_door("--api-keys", str(file), asks=True) as locked:
+    async with open_http_gateway("--api-keys", str(file), asks=True) as locked:
         root = (await locked.call("GET", "/", accept=BROWSER)).body.decode()
         docs = (await locked.call("GET", "/docs", accept=BROWSER)).body.decode()
     assert "llama" not in root

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from baton.gateway.http.routes import ROUTES
-from tests.unit.gateway.http.door import Answer, Door, open_door
+from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, open_http_gateway
 
 TOKENIZE = json.dumps({"prompt": "ab"}).encode()
 JSON = "content-type: application/json"
@@ -16,28 +16,30 @@ PAGES = ("/openapi.json",)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def door() -> AsyncIterator[Door]:
-    async with open_door() as opened:
+async def door() -> AsyncIterator[HttpGateway]:
+    async with open_http_gateway() as opened:
         yield opened
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def ask(door: Door, *lines: str, body: bytes = b"") -> Answer:
+async def ask(door: HttpGateway, *lines: str, body: bytes = b"") -> Answer:
     """The answer to a request with this head."""
     wire = await door.connect()
     wire.writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
     return await wire.answer(has_body=not lines[0].startswith("HEAD"))
 
 
-async def post(door: Door, *lines: str, body: bytes = TOKENIZE) -> Answer:
+async def post(door: HttpGateway, *lines: str, body: bytes = TOKENIZE) -> Answer:
     head = ("POST /tokenize HTTP/1.1", "host: localhost", f"content-length: {len(body)}")
     return await ask(door, *head, *lines, body=body)
 
 
 @pytest.mark.parametrize("path", [*(route.path for route in ROUTES if "{" not in route.path), "/v1/models/x", *PAGES])
-async def test_a_method_that_a_path_does_not_have_is_refused_with_those_that_it_has(door: Door, path: str) -> None:
+async def test_a_method_that_a_path_does_not_have_is_refused_with_those_that_it_has(
+    door: HttpGateway, path: str
+) -> None:
     takes_body = any(route.path == path and route.body is not None for route in ROUTES)
     for method in ("DELETE", "OPTIONS", *(("GET", "HEAD") if takes_body else ("POST",))):
         answer = await door.call(method, path, b"{}", content_type="application/json")
@@ -63,54 +65,56 @@ async def test_a_method_that_a_path_does_not_have_is_refused_with_those_that_it_
         (("[::1]:80",), 200),
     ],
 )
-async def test_a_request_has_one_host(door: Door, hosts: tuple[str, ...], status: int) -> None:
+async def test_a_request_has_one_host(door: HttpGateway, hosts: tuple[str, ...], status: int) -> None:
     answer = await ask(door, "GET /health HTTP/1.1", *(f"host: {host}" for host in hosts))
     assert answer.status == status
     if status == 400:
         assert (answer.error["code"], answer.error["param"]) == ("invalid_http", "host")
 
 
-async def test_a_request_of_http_1_0_needs_no_host(door: Door) -> None:
+async def test_a_request_of_http_1_0_needs_no_host(door: HttpGateway) -> None:
     assert (await ask(door, "GET /health HTTP/1.0")).status == 200
     assert (await ask(door, "GET /health HTTP/1.0", "host: a", "host: b")).status == 400
 
 
 @pytest.mark.parametrize("version", ["HTTP/2.0", "HTTP/0.9"])
-async def test_another_version_of_http_is_refused(door: Door, version: str) -> None:
+async def test_another_version_of_http_is_refused(door: HttpGateway, version: str) -> None:
     answer = await ask(door, f"GET /health {version}", "host: a")
     assert (answer.status, answer.headers["connection"]) == (505, "close")
 
 
-async def test_a_proxys_method_is_refused(door: Door) -> None:
+async def test_a_proxys_method_is_refused(door: HttpGateway) -> None:
     assert (await ask(door, "CONNECT localhost:1 HTTP/1.1", "host: a")).status == 501
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "deflate", "gzip, identity", "zstd"])
-async def test_a_compressed_body_is_refused_with_what_is_accepted(door: Door, coding: str) -> None:
+async def test_a_compressed_body_is_refused_with_what_is_accepted(door: HttpGateway, coding: str) -> None:
     answer = await post(door, JSON, f"content-encoding: {coding}", body=gzip.compress(TOKENIZE))
     assert (answer.status, answer.headers["accept-encoding"]) == (415, "identity")
     assert coding in answer.error["message"]
 
 
 @pytest.mark.parametrize("coding", ["identity", "Identity", ""])
-async def test_a_body_may_say_that_it_is_not_compressed(door: Door, coding: str) -> None:
+async def test_a_body_may_say_that_it_is_not_compressed(door: HttpGateway, coding: str) -> None:
     assert (await post(door, JSON, f"content-encoding: {coding}")).status == 200
 
 
 @pytest.mark.parametrize("charset", ["latin-1", "utf-16", '"iso-8859-15"'])
-async def test_a_body_of_another_charset_is_refused_by_its_name(door: Door, charset: str) -> None:
+async def test_a_body_of_another_charset_is_refused_by_its_name(door: HttpGateway, charset: str) -> None:
     answer = await post(door, f"{JSON}; a=b; charset={charset}")
     assert (answer.status, answer.headers["accept"]) == (415, "application/json")
     assert "charset" in answer.error["message"]
 
 
 @pytest.mark.parametrize("charset", ["utf-8", "UTF-8", '"utf-8"', "us-ascii"])
-async def test_a_body_may_say_that_it_is_utf_8(door: Door, charset: str) -> None:
+async def test_a_body_may_say_that_it_is_utf_8(door: HttpGateway, charset: str) -> None:
     assert (await post(door, f"{JSON}; Charset={charset}")).status == 200
 
 
 @pytest.mark.parametrize("lines", [("content-type: text/plain",), ("content-type: application/json, text/plain",)])
-async def test_a_body_of_another_type_is_refused_with_what_is_accepted(door: Door, lines: tuple[str, ...]) -> None:
+async def test_a_body_of_another_type_is_refused_with_what_is_accepted(
+    door: HttpGateway, lines: tuple[str, ...]
+) -> None:
     answer = await post(door, *lines)
     assert (answer.status, answer.headers["accept"]) == (415, "application/json")
 
@@ -131,7 +135,7 @@ async def test_a_body_of_another_type_is_refused_with_what_is_accepted(door: Doo
     ],
 )
 async def test_a_body_whose_end_is_in_doubt_is_refused_and_the_connection_closed(
-    door: Door, lines: tuple[str, ...], status: int
+    door: HttpGateway, lines: tuple[str, ...], status: int
 ) -> None:
     wire = await door.connect()
     head = ("POST /tokenize HTTP/1.1", "host: a", JSON, *lines, "", "")
@@ -143,7 +147,7 @@ async def test_a_body_whose_end_is_in_doubt_is_refused_and_the_connection_closed
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
 async def test_a_request_that_asks_for_another_protocol_keeps_its_body_and_its_connection(
-    door: Door, protocol: str
+    door: HttpGateway, protocol: str
 ) -> None:
     """As the HTTP client of Java asks by default."""
     wire = await door.connect()
@@ -159,7 +163,7 @@ async def test_a_request_that_asks_for_another_protocol_keeps_its_body_and_its_c
     assert (await wire.answer()).status == 200
 
 
-async def test_a_body_that_is_announced_is_asked_for(door: Door) -> None:
+async def test_a_body_that_is_announced_is_asked_for(door: HttpGateway) -> None:
     wire = await door.connect()
     head = ("POST /tokenize HTTP/1.1", "host: a", JSON, f"content-length: {len(TOKENIZE)}", "expect: 100-continue")
     wire.writer.write("\r\n".join([*head, "", ""]).encode())
@@ -168,7 +172,7 @@ async def test_a_body_that_is_announced_is_asked_for(door: Door) -> None:
     assert (await wire.answer()).status == 200
 
 
-async def test_a_wrong_request_after_another_is_not_answered_in_its_place(door: Door) -> None:
+async def test_a_wrong_request_after_another_is_not_answered_in_its_place(door: HttpGateway) -> None:
     wire = await door.connect()
     wire.send("POST", "/v1/completions", json.dumps({"prompt": [1, 2, 3], "max_tokens": 4}).encode())
     await door.accept()

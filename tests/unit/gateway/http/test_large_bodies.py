@@ -8,7 +8,7 @@ import pytest
 import baton.gateway.http.call
 from baton.gateway.http.checking import parse_object
 from baton.gateway.http.routes import ROUTES
-from tests.unit.gateway.http.door import BOUND_S, open_door
+from tests.unit.gateway.http.http_gateway import BOUND_S, open_http_gateway
 
 PATHS = [route.path for route in ROUTES if route.body is not None]
 WIDE = b'{"a": [' + b"{}," * 30_000 + b"{}]}"
@@ -21,7 +21,7 @@ async def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytes
         assert answered.wait(BOUND_S), "the event loop waits for the body"
         return parse_object(body)
 
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         monkeypatch.setattr(baton.gateway.http.call, "parse_object", read_after_the_answer)
         for path in PATHS:
             answered.clear()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.gateway.http.chat_stream import events
-from tests.unit.gateway.http.door import Door, Wire, open_door, step_token
+from tests.unit.gateway.http.http_gateway import HttpGateway, Wire, open_http_gateway, step_token
 
 TURN = {"role": "user", "content": "Return the name of the"}
 RESPONSE: dict[str, Any] = {"input": [TURN], "max_output_tokens": 10}
@@ -19,12 +19,12 @@ NO_JSON = [b"", b"{", b'{"input": "\xff"}', b'{"max_tokens": NaN}', b"[]", b'"x"
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    async with open_door() as opened:
+async def door() -> AsyncIterator[HttpGateway]:
+    async with open_http_gateway() as opened:
         yield opened
 
 
-async def begin(door: Door, path: str, *, stream: bool = True, **headers: str) -> Wire:
+async def begin(door: HttpGateway, path: str, *, stream: bool = True, **headers: str) -> Wire:
     """A request that has reached the decode node."""
     wire = await door.connect()
     wire.send("POST", path, json.dumps({**BODIES[path], "stream": stream}).encode(), **headers)
@@ -33,7 +33,7 @@ async def begin(door: Door, path: str, *, stream: bool = True, **headers: str) -
 
 
 @pytest.mark.parametrize("body", NO_JSON)
-async def test_what_is_no_json_object_is_refused_in_each_apis_shape(door: Door, body: bytes) -> None:
+async def test_what_is_no_json_object_is_refused_in_each_apis_shape(door: HttpGateway, body: bytes) -> None:
     answer = await door.call("POST", "/v1/responses", body)
     assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
@@ -45,7 +45,7 @@ async def test_what_is_no_json_object_is_refused_in_each_apis_shape(door: Door, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_is_wrong_reaches_no_node(door: Door, stream: bool) -> None:
+async def test_a_request_that_is_wrong_reaches_no_node(door: HttpGateway, stream: bool) -> None:
     wrong: list[tuple[dict[str, Any], int, str]] = [
         ({"model": "other"}, 404, "model"),
         ({"temperature": -1}, 400, "temperature"),
@@ -66,13 +66,13 @@ async def test_a_request_that_is_wrong_reaches_no_node(door: Door, stream: bool)
 
 
 async def test_a_body_that_is_too_large_has_anthropics_type() -> None:
-    async with open_door(http_body_mib=0.001) as small:
+    async with open_http_gateway(http_body_mib=0.001) as small:
         answer = await small.call("POST", "/v1/messages", b" " * 5000)
     assert (answer.status, answer.json["error"]["type"]) == (413, "request_too_large")
 
 
 async def test_a_full_gateway_says_so_in_anthropics_shape() -> None:
-    async with open_door("--max-concurrent-requests", "1") as full:
+    async with open_http_gateway("--max-concurrent-requests", "1") as full:
         await begin(full, "/v1/messages")
         answer = await full.call("POST", "/v1/messages", MESSAGE)
     assert (answer.status, answer.json["error"]["type"]) == (429, "rate_limit_error")
@@ -80,7 +80,7 @@ async def test_a_full_gateway_says_so_in_anthropics_shape() -> None:
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-async def test_tokens_are_events_when_they_come(door: Door, path: str) -> None:
+async def test_tokens_are_events_when_they_come(door: HttpGateway, path: str) -> None:
     wire = await begin(door, path, x_request_id="r1")
     door.decode.send_tokens(step_token(0))
     head = await wire.head()
@@ -94,14 +94,14 @@ async def test_tokens_are_events_when_they_come(door: Door, path: str) -> None:
 
 @pytest.mark.parametrize("path", list(BODIES))
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_cancels_its_request(door: Door, path: str, stream: bool) -> None:
+async def test_a_client_that_leaves_cancels_its_request(door: HttpGateway, path: str, stream: bool) -> None:
     wire = await begin(door, path, stream=stream)
     wire.writer.close()
     await door.cancelled()
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-async def test_a_stream_that_fails_midway_ends_with_its_apis_event(door: Door, path: str) -> None:
+async def test_a_stream_that_fails_midway_ends_with_its_apis_event(door: HttpGateway, path: str) -> None:
     wire = await begin(door, path, x_request_id="r1")
     door.decode.send_tokens(step_token(0))
     await wire.head()
@@ -117,13 +117,13 @@ async def test_a_stream_that_fails_midway_ends_with_its_apis_event(door: Door, p
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-async def test_the_receipt_comes_on_request(door: Door, path: str) -> None:
+async def test_the_receipt_comes_on_request(door: HttpGateway, path: str) -> None:
     wire = await begin(door, path, stream=False, x_baton_receipt="1")
     door.finish(0)
     assert (await wire.answer()).json["baton"]["receipt"]["decode_node"]
 
 
-async def test_every_reference_of_the_page_leads_somewhere(door: Door) -> None:
+async def test_every_reference_of_the_page_leads_somewhere(door: HttpGateway) -> None:
     page = (await door.call("GET", "/openapi.json")).json
     known = page["components"]["schemas"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.protos.internal.v1 import decode_pb2
-from tests.unit.gateway.http.door import Door, Wire, open_door, step_token
+from tests.unit.gateway.http.http_gateway import HttpGateway, Wire, open_http_gateway, step_token
 
 PROMPT = list(range(1, 65))
 BODY = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": True, "return_token_ids": True}
@@ -15,8 +15,8 @@ USAGE: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_u
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    async with open_door() as opened:
+async def door() -> AsyncIterator[HttpGateway]:
+    async with open_http_gateway() as opened:
         yield opened
 
 
@@ -33,13 +33,13 @@ def text_of(parts: list[dict[str, Any]]) -> str:
     return "".join(choice["text"] for part in parts for choice in part["choices"])
 
 
-async def ask(door: Door, path: str = "/v1/completions", body: dict[str, Any] = BODY, **fields: object) -> Wire:
+async def ask(door: HttpGateway, path: str = "/v1/completions", body: dict[str, Any] = BODY, **fields: object) -> Wire:
     wire = await door.connect()
     wire.send("POST", path, json.dumps({**body, **fields}).encode(), x_request_id="r-1")
     return wire
 
 
-async def serve(door: Door, wire: Wire, *, given: list[int]) -> list[dict[str, Any]]:
+async def serve(door: HttpGateway, wire: Wire, *, given: list[int]) -> list[dict[str, Any]]:
     """The decode node sends the tokens after those, each when the client has the one before. Returns all chunks."""
     submitted = await door.decode.submission()
     assert list(submitted.output_token_ids) == given
@@ -58,7 +58,7 @@ async def serve(door: Door, wire: Wire, *, given: list[int]) -> list[dict[str, A
 
 
 @pytest.mark.parametrize("count", [1, 2])
-async def test_the_rest_follows_the_tokens_that_the_client_has(door: Door, count: int) -> None:
+async def test_the_rest_follows_the_tokens_that_the_client_has(door: HttpGateway, count: int) -> None:
     whole = await serve(door, await ask(door), given=[])
     token_ids = tokens_of(whole)
     assert token_ids == [300, 301, 302]
@@ -71,7 +71,7 @@ async def test_the_rest_follows_the_tokens_that_the_client_has(door: Door, count
     assert (rest[-1]["usage"]["prompt_tokens"], rest[-1]["usage"]["completion_tokens"]) == (64, 3)
 
 
-async def test_a_client_that_lacks_only_the_end_gets_it_and_no_node_is_asked(door: Door) -> None:
+async def test_a_client_that_lacks_only_the_end_gets_it_and_no_node_is_asked(door: HttpGateway) -> None:
     wire = await ask(door, baton={"output_token_ids": [300, 301, 302]})
     assert (await wire.head()).status == 200
     (end,) = parts_of(await wire.chunks())
@@ -99,7 +99,7 @@ def piece_of(part: dict[str, Any]) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize("path", CHATS)
-async def test_streams_of_chats_go_on_with_their_next_events(door: Door, path: str) -> None:
+async def test_streams_of_chats_go_on_with_their_next_events(door: HttpGateway, path: str) -> None:
     body = {**CHATS[path], **OF_ALL}
     whole = await serve(door, await ask(door, path, body, stream=True), given=[])
     pieces = [piece_of(part) for part in whole]
@@ -124,7 +124,7 @@ def whole_of(part: dict[str, Any]) -> object:
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-async def test_an_answer_in_one_piece_has_what_the_client_gave(door: Door, path: str) -> None:
+async def test_an_answer_in_one_piece_has_what_the_client_gave(door: HttpGateway, path: str) -> None:
     """Both send the arguments as an object, and a part of an object is no object."""
     whole = await finished(door, await ask(door, path, {**CHATS[path], **OF_ALL}), given=[])
     again = await finished(
@@ -135,7 +135,7 @@ async def test_an_answer_in_one_piece_has_what_the_client_gave(door: Door, path:
     assert again == whole
 
 
-async def finished(door: Door, wire: Wire, *, given: list[int]) -> dict[str, Any]:
+async def finished(door: HttpGateway, wire: Wire, *, given: list[int]) -> dict[str, Any]:
     submitted = await door.decode.submission()
     assert list(submitted.output_token_ids) == given
     accepted = decode_pb2.Accepted(key=submitted.key, why="short")
@@ -147,7 +147,7 @@ async def finished(door: Door, wire: Wire, *, given: list[int]) -> dict[str, Any
     return answer
 
 
-async def test_logprobs_of_a_response_are_those_of_one_gateway(door: Door) -> None:
+async def test_logprobs_of_a_response_are_those_of_one_gateway(door: HttpGateway) -> None:
     body = {**CHATS["/v1/responses"], "temperature": 0, "top_logprobs": 2, "baton": {"output_token_ids": [300]}}
     answer = await door.call("POST", "/v1/responses", body)
     assert (answer.status, answer.error["param"]) == (400, "baton.output_token_ids")
@@ -165,13 +165,13 @@ async def test_logprobs_of_a_response_are_those_of_one_gateway(door: Door) -> No
     ],
 )
 async def test_tokens_after_which_nothing_can_go_on_are_refused(
-    door: Door, fields: dict[str, object], param: str
+    door: HttpGateway, fields: dict[str, object], param: str
 ) -> None:
     answer = await door.call("POST", "/v1/completions", {**BODY, **fields})
     assert (answer.status, answer.error["param"] or "") == (400, param)
 
 
-async def test_chunks_have_the_revision_that_a_resumed_request_names(door: Door) -> None:
+async def test_chunks_have_the_revision_that_a_resumed_request_names(door: HttpGateway) -> None:
     whole = await serve(door, await ask(door), given=[])
     prints = {part["system_fingerprint"] for part in whole}
     (revision,) = prints
@@ -183,7 +183,7 @@ async def test_chunks_have_the_revision_that_a_resumed_request_names(door: Door)
         assert (await wire.answer()).status == status
 
 
-async def test_the_served_model_names_its_revisions(door: Door) -> None:
+async def test_the_served_model_names_its_revisions(door: HttpGateway) -> None:
     answer = await door.call("GET", "/v1/models")
     assert answer.status == 200
     (card,) = answer.json["data"]
@@ -191,6 +191,6 @@ async def test_the_served_model_names_its_revisions(door: Door) -> None:
     assert shown["revision"] == card["revision"]
 
 
-async def test_a_bundled_model_says_that_it_is_a_demo(door: Door) -> None:
+async def test_a_bundled_model_says_that_it_is_a_demo(door: HttpGateway) -> None:
     (card,) = (await door.call("GET", "/v1/models")).json["data"]
     assert card["description"].startswith("demo model, trained on docstrings")

@@ -15,14 +15,14 @@ from baton.core.errors import ConfigError
 from baton.gateway.http.app import App
 from baton.gateway.http.call import HttpCall
 from baton.gateway.http.server import bind
-from tests.unit.gateway.http.door import BOUND_S, Door, open_door, step_token
+from tests.unit.gateway.http.http_gateway import BOUND_S, HttpGateway, open_http_gateway, step_token
 
 COMPLETION = {"prompt": [1, 2, 3], "max_tokens": 4}
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    async with open_door() as opened:
+async def door() -> AsyncIterator[HttpGateway]:
+    async with open_http_gateway() as opened:
         yield opened
 
 
@@ -45,7 +45,7 @@ def test_an_address_that_is_none_is_a_wrong_setting(listen: str) -> None:
         bind(listen)
 
 
-async def test_what_the_gateway_says_about_itself(door: Door) -> None:
+async def test_what_the_gateway_says_about_itself(door: HttpGateway) -> None:
     models = (await door.call("GET", "/v1/models")).json
     assert [model["id"] for model in models["data"]] == ["llama"]
     assert (await door.call("GET", "/v1/models/llama")).json["id"] == "llama"
@@ -58,7 +58,7 @@ async def test_what_the_gateway_says_about_itself(door: Door) -> None:
     assert (await door.call("HEAD", "/health")).status == 200
 
 
-async def test_the_page_describes_every_body(door: Door) -> None:
+async def test_the_page_describes_every_body(door: HttpGateway) -> None:
     page = (await door.call("GET", "/openapi.json")).json
     schema = page["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema["$ref"].removeprefix("#/components/schemas/") in page["components"]["schemas"]
@@ -67,7 +67,7 @@ async def test_the_page_describes_every_body(door: Door) -> None:
     assert (await door.call("GET", "/docs")).status == 200
 
 
-async def test_text_becomes_tokens_and_tokens_text(door: Door) -> None:
+async def test_text_becomes_tokens_and_tokens_text(door: HttpGateway) -> None:
     tokens = (await door.call("POST", "/tokenize", {"prompt": "the file"})).json
     assert tokens["count"] == len(tokens["tokens"]) > 0
     assert (await door.call("POST", "/detokenize", {"tokens": tokens["tokens"]})).json["prompt"].endswith("the file")
@@ -75,7 +75,7 @@ async def test_text_becomes_tokens_and_tokens_text(door: Door) -> None:
     assert (refused.status, refused.error["param"]) == (400, "tokens")
 
 
-async def test_readiness_ends_with_the_drain_and_new_requests_are_refused(door: Door) -> None:
+async def test_readiness_ends_with_the_drain_and_new_requests_are_refused(door: HttpGateway) -> None:
     assert (await door.call("GET", "/ready")).status == 200
     door.http.drain()
     drain = asyncio.create_task(door.serving.drain(BOUND_S))
@@ -85,7 +85,7 @@ async def test_readiness_ends_with_the_drain_and_new_requests_are_refused(door: 
     assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "draining", "1")
 
 
-async def test_answers_during_the_drain_close_their_connections(door: Door) -> None:
+async def test_answers_during_the_drain_close_their_connections(door: HttpGateway) -> None:
     wire = await door.connect()
     wire.send("GET", "/health")
     await wire.answer()
@@ -95,7 +95,7 @@ async def test_answers_during_the_drain_close_their_connections(door: Door) -> N
     assert await wire.closed()
 
 
-async def test_a_running_stream_finishes_during_the_drain(door: Door) -> None:
+async def test_a_running_stream_finishes_during_the_drain(door: HttpGateway) -> None:
     wire = await door.stream({})
     assert (await wire.head()).status == 200
     await wire.chunk()
@@ -114,7 +114,7 @@ async def test_a_running_stream_finishes_during_the_drain(door: Door) -> None:
         ("PUT", "/health", 405),
     ],
 )
-async def test_paths_and_methods_that_do_not_exist(door: Door, method: str, path: str, status: int) -> None:
+async def test_paths_and_methods_that_do_not_exist(door: HttpGateway, method: str, path: str, status: int) -> None:
     answer = await door.call(method, path)
     assert (answer.status, answer.error["type"]) == (status, "invalid_request_error")
     assert ("allow" in answer.headers) == (status == 405)
@@ -140,7 +140,7 @@ WRONG: list[tuple[object, int, str | None]] = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_is_wrong_reaches_no_node(door: Door, stream: bool) -> None:
+async def test_a_request_that_is_wrong_reaches_no_node(door: HttpGateway, stream: bool) -> None:
     for body, status, param in WRONG:
         if isinstance(body, dict) and "prompt_logprobs" not in body:
             body = {**body, "stream": stream}
@@ -150,7 +150,7 @@ async def test_a_request_that_is_wrong_reaches_no_node(door: Door, stream: bool)
 
 
 async def test_a_body_that_is_too_large_is_refused() -> None:
-    async with open_door(http_body_mib=0.001) as door:
+    async with open_http_gateway(http_body_mib=0.001) as door:
         answer = await door.call("POST", "/v1/completions", {"prompt": "a" * 2000})
         assert (answer.status, answer.headers["connection"]) == (413, "close")
         wire = await door.connect()
@@ -158,14 +158,14 @@ async def test_a_body_that_is_too_large_is_refused() -> None:
         assert (await wire.answer()).status == 413
 
 
-async def test_headers_that_are_too_large_are_refused(door: Door) -> None:
+async def test_headers_that_are_too_large_are_refused(door: HttpGateway) -> None:
     assert (await door.call("GET", "/health", x="a" * 70000)).status == 431
     wire = await door.connect()
     wire.writer.write(b"GET /health HTTP/1.1\r\nx: " + b"a" * 70000)
     assert (await wire.answer()).status == 431
 
 
-async def test_a_body_that_stops_coming_is_not_waited_for(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_stops_coming_is_not_waited_for(door: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baton.gateway.http.protocol, "REQUEST_S", 0.01)
     wire = await door.connect()
     wire.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
@@ -173,7 +173,7 @@ async def test_a_body_that_stops_coming_is_not_waited_for(door: Door, monkeypatc
     assert await wire.closed()
 
 
-async def test_a_stream_may_take_longer_than_its_request(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_may_take_longer_than_its_request(door: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baton.gateway.http.protocol, "REQUEST_S", 0.01)
     monkeypatch.setattr(baton.gateway.http.event_stream, "KEEP_ALIVE_S", 0.01)
     wire = await door.stream({})
@@ -184,7 +184,7 @@ async def test_a_stream_may_take_longer_than_its_request(door: Door, monkeypatch
     assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_mistake_of_ours_has_the_shape_of_all_errors(door: Door) -> None:
+async def test_a_mistake_of_ours_has_the_shape_of_all_errors(door: HttpGateway) -> None:
     async def handler(call: HttpCall) -> Response:
         raise KeyError(call.request_id)
 
@@ -204,42 +204,42 @@ async def test_a_mistake_of_ours_has_the_shape_of_all_errors(door: Door) -> None
     assert json.loads(sent[1]["body"])["error"]["code"] == "internal"
 
 
-async def test_what_is_no_http_is_refused(door: Door) -> None:
+async def test_what_is_no_http_is_refused(door: HttpGateway) -> None:
     wire = await door.connect()
     wire.writer.write(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
     assert (await wire.answer()).error["code"] == "invalid_http"
     assert await wire.closed()
 
 
-async def test_another_media_type_is_refused(door: Door) -> None:
+async def test_another_media_type_is_refused(door: HttpGateway) -> None:
     answer = await door.call("POST", "/v1/completions", COMPLETION, content_type="application/x-www-form-urlencoded")
     assert answer.status == 415
 
 
-async def test_the_clients_request_id_is_used_and_one_is_drawn_without(door: Door) -> None:
+async def test_the_clients_request_id_is_used_and_one_is_drawn_without(door: HttpGateway) -> None:
     answer = await door.call("POST", "/v1/completions", {}, x_request_id="mine-1")
     assert (answer.headers["x-request-id"], answer.error["request_id"]) == ("mine-1", "mine-1")
     assert (await door.call("GET", "/health")).headers["x-request-id"]
 
 
-async def test_a_request_id_that_logs_cannot_show_is_refused(door: Door) -> None:
+async def test_a_request_id_that_logs_cannot_show_is_refused(door: HttpGateway) -> None:
     for request_id in ("a" * 257, "two words", "\xe9"):
         answer = await door.call("GET", "/health", x_request_id=request_id)
         assert (answer.status, answer.error["param"]) == (400, "x-request-id"), request_id
 
 
-async def test_a_deadline_that_is_none_is_refused(door: Door) -> None:
+async def test_a_deadline_that_is_none_is_refused(door: HttpGateway) -> None:
     for seconds in ("-1", "0", "nan", "inf", "soon"):
         answer = await door.call("POST", "/v1/completions", COMPLETION, x_request_timeout_s=seconds)
         assert (answer.status, answer.error["param"]) == (400, "x-request-timeout-s"), seconds
 
 
-async def test_a_deadline_that_passes(door: Door) -> None:
+async def test_a_deadline_that_passes(door: HttpGateway) -> None:
     answer = await door.call("POST", "/v1/completions", COMPLETION, x_request_timeout_s="0.01")
     assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(door: Door) -> None:
+async def test_a_body_that_does_not_come_is_not_waited_for(door: HttpGateway) -> None:
     wire = await door.connect()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout-s: 0.05\r\ncontent-length: 9\r\n\r\n{"
     wire.writer.write(head.encode())
@@ -248,20 +248,20 @@ async def test_a_body_that_does_not_come_is_not_waited_for(door: Door) -> None:
 
 
 async def test_a_batch_that_can_never_run_is_refused() -> None:
-    async with open_door("--max-concurrent-requests", "2") as door:
+    async with open_http_gateway("--max-concurrent-requests", "2") as door:
         answer = await door.call("POST", "/v1/completions", {"prompt": ["a", "b", "c"]})
         assert (answer.status, answer.error["param"]) == (400, "prompt")
 
 
 async def test_too_many_requests_are_told_when_to_come_back() -> None:
-    async with open_door("--max-concurrent-requests", "1") as door:
+    async with open_http_gateway("--max-concurrent-requests", "1") as door:
         await door.stream({})
         answer = await door.call("POST", "/v1/completions", COMPLETION)
         assert (answer.status, answer.error["type"]) == (429, "rate_limit_error")
         assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("1", "1000")
 
 
-async def test_each_token_is_an_event_when_it_comes(door: Door) -> None:
+async def test_each_token_is_an_event_when_it_comes(door: HttpGateway) -> None:
     wire = await door.stream({}, x_request_id="r1")
     head = await wire.head()
     assert head.headers["content-type"].startswith("text/event-stream")
@@ -271,14 +271,14 @@ async def test_each_token_is_an_event_when_it_comes(door: Door) -> None:
     assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_client_that_leaves_a_stream_cancels_its_request(door: Door) -> None:
+async def test_a_client_that_leaves_a_stream_cancels_its_request(door: HttpGateway) -> None:
     wire = await door.stream({})
     await wire.head()
     wire.writer.close()
     await door.cancelled()
 
 
-async def test_a_client_that_leaves_before_the_answer_cancels_its_request(door: Door) -> None:
+async def test_a_client_that_leaves_before_the_answer_cancels_its_request(door: HttpGateway) -> None:
     wire = await door.connect()
     wire.send("POST", "/v1/completions", json.dumps(COMPLETION).encode())
     await door.accept()
@@ -286,7 +286,7 @@ async def test_a_client_that_leaves_before_the_answer_cancels_its_request(door: 
     await door.cancelled()
 
 
-async def test_a_client_that_leaves_within_its_body_is_forgotten(door: Door) -> None:
+async def test_a_client_that_leaves_within_its_body_is_forgotten(door: HttpGateway) -> None:
     wire = await door.connect()
     wire.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     wire.writer.close()
@@ -294,14 +294,14 @@ async def test_a_client_that_leaves_within_its_body_is_forgotten(door: Door) -> 
     assert door.serving.running == 0
 
 
-async def test_a_stream_that_fails_midway_ends_with_an_error_event(door: Door) -> None:
+async def test_a_stream_that_fails_midway_ends_with_an_error_event(door: HttpGateway) -> None:
     wire = await door.stream({}, x_request_timeout_s="2")
     assert (await wire.head()).status == 200
     *_, event = (await wire.chunks()).decode().strip().split("\n\n")
     assert json.loads(event.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
 
 
-async def test_an_aborted_stream_says_so(door: Door) -> None:
+async def test_an_aborted_stream_says_so(door: HttpGateway) -> None:
     wire = await door.stream({}, x_request_id="r1")
     await wire.head()
     await wire.chunk()
@@ -309,7 +309,7 @@ async def test_an_aborted_stream_says_so(door: Door) -> None:
     assert b'"code":"cancelled"' in await wire.chunks()
 
 
-async def test_a_silent_stream_is_kept_alive(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_stream_is_kept_alive(door: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baton.gateway.http.event_stream, "KEEP_ALIVE_S", 0.01)
     wire = await door.stream({})
     await wire.head()
@@ -319,7 +319,7 @@ async def test_a_silent_stream_is_kept_alive(door: Door, monkeypatch: pytest.Mon
     assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_stream_that_lost_its_node_says_so_in_a_comment_and_goes_on(door: Door) -> None:
+async def test_a_stream_that_lost_its_node_says_so_in_a_comment_and_goes_on(door: HttpGateway) -> None:
     wire = await door.stream({})
     await wire.head()
     await wire.chunk()
@@ -331,14 +331,14 @@ async def test_a_stream_that_lost_its_node_says_so_in_a_comment_and_goes_on(door
     assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_the_receipt_comes_on_request(door: Door) -> None:
+async def test_the_receipt_comes_on_request(door: HttpGateway) -> None:
     wire = await door.stream({}, x_baton_receipt="1")
     await wire.head()
     door.finish(1)
     assert b'"baton":{"receipt":{"path":"local"' in await wire.chunks()
 
 
-async def test_requests_that_are_sent_together_are_answered_in_order(door: Door) -> None:
+async def test_requests_that_are_sent_together_are_answered_in_order(door: HttpGateway) -> None:
     wire = await door.connect()
     wire.send("GET", "/health")
     wire.send("GET", "/version")
@@ -346,7 +346,7 @@ async def test_requests_that_are_sent_together_are_answered_in_order(door: Door)
     assert "version" in (await wire.answer()).json
 
 
-async def test_one_prompt_that_fails_ends_the_others(door: Door) -> None:
+async def test_one_prompt_that_fails_ends_the_others(door: HttpGateway) -> None:
     wire = await door.connect()
     wire.send("POST", "/v1/completions", json.dumps({"prompt": [[1, 2], [1 << 30]], "stream": True}).encode())
     answer = await wire.answer()
@@ -354,7 +354,7 @@ async def test_one_prompt_that_fails_ends_the_others(door: Door) -> None:
     assert door.serving.running == 0
 
 
-async def test_a_slow_clients_tokens_wait_and_come_together(door: Door) -> None:
+async def test_a_slow_clients_tokens_wait_and_come_together(door: HttpGateway) -> None:
     wire = await door.stream({"max_tokens": 4000})
     transport = wire.writer.transport
     assert isinstance(transport, asyncio.Transport)

@@ -21,7 +21,7 @@ from baton.protos.v1 import node_status_pb2
 from baton.security.authorize import UI_FILES, Right
 from baton.security.identity import EVERYBODY, Caller, enter
 from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, status
-from tests.unit.gateway.http.door import Door, open_door, step_token
+from tests.unit.gateway.http.http_gateway import HttpGateway, open_http_gateway, step_token
 
 FOR_ANYBODY = {"now_s", "gateway", "model", "version", "chat", "draining", "sees", "requests", "slo"}
 CLUSTER = {"totals", "mixed", "nodes", "links", "charts", "history_step_s"}
@@ -41,7 +41,7 @@ def keys(tmp_path: Path) -> tuple[str, str]:
     return "--api-keys", str(file)
 
 
-async def ask(door: Door, key: str | None = None) -> Any:
+async def ask(door: HttpGateway, key: str | None = None) -> Any:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     answer = await door.call("GET", "/ui/state", host="localhost", **headers)
     assert answer.status == 200
@@ -62,13 +62,13 @@ async def asked_by(caller: Caller, context: Context) -> Any:
     return json.loads(await asyncio.create_task(answer()))
 
 
-def over(fleet: Fleet, door: Door) -> Context:
+def over(fleet: Fleet, door: HttpGateway) -> Context:
     """The context of this door, with these nodes."""
     settings, serving = door.context.settings, door.serving
     return Context(settings, serving, fleet, View(settings, serving, fleet, "g"))
 
 
-async def serve(door: Door, request_id: str, **headers: str) -> None:
+async def serve(door: HttpGateway, request_id: str, **headers: str) -> None:
     """A completion of two tokens."""
     body = {"prompt": list(range(1, 65)), "max_tokens": 2}
     headers |= {"host": "localhost", "content_type": "application/json", "x_request_id": request_id}
@@ -100,7 +100,7 @@ def finished(client: str, request_id: str, *, error: str = "", failures: str = "
 
 
 async def test_without_keys_this_machine_sees_everything() -> None:
-    async with open_door(asks=True) as door:
+    async with open_http_gateway(asks=True) as door:
         await serve(door, "r1")
         shown = await ask(door)
     assert shown["sees"] == "cluster"
@@ -112,7 +112,7 @@ async def test_without_keys_this_machine_sees_everything() -> None:
 
 
 async def test_with_keys_a_client_sees_its_own_requests_and_the_operator_all(keys: tuple[str, str]) -> None:
-    async with open_door(*keys, asks=True) as door:
+    async with open_http_gateway(*keys, asks=True) as door:
         await serve(door, "of-alice", authorization="Bearer alice")
         await serve(door, "of-bob", authorization="Bearer bob")
         door.serving.recent.add(finished("bob", "lost-one", error="bob's error", failures="node-of-bob was lost"))
@@ -132,7 +132,7 @@ async def test_with_keys_a_client_sees_its_own_requests_and_the_operator_all(key
 async def test_how_much_other_clients_do_does_not_change_what_a_client_sees(keys: tuple[str, str]) -> None:
     seen = []
     for others in (0, 7):
-        async with open_door(*keys, asks=True) as door:
+        async with open_http_gateway(*keys, asks=True) as door:
             for number in range(others):
                 door.serving.recent.add(finished("bob", f"b{number}"))
             door.serving.recent.add(finished("alice", "a"))
@@ -142,7 +142,7 @@ async def test_how_much_other_clients_do_does_not_change_what_a_client_sees(keys
 
 async def test_who_has_shown_no_key_sees_names_and_settings_only() -> None:
     """At a gateway without keys, from another machine."""
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         door.serving.recent.add(finished(OTHER_CLIENT.name, "r1"))
         door.serving.recent.add(finished("", "r2"))
         shown = await asked_by(OTHER_CLIENT, door.context)
@@ -151,7 +151,7 @@ async def test_who_has_shown_no_key_sees_names_and_settings_only() -> None:
 
 
 async def test_an_answer_that_is_kept_for_one_caller_is_no_other_callers() -> None:
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         door.serving.recent.add(finished("bob", "r1"))
         everything = await asked_by(EVERYBODY, door.context)
         for caller in (ALICE, OTHER_CLIENT):
@@ -160,7 +160,7 @@ async def test_an_answer_that_is_kept_for_one_caller_is_no_other_callers() -> No
 
 
 async def test_a_bounded_number_of_ten_thousand_requests_is_kept() -> None:
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         for number in range(10_000):
             door.serving.recent.add(finished("alice", f"r{number}", error="e" * 10_000))
         assert len(door.serving.recent.newest(10_000, None)) == KEPT
@@ -177,7 +177,7 @@ async def test_forty_nodes_with_long_names_make_a_bounded_answer() -> None:
     for each in reported.peers:
         each.name = each.detail = "p" * 100_000
     fleet.status_received(PREFILL, "p1", reported, 0.0)
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         shown = await asked_by(EVERYBODY, over(fleet, door))
     assert (len(shown["nodes"]), len(shown["links"])) == (40, 400)
     assert len(json.dumps(shown)) < 250_000
@@ -191,7 +191,7 @@ async def test_figures_that_are_no_numbers_are_shown_as_numbers() -> None:
     reported = status(PREFILL, 11, link)
     reported.backlog_s = float("nan")
     fleet.status_received(PREFILL, "p1", reported, 0.0)
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         shown = await asked_by(EVERYBODY, over(fleet, door))
     assert (shown["links"][0]["gigabytes_per_s"], shown["links"][0]["latency_s"]) == (0.0, 0.0)
     assert shown["nodes"][0]["backlog_s"] == 0.0
@@ -205,7 +205,7 @@ async def test_a_node_on_a_cpu_has_no_gpus_and_absent_numbers_of_a_gpu_are_null(
     )
     reported.gpus.add(name="H100", memory_total_bytes=8, memory_used_bytes=5)
     fleet.status_received(PREFILL, "p1", reported, 0.0)
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         shown = await asked_by(EVERYBODY, over(fleet, door))
     first, second = shown["nodes"][0]["gpus"]
     assert (first["busy_share"], first["power_w"], first["power_limit_w"]) == (0.5, 0.0, 700.0)
@@ -220,7 +220,7 @@ async def test_a_node_that_reports_a_thousand_gpus_makes_a_bounded_answer() -> N
     for _ in range(1000):
         reported.gpus.add(name="g" * 10_000)
     fleet.status_received(PREFILL, "p1", reported, 0.0)
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         shown = await asked_by(EVERYBODY, over(fleet, door))
     assert len(json.dumps(shown)) < 60_000
 
@@ -231,7 +231,7 @@ async def test_markup_in_names_stays_text_and_control_characters_are_escaped() -
     reported.info.package_version = "1.0\x1b[2J\u202e"
     reported.info.name = MARKUP
     fleet.status_received(PREFILL, "p1", reported, 0.0)
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         await serve(door, MARKUP.replace(" ", ""))
         door.serving.model = replace(door.serving.model, name=MARKUP)
         shown = await asked_by(EVERYBODY, over(fleet, door))
@@ -243,7 +243,7 @@ async def test_markup_in_names_stays_text_and_control_characters_are_escaped() -
 
 
 async def test_the_page_runs_its_own_files_only_and_is_in_no_frame() -> None:
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         page = await door.call("GET", "/ui")
     policy = page.headers["content-security-policy"]
     for rule in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "trusted-types 'none'"):

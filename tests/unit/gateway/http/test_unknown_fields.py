@@ -12,15 +12,15 @@ from baton.gateway.http.bodies import ChatBody
 from baton.gateway.http.checking import Model, checked
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.gateway.http.unknown_fields import JsonBody, UnknownFields
-from tests.unit.gateway.http.door import Answer, Door, open_door
+from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, open_http_gateway
 
 TURN = {"role": "user", "content": "Hello."}
 TAIL = "is not a parameter of this endpoint and has no effect"
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    async with open_door("--unknown-fields", "warn") as opened:
+async def door() -> AsyncIterator[HttpGateway]:
+    async with open_http_gateway("--unknown-fields", "warn") as opened:
         yield opened
 
 
@@ -107,7 +107,7 @@ def test_the_search_for_a_place_ends_in_a_body_of_many_objects() -> None:
         ("/v1/messages", {"messages": [TURN], "max_tokens": 4, "colour": 1}),
     ],
 )
-async def test_every_door_serves_the_rest_and_says_so(door: Door, path: str, body: dict[str, Any]) -> None:
+async def test_every_door_serves_the_rest_and_says_so(door: HttpGateway, path: str, body: dict[str, Any]) -> None:
     wire = await door.connect()
     wire.send("POST", path, json.dumps(body).encode(), content_type="application/json")
     await door.accept()
@@ -127,12 +127,12 @@ async def test_every_door_serves_the_rest_and_says_so(door: Door, path: str, bod
         ("/v1/messages/count_tokens", {"messages": [TURN]}),
     ],
 )
-async def test_doors_that_generate_nothing_do_so_too(door: Door, path: str, body: dict[str, Any]) -> None:
+async def test_doors_that_generate_nothing_do_so_too(door: HttpGateway, path: str, body: dict[str, Any]) -> None:
     answer = await door.call("POST", path, {**body, "colour": 1}, content_type="application/json")
     assert (answer.status, warnings_of(answer)) == (200, [f"colour {TAIL}"])
 
 
-async def test_a_name_cannot_break_the_header(door: Door) -> None:
+async def test_a_name_cannot_break_the_header(door: HttpGateway) -> None:
     body = {"prompt": "a", "x\r\nset-cookie: a=b\u2028é": 1}
     answer = await door.call("POST", "/tokenize", body, content_type="application/json")
     assert answer.status == 200
@@ -141,7 +141,7 @@ async def test_a_name_cannot_break_the_header(door: Door) -> None:
     assert warning.isascii()
 
 
-async def test_a_long_body_is_read_in_a_thread_and_warns_as_well(door: Door) -> None:
+async def test_a_long_body_is_read_in_a_thread_and_warns_as_well(door: HttpGateway) -> None:
     body = {"prompt": "a", "colour": "x" * 100_000}
     answer = await door.call("POST", "/tokenize", body, content_type="application/json")
     assert (answer.status, warnings_of(answer)) == (200, [f"colour {TAIL}"])

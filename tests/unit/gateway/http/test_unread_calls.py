@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.gateway.chat.checkpoints import TEMPLATES
-from tests.unit.gateway.http.door import Answer, Door, open_door
+from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, open_http_gateway
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "weather", "parameters": PARAMETERS}
@@ -39,14 +39,14 @@ APIS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[Door]:
+async def door(tmp_path: Path) -> AsyncIterator[HttpGateway]:
     template = tmp_path / "unknown.jinja"
     template.write_text(TEMPLATES["unknown"])
-    async with open_door(template=template) as opened:
+    async with open_http_gateway(template=template) as opened:
         yield opened
 
 
-async def answered(door: Door, path: str, body: dict[str, Any]) -> Answer:
+async def answered(door: HttpGateway, path: str, body: dict[str, Any]) -> Answer:
     """Sends one request, which the decode node answers with one token, and returns the answer's head."""
     wire = await door.connect()
     wire.send("POST", path, json.dumps(body).encode(), connection="close")
@@ -59,7 +59,7 @@ async def answered(door: Door, path: str, body: dict[str, Any]) -> Answer:
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_with_tools_gets_a_header(api: str, stream: bool, door: Door) -> None:
+async def test_a_request_with_tools_gets_a_header(api: str, stream: bool, door: HttpGateway) -> None:
     path, body, _ = APIS[api]
     head = await answered(door, path, {**body, "stream": stream})
     assert head.status == 200
@@ -67,7 +67,7 @@ async def test_a_request_with_tools_gets_a_header(api: str, stream: bool, door: 
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_requests_whose_calls_are_read_and_requests_without_tools_get_none(api: str, door: Door) -> None:
+async def test_requests_whose_calls_are_read_and_requests_without_tools_get_none(api: str, door: HttpGateway) -> None:
     path, body, forced = APIS[api]
     without_tools = {name: value for name, value in body.items() if name != "tools"}
     for other in (without_tools, {**body, **forced}):
@@ -78,5 +78,5 @@ async def test_requests_whose_calls_are_read_and_requests_without_tools_get_none
 
 async def test_a_template_in_a_known_format_gets_none() -> None:
     path, body, _ = APIS["chat"]
-    async with open_door() as door:
+    async with open_http_gateway() as door:
         assert "x-baton-warning" not in (await answered(door, path, body)).headers

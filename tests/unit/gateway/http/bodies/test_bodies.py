@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from baton.protos.internal.v1 import decode_pb2
-from tests.unit.gateway.http.door import Answer, Door, Wire, open_door, step_token
+from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, Wire, open_http_gateway, step_token
 
 HERE = Path(__file__).parent
 CACHED_TOKENS = 16
@@ -39,13 +39,13 @@ class Recorded:
         return cls(**json.loads((HERE / f"{name}.json").read_text()))
 
 
-def agent_door() -> AbstractAsyncContextManager[Door]:
+def agent_door() -> AbstractAsyncContextManager[HttpGateway]:
     """A gateway whose template takes tools, and a system message only at the beginning."""
-    return open_door(template=HERE / "agent_template.jinja", max_context_tokens=4000)
+    return open_http_gateway(template=HERE / "agent_template.jinja", max_context_tokens=4000)
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
+async def door() -> AsyncIterator[HttpGateway]:
     async with agent_door() as opened:
         yield opened
 
@@ -60,7 +60,7 @@ class Served:
     prompt_tokens: int
 
 
-async def served(door: Door, recorded: Recorded) -> Served:
+async def served(door: HttpGateway, recorded: Recorded) -> Served:
     wire = await door.connect()
     headers = {"content-type": "application/json", **recorded.headers}
     wire.send("POST", recorded.path, json.dumps(recorded.body).encode(), **headers)
@@ -77,7 +77,7 @@ async def served(door: Door, recorded: Recorded) -> Served:
     return Served(answer, warnings, door.serving.model.tokenizer.decode(prompt, skip_special_tokens=False), len(prompt))
 
 
-def _generate(door: Door, submitted: decode_pb2.SubmitRequest) -> None:
+def _generate(door: HttpGateway, submitted: decode_pb2.SubmitRequest) -> None:
     """The decode node answers with up to two tokens."""
     cached_tokens = min(CACHED_TOKENS, len(submitted.prompt_token_ids))
     accepted = decode_pb2.Accepted(key=submitted.key, why="short", cached_tokens=cached_tokens)
@@ -98,7 +98,7 @@ async def _read(wire: Wire, head: bytes) -> tuple[Answer, list[str]]:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in HERE.glob("*.json")))
-async def test_a_recorded_request_is_answered_as_its_file_says(door: Door, name: str) -> None:
+async def test_a_recorded_request_is_answered_as_its_file_says(door: HttpGateway, name: str) -> None:
     recorded = Recorded.of(name)
     got = await served(door, recorded)
     assert got.answer.status == recorded.status, got.answer.body

@@ -9,18 +9,18 @@ import pytest
 
 from tests.unit.gateway.http.bodies.test_bodies import CACHED_TOKENS, Recorded, agent_door, served
 from tests.unit.gateway.http.chat_stream import events
-from tests.unit.gateway.http.door import Door
+from tests.unit.gateway.http.http_gateway import HttpGateway
 
 STREAMED = ["claude_code_first_turn", "claude_code_tool_turn", "claude_code_older_thinking", "claude_code_title"]
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
+async def door() -> AsyncIterator[HttpGateway]:
     async with agent_door() as opened:
         yield opened
 
 
-async def counted(door: Door, recorded: Recorded) -> int:
+async def counted(door: HttpGateway, recorded: Recorded) -> int:
     got = await served(door, replace(recorded, path="/v1/messages/count_tokens?beta=true"))
     tokens = got.answer.json["input_tokens"]
     assert isinstance(tokens, int)
@@ -28,7 +28,7 @@ async def counted(door: Door, recorded: Recorded) -> int:
 
 
 @pytest.mark.parametrize("name", STREAMED)
-async def test_message_start_has_the_tokens_that_counting_gives(door: Door, name: str) -> None:
+async def test_message_start_has_the_tokens_that_counting_gives(door: HttpGateway, name: str) -> None:
     recorded = Recorded.of(name)
     tokens = await counted(door, recorded)
     got = await served(door, recorded)
@@ -42,7 +42,7 @@ async def test_message_start_has_the_tokens_that_counting_gives(door: Door, name
     assert found[-2].data["usage"]["input_tokens"] == usage["input_tokens"]
 
 
-async def test_context_edits_are_answered_with_none(door: Door) -> None:
+async def test_context_edits_are_answered_with_none(door: HttpGateway) -> None:
     recorded = Recorded.of("claude_code_older_thinking")
     got = await served(door, recorded)
     assert events(got.answer.body)[-2].data["context_management"] == {"applied_edits": []}
@@ -53,7 +53,7 @@ async def test_context_edits_are_answered_with_none(door: Door) -> None:
     assert count.warnings == got.warnings == whole.warnings
 
 
-async def test_the_header_that_changes_with_every_request_does_not_change_the_prompt(door: Door) -> None:
+async def test_the_header_that_changes_with_every_request_does_not_change_the_prompt(door: HttpGateway) -> None:
     recorded = Recorded.of("claude_code_first_turn")
     again = json.loads(json.dumps(recorded.body).replace("cch=0f3e2", "cch=99999"))
     assert again != recorded.body
@@ -64,7 +64,7 @@ def cut(body: dict[str, Any], messages: int) -> dict[str, Any]:
     return {**body, "messages": body["messages"][:messages]}
 
 
-async def test_a_turn_begins_with_the_prompt_of_the_one_before_it(door: Door) -> None:
+async def test_a_turn_begins_with_the_prompt_of_the_one_before_it(door: HttpGateway) -> None:
     recorded = Recorded.of("claude_code_tool_turn")
     recorded = replace(recorded, body={**recorded.body, "tools": recorded.body["tools"][:4]})
     prompts = [

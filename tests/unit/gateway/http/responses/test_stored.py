@@ -16,18 +16,18 @@ from baton.gateway.http.responses.stored import StoredResponses
 from baton.gateway.serving.serving import AnswerAbout, SingleWorker
 from baton.settings.gateway_config import GatewaySettings
 from tests.unit.gateway.http.chat_stream import events
-from tests.unit.gateway.http.door import Answer, Door, open_door, step_token
+from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, open_http_gateway, step_token
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    async with open_door() as opened:
+async def door() -> AsyncIterator[HttpGateway]:
+    async with open_http_gateway() as opened:
         yield opened
 
 
-async def post(door: Door, **body: Any) -> Answer:
+async def post(door: HttpGateway, **body: Any) -> Answer:
     """The answer to a request that has two tokens of output."""
     headers = body.pop("headers", {})
     wire = await door.connect()
@@ -44,7 +44,7 @@ async def post(door: Door, **body: Any) -> Answer:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_response_is_stored_and_continued(door: Door, stream: bool) -> None:
+async def test_a_response_is_stored_and_continued(door: HttpGateway, stream: bool) -> None:
     answer = await post(door, input="Hello", instructions="Be kind.", stream=stream)
     first = events(answer.body)[-1].data["response"] if stream else answer.json
     assert first["store"] is True
@@ -58,7 +58,7 @@ async def test_a_response_is_stored_and_continued(door: Door, stream: bool) -> N
     assert [ITEM.validate_python(item).type for item in listed["data"]] == ["message"] * 3
 
 
-async def test_items_are_listed_in_pages_the_last_first(door: Door) -> None:
+async def test_items_are_listed_in_pages_the_last_first(door: HttpGateway) -> None:
     turns = [{"role": "user", "content": str(number)} for number in range(5)]
     path = f"/v1/responses/{(await post(door, input=turns)).json['id']}/input_items"
     page = (await door.call("GET", f"{path}?limit=2")).json
@@ -78,7 +78,7 @@ async def test_items_are_listed_in_pages_the_last_first(door: Door) -> None:
         assert (answer.status, answer.error["param"]) == (400, field)
 
 
-async def test_an_item_can_be_referred_to_and_stays_when_its_response_goes(door: Door) -> None:
+async def test_an_item_can_be_referred_to_and_stays_when_its_response_goes(door: HttpGateway) -> None:
     first = (await post(door, input="Hello")).json
     item = first["output"][0]
     turns = [{"type": "item_reference", "id": item["id"]}, {"role": "user", "content": "So?"}]
@@ -90,7 +90,7 @@ async def test_an_item_can_be_referred_to_and_stays_when_its_response_goes(door:
     assert (answer.status, answer.error["param"]) == (400, "input[0].id")
 
 
-async def test_a_deleted_response_is_gone_and_its_continuations_are_not(door: Door) -> None:
+async def test_a_deleted_response_is_gone_and_its_continuations_are_not(door: HttpGateway) -> None:
     first = (await post(door, input="Hello")).json
     second = (await post(door, input="More", previous_response_id=first["id"])).json
     deleted = await door.call("DELETE", f"/v1/responses/{first['id']}")
@@ -102,14 +102,14 @@ async def test_a_deleted_response_is_gone_and_its_continuations_are_not(door: Do
     assert len(listed["data"]) == 5
 
 
-async def test_store_false_stores_nothing(door: Door) -> None:
+async def test_store_false_stores_nothing(door: HttpGateway) -> None:
     answer = (await post(door, input="Hello", store=False)).json
     assert answer["store"] is False
     assert (await door.call("GET", f"/v1/responses/{answer['id']}")).status == 404
 
 
 @pytest.mark.parametrize("previous", ["resp_none", "none", "resp_", "resp_../x"])
-async def test_an_unknown_response_is_refused_with_the_cure(door: Door, previous: str) -> None:
+async def test_an_unknown_response_is_refused_with_the_cure(door: HttpGateway, previous: str) -> None:
     answer = await door.call("POST", "/v1/responses", {"input": "a", "previous_response_id": previous})
     assert (answer.status, answer.error["code"]) == (400, "previous_response_not_found")
     assert answer.error["param"] == "previous_response_id"
@@ -118,7 +118,7 @@ async def test_an_unknown_response_is_refused_with_the_cure(door: Door, previous
 
 
 async def test_a_gateway_that_stores_nothing_says_so() -> None:
-    async with open_door("--response-store-mib", "0") as door:
+    async with open_http_gateway("--response-store-mib", "0") as door:
         answer = (await post(door, input="Hello")).json
         assert answer["store"] is False
         for body, field in (
@@ -130,7 +130,7 @@ async def test_a_gateway_that_stores_nothing_says_so() -> None:
             assert "--response-store-mib" in refused.error["message"]
 
 
-async def test_a_response_in_progress_can_be_cancelled(door: Door) -> None:
+async def test_a_response_in_progress_can_be_cancelled(door: HttpGateway) -> None:
     wire = await door.connect()
     body = {"input": "Hello", "stream": True, "max_output_tokens": 9}
     wire.send("POST", "/v1/responses", json.dumps(body).encode(), x_request_id="r1")
@@ -148,7 +148,7 @@ async def test_a_response_in_progress_can_be_cancelled(door: Door) -> None:
     assert refused.error["message"] == "resp_r2 has ended; allowed: a response in progress"
 
 
-async def test_a_stored_response_is_not_streamed(door: Door) -> None:
+async def test_a_stored_response_is_not_streamed(door: HttpGateway) -> None:
     answer = await door.call("GET", "/v1/responses/resp_1?stream=true")
     assert (answer.status, answer.error["param"]) == (400, "stream")
 
@@ -158,7 +158,7 @@ async def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
     hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("ann", "bob")}
     file.write_text("".join(f'[keys.{name}]\nsha256 = "{digest}"\n' for name, digest in hashes.items()))
     ann, bob = ({"authorization": f"Bearer {name}"} for name in hashes)
-    async with open_door("--api-keys", str(file), asks=True) as door:
+    async with open_http_gateway("--api-keys", str(file), asks=True) as door:
         given = (await post(door, input="Secret", headers=ann)).json["id"]
         path = f"/v1/responses/{given}"
         assert (await door.call("GET", path, **ann)).status == 200

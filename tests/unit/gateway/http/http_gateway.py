@@ -100,7 +100,7 @@ class Wire:
 
 
 @dataclass
-class Door:
+class HttpGateway:
     """A served gateway."""
 
     http: HttpServer
@@ -161,13 +161,13 @@ def step_token(index: int, *, last: bool = False) -> decode_pb2.StepToken:
 
 
 @asynccontextmanager
-async def open_door(
+async def open_http_gateway(
     *flags: str,
     asks: bool = False,
     template: Path | None = None,
     max_context_tokens: int = 1000,
     **internal: object,
-) -> AsyncIterator[Door]:
+) -> AsyncIterator[HttpGateway]:
     """Opens an HTTP server in front of scripted nodes.
 
     Args:
@@ -192,7 +192,7 @@ async def open_door(
             view = View(settings, serving, connections.fleet, "gateway-1")
             async with view, HttpServer(settings, serving, connections.fleet, view, bound, authenticator=keys) as http:
                 context = Context(settings, serving, connections.fleet, view)
-                door = Door(http, serving, decode, context)
+                door = HttpGateway(http, serving, decode, context)
                 try:
                     yield door
                 finally:

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import sentencepiece
 import torch
 import transformers
+from gguf import GGMLQuantizationType
 
 from baton.gateway.text.tokenizer import TextTokenizer
 from baton.models.adapters.adapter import LayerShape, read_adapter
@@ -36,7 +37,7 @@ from tests.fuzz.folders import in_folders
 from tests.fuzz.target import Case, Targets
 from tests.unit.models import tiny, tiny_gemma
 from tests.unit.models.fp8_checkpoints import FAMILIES as FP8_FAMILIES
-from tests.unit.models.gguf_files import TYPES, write_gguf
+from tests.unit.models.gguf_files import write_gguf
 from tests.unit.models.packed_checkpoints import AWQ_CONFIG, SIZES, gptq_config, int8_config, packed_config
 from tests.unit.models.paged import backend_for
 
@@ -271,7 +272,7 @@ def tokenizer_forms(folder: Path, case: Case) -> None:
 def _gguf() -> tuple[bytes, ...]:
     """Small models of two families, each with tokenizer and weights."""
     made = []
-    for name, kind in (("llama", TYPES.Q8_0), ("gemma3", TYPES.F16)):
+    for name, kind in (("llama", GGMLQuantizationType.Q8_0), ("gemma3", GGMLQuantizationType.F16)):
         changed = {"intermediate_size": 64, "head_dim": 16}
         with TemporaryDirectory() as folder:
             original = tiny.save_tiny(name, Path(folder), changed=changed)

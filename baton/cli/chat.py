@@ -13,11 +13,10 @@ import typer
 from rich.console import Console
 
 from baton.cli.access import ApiKey, ClientCa, use
-from baton.cli.chat_view import stdout_console, written
+from baton.cli.chat_terminal import PipedTurns, TurnReader, TypedTurns, stdout_console, written
 from baton.cli.receipt import tokens_per_s
 from baton.cli.sampling_flags import takes_sampling_flags
 from baton.cli.sizes import mib, milliseconds
-from baton.cli.turns import PipedTurns, Turns, TypedTurns
 from baton.client.client import DEFAULT_TARGET, AsyncClient
 from baton.client.outputs import Event, Finished, Notice
 from baton.core.errors import BatonError
@@ -87,7 +86,7 @@ def _converse(conversation: Conversation, questions: "Questions") -> bool:
     """Answers turns until the end of input. Returns whether an answer failed while input was piped."""
     notes = Console(stderr=True, highlight=False)
     interactive = sys.stdin.isatty()
-    turns: Turns = TypedTurns() if interactive else PipedTurns()
+    turns: TurnReader = TypedTurns() if interactive else PipedTurns()
     failed = False
     name = ""
     # Input is read outside the event loop: there Ctrl-C ends the read, whereas inside the loop it cancels the answer.

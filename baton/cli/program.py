@@ -1,16 +1,19 @@
-"""Runs a command line. An error is one line on stderr, and the exit code depends on its kind."""
+"""Runs a command line. An error is one line on stderr, and the exit code depends on its kind. The error for a flag of
+an older release names what to use."""
 
 import io
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from baton.cli.older_flags import cure_of_flag
 from baton.core.errors import BatonError
 from baton.core.logs import write_line
+from baton.core.setting_names import variable
+from baton.settings.reader import SETTINGS, cure_of_older
 
 # Base class of the errors for wrong flags; typer exports only some of its subclasses.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -18,6 +21,14 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 
 # Help is plain text: rich's boxes cut off names of flags on terminals of 80 columns.
 Rows = list[tuple[str, str]]
+
+
+# Flags of commands that older releases had.
+_RENAMED: Mapping[str, str] = MappingProxyType(
+    {"--tls-ca": "--client-ca", "--prefill": "--prefill-nodes", "--decode": "--decode-nodes"}
+)
+# Commands with this flag start a cluster, whose other settings come from variables.
+_STARTS_CLUSTER = "--prefill-kv-cache-layout"
 
 
 class GroupedCommands(TyperGroup):
@@ -123,3 +134,20 @@ def _value_of(arguments: Sequence[str], flags: Sequence[str]) -> str | None:
 def _fail(line: str, code: int) -> int:
     write_line(f"baton: {line}")
     return code
+
+
+def cure_of_flag(name: str, flags: Collection[str]) -> str | None:
+    """What to do instead of giving this flag. Returns None if nothing is known about its name.
+
+    Args:
+        flags: those that the command has.
+    """
+    if _RENAMED.get(name) in flags:
+        return f"use {_RENAMED[name]}"
+    if _STARTS_CLUSTER not in flags:
+        return None
+    setting = name.removeprefix("--").replace("-", "_")
+    if setting in SETTINGS:
+        return f"set {variable(setting)}"
+    cure = cure_of_older(setting, variable)
+    return cure and cure.replace("use ", "set ", 1)

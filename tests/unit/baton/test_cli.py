@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from baton.cli import main
-from baton.cli.generate import to_json
+from baton.cli.generate import logprob_table, to_json
 from baton.cli.local_cluster import _devices
-from baton.cli.logprobs import logprob_table
 from baton.cli.receipt import receipt_lines
 from baton.cli.status_json import to_json as status_to_json
 from baton.cli.status_tables import render

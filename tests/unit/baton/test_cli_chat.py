@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from baton.cli.chat import HELP, Conversation, _said, speed_line
-from baton.cli.chat_view import PlainText, RenderedText, split_blocks, written
+from baton.cli.chat_terminal import PlainAnswer, RenderedText, split_blocks, written
 from baton.client.outputs import Finished
 from baton.core.types import FinishReason
 from tests.unit.baton.test_cli import RECEIPT, USAGE
@@ -118,7 +118,7 @@ def shown_on(written_bytes: str) -> list[str]:
 
 def test_a_pipe_gets_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
     answer = written(Console(file=io.StringIO()))
-    assert isinstance(answer, PlainText)
+    assert isinstance(answer, PlainAnswer)
     answer.add("**bo")
     answer.add("ld**")
     answer.end()

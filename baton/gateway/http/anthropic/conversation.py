@@ -1,6 +1,10 @@
-"""Converts system prompt and messages to messages in the shape of OpenAI's chat completions. Pure."""
+"""Converts system prompt and messages to messages in the shape of OpenAI's chat completions. Pure.
+
+Texts that change with every request are kept out of the prompt's beginning, which prefix caches hold.
+"""
 
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -27,12 +31,16 @@ from baton.gateway.http.anthropic.blocks import (
     Turn,
 )
 from baton.gateway.http.anthropic.models import CountTokensRequest
-from baton.gateway.http.anthropic.system_prompt import stable_first
 
 Json = dict[str, Any]
 
 # Blocks that are no part of the prompt, in messages of any role.
 _SILENT = (RedactedThinking, ServerBlock, ToolAddition, ToolSearchResult)
+# Claude Code's first block, with a checksum of each request; it says nothing to the model.
+_HEADER_LINES = re.compile(r"(?:x-anthropic-[a-z0-9-]+:[^\n]*(?:\n|\Z))+", re.IGNORECASE)
+_CLOCK = re.compile(
+    r"(?:today'?s|(?:the )?current) (?:date and time|date|time)(?: is)?:? [^\n]{0,40}\d[^\n]{0,40}", re.IGNORECASE
+)
 
 
 def conversation(request: CountTokensRequest, tools: Collection[str]) -> list[Json]:
@@ -180,3 +188,19 @@ def _result(block: ToolResult, tools: Collection[str]) -> str | list[Json]:
         else:
             texts += _texts(each)
     return content_of(texts)
+
+
+def stable_first(texts: Sequence[str]) -> list[str]:
+    """Returns the texts of a system prompt without `x-anthropic-` header lines at their beginning, and with those that
+    only tell the date or the time at the end."""
+    kept = [text for text in map(_without_headers, texts) if text]
+    return sorted(kept, key=_is_clock)
+
+
+def _is_clock(text: str) -> bool:
+    return _CLOCK.fullmatch(text.strip()) is not None
+
+
+def _without_headers(text: str) -> str:
+    headers = _HEADER_LINES.match(text)
+    return text if headers is None else text[headers.end() :]

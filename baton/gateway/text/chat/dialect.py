@@ -12,8 +12,7 @@ from baton.core.types import Grammar, GrammarKind
 from baton.gateway.text.chat import constraints
 from baton.gateway.text.chat.checkpoint import Checkpoint
 from baton.gateway.text.chat.constraints import Forced, Lark, name_of
-from baton.gateway.text.chat.detection import family_of, reasoning_of
-from baton.gateway.text.chat.families import HARMONY, UNKNOWN, ChatFamily
+from baton.gateway.text.chat.families import HARMONY, UNKNOWN, ChatFamily, family_of, reasoning_of
 from baton.gateway.text.chat.messages import (
     MessageForm,
     add_tools,

@@ -1,7 +1,11 @@
-"""The table of model families, which differ in how they write tool calls."""
+"""The table of model families, which differ in how they write tool calls.
+
+The template determines a checkpoint's family and its markers of reasoning, since it shows the model the format. If the
+template does not tell, `model_type` of config.json does.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -10,10 +14,12 @@ from baton.gateway.text.chat.constraints import Forced, Lark
 from baton.gateway.text.chat.parsing import deepseek, kimi, llama, xml_call
 from baton.gateway.text.chat.parsing.argument_types import Schemas
 from baton.gateway.text.chat.parsing.call_list import content_only
+from baton.gateway.text.chat.parsing.deepseek import CALLS_BEGIN
 from baton.gateway.text.chat.parsing.gemma_call import FUNCTION_GEMMA, GEMMA_4, GemmaMarkup, gemma_calls
+from baton.gateway.text.chat.parsing.kimi import SECTION
 from baton.gateway.text.chat.parsing.mistral import mistral
 from baton.gateway.text.chat.parsing.pair_call import GLM, HUNYUAN, LONGCAT, PairMarkup, pair_calls
-from baton.gateway.text.chat.parsing.parser import Read
+from baton.gateway.text.chat.parsing.parser import Read, ReasoningMarkers
 from baton.gateway.text.chat.parsing.tagged_json import hermes, tagged_json
 from baton.gateway.text.chat.parsing.tool_code import FENCE, tool_code
 from baton.gateway.text.chat.parsing.xlam import TAGS, xlam
@@ -156,3 +162,70 @@ LLAMA_PYTHONIC = ChatFamily(
 )
 LLAMA = ChatFamily("llama", llama.llama, forced_json.llama_calls, llama.PYTHON_TAGS, LLAMA_ENDS, bare=True)
 UNKNOWN = ChatFamily("unknown", _any_tools(content_only), forced_json.llama_calls, bare=True)
+
+
+# The first family counts whose texts are all in the template.
+SHOWN: tuple[tuple[ChatFamily, tuple[str, ...]], ...] = (
+    (HARMONY, ("<|channel|>", "<|message|>")),
+    (MISTRAL_NAMED, ("[TOOL_CALLS]", "[ARGS]")),
+    (MISTRAL_ARRAY, ("[TOOL_CALLS]",)),
+    (DEEPSEEK_DSML, ("｜DSML｜", "function_calls>")),
+    (DEEPSEEK_V4, ("｜DSML｜",)),
+    (DEEPSEEK_FENCED, (CALLS_BEGIN, "```json")),
+    (DEEPSEEK, (CALLS_BEGIN,)),
+    (KIMI, (SECTION,)),
+    (KIMI, ("<|im_system|>tool_declare",)),
+    (MINIMAX, ("<minimax:tool_call>",)),
+    (SEED_OSS, ("<seed:tool_call>",)),
+    (LONGCAT_PAIRS, ("<longcat_arg_key>",)),
+    (LONGCAT_JSON, ("<longcat_tool_call>",)),
+    (HUNYUAN_PAIRS, ("<tool_sep>", "<arg_key>")),
+    (GLM_PAIRS, ("<tool_call>", "<arg_key>")),
+    (HUNYUAN_ARRAY, ("<tool_calls>",)),
+    (QWEN_XML, ("<tool_call>", "<parameter=")),
+    (GRANITE, ("<|tool_call|>", "<|start_of_role|>")),
+    (PHI_4_FUNCTOOLS, ("functools[",)),
+    (PHI_4, ("<|tool_call|>",)),
+    (PHI_4, ("<|tool|>", "<|/tool|>")),
+    (XLAM, ('[{"name": "tool_call_name"',)),
+    (FUNCTION_GEMMA_CALLS, ("<start_function_call>",)),
+    (GEMMA_4_CALLS, ("<|tool_call>",)),
+    (TOOL_CODE, ("```tool_code",)),
+    (HERMES, ("<tool_call>",)),
+    (GRANITE, ("available_tools", "<|start_of_role|>")),
+    (LLAMA_PYTHONIC, ("<|python_start|>",)),
+    (LLAMA_PYTHONIC, ("[func_name1(",)),
+    (LLAMA, ("<|python_tag|>",)),
+    (LLAMA, ('"parameters": dictionary',)),
+    (LLAMA, ("<|start_header_id|>", '"parameters"')),
+)
+OF_MODEL_TYPE = {"gpt_oss": HARMONY, "llama4": LLAMA, "kimi_k2": KIMI}
+
+REASONING = (
+    ReasoningMarkers("<think>", "</think>"),
+    ReasoningMarkers("[THINK]", "[/THINK]"),
+    ReasoningMarkers("<seed:think>", "</seed:think>"),
+    ReasoningMarkers("<longcat_think>", "</longcat_think>"),
+    ReasoningMarkers("◁think▷", "◁/think▷"),
+    ReasoningMarkers("<|channel>thought", "<channel|>"),
+    ReasoningMarkers("Here is my thought process:", "Here is my response:"),
+)
+ANSWERS = (("<answer>", "</answer>"), ("<response>", "</response>"))
+
+
+def family_of(template: str, model_type: str) -> ChatFamily:
+    """Returns the family whose calls a template shows to the model, or `UNKNOWN`."""
+    for family, texts in SHOWN:
+        if all(text in template for text in texts):
+            return family
+    return OF_MODEL_TYPE.get(model_type, UNKNOWN)
+
+
+def reasoning_of(template: str) -> ReasoningMarkers | None:
+    """Returns the markers that the template writes around reasoning or cuts reasoning at; None if it has none."""
+    found = next((markers for markers in REASONING if markers.close in template), None)
+    # MiniMax's template has the tag `response` around the results of tools.
+    if found is None or "<minimax:tool_call>" in template:
+        return found
+    answer = next((tags for tags in ANSWERS if all(tag in template for tag in tags)), None)
+    return found if answer is None else replace(found, answer=answer)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import ConfigError, InvalidRequest
-from baton.gateway.text.chat.detection import family_of
+from baton.gateway.text.chat.families import family_of
 from baton.gateway.text.chat.json_request import chat_request
 from baton.gateway.text.chat.model import ChatModel, read_chat_model
 from baton.gateway.text.chat.types import ChatRequest, NamedTool

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.gateway.text.chat.detection import family_of, reasoning_of
-from baton.gateway.text.chat.families import UNKNOWN
+from baton.gateway.text.chat.families import UNKNOWN, family_of, reasoning_of
 from baton.gateway.text.chat.model import ChatModel, read_chat_model
 from baton.gateway.text.chat.types import ChatRequest, Json
 from tests.unit.gateway.chat.checkpoints import chat_model, follow, tool, write_checkpoint

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.gateway.text.chat.detection import family_of
+from baton.gateway.text.chat.families import family_of
 from baton.gateway.text.chat.parsing.call_list import content_only
 from baton.gateway.text.chat.parsing.collector import Collector
 from baton.gateway.text.chat.parsing.deepseek import deepseek

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from baton.core.errors import InvalidRequest
+from baton.gateway.http.anthropic.conversation import stable_first
 from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
 from baton.gateway.http.anthropic.no_effect import without_effect
-from baton.gateway.http.anthropic.system_prompt import stable_first
 from baton.gateway.http.anthropic.translate import to_chat, to_message
 from baton.gateway.http.checking import checked
 

@@ -1,7 +1,10 @@
-"""Shows the answers of a conversation: plain text into a pipe, Markdown on a terminal."""
+"""The terminal of a conversation: shows answers, plain into a pipe and as Markdown on a screen, and reads turns,
+as lines of a pipe or as a person types or pastes them."""
 
 import re
+import select
 import sys
+from importlib import import_module
 from typing import Protocol
 
 from rich.console import Console
@@ -11,6 +14,9 @@ from rich.text import Text
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not move the cursor
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
+_PASTE_S = 0.05  # a pasted line follows the one before it at once, a typed one does not
+_QUOTES = '"""'
+PROMPT, _MORE = "you> ", "...> "
 
 
 class Written(Protocol):
@@ -25,7 +31,7 @@ class Written(Protocol):
         ...
 
 
-class PlainText:
+class PlainAnswer:
     """Writes the text to stdout as it is."""
 
     def __init__(self) -> None:
@@ -78,7 +84,7 @@ class RenderedText:
 
 def written(console: Console) -> Written:
     """The way to show an answer on this stdout."""
-    return RenderedText(console) if console.is_terminal and not console.is_dumb_terminal else PlainText()
+    return RenderedText(console) if console.is_terminal and not console.is_dumb_terminal else PlainAnswer()
 
 
 def split_blocks(text: str) -> tuple[str, str]:
@@ -99,3 +105,56 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 def stdout_console() -> Console:
     return Console(file=sys.stdout, highlight=False)
+
+
+class TurnReader(Protocol):
+    """Where turns come from."""
+
+    def read(self) -> str | None:
+        """Returns the next turn, without its last newline, or None at the end of input."""
+        ...
+
+
+class PipedTurns:
+    """Each line is one turn."""
+
+    def read(self) -> str | None:
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+
+
+class TypedTurns:
+    """A line is one turn. So are all lines of a paste, and all lines between two lines with three quotes.
+
+    Arrow keys edit the line and go through the session's earlier lines, which are kept in memory only.
+    """
+
+    def __init__(self) -> None:
+        import_module("readline")  # `input` then edits lines and keeps a history
+
+    def read(self) -> str | None:
+        while True:
+            try:
+                return self._turn()
+            except EOFError:
+                print()
+                return None
+            except KeyboardInterrupt:
+                print()
+
+    def _turn(self) -> str:
+        lines = [input(PROMPT)]
+        while _line_waits():
+            lines.append(input())
+        text = "\n".join(lines)
+        if not text.startswith(_QUOTES):
+            return text
+        text = text.removeprefix(_QUOTES)
+        while not text.rstrip().endswith(_QUOTES):
+            text += f"\n{input(_MORE)}"
+        return text.rstrip().removesuffix(_QUOTES).strip("\n")
+
+
+def _line_waits() -> bool:
+    """Whether more input has arrived, which is the rest of a paste."""
+    return bool(select.select([sys.stdin], [], [], _PASTE_S)[0])

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import Any
 
@@ -112,7 +113,9 @@ def _exists(module: str) -> bool:
     if (ROOT / module.split(".")[0]).is_dir():
         path = ROOT.joinpath(*module.split("."))
         return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
-    return find_spec(module.split(".")[0]) is not None
+    package = module.split(".")[0]
+    # NOTE: the path first. `find_spec("pip")` warns if anything has imported distutils, because of setuptools' hook.
+    return PathFinder.find_spec(package) is not None or find_spec(package) is not None
 
 
 def _named_files(text: str) -> Iterator[str]:

@@ -123,7 +123,7 @@ class StoredResponses:
         owner = question["owner"]
         if "delete" in question:
             return {"deleted": self._store.delete(owner, question["delete"])}
-        found = self._store.get(owner, question.get("find") or question["fetch"])
+        found = self._store.get(owner, question["find" if "find" in question else "fetch"])
         if found is None:
             return {}
         if "find" in question:

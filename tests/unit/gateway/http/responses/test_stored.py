@@ -203,6 +203,14 @@ async def test_a_conversation_goes_on_at_another_worker() -> None:
     assert await one.find("resp_a") is first
 
 
+@pytest.mark.parametrize("given", ["resp_", "resp_\0", "resp_none"])
+async def test_other_workers_are_asked_about_any_id(given: str) -> None:
+    settings, workers = GatewaySettings(workers=2), list[Colleagues]()
+    one, other = (StoredResponses(settings, Colleagues(workers)) for _ in range(2))
+    one.keep(StoredResponse("a", b"whole", b"", b""))
+    assert await other.find(given) is None
+
+
 async def test_a_conversation_that_is_too_large_to_move_names_the_cure() -> None:
     settings, workers = GatewaySettings(workers=2), list[Colleagues]()
     one, other = (StoredResponses(settings, Colleagues(workers)) for _ in range(2))

@@ -319,6 +319,7 @@ _WANTED = {
     "none_required": "null",
     "greater_than": "above {gt}",
     "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
     "string_too_short": "at least {min_length} character(s)",
     "string_too_long": "at most {max_length} characters",

@@ -17,7 +17,7 @@ _ANY = "*"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+( *, *[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
 _HEADERS_CHARACTERS_MAX = 2048
-_METHODS = "GET, HEAD, POST"
+_METHODS = "GET, HEAD, POST, DELETE"
 _PREFLIGHT_S = 600
 # Answers' headers that pages may read; browsers show only a few others.
 _EXPOSED = "x-request-id, request-id, x-baton-warning, retry-after, retry-after-ms"

@@ -65,6 +65,7 @@ class JsonBody(dict[str, Any]):
 
 def _sentence(place: str, field: _Unknown) -> str:
     name = field.name[:_NAME_CHARACTERS_MAX]
+    name = name if name.strip() else repr(name)
     written = f"{place}.{name}" if place else name
     cure = f"; did you mean {field.nearest}?" if field.nearest else ""
     return f"{written} is not a parameter of this endpoint and has no effect{cure}"

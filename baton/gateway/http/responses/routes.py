@@ -43,6 +43,7 @@ _FIELD_NAMES = {
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _PAGE_MAX = 100
 _PREVIOUS = "previous_response_id"
+_TOO_LARGE = "store: the conversation is larger than the memory for stored responses (--response-store-mib)"
 _BEGIN_ANEW = "begin a new conversation with what is needed of this one"
 
 
@@ -80,6 +81,9 @@ async def responses(call: HttpCall) -> Response:
     if request.truncation == "auto":
         chat = await _fitting(call, request, chat)
     keeps = stored.is_on and request.store is not False
+    if keeps and not stored.has_room_for(inputs, previous):
+        call.warn(_TOO_LARGE)
+        keeps = False
     response = ResponseObject(request, _identity(call, request), conversation, stored=keeps)
 
     def keep(body: bytes) -> None:

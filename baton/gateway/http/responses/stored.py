@@ -49,6 +49,11 @@ class StoredResponses:
             message = f"{field} needs stored responses, and this gateway stores none (--response-store-mib 0)"
             raise InvalidRequest(message, field=field, cure=f"{_SEND_ALL}, and `store` false")
 
+    def has_room_for(self, inputs: bytes, previous: StoredResponse | None) -> bool:
+        """Whether the whole store can hold a response with these items that continues `previous`."""
+        before = 0 if previous is None else previous.conversation_bytes
+        return before + len(inputs) < self._store.bytes_max
+
     def keep(self, response: StoredResponse) -> None:
         """Stores a response; older ones make room. One that is larger than the whole store is not kept."""
         self._store.put(_owner(), response)
@@ -123,7 +128,7 @@ class StoredResponses:
         owner = question["owner"]
         if "delete" in question:
             return {"deleted": self._store.delete(owner, question["delete"])}
-        found = self._store.get(owner, question.get("find") or question["fetch"])
+        found = self._store.get(owner, question["find" if "find" in question else "fetch"])
         if found is None:
             return {}
         if "find" in question:

@@ -213,6 +213,7 @@ def test_a_wrong_value_is_refused_by_its_name(fields: dict[str, Any], wrong: str
     ("prompt", "says"),
     [
         ([1, -1], "prompt[1] is -1; allowed: at least 0"),
+        ([1, 1 << 40], "prompt[1] is 1099511627776; allowed: below 4294967296"),
         (["a"] * 1025, "prompt has 1025 items; allowed: up to 1024"),
         ([[1]] * 1025, "prompt has 1025 items; allowed: up to 1024"),
         (["a", [1]], "prompt[1] is a list; allowed: a string"),

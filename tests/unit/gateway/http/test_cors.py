@@ -48,7 +48,7 @@ async def test_a_listed_pages_preflight_is_answered(door: HttpGateway, origin: s
     assert answer.status == 204
     assert answer.headers["access-control-allow-origin"] == origin
     assert answer.headers["access-control-allow-credentials"] == "true"
-    assert answer.headers["access-control-allow-methods"] == "GET, HEAD, POST"
+    assert answer.headers["access-control-allow-methods"] == "GET, HEAD, POST, DELETE"
     assert answer.headers["access-control-allow-headers"] == "authorization,content-type,x-stainless-lang"
     assert answer.headers["vary"] == "origin"
 

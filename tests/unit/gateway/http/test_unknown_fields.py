@@ -34,6 +34,12 @@ def accept(model: type[Model], body: dict[str, Any]) -> tuple[Model, list[str]]:
     return checked(model, read), unknown.warnings(read)
 
 
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name_is_quoted(name: str) -> None:
+    _, warnings = accept(ChatBody, {"messages": [TURN], name: 1})
+    assert warnings == [f"{name!r} {TAIL}"]
+
+
 def test_unknown_fields_are_refused_by_default() -> None:
     with pytest.raises(InvalidRequest, match="colour is not a parameter"):
         checked(ChatBody, JsonBody({"messages": [TURN], "colour": 1}, None))

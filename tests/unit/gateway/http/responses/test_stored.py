@@ -130,6 +130,16 @@ async def test_a_gateway_that_stores_nothing_says_so() -> None:
             assert "--response-store-mib" in refused.error["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_that_the_store_cannot_hold_says_so(stream: bool) -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "z" * 20_000}
+    async with open_http_gateway("--response-store-mib", "0.01") as door:
+        answer = await post(door, input=[thought, {"role": "user", "content": "Hello"}], stream=stream)
+        response = events(answer.body)[-1].data["response"] if stream else answer.json
+        assert response["store"] is False
+        assert "--response-store-mib" in answer.headers["x-baton-warning"]
+
+
 async def test_a_response_in_progress_can_be_cancelled(door: HttpGateway) -> None:
     wire = await door.connect()
     body = {"input": "Hello", "stream": True, "max_output_tokens": 9}
@@ -201,6 +211,14 @@ async def test_a_conversation_goes_on_at_another_worker() -> None:
     await other.delete("resp_b")
     assert await one.find("resp_b") is None
     assert await one.find("resp_a") is first
+
+
+@pytest.mark.parametrize("given", ["resp_", "resp_\0", "resp_none"])
+async def test_other_workers_are_asked_about_any_id(given: str) -> None:
+    settings, workers = GatewaySettings(workers=2), list[Colleagues]()
+    one, other = (StoredResponses(settings, Colleagues(workers)) for _ in range(2))
+    one.keep(StoredResponse("a", b"whole", b"", b""))
+    assert await other.find(given) is None
 
 
 async def test_a_conversation_that_is_too_large_to_move_names_the_cure() -> None:

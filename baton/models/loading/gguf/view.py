@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baton.core.errors import ConfigError
@@ -20,7 +20,7 @@ from baton.models.checkpoint.gguf_tensors import GgufFamily, family_of_gguf, rea
 from baton.models.loading.gguf.config import config_json
 from baton.models.loading.gguf.tokenizer import tokenizer_files
 from baton.models.loading.tokenizer_files import find
-from baton.settings.model_source import find_model, is_of_a_package
+from baton.settings.model_source import find_model, is_of_a_package, sampling_of_package
 
 _VERSION = b"1"  # of the conversion
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -37,24 +37,27 @@ def model_directory(model: Path, *, weights: bool = True) -> Path:
     if found.suffix != SUFFIX or found.is_dir():
         return found
     name = str(model) if is_of_a_package(model) else _PART.sub(r"\g<stem>.gguf", found.name).removesuffix(SUFFIX)
-    return view_of_gguf(found, name)
+    return view_of_gguf(found, name, sampling_of_package(model))
 
 
-def view_of_gguf(file: Path, name: str) -> Path:
+def view_of_gguf(file: Path, name: str, sampling: Mapping[str, float]) -> Path:
     """Returns the directory for a GGUF file, or for all parts of a model if the file is one of them.
 
     Args:
         name: of the directory, which is the model's name for clients.
+        sampling: parameters that replace absent ones of requests.
     """
     files = parts_of(file)
     headers = read_headers(files)
     family = family_of_gguf(headers[0])
-    key = _key(files, headers)
+    key = _key(files, headers, sampling)
     folders = list(find.cache_folders("gguf"))
     for folder in folders:
         if (folder / key / name).is_dir():
             return folder / key / name
     contents = _contents(headers, family)
+    if sampling:
+        contents["generation_config.json"] = json.dumps(dict(sampling))
     for folder in folders:
         if _write(folder / key / name, contents, files):
             return folder / key / name
@@ -94,8 +97,10 @@ def parts_of(file: Path) -> list[Path]:
     return files
 
 
-def _key(files: Sequence[Path], headers: Sequence[GgufHeader]) -> str:
+def _key(files: Sequence[Path], headers: Sequence[GgufHeader], sampling: Mapping[str, float]) -> str:
     digest = hashlib.sha256(_VERSION)
+    if sampling:
+        digest.update(json.dumps(dict(sampling)).encode())
     for file, header in zip(files, headers, strict=True):
         digest.update(f"{os.fsencode(file.resolve()).hex()} {header.sha256}\n".encode())  # links hold the place
     return digest.hexdigest()

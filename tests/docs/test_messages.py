@@ -13,7 +13,7 @@ from tests.docs.commands import ROLES, commands, flags_of, variables, verbs
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = sorted(path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
-_INSTALL = re.compile(r"pip install ((?:--[\w-]+ )*)'?([\w.-]+)(?:\[([\w,-]+)\])?")
+_INSTALL = re.compile(r"pip install ((?:--[\w-]+ )*)'?(\w[\w.-]*)(?:\[([\w,-]+)\])?")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 _VARIABLE = re.compile(r"\bBATON_[A-Z_]+\b")
 _COMMAND = re.compile(r"`(?:\.venv/bin/)?(baton|make) ([a-z-]+)\b")

@@ -1,9 +1,12 @@
 """One chat template, and the format in which the model answers to it: prompts, grammars and readers."""
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from types import MappingProxyType
 
 from jinja2 import nodes
 
@@ -34,6 +37,10 @@ TYPE_TEST = re.compile(r"\bis\s+(not\s+)?(string|iterable|sequence|mapping)\b")
 TAG = re.compile(r"\{[%{]([^{}]*)[%}]\}")
 WORD = re.compile(r"\w+", re.ASCII)
 SWITCHES = frozenset({"enable_thinking", "thinking"})  # variables of hybrid templates that turn reasoning on and off
+# In place of a content that a message does not have.
+_ABSENT: Mapping[str, str | None] = MappingProxyType({})
+_NULL: Mapping[str, str | None] = MappingProxyType({"content": None})
+_EMPTY: Mapping[str, str | None] = MappingProxyType({"content": ""})
 HARMONY_FINAL = "<|channel|>final<|message|>"
 
 
@@ -115,20 +122,22 @@ class Dialect:
     def render(self, request: ChatRequest) -> str:
         form = self._form
         try:
-            return self._render(request, form, keep_none=False)
+            return self._render(request, form)
         except Misfit as error:
-            # Some templates concatenate arguments as strings, or test whether the content is None.
+            # Some templates concatenate arguments as strings, test whether the content is None, or concatenate it.
             strings = replace(form, argument_objects=not form.argument_objects)
-            for other, keep_none in ((form, True), (strings, False), (strings, True)):
+            for other, missing in product((form, strings), (_ABSENT, _NULL, _EMPTY)):
                 with suppress(Misfit, InvalidRequest):
-                    return self._render(request, other, keep_none=keep_none)
+                    return self._render(request, other, missing)
             raise refused(error) from error
 
-    def _render(self, request: ChatRequest, form: MessageForm, *, keep_none: bool) -> str:
-        messages = for_template(request.messages, form)
-        if keep_none:
-            for message in messages:
-                message.setdefault("content", None)
+    def _render(self, request: ChatRequest, form: MessageForm, missing: Mapping[str, str | None] = _ABSENT) -> str:
+        """Writes the prompt.
+
+        Args:
+            missing: what a message has in place of a content that is not there, such as that of a call.
+        """
+        messages = [{**missing, **message} for message in for_template(request.messages, form)]
         if self._reads_tools_of_messages:
             add_tools(messages, visible_tools(request))
         text = mark_final(messages) if request.continue_final_message else ""

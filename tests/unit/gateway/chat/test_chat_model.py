@@ -168,6 +168,15 @@ def test_arguments_of_calls_have_the_form_that_the_template_takes(
     assert prompt(model_of(tmp_path, template), messages) == expected
 
 
+def test_a_call_without_content_has_an_empty_one_where_the_template_concatenates_it(tmp_path: Path) -> None:
+    """SmolLM2's template does, and clients leave out the content of a message that only calls."""
+    model = model_of(tmp_path, "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+    turns.append({"role": "tool", "tool_call_id": "c", "content": "done"})
+    assert prompt(model, turns) == "<user>hi<assistant><tool>done"
+
+
 def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path: Path) -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert prompt(model_of(tmp_path, LOOP), messages) == "<system>x"

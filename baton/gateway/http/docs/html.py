@@ -9,16 +9,16 @@ from starlette.responses import Response
 from baton.gateway.http.call import HttpCall
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #8885; --soft: #8882; }
+:root { color-scheme: light dark; }
 body { max-width: 62rem; margin: 0 auto; padding: 1rem; font: 1rem/1.5 system-ui, sans-serif; }
 h1, h2, h3 { line-height: 1.2; }
-h2 { margin-top: 2.5rem; padding-top: 1rem; border-top: 1px solid var(--line); }
+h2 { margin-top: 2.5rem; padding-top: 1rem; border-top: 1px solid #8885; }
 code, pre { font-family: ui-monospace, monospace; font-size: 0.9em; overflow-wrap: anywhere; }
-pre { padding: 0.8rem; background: var(--soft); border-radius: 6px; white-space: pre-wrap; }
+pre { padding: 0.8rem; background: #8882; border-radius: 6px; white-space: pre-wrap; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
-th, td { padding: 0.3rem 0.8rem 0.3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
-:target { background: var(--soft); outline: 2px solid currentColor; }
+th, td { padding: 0.3rem 0.8rem 0.3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #8885; }
+:target { background: #8882; outline: 2px solid currentColor; }
 tbody th { font-weight: normal; }
 th code { overflow-wrap: normal; }
 .need { font-weight: 600; }

@@ -17,7 +17,7 @@ _INSTALL = re.compile(r"pip install ((?:--[\w-]+ )*)'?(\w[\w.-]*)(?:\[([\w,-]+)\
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 _VARIABLE = re.compile(r"\bBATON_[A-Z_]+\b")
 _COMMAND = re.compile(r"`(?:\.venv/bin/)?(baton|make) ([a-z-]+)\b")
-OTHERS_FLAGS = {"--no-build-isolation", "--shm-size"}  # pip's and Docker's
+OTHERS_FLAGS = {"--no-build-isolation", "--no-deps", "--shm-size", "--header", "--data", "--fail"}  # of pip, Docker, curl
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:

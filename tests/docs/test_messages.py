@@ -17,7 +17,15 @@ _INSTALL = re.compile(r"pip install ((?:--[\w-]+ )*)'?(\w[\w.-]*)(?:\[([\w,-]+)\
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 _VARIABLE = re.compile(r"\bBATON_[A-Z_]+\b")
 _COMMAND = re.compile(r"`(?:\.venv/bin/)?(baton|make) ([a-z-]+)\b")
-OTHERS_FLAGS = {"--no-build-isolation", "--no-deps", "--shm-size", "--header", "--data", "--fail"}  # of pip, Docker, curl
+# Of pip, Docker and curl.
+OTHERS_FLAGS = {"--no-build-isolation", "--no-deps", "--shm-size", "--header", "--data", "--fail"}
+    "--no-build-isolation",
+    "--no-deps",
+    "--shm-size",
+    "--header",
+    "--data",
+    "--fail",
+}  # of pip, Docker, curl
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:

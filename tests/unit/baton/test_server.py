@@ -272,7 +272,7 @@ async def test_reflection_v1alpha_describes_the_services_to_grpcios_client() -> 
 
         services, methods = await asyncio.to_thread(describe)
     assert services == SERVICES
-    assert methods == ["Prefill", "Connect"]
+    assert methods == ["Prefill", "Connect", "Pool"]
 
 
 @pytest.mark.parametrize(

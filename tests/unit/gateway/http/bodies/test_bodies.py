@@ -1,4 +1,4 @@
-"""Sends bodies of the kinds that released clients send to a gateway in front of scripted nodes.
+"""Sends bodies of the kinds that Claude Code sends to a gateway in front of scripted nodes.
 
 Each JSON file has one request: `path`, `headers` and `body`. It may have the expected `status` (else 200), a part of
 the `error`, a part of each of the `warnings`, in their order, and texts that the rendered prompt has or lacks.
@@ -97,7 +97,7 @@ async def _read(wire: Wire, head: bytes) -> tuple[Answer, list[str]]:
     return answer, [value for name, value in headers if name.lower() == "x-baton-warning"]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in HERE.glob("*.json")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in HERE.glob("claude_code_*.json")))
 async def test_a_recorded_request_is_answered_as_its_file_says(door: HttpGateway, name: str) -> None:
     recorded = Recorded.of(name)
     got = await served(door, recorded)

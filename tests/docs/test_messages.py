@@ -19,13 +19,6 @@ _VARIABLE = re.compile(r"\bBATON_[A-Z_]+\b")
 _COMMAND = re.compile(r"`(?:\.venv/bin/)?(baton|make) ([a-z-]+)\b")
 # Of pip, Docker and curl.
 OTHERS_FLAGS = {"--no-build-isolation", "--no-deps", "--shm-size", "--header", "--data", "--fail"}
-    "--no-build-isolation",
-    "--no-deps",
-    "--shm-size",
-    "--header",
-    "--data",
-    "--fail",
-}  # of pip, Docker, curl
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:

@@ -22,7 +22,7 @@ SLOW_FOLDERS = (
     "tests/interop", "tests/simulation", "tests/test_architecture.py",
 )  # fmt: skip
 SLOW_HELPERS = {"tests.warm", "tests.integration.cluster"}
-QUICK_CPU_S = 70.0  # of all quick tests; two workers also import every file, for about 10 s each
+QUICK_CPU_S = 30.0  # of all quick tests; imports, fixtures and xdist take about as long again in each of two workers
 
 
 def main() -> None:

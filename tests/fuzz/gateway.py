@@ -48,6 +48,7 @@ _SAMPLES: tuple[Message, ...] = (
     pb.DetokenizeRequest(token_ids=[5, 6]),
     health_pb2.HealthCheckRequest(),
 )
+_RERANK = {"query": "the fox", "documents": ["the dog", {"text": "the end"}], "top_n": 1}
 _BODIES: Mapping[str, tuple[Any, ...]] = {
     "/v1/completions": (
         {"prompt": "the fox", "max_tokens": 2, "stop": ["x"]},
@@ -60,6 +61,10 @@ _BODIES: Mapping[str, tuple[Any, ...]] = {
     "/v1/responses": (RESPONSES,),
     "/v1/messages": (MESSAGES,),
     "/v1/messages/count_tokens": (MESSAGES,),
+    "/v1/embeddings": ({"input": ["the fox", "the dog"], "encoding_format": "base64"}, {"input": [5, 6]}),
+    "/v1/rerank": (_RERANK,),
+    "/rerank": (_RERANK,),
+    "/v1/score": ({"text_1": "the fox", "text_2": ["the dog", "the end"]},),
     "/tokenize": ({"prompt": "the fox"}, {"messages": json.loads(_MESSAGES)}),
     "/detokenize": ({"tokens": [5, 6]},),
 }

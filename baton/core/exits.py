@@ -14,8 +14,8 @@ from typing import NoReturn
 
 # Time for child processes to end, and for an error to close things in order.
 END_S = 2.0
-# Time for the last lines. `line_stream` gives up on a full pipe much earlier. So even on a busy machine this bound, which
-# changes the exit code, only strikes where a call into C holds the interpreter.
+# Time for the last lines. `line_stream` gives up on a full pipe much earlier. So even on a busy machine this bound,
+# which changes the exit code, only strikes where a call into C holds the interpreter.
 _LAST_LINES_S = 4.0
 
 

@@ -12,16 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-# Time for child processes to end, and for an error to close things in order.
+# Time for the last lines, which a full pipe does not take, and for child processes to end.
 END_S = 2.0
-# Time for the last lines. `line_stream` gives up on a full pipe much earlier. So even on a busy machine this bound,
-# which changes the exit code, only strikes where a call into C holds the interpreter.
-_LAST_LINES_S = 4.0
 
 
 def exit_at_once(code: int) -> NoReturn:
     """Ends this process without cleanup, once its log lines are written. Any thread may call it."""
-    exit_within(_LAST_LINES_S)
+    exit_within(END_S)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a pipe that nobody reads any more

@@ -16,8 +16,8 @@ from tests.simulation.cluster import run_seed
 from tests.simulation.faults import BUSY_PREFILL_NODES, KINDS, USUAL
 from tests.simulation.many import run_seeds
 
-SEEDS = 5_000  # `make simulate` runs 10,000 by default, or as many as you like
-PARTS = 10
+SEEDS = 10_000
+PARTS = 20
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -150,7 +150,7 @@ def test_parts_of_a_model_are_found_by_any_of_them(tmp_path: Path) -> None:
     assert torch.equal(logits_of(directory), logits_of(whole))
     assert model_identity(directory, read_config(directory)) == model_identity(whole, read_config(whole))
     shutil.copy(second, tmp_path / "alone")
-    with pytest.raises(ConfigError, match=r"m-00001-of-00002\.gguf is not beside it"):
+    with pytest.raises(ConfigError, match=r"m-00001-of-00002\.gguf is not in its folder"):
         model_directory(tmp_path / "alone" / second.name)
     shutil.copy(second, file)
     with pytest.raises(ConfigError, match=r"is part 1 of 2 by its name, and says that it has split\.no 1 of 2"):

@@ -36,8 +36,8 @@ _INTRODUCTION = """
 <li><code>x-request-timeout-s</code>: the deadline in seconds</li>
 <li><code>x-baton-receipt: 1</code>: asks for the receipt, which says which nodes served the request</li>
 </ul>
-<p>An answer may have headers <code>x-baton-warning</code>, each of which names a part of the request that was served
-without effect.</p>
+<p>A header <code>x-baton-warning</code> of an answer names a part of the request that was served without effect. An
+answer may have several.</p>
 <p>An error has a status of 400 or more and a JSON body. Its <code>message</code> names the field, the value and what is
 allowed, and its <code>param</code> is the field.</p>
 """
@@ -164,7 +164,7 @@ def _number(value: float) -> str:
 
 
 def _short(name: str) -> str:
-    """The name without the module that tells it from others of the same name."""
+    """Returns a schema's name without its module, which pydantic adds where two schemas have the same name."""
     return name.rpartition("__")[2]
 
 

@@ -89,7 +89,7 @@ def parts_of(file: Path) -> list[Path]:
     if missing:
         raise ConfigError(
             f"{file} is one of {count} parts, and {', '.join(missing[:3])} {'is' if len(missing) == 1 else 'are'} "
-            f"not beside it",
+            f"not in its folder",
             field="model",
             value=str(file),
             cure="put all parts of the model into one directory",

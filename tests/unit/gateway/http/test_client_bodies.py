@@ -1,4 +1,4 @@
-"""Bodies of agents and their libraries, in the shapes that those send, are served; what has no effect is said."""
+"""Bodies that agents and their libraries send are served, and headers name the fields without effect."""
 
 import json
 from pathlib import Path

@@ -17,7 +17,7 @@ INDEX = re.compile(r":\d*$")
 
 
 def kimi(cursor: Cursor, out: Collector) -> Reading[None]:
-    """Reads calls, each of which names its function in its id."""
+    """Reads calls whose ids name their functions."""
     out.trim_content()
     yield from between_markers(cursor, out, Markers(SECTION, CALL), _calls, repeated=True)
 

@@ -23,6 +23,7 @@ from baton.gateway.text.chat.messages import (
     cut_at_mark,
     for_template,
     mark_final,
+    shows_results,
     takes_argument_objects,
     takes_system_anywhere,
 )
@@ -125,8 +126,10 @@ class Dialect:
             return self._render(request, form)
         except Misfit as error:
             # Some templates concatenate arguments as strings, test whether the content is None, or concatenate it.
+            # One that knows no calls concatenates too, but would lose the results: such a conversation is refused.
             strings = replace(form, argument_objects=not form.argument_objects)
-            for other, missing in product((form, strings), (_ABSENT, _NULL, _EMPTY)):
+            empty = (_EMPTY,) if shows_results(self.template, self.checkpoint.variables) else ()
+            for other, missing in product((form, strings), (_ABSENT, _NULL, *empty)):
                 with suppress(Misfit, InvalidRequest):
                     return self._render(request, other, missing)
             raise refused(error) from error

@@ -21,6 +21,7 @@ from baton.gateway.text.chat.types import Json
 CONTENT_TEST = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?(string|iterable|sequence|mapping)\b")
 ContentFormat = Literal["string", "parts"]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # most templates read the first one
+_PROBE_RESULT = "probe result"
 _TAGGED = "<system-reminder>\n{}\n</system-reminder>"
 
 
@@ -67,12 +68,17 @@ def takes_argument_objects(template: ChatTemplate, variables: Mapping[str, str])
     return '{"probe": 1}' not in _probe(template, variables, '{"probe": 1}')
 
 
+def shows_results(template: ChatTemplate, variables: Mapping[str, str]) -> bool:
+    """Whether the template writes the results of tools into the prompt. One that knows no calls leaves them out."""
+    return any(_PROBE_RESULT in _probe(template, variables, arguments) for arguments in ({"probe": 1}, '{"probe": 1}'))
+
+
 def _probe(template: ChatTemplate, variables: Mapping[str, str], arguments: object) -> str:
     call = {"id": "probe0000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
     messages: list[Json] = [
         {"role": "user", "content": "probe"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "probe0000", "name": "probe", "content": "probe"},
+        {"role": "tool", "tool_call_id": "probe0000", "name": "probe", "content": _PROBE_RESULT},
         {"role": "assistant", "content": "probe"},
     ]
     try:

@@ -177,6 +177,16 @@ def test_a_call_without_content_has_an_empty_one_where_the_template_concatenates
     assert prompt(model, turns) == "<user>hi<assistant><tool>done"
 
 
+def test_a_call_without_content_is_refused_where_the_template_would_lose_its_result(tmp_path: Path) -> None:
+    """Phi's templates write no message of a tool, and transformers refuses this conversation too."""
+    template = "{% for m in messages if m['role'] != 'tool' %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+    turns.append({"role": "tool", "tool_call_id": "c", "content": "done"})
+    with pytest.raises(InvalidRequest):
+        prompt(model_of(tmp_path, template), turns)
+
+
 def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path: Path) -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert prompt(model_of(tmp_path, LOOP), messages) == "<system>x"

@@ -285,7 +285,8 @@ def simplified(value: Any) -> Any:
         items = [simplified(item) for item in value]
         # Volumes and mounts, whose order means nothing.
         if all(
-            isinstance(item, dict) and ({"mountPath", "emptyDir", "secret", "persistentVolumeClaim"} & set(item))
+            isinstance(item, dict)
+            and ({"mountPath", "emptyDir", "secret", "persistentVolumeClaim", "image"} & set(item))
             for item in items
         ):
             return sorted(items, key=lambda item: str(item["name"]))

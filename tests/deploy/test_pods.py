@@ -115,7 +115,9 @@ def put_model(rendered: Rendered, volume: Path) -> None:
     """What the download's Job leaves in the volume."""
     model = volume / Path(rendered.settings("gateway")["model"]).relative_to("/models")
     shutil.copytree(DEMO_MODELS / "llama", model)
-    given = {item["name"]: item.get("value") for item in rendered.job()["spec"]["template"]["spec"]["containers"][0]["env"]}
+    given = {
+        item["name"]: item.get("value") for item in rendered.job()["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
     (model / ".baton-source").write_text(f"{given['MODEL_REPOSITORY']}@{given['MODEL_REVISION']}\n")
 
 

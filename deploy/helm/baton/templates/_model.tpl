@@ -27,6 +27,9 @@ the old one keep theirs. */}}
 {{- if and $model.download.enabled (not $model.download.repository) }}
 {{- fail "model.download.enabled needs model.download.repository, such as Qwen/Qwen3-8B" }}
 {{- end }}
+{{- if and $model.image.reference (eq $model.image.by "copy") (not $model.image.path) }}
+{{- fail "model.image.by: copy needs model.image.path: the directory in the image that has config.json" }}
+{{- end }}
 {{- if and $model.s3.uri (not $model.s3.image) }}
 {{- fail "model.s3.uri needs model.s3.image: an image that has the program aws" }}
 {{- end }}

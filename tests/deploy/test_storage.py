@@ -252,6 +252,7 @@ def test_what_fetches_a_model_goes_by_the_proxy_and_processes_do_not(helm: Helm)
         ({"directory": "x", "s3": {"uri": "https://b/x"}}, "uri"),
         ({"directory": "x", "image": {"reference": IMAGE, "by": "copy"}}, "needs model.image.path"),
         ({"directory": "x/../../etc"}, "directory"),
+        ({"directory": "x/"}, "directory"),  # the download goes to a directory next to it, not in it
         ({"directory": "x", "download": {"revision": "../main"}}, "revision"),
         ({"directory": "x", "volume": {"storageClassName": "Fast"}}, "storageClassName"),
         ({"directory": "x", "volume": {"accessModes": ["ReadSometimes"]}}, "accessModes"),

@@ -61,6 +61,11 @@ class Rendered:
     def deployment(self, role: str) -> Manifest:
         return self.find("Deployment", f"baton-{role}")
 
+    def job(self) -> Manifest:
+        """The download's, whose name ends in a hash."""
+        (found,) = self.of_kind("Job")
+        return found
+
     def pod(self, role: str) -> Manifest:
         pod: Manifest = self.deployment(role)["spec"]["template"]["spec"]
         return pod

@@ -32,7 +32,7 @@ HELM_KEYS = {
 }
 # Names that end in a hash of the content.
 HASHED = re.compile(
-    r"^(baton(?:-gateway|-prefill|-decode|-picker)?)-[0-9a-z]{10}$|^(baton-model-download)-[0-9a-f]{8}$"
+    r"^(baton(?:-gateway|-prefill|-decode|-picker)?)-[0-9a-z]{10}$|^(baton-model-download)-[0-9a-z]{8,10}$"
 )
 POOLED_VALUES: Values = {"inferencePool": {"enabled": True}}
 DIGEST = "sha256:" + "0" * 64
@@ -234,7 +234,10 @@ def test_large_numbers_are_written_out(helm: Helm) -> None:
         ({"decode": {"replica": 3}}, "replica"),
         ({"decode": {"settings": {"BATON_LISTEN": "0.0.0.0:1"}}}, "BATON_LISTEN"),
         ({"decode": {"settings": {"KV_CACHE_MIB": "1"}}}, "KV_CACHE_MIB"),
-        ({"decode": {"settings": {"BATON_DRAIN_GRACE_S": 600}}}, "use 610 or more"),
+        (
+            {"decode": {"settings": {"BATON_DRAIN_GRACE_S": 600}, "terminationGracePeriodSeconds": 150}},
+            "use 610 or more",
+        ),
         ({"insecure": False, "inferencePool": {"enabled": True}}, "inferencePool.enabled needs insecure"),
         ({"decode": {"image": {"digest": "sha256:1"}}}, "digest"),
         ({"autoscaling": {"by": "hpa"}}, "needs podMonitor.enabled"),
@@ -282,7 +285,8 @@ def simplified(value: Any) -> Any:
         items = [simplified(item) for item in value]
         # Volumes and mounts, whose order means nothing.
         if all(
-            isinstance(item, dict) and ({"mountPath", "emptyDir", "secret", "persistentVolumeClaim"} & set(item))
+            isinstance(item, dict)
+            and ({"mountPath", "emptyDir", "secret", "persistentVolumeClaim", "image"} & set(item))
             for item in items
         ):
             return sorted(items, key=lambda item: str(item["name"]))

@@ -113,8 +113,12 @@ def make_secrets(folder: Path) -> tuple[dict[str, Path], str]:
 
 def put_model(rendered: Rendered, volume: Path) -> None:
     """What the download's Job leaves in the volume."""
-    directory = Path(rendered.settings("gateway")["model"])
-    shutil.copytree(DEMO_MODELS / "llama", volume / directory.relative_to("/models"))
+    model = volume / Path(rendered.settings("gateway")["model"]).relative_to("/models")
+    shutil.copytree(DEMO_MODELS / "llama", model)
+    given = {
+        item["name"]: item.get("value") for item in rendered.job()["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    (model / ".baton-source").write_text(f"{given['MODEL_REPOSITORY']}@{given['MODEL_REVISION']}\n")
 
 
 def test_pods_pass_their_probes(cluster: Cluster) -> None:

@@ -126,7 +126,7 @@ def test_one_set_of_both_roles_has_the_pods_of_the_deployments(disaggregated: Re
 
 
 def test_every_image_of_the_example_is_pinned_by_digest(pinned: Rendered) -> None:
-    job = pinned.find("Job", "baton-model-download")["spec"]["template"]["spec"]
+    job = pinned.job()["spec"]["template"]["spec"]
     for pod in (job, *(pod for _, pod in pinned.pods())):
         for container in (*pod["containers"], *pod.get("initContainers", ())):
             assert re.fullmatch(r"registry\.example\.com/baton-[a-z-]+@sha256:0{64}", container["image"])
@@ -134,14 +134,14 @@ def test_every_image_of_the_example_is_pinned_by_digest(pinned: Rendered) -> Non
 
 def test_a_changed_setting_leaves_the_job_alone(scaled: Rendered) -> None:
     # A Job cannot change, and a ConfigMap's name changes with every setting.
-    (container,) = scaled.find("Job", "baton-model-download")["spec"]["template"]["spec"]["containers"]
+    (container,) = scaled.job()["spec"]["template"]["spec"]["containers"]
     assert "envFrom" not in container
     given = {item["name"]: item["value"] for item in container["env"]}
     assert given["BATON_MODEL"] == scaled.settings("gateway")["model"]
 
 
 def test_the_hubs_token_is_a_file(scaled: Rendered) -> None:
-    job = scaled.find("Job", "baton-model-download")["spec"]["template"]["spec"]
+    job = scaled.job()["spec"]["template"]["spec"]
     (container,) = job["containers"]
     folders = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     path = PurePosixPath({item["name"]: item["value"] for item in container["env"]}["HF_TOKEN_PATH"])
@@ -150,7 +150,7 @@ def test_the_hubs_token_is_a_file(scaled: Rendered) -> None:
 
 
 def download(scaled: Rendered, model: Path, endpoint: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    job = scaled.find("Job", "baton-model-download")["spec"]["template"]["spec"]["containers"][0]
+    job = scaled.job()["spec"]["template"]["spec"]["containers"][0]
     given = {item["name"]: item["value"] for item in job["env"] if "value" in item}
     environment = given | {
         "PATH": os.pathsep.join([HF.as_posix(), os.environ["PATH"]]),
@@ -183,9 +183,10 @@ def test_the_jobs_command_downloads_the_model_that_pods_wait_for(scaled: Rendere
     assert (model / "model.safetensors").read_bytes() == b"weights"
     assert not (model / "original").exists()
     assert "Bearer hf_secret" in running.authorizations
-    assert again.stdout == f"{model} is there\n"
+    assert again.stdout == f"{model} is owner/model@main\n"
     (wait,) = scaled.pod("decode")["initContainers"]
-    subprocess.run(wait["command"], env={"BATON_MODEL": str(model)}, timeout=60, check=True)
+    given = {"MODEL_REPOSITORY": "owner/model", "MODEL_REVISION": "main", "BATON_MODEL": str(model)}
+    subprocess.run(wait["command"], env=given, timeout=60, check=True)
 
 
 def test_the_wait_for_the_model_leaves_other_init_containers(tmp_path: Path) -> None:

@@ -6,6 +6,11 @@
 {{- define "baton.downloadSpec" -}}
 {{- $name := include "baton.fullname" . -}}
 backoffLimit: 10
+# Another model has that directory: no retry mends it.
+podFailurePolicy:
+  rules:
+    - action: FailJob
+      onExitCodes: {operator: In, values: [3]}
 template:
   metadata:
     labels:
@@ -15,7 +20,8 @@ template:
     serviceAccountName: {{ $name }}-model-download
     automountServiceAccountToken: false
     enableServiceLinks: false
-    restartPolicy: OnFailure
+    # Pods that failed stay, with their logs.
+    restartPolicy: Never
     {{- with .Values.images.pullSecrets }}
     imagePullSecrets:
       {{- range . }}
@@ -31,19 +37,29 @@ template:
     containers:
       - name: download
         {{- include "baton.pull" (dict "root" . "role" "gateway") | nindent 8 }}
-        # What is complete is kept, so a restart goes on where it was.
+        # What is complete is kept, so a retry goes on where it was. The file .baton-source says what a directory has.
         command:
           - /bin/sh
           - -ec
           - |
-            if [ -e "$BATON_MODEL" ]; then echo "$BATON_MODEL is there"; exit 0; fi
-            hf download "$MODEL_REPOSITORY" --revision "$MODEL_REVISION" --local-dir "$BATON_MODEL.partial" \
+            source="$MODEL_REPOSITORY@$MODEL_REVISION"
+            partial="$BATON_MODEL.partial"
+            if [ -e "$BATON_MODEL" ]; then
+                found=$(cat "$BATON_MODEL/.baton-source" 2>/dev/null || echo "of an unknown source")
+                if [ "$found" = "$source" ]; then echo "$BATON_MODEL is $source"; exit 0; fi
+                echo "$BATON_MODEL is $found, not $source: choose another directory, or remove that one" >&2
+                exit 3
+            fi
+            if [ "$(cat "$partial/.baton-source" 2>/dev/null)" != "$source" ]; then rm -rf "$partial"; fi
+            mkdir -p "$partial"
+            echo "$source" > "$partial/.baton-source"
+            hf download "$MODEL_REPOSITORY" --revision "$MODEL_REVISION" --local-dir "$partial" \
                 --include '*.json' --include '*.jinja' --include 'tokenizer*' --include '*.safetensors' \
                 --exclude '*/*' --exclude 'consolidated*'
-            mv "$BATON_MODEL.partial" "$BATON_MODEL"
+            mv -T "$partial" "$BATON_MODEL"
         env:
           - name: BATON_MODEL
-            value: /models/{{ .Values.model.directory }}
+            value: {{ include "baton.modelPath" . }}
           - name: MODEL_REPOSITORY
             value: {{ .Values.model.download.repository | quote }}
           - name: MODEL_REVISION
@@ -53,6 +69,12 @@ template:
             value: /etc/baton/hub/token
           - name: HF_HUB_DISABLE_TELEMETRY
             value: "1"
+          {{- with .Values.model.download.endpoint }}
+          - name: HF_ENDPOINT
+            value: {{ . | quote }}
+          {{- end }}
+          {{- include "baton.proxy" . | nindent 10 }}
+        terminationMessagePolicy: FallbackToLogsOnError
         resources:
           requests: {cpu: "1", memory: 2Gi}
           limits: {cpu: "4", memory: 2Gi}

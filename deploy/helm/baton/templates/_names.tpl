@@ -91,8 +91,8 @@ BATON_TLS_CERT: /etc/baton/tls/tls.crt
 BATON_TLS_KEY: /etc/baton/tls/tls.key
 BATON_TLS_CA: /etc/baton/tls/ca.crt
 {{- end }}
-{{- with .Values.model.directory }}
-BATON_MODEL: /models/{{ . }}
+{{- with include "baton.modelPath" . }}
+BATON_MODEL: {{ . }}
 {{- end }}
 {{- if .Values.podMonitor.enabled }}
 BATON_METRICS_LISTEN: "0.0.0.0:9400"

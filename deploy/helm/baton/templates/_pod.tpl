@@ -8,10 +8,6 @@
 {{- $port := get (dict "gateway" 7000 "prefill" 7001 "decode" 7002) $role }}
 {{- $service := get (dict "gateway" "Generation" "prefill" "Prefill" "decode" "Decode") $role }}
 {{- $before := $isGateway | ternary (int $values.preStopSeconds) 0 }}
-{{- $least := add (ceil (float64 $values.settings.BATON_DRAIN_GRACE_S)) $before 10 }}
-{{- if lt (int $values.terminationGracePeriodSeconds) (int $least) }}
-{{- fail (printf "%s.terminationGracePeriodSeconds is %v, which ends the pod before its drain: use %v or more" $role $values.terminationGracePeriodSeconds $least) }}
-{{- end }}
 metadata:
   labels:
     {{- include "baton.selector" . | nindent 4 }}
@@ -27,7 +23,7 @@ spec:
   automountServiceAccountToken: {{ and $isGateway $root.Values.endpointSlices.enabled }}
   # With service links, services would appear in the environment as BATON_*.
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ $values.terminationGracePeriodSeconds }}
+  terminationGracePeriodSeconds: {{ include "baton.grace" . }}
   {{- with $root.Values.images.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
@@ -75,20 +71,9 @@ spec:
               matchLabels:
                 {{- include "baton.selector" (dict "root" $root "role" "decode") | nindent 16 }}
   {{- end }}
-  {{- if $root.Values.model.download.enabled }}
+  {{- with include "baton.modelInit" . }}
   initContainers:
-    - name: wait-for-model
-      {{- include "baton.pull" (dict "root" $root "role" "gateway") | nindent 6 }}
-      command: [/bin/sh, -ec, 'until [ -e "$BATON_MODEL" ]; do echo "waiting for $BATON_MODEL"; sleep 5; done']
-      envFrom:
-        - configMapRef: {name: {{ $name }}-gateway}
-      resources:
-        requests: {cpu: 10m, memory: 32Mi}
-        limits: {cpu: 100m, memory: 32Mi}
-      securityContext:
-        {{- include "baton.containerSecurity" . | nindent 8 }}
-      volumeMounts:
-        - {name: model, mountPath: /models, readOnly: true}
+    {{- . | nindent 4 }}
   {{- end }}
   containers:
     - name: {{ $role }}
@@ -166,9 +151,7 @@ spec:
         {{- if not $isGateway }}
         - {name: shm, mountPath: /dev/shm}
         {{- end }}
-        {{- if $root.Values.model.directory }}
-        - {name: model, mountPath: /models, readOnly: true}
-        {{- end }}
+        {{- include "baton.modelMount" . | nindent 8 }}
         {{- if not $root.Values.insecure }}
         - {name: tls, mountPath: /etc/baton/tls, readOnly: true}
         {{- if $isGateway }}
@@ -183,10 +166,7 @@ spec:
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $values.shmSize }}}
     {{- end }}
-    {{- if $root.Values.model.directory }}
-    - name: model
-      persistentVolumeClaim: {claimName: {{ include "baton.claim" $root }}, readOnly: true}
-    {{- end }}
+    {{- include "baton.modelVolume" . | nindent 4 }}
     {{- if not $root.Values.insecure }}
     - name: tls
       secret: {secretName: {{ include "baton.tlsSecret" . }}}

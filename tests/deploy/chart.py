@@ -25,6 +25,8 @@ class Release:
     """What Helm makes of some values."""
 
     rendered: Rendered
+    # Objects that Helm makes at certain times only, such as the pod of `helm test`.
+    hooks: Rendered
     notes: str
     # Of helm lint: messages of warnings and errors.
     complaints: tuple[str, ...]
@@ -57,8 +59,10 @@ class Helm:
         manifests = {Path(path).name: text for path, text in answer["files"].items()}
         notes = manifests.pop("NOTES.txt")
         objects = [item for text in manifests.values() for item in yaml.load_all(text, Loader=yaml.CSafeLoader) if item]
+        hooks = tuple(item for item in objects if "helm.sh/hook" in item["metadata"].get("annotations", {}))
+        applied = tuple(item for item in objects if item not in hooks)
         complaints = tuple(item["error"] for item in answer["lint"]["messages"] if item["severity"] > 1)
-        return Release(Rendered(tuple(objects)), notes, complaints)
+        return Release(Rendered(applied), Rendered(hooks), notes, complaints)
 
 
 @contextmanager

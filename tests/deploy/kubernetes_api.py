@@ -108,7 +108,7 @@ def serving(server: KubernetesApi, kubeconfig: Path) -> Iterator[None]:
             self.end_headers()
             self.wfile.write(content)
 
-        do_POST = do_PATCH = do_PUT = do_GET  # noqa: N815  # names that the handler calls
+        do_POST = do_PATCH = do_PUT = do_GET  # names that the handler calls
 
         def log_message(self, format: str, *arguments: object) -> None:
             pass

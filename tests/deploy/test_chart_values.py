@@ -17,7 +17,7 @@ from tests.deploy.chart import CHART, Helm, Refused, Values, merged, running_hel
 from tests.deploy.manifests import NODE_ROLES, ROLES, ROOT, Manifest, Rendered, validate
 
 EXAMPLES = ROOT / "examples" / "helm"
-INSECURE: Values = {"insecure": True}
+INSECURE: dict[str, Any] = {"insecure": True}
 QUEUE = {"kueue.x-k8s.io/queue-name": "gpus"}
 RACKS = [{"maxSkew": 1, "topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}]
 
@@ -128,6 +128,20 @@ def test_a_pods_fields_win_over_the_charts_and_keep_what_they_do_not_name(helm: 
         assert mine == {"name": "mine", "image": "mine:1"}
         assert {"checksum/settings", "example.com/a"} <= template["metadata"]["annotations"].keys()
         validate(workload)
+
+
+def test_a_volume_of_the_charts_name_replaces_it(helm: Helm) -> None:
+    tmp = {"name": "tmp", "ephemeral": {"volumeClaimTemplate": {"spec": {"accessModes": ["ReadWriteOnce"]}}}}
+    found = helm.release(INSECURE, {"extra": {"volumes": [tmp]}}).rendered
+    for role in ROLES:
+        assert [volume for volume in pod_of(found, role)["volumes"] if volume["name"] == "tmp"] == [tmp]
+
+
+def test_values_that_are_left_empty_change_nothing(helm: Helm) -> None:
+    sets: Values = INSECURE | {"node": {"kind": "LeaderWorkerSet"}}
+    for usual in (INSECURE, sets):
+        empty: Values = {"extra": None, "node": {"extra": None}, "gateway": {"extra": None}}
+        assert helm.release(usual, empty).rendered == helm.release(usual).rendered
 
 
 def test_service_accounts_take_labels_and_annotations_of_their_role(helm: Helm) -> None:
@@ -244,6 +258,7 @@ def test_the_notes_of_a_cluster_without_tls_ask_for_no_key(helm: Helm) -> None:
         ({"extra": {"volumeMounts": [{"name": "cache"}]}}, "mountPath"),
         ({"extra": {"envFrom": [{"secret": {"name": "a"}}]}}, "secret"),
         ({"gateway": {"service": {"type": "loadbalancer"}}}, "type"),
+        ({"node": {"exclusiveTopology": "rack"}}, "node.exclusiveTopology needs node.kind LeaderWorkerSet"),
         ({"ingress": {"enabled": True}}, "ingress.enabled needs ingress.host"),
         ({"routes": {"enabled": True}}, "routes.enabled needs routes.parentRefs"),
         (

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.kubernetes_api import KubernetesApi, serving
 from tests.deploy.chart import Helm, Values, running_helm, values_of
+from tests.deploy.kubernetes_api import KubernetesApi, serving
 from tests.deploy.manifests import NVIDIA, OVERLAYS, ROLES, ROOT, Rendered
 
 AUTOSCALED = OVERLAYS / "nvidia-autoscaled"

@@ -173,7 +173,7 @@ def helm() -> Iterator[Helm]:
 @pytest.mark.parametrize("order", [("hpa", "keda"), ("keda", "hpa")])
 def test_two_kinds_of_autoscaler_together_are_refused(tmp_path: Path, order: tuple[str, str]) -> None:
     components = (KUSTOMIZE / "components" / name for name in ("pod-monitor", *order))
-    with pytest.raises(RenderingFailed, match="remove.*/spec/replicas"):
+    with pytest.raises(RenderingFailed, match=r"remove.*/spec/replicas"):
         render_with(tmp_path, NVIDIA, *components)
 
 

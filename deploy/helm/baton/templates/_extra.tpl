@@ -45,7 +45,17 @@ replaces the list of the level above. As YAML. */}}
 {{- $container := first $pod.spec.containers }}
 {{- $_ := set $container "envFrom" (concat $container.envFrom (default list $extra.envFrom)) }}
 {{- $_ := set $container "volumeMounts" (concat $container.volumeMounts (default list $extra.volumeMounts)) }}
-{{- $_ := set $pod.spec "volumes" (concat $pod.spec.volumes (default list $extra.volumes)) }}
+{{- $volumes := default list $extra.volumes }}
+{{- $names := list }}
+{{- range $volumes }}
+{{- $names = append $names .name }}
+{{- end }}
+{{- range $pod.spec.volumes }}
+{{- if not (has .name $names) }}
+{{- $volumes = append $volumes . }}
+{{- end }}
+{{- end }}
+{{- $_ := set $pod.spec "volumes" $volumes }}
 {{- with concat (default list $pod.spec.initContainers) (default list $extra.initContainers) }}
 {{- $_ := set $pod.spec "initContainers" . }}
 {{- end }}

@@ -250,7 +250,8 @@ def test_the_notes_of_a_cluster_without_tls_ask_for_no_key(helm: Helm) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"extra": {"podSpec": {"nodeSelector": {"a": "b"}}}}, "nodeSelector"),
+        ({"extra": {"podSpec": {"nodeSelector": {"a": "b"}}}}, "use gateway.nodeSelector"),
+        ({"decode": {"extra": {"podSpec": {"volumes": []}}}}, "use extra.volumes"),
         ({"extra": {"podSpec": {"dnsPolcy": "None"}}}, "dnsPolcy"),
         ({"extra": {"podSpec": {"topologySpreadConstraints": [{"topologyKey": "rack"}]}}}, "maxSkew"),
         ({"gateway": {"extra": {"podLabels": {"app.kubernetes.io/component": "mine"}}}}, "app.kubernetes.io/component"),

@@ -36,6 +36,13 @@ replaces the list of the level above. As YAML. */}}
 {{- fail (printf "the pod of %s is no YAML: %v" .role $pod.Error) }}
 {{- end }}
 {{- $extra := include "baton.extra" . | fromYaml }}
+{{- range $field, $_ := $extra.podSpec }}
+{{- if has $field (list "nodeSelector" "tolerations" "runtimeClassName" "priorityClassName" "terminationGracePeriodSeconds") }}
+{{- fail (printf "extra.podSpec.%s has a value of its own: use %s.%s" $field $.role $field) }}
+{{- else if has $field (list "volumes" "initContainers") }}
+{{- fail (printf "extra.podSpec.%s would replace the chart's own: use extra.%s" $field $field) }}
+{{- end }}
+{{- end }}
 {{- $_ := include "baton.setAll" (list $pod.metadata.labels $extra.podLabels) }}
 {{- $_ := include "baton.setAll" (list $pod.metadata.annotations $extra.podAnnotations) }}
 {{- $_ := include "baton.setAll" (list $pod.spec $extra.podSpec) }}

@@ -1,4 +1,7 @@
-"""Writes dashboard.json, for Grafana 10 and later, from the table of rows and panels below; `make docs` calls it."""
+"""Writes dashboard.json, for Grafana 10 and later, from the table of rows and panels below; `make docs` calls it.
+
+The Helm chart and the kustomize component `dashboard` have copies, since neither reads a file outside itself.
+"""
 
 import json
 from dataclasses import dataclass
@@ -6,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).resolve().parent / "dashboard.json"
+_DEPLOY = FILE.parents[1]
+COPIES = (
+    _DEPLOY / "helm" / "baton" / "files" / "dashboard.json",
+    _DEPLOY / "kustomize" / "components" / "dashboard" / "baton.json",
+)
 
 _MODEL = 'model_name=~"$model"'
 _COLUMNS, _HEIGHT, _PER_ROW = 24, 8, 3
@@ -194,4 +202,5 @@ def _graph(panel: Panel) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(dashboard())
+    for file in (FILE, *COPIES):
+        file.write_text(dashboard())

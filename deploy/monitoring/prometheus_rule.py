@@ -20,7 +20,8 @@ kind: PrometheusRule
 metadata:
   name: baton
   namespace: baton
-  labels: {app.kubernetes.io/name: baton}
+  # The Prometheus of kube-prometheus-stack selects rules with its own release's name. Change it in your overlay.
+  labels: {app.kubernetes.io/name: baton, release: kube-prometheus-stack}
 spec:
 """
 

@@ -25,6 +25,8 @@ class Release:
     """What Helm makes of some values."""
 
     rendered: Rendered
+    # Objects that Helm makes at certain times only, such as the pod of `helm test`.
+    hooks: Rendered
     notes: str
     # Of helm lint: messages of warnings and errors.
     complaints: tuple[str, ...]
@@ -46,19 +48,39 @@ class Helm:
         Raises:
             Refused: by the chart's schema, or by a template.
         """
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        request = {"chart": str(CHART), "values": merged(values), "name": name, "namespace": namespace}
-        self._child.stdin.write(json.dumps(request) + "\n")
-        self._child.stdin.flush()
-        answer = json.loads(self._child.stdout.readline())
-        if "refused" in answer:
-            raise Refused(answer["refused"])
+        answer = self._ask(values, name, namespace, None)
         manifests = {Path(path).name: text for path, text in answer["files"].items()}
         notes = manifests.pop("NOTES.txt")
         objects = [item for text in manifests.values() for item in yaml.load_all(text, Loader=yaml.CSafeLoader) if item]
+        hooks = tuple(item for item in objects if "helm.sh/hook" in item["metadata"].get("annotations", {}))
+        applied = tuple(item for item in objects if item not in hooks)
         complaints = tuple(item["error"] for item in answer["lint"]["messages"] if item["severity"] > 1)
-        return Release(Rendered(tuple(objects)), notes, complaints)
+        return Release(Rendered(applied), Rendered(hooks), notes, complaints)
+
+    def apply(self, kubeconfig: Path, *values: Values, name: str = "baton", namespace: str = "baton") -> None:
+        """Installs the release in a cluster, or upgrades it.
+
+        Raises:
+            Refused: by the chart, or by the cluster.
+        """
+        self._ask(values, name, namespace, kubeconfig)
+
+    def _ask(self, values: Sequence[Values], name: str, namespace: str, kubeconfig: Path | None) -> dict[str, Any]:
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        request = {
+            "chart": str(CHART),
+            "values": merged(values),
+            "name": name,
+            "namespace": namespace,
+            "kubeconfig": kubeconfig and str(kubeconfig),
+        }
+        self._child.stdin.write(json.dumps(request) + "\n")
+        self._child.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._child.stdout.readline())
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        return answer
 
 
 @contextmanager

@@ -105,11 +105,20 @@ class Rendered:
             yield role, self.pod(role)
 
 
+class RenderingFailed(Exception):
+    """Kustomize stops or warns; the message is its own."""
+
+
 def render(directory: Path) -> Rendered:
-    """What `kubectl apply --kustomize` sends. A warning fails."""
+    """What `kubectl apply --kustomize` sends.
+
+    Raises:
+        RenderingFailed: also on a warning.
+    """
     kubectl = Path(sysconfig.get_path("scripts")) / "kubectl"
     done = subprocess.run([kubectl, "kustomize", directory], capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    if done.returncode or done.stderr:
+        raise RenderingFailed(done.stderr)
     return Rendered(tuple(yaml.load_all(done.stdout, Loader=yaml.CSafeLoader)))
 
 

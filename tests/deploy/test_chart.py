@@ -48,13 +48,14 @@ OVERLAYS_AS_VALUES = {
     "everything_else": ("nvidia",),
     "pooled": ("cpu-demo",),
 }
-EVERYTHING_ELSE = ("cert-manager", "endpoint-slices", "pod-monitor", "keda", "monitoring", "rdma")
+EVERYTHING_ELSE = ("cert-manager", "endpoint-slices", "pod-monitor", "keda", "monitoring", "dashboard", "rdma")
 METERED: dict[str, Any] = {"podMonitor": {"enabled": True}}
 EVERYTHING_ELSE_VALUES: Values = METERED | {
     "tls": {"certManager": {"enabled": True}},
     "endpointSlices": {"enabled": True},
     "autoscaling": {"by": "keda"},
     "prometheusRule": {"enabled": True},
+    "dashboard": {"enabled": True},
     "rdma": {"enabled": True},
 }
 

@@ -6,6 +6,8 @@ import json
 import shutil
 import socket
 import ssl
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, redirect_stdout
@@ -20,6 +22,7 @@ from baton.cli.certs import certs, key
 from baton.protos.ext_proc import external_processor_pb2 as pb
 from baton.protos.ext_proc import external_processor_pb2_grpc
 from baton.settings.config import DEMO_MODELS
+from tests.deploy.chart import running_helm
 from tests.deploy.images import read_stages
 from tests.deploy.manifests import BASE, KUSTOMIZE, ROLES, Manifest, Rendered, render_with
 from tests.deploy.pods import Pod, addresses
@@ -60,10 +63,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, dockerfile: Path) -> Itera
     for folder in ("overlay", "volumes", "logs"):
         (here / folder).mkdir()
     rendered = render_with(here / "overlay", BASE, *(KUSTOMIZE / "components" / name for name in COMPONENTS))
-    secrets, made = make_secrets(here / "certs")
     stages = read_stages(dockerfile)
     address = addresses()
     by_role = {role: address() for role in PODS}
+    secrets, made = make_secrets(here / "certs", by_role["gateway"])
     services = {f"baton-{role}": by_role[role] for role in ROLES} | {"baton-gateway-headless": by_role["gateway"]}
     # Where the gateways' HTTP port has TLS, as docs/discovery.md says.
     picker = rendered.container("picker")["envFrom"][0]["configMapRef"]["name"]
@@ -94,10 +97,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, dockerfile: Path) -> Itera
             each.kill()
 
 
-def make_secrets(folder: Path) -> tuple[dict[str, Path], str]:
+def make_secrets(folder: Path, gateway: str) -> tuple[dict[str, Path], str]:
     """The secrets of deploy/README.md, each a directory, and a client's key."""
     with redirect_stdout(io.StringIO()) as printed:
-        certs(folder, [SERVER])
+        certs(folder, [SERVER, gateway])
         printed.truncate(printed.seek(0))
         key("client", folder / "keys.toml")
     own = {role: {"tls.crt": f"{role}.crt", "tls.key": f"{role}.key", "ca.crt": "ca.crt"} for role in ROLES}
@@ -157,6 +160,38 @@ def test_the_picker_names_the_gateway(cluster: Cluster) -> None:
 def test_pods_stay_below_their_memory_limits(cluster: Cluster) -> None:
     for pod in cluster.pods.values():
         assert pod.peak_bytes() < mebibytes(pod.container["resources"]["limits"]["memory"]) * 2**20
+
+
+def run_helm_test(cluster: Cluster, key_folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the pod that `helm test` makes."""
+    with running_helm() as helm:
+        (pod,) = helm.release().hooks.objects
+    (container,) = pod["spec"]["containers"]
+    folders = {"/etc/baton/ca": cluster.certificates / "baton-gateway-tls", "/etc/baton/key": key_folder}
+    assert folders.keys() <= {mount["mountPath"] for mount in container["volumeMounts"]}
+    command = [word.replace(SERVER, cluster.pods["gateway"].address) for word in container["command"]]
+    for path, folder in folders.items():
+        command = [word.replace(path, str(folder)) for word in command]
+    program, *arguments = command
+    assert program == "baton"
+    return subprocess.run(
+        [sys.executable, "-m", program, *arguments], capture_output=True, text=True, timeout=RESPONSE_S, check=False
+    )
+
+
+def test_the_pod_of_helm_test_gets_an_answer_with_a_key_and_says_what_is_wrong_without(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    without = run_helm_test(cluster, tmp_path)
+    assert without.returncode != 0
+    assert "the key cannot be read" in without.stderr
+    (tmp_path / "key").write_text("no-key-of-this-cluster\n")
+    refused = run_helm_test(cluster, tmp_path)
+    assert refused.returncode != 0
+    (tmp_path / "key").write_text(f"{cluster.key}\n")
+    done = run_helm_test(cluster, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 def test_a_pod_that_ends_finishes_its_streams_within_its_grace_period(cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,7 +12,19 @@ import pytest
 import yaml
 
 from baton.metrics.declared import METRICS
-from tests.deploy.manifests import FIELDS, KUSTOMIZE, NODE_ROLES, ROLES, Rendered, render, validate
+from tests.deploy.chart import Helm, Refused, Values, running_helm, values_of
+from tests.deploy.manifests import (
+    FIELDS,
+    KUSTOMIZE,
+    NODE_ROLES,
+    NVIDIA,
+    ROLES,
+    Rendered,
+    RenderingFailed,
+    render,
+    render_with,
+    validate,
+)
 from tests.unit.baton.hub import hub
 
 NAMES = {metric.name for metric in METRICS}
@@ -66,15 +79,14 @@ def test_a_role_shrinks_by_one_pod_per_drain(scaled: Rendered) -> None:
 def test_every_signal_is_a_metric_of_its_process(scaled: Rendered, keda: Rendered) -> None:
     rules = yaml.safe_load((KUSTOMIZE / "components" / "hpa" / "prometheus-adapter.yaml").read_text())["rules"]
     served = re.compile(re.search(r'"(.+?)"', rules["custom"][0]["seriesQuery"])[1])  # type: ignore[index]
-    external = [rule["name"]["as"] for rule in rules["external"]]
     for item in scaled.of_kind("HorizontalPodAutoscaler"):
         for metric in item["spec"]["metrics"]:
             if metric["type"] == "Pods":
                 name = metric["pods"]["metric"]["name"]
                 assert name in NAMES
                 assert served.fullmatch(name)
-            elif metric["type"] == "External":
-                assert [metric["external"]["metric"]["name"]] == external == [FROM_HISTOGRAM]
+            elif metric["type"] == "Object":
+                assert metric["object"]["metric"]["name"] == rules["custom"][1]["name"]["as"] == FROM_HISTOGRAM
     queries = [trigger["metadata"].get("query", "") for trigger in triggers(keda)]
     used = {name.removesuffix("_bucket") for query in queries for name in re.findall(r"baton_\w+", query)}
     assert used == {
@@ -84,6 +96,123 @@ def test_every_signal_is_a_metric_of_its_process(scaled: Rendered, keda: Rendere
         "baton_num_requests_running",
     }
     assert used <= NAMES
+
+
+def test_no_autoscaler_of_the_metrics_api_needs_an_external_metric(scaled: Rendered) -> None:
+    """A cluster has one server of external metrics, and that is KEDA wherever KEDA is installed."""
+    kinds = {metric["type"] for item in scaled.of_kind("HorizontalPodAutoscaler") for metric in item["spec"]["metrics"]}
+    assert kinds == {"Resource", "Pods", "Object"}
+    adapter = yaml.safe_load((KUSTOMIZE / "components" / "hpa" / "prometheus-adapter.yaml").read_text())
+    assert "external" not in adapter["rules"]
+
+
+def test_a_metric_of_a_release_is_one_of_the_namespace_and_names_the_release(scaled: Rendered) -> None:
+    rules = yaml.safe_load((KUSTOMIZE / "components" / "hpa" / "prometheus-adapter.yaml").read_text())["rules"]
+    (rule,) = [rule for rule in rules["custom"] if rule["name"]["as"] == FROM_HISTOGRAM]
+    decode = scaled.find("HorizontalPodAutoscaler", "baton-decode")["spec"]
+    (metric,) = [item["object"] for item in decode["metrics"] if item["type"] == "Object"]
+    assert metric["describedObject"] == {"apiVersion": "v1", "kind": "Namespace", "name": "baton"}
+    assert metric["metric"]["selector"] == {"matchLabels": {"release": released(scaled)}}
+    # The adapter puts the selector into the matchers, and finds the answer by the labels of the group.
+    assert rule["metricsQuery"].count("<<.LabelMatchers>>") == rule["metricsQuery"].count("<<.GroupBy>>") == 2
+
+
+def released(rendered: Rendered) -> str:
+    """The value of the label `release` of all series."""
+    (endpoint,) = rendered.find("PodMonitor", "baton")["spec"]["podMetricsEndpoints"]
+    (label,) = [item for item in endpoint["relabelings"] if item["targetLabel"] == "release"]
+    return str(label["replacement"])
+
+
+def test_every_query_of_keda_names_the_release(keda: Rendered) -> None:
+    of_prometheus = [item["metadata"]["query"] for item in triggers(keda) if item["type"] == "prometheus"]
+    assert len(of_prometheus) == 4
+    for query in of_prometheus:
+        assert f'namespace="baton",release="{released(keda)}"' in query
+
+
+@pytest.mark.parametrize("by", ["hpa", "keda"])
+def test_two_releases_of_the_chart_in_one_namespace_scale_on_series_of_their_own(helm: Helm, by: str) -> None:
+    values: Values = {"insecure": True, "podMonitor": {"enabled": True}, "autoscaling": {"by": by}}
+    for name in ("blue", "green"):
+        found = helm.release(values, name=name).rendered
+        (monitor,) = found.of_kind("PodMonitor")
+        assert monitor["spec"]["podMetricsEndpoints"][0]["relabelings"] == [
+            {"targetLabel": "release", "replacement": name}
+        ]
+        for query in [item["metadata"].get("query") for item in triggers(found)]:
+            assert query is None or f'release="{name}"' in query
+        for item in found.of_kind("HorizontalPodAutoscaler"):
+            for metric in item["spec"]["metrics"]:
+                if metric["type"] == "Object":
+                    assert metric["object"]["metric"]["selector"] == {"matchLabels": {"release": name}}
+
+
+def test_kube_prometheus_stack_selects_monitor_and_rules(everything_monitored: Rendered, helm: Helm) -> None:
+    values: Values = {"insecure": True, "podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}}
+    for rendered in (everything_monitored, helm.release(values).rendered):
+        for kind in ("PodMonitor", "PrometheusRule"):
+            assert rendered.find(kind, "baton")["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+    ours: Values = {"podMonitor": {"labels": {"release": "prometheus"}}}
+    (monitor,) = helm.release(values, ours).rendered.of_kind("PodMonitor")
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+@pytest.fixture(scope="module")
+def everything_monitored(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    components = (KUSTOMIZE / "components" / name for name in ("pod-monitor", "monitoring"))
+    return render_with(tmp_path_factory.mktemp("monitored"), NVIDIA, *components)
+
+
+@pytest.fixture(scope="module")
+def helm() -> Iterator[Helm]:
+    with running_helm() as running:
+        yield running
+
+
+@pytest.mark.parametrize("order", [("hpa", "keda"), ("keda", "hpa")])
+def test_two_kinds_of_autoscaler_together_are_refused(tmp_path: Path, order: tuple[str, str]) -> None:
+    components = (KUSTOMIZE / "components" / name for name in ("pod-monitor", *order))
+    with pytest.raises(RenderingFailed, match=r"remove.*/spec/replicas"):
+        render_with(tmp_path, NVIDIA, *components)
+
+
+def test_no_set_has_the_name_of_a_service(sets: Rendered, several_hosts: Rendered, helm: Helm) -> None:
+    """Its controller makes a Service with the set's name."""
+    chart = helm.release(values_of("nvidia", "leader-worker-set")).rendered
+    for rendered in (sets, several_hosts, chart):
+        names = {item["metadata"]["name"] for item in rendered.of_kind("LeaderWorkerSet")}
+        assert names == {"baton-prefill-set", "baton-decode-set"}
+        assert not names & {item["metadata"]["name"] for item in rendered.of_kind("Service")}
+
+
+def test_autoscalers_of_sets_find_them(tmp_path: Path, helm: Helm) -> None:
+    components = ("pod-monitor", "hpa", "leader-worker-set")
+    kustomization = with_references(tmp_path, *components)
+    chart = helm.release(values_of("nvidia", "autoscaled", "leader-worker-set")).rendered
+    for rendered in (kustomization, chart):
+        for role in NODE_ROLES:
+            assert "replicas" not in rendered.find("LeaderWorkerSet", f"baton-{role}-set")["spec"]
+            assert rendered.find("HorizontalPodAutoscaler", f"baton-{role}")["spec"]["scaleTargetRef"] == {
+                "apiVersion": "leaderworkerset.x-k8s.io/v1",
+                "kind": "LeaderWorkerSet",
+                "name": f"baton-{role}-set",
+            }
+
+
+def with_references(here: Path, *components: str) -> Rendered:
+    """The overlay nvidia with components, one of which makes sets."""
+    here = here.resolve()
+    overlay = KUSTOMIZE / "overlays" / "nvidia-leader-worker-set"
+    (here / "references.yaml").write_text((overlay / "references.yaml").read_text())
+    kustomization = {
+        "namespace": "baton",
+        "resources": [os.path.relpath(NVIDIA, here)],
+        "components": [os.path.relpath(KUSTOMIZE / "components" / name, here) for name in components],
+        "configurations": ["references.yaml"],
+    }
+    (here / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return render(here)
 
 
 def triggers(rendered: Rendered) -> list[dict[str, Any]]:
@@ -103,12 +232,11 @@ def test_sets_have_the_pods_of_the_deployments(sets: Rendered, nvidia: Rendered)
     assert [item["metadata"]["name"] for item in sets.of_kind("Deployment")] == ["baton-gateway"]
     names = {item["metadata"]["name"] for item in sets.of_kind("ConfigMap")}
     for role in NODE_ROLES:
-        template = sets.find("LeaderWorkerSet", f"baton-{role}")["spec"]["leaderWorkerTemplate"]
+        template = sets.find("LeaderWorkerSet", f"baton-{role}-set")["spec"]["leaderWorkerTemplate"]
         assert template["size"] == 1
         pod, usual = template["workerTemplate"]["spec"], nvidia.pod(role)
         assert pod["containers"][0]["image"] == usual["containers"][0]["image"]
-        assert pod["volumes"] == usual["volumes"]
-        assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 2
+        assert [item["name"] for item in pod["volumes"]] == [item["name"] for item in usual["volumes"]]
         assert {source["configMapRef"]["name"] for source in pod["containers"][0]["envFrom"]} <= names
 
 
@@ -212,7 +340,7 @@ def test_the_wait_for_the_model_leaves_other_init_containers(tmp_path: Path) -> 
 
 def test_a_node_of_several_hosts_is_a_group_whose_first_pod_serves(several_hosts: Rendered) -> None:
     for role in NODE_ROLES:
-        template = several_hosts.find("LeaderWorkerSet", f"baton-{role}")["spec"]["leaderWorkerTemplate"]
+        template = several_hosts.find("LeaderWorkerSet", f"baton-{role}-set")["spec"]["leaderWorkerTemplate"]
         (container,) = template["workerTemplate"]["spec"]["containers"]
         settings = several_hosts.environment_of(container, FIELDS)
         assert (
@@ -222,4 +350,71 @@ def test_a_node_of_several_hosts_is_a_group_whose_first_pod_serves(several_hosts
         assert settings["BATON_TLS_CERT"]
         selector = several_hosts.find("Service", f"baton-{role}")["spec"]["selector"]
         assert selector["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
-        validate(several_hosts.find("LeaderWorkerSet", f"baton-{role}"))
+        validate(several_hosts.find("LeaderWorkerSet", f"baton-{role}-set"))
+
+
+def gibibytes(quantity: str) -> int:
+    return int(quantity.removesuffix("Gi"))
+
+
+def sizes(pod: dict[str, Any]) -> dict[str, int]:
+    """Of one pod of nodes: CPUs, memory and /dev/shm in GiB."""
+    (container,) = pod["containers"]
+    (shm,) = [item["emptyDir"] for item in pod["volumes"] if item["name"] == "shm"]
+    assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
+    return {
+        "cpu": int(container["resources"]["requests"]["cpu"]),
+        "memory": gibibytes(container["resources"]["limits"]["memory"]),
+        "shm": gibibytes(shm["sizeLimit"]),
+    }
+
+
+@pytest.mark.parametrize(("name", "ranks_per_pod"), [("sets", 2), ("several_hosts", 8)])
+def test_a_pod_has_the_sizes_of_one_rank_for_each_of_its_ranks(
+    request: pytest.FixtureRequest, nvidia: Rendered, name: str, ranks_per_pod: int
+) -> None:
+    rendered = request.getfixturevalue(name)
+    for role in NODE_ROLES:
+        template = rendered.find("LeaderWorkerSet", f"baton-{role}-set")["spec"]["leaderWorkerTemplate"]
+        pod = template["workerTemplate"]["spec"]
+        assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == ranks_per_pod
+        assert sizes(pod) == {key: ranks_per_pod * size for key, size in sizes(nvidia.pod(role)).items()}
+
+
+def test_hosts_of_a_node_can_be_those_of_one_rack(helm: Helm) -> None:
+    values = values_of("nvidia", "several-hosts")
+    rack: Values = {"node": {"exclusiveTopology": "topology.example.com/rack"}}
+    found = helm.release(values, rack).rendered
+    for role in NODE_ROLES:
+        annotations = found.find("LeaderWorkerSet", f"baton-{role}-set")["metadata"]["annotations"]
+        assert annotations == {"leaderworkerset.sigs.k8s.io/exclusive-topology": "topology.example.com/rack"}
+    usual = helm.release(values).rendered.find("LeaderWorkerSet", "baton-decode-set")["metadata"]
+    assert "annotations" not in usual
+
+
+def test_ranks_of_several_hosts_use_rdma_or_end(tmp_path: Path, helm: Helm) -> None:
+    kustomization = with_references(tmp_path, "rdma", "several-hosts", "several-hosts-rdma")
+    chart = helm.release(values_of("nvidia", "several-hosts"), {"rdma": {"enabled": True, "count": 8}}).rendered
+    for rendered in (kustomization, chart):
+        for role in NODE_ROLES:
+            template = rendered.find("LeaderWorkerSet", f"baton-{role}-set")["spec"]["leaderWorkerTemplate"]
+            (container,) = template["workerTemplate"]["spec"]["containers"]
+            limits = container["resources"]["limits"]
+            assert limits["rdma/hca"] == limits["nvidia.com/gpu"] == 8
+            environment = rendered.environment_of(container, FIELDS)
+            assert environment["NCCL_NET"] == "IB"
+            assert environment["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        ({"settings": {"BATON_TENSOR_PARALLEL_SIZE": 15}}, "15, which node.hosts 2 does not divide"),
+        ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, "set nvidia.com/gpu of node.resources.limits to 8"),
+        ({"hosts": 4}, "set nvidia.com/gpu of node.resources.limits to 4"),
+        ({"exclusiveTopology": "no label!"}, "exclusiveTopology"),
+    ],
+)
+def test_hosts_whose_gpus_are_not_the_ranks_are_refused(helm: Helm, node: Values, reason: str) -> None:
+    with pytest.raises(Refused, match=re.escape(reason)):
+        helm.release(values_of("nvidia", "several-hosts"), {"node": node})

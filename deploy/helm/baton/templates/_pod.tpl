@@ -1,5 +1,5 @@
-{{/* The pod template of a role, from a dict with `root` and `role`. */}}
-{{- define "baton.pod" -}}
+{{/* The pod template of a role, without what `extra` adds, from a dict with `root` and `role`. */}}
+{{- define "baton.ownPod" -}}
 {{- $root := .root }}
 {{- $role := .role }}
 {{- $name := include "baton.fullname" $root }}
@@ -108,6 +108,11 @@ spec:
         {{- with $values.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+        {{- if and $root.Values.rdma.enabled (not $isGateway) (gt (int $values.hosts) 1) }}
+        # Without an adapter, NCCL would fall back to TCP in silence. So the ranks end with its error instead.
+        - name: NCCL_NET
+          value: IB
+        {{- end }}
       ports:
         - {name: grpc, containerPort: {{ $port }}}
         {{- if $isGateway }}
@@ -141,7 +146,7 @@ spec:
       resources:
         {{- $resources := $values.resources }}
         {{- if and $root.Values.rdma.enabled (not $isGateway) }}
-        {{- $resources = mergeOverwrite (deepCopy $resources) (dict "limits" (dict $root.Values.rdma.resource 1)) }}
+        {{- $resources = mergeOverwrite (deepCopy $resources) (dict "limits" (dict $root.Values.rdma.resource $root.Values.rdma.count)) }}
         {{- end }}
         {{- toYaml $resources | nindent 8 }}
       securityContext:

@@ -143,6 +143,10 @@ class GrpcServer:
     ) -> None:
         accepted = _ACCEPTED_MULTIPLE * receive_bytes_max
         options = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=accepted)
+        if bounded:
+            # Otherwise gRPC holds megabytes of each call that has not asked for its message: 48 calls took 150 MiB. A
+            # message that a call asks for gets a window of its size, whatever this says.
+            options.append(("grpc.http2.bdp_probe", 0))
         interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed(receive_bytes_max, bounded=bounded)]
         if protection is not None:
             interceptors.insert(0, Authorize(protection.guard))

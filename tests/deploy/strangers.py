@@ -11,19 +11,17 @@ from pathlib import Path
 import grpc
 
 MIB = 1 << 20
-# What a gateway takes from a client, and what gRPC accepts so that the gateway can say what is wrong.
-LARGE_BYTES, LARGEST_BYTES = 31 * MIB, 63 * MIB
+# What a gateway takes from a client, and the most that gRPC accepts so that the gateway can say what is wrong.
+LARGE_BYTES, LARGEST_BYTES = 31 * MIB, 40 * MIB
 _PIECE = bytes(MIB)
 _DEADLINE_S = 300.0
 
 METHODS = (
     "/baton.v1.Generation/Generate",
-    "/vllm.grpc.engine.VllmEngine/Embed",
     "/grpc.health.v1.Health/Check",
-    "/grpc.health.v1.Health/Watch",
     "/inference.GRPCInferenceService/ModelReady",
 )
-PATHS = ("/v1/completions", "/v1/embeddings", "/nothing", "/health")
+PATHS = ("/v1/completions", "/nothing")
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def test_large_numbers_are_written_out(helm: Helm) -> None:
         ({"decode": {"settings": {"BATON_LISTEN": "0.0.0.0:1"}}}, "BATON_LISTEN"),
         ({"decode": {"settings": {"KV_CACHE_MIB": "1"}}}, "KV_CACHE_MIB"),
         ({"decode": {"settings": {"BATON_DRAIN_GRACE_S": 600}}}, "use 610 or more"),
-        ({"insecure": False, "inferencePool": {"enabled": True}}, "inferencePool.enabled needs insecure"),
+        ({"insecure": False, "inferencePool": {"enabled": True}}, "inferencePool.enabled needs tls.client: false"),
         ({"decode": {"image": {"digest": "sha256:1"}}}, "digest"),
         ({"autoscaling": {"by": "hpa"}}, "needs podMonitor.enabled"),
         (
@@ -243,7 +243,7 @@ def test_large_numbers_are_written_out(helm: Helm) -> None:
             "node.kind",
         ),
         ({"node": {"hosts": 2}}, "node.hosts above 1 needs node.kind LeaderWorkerSet"),
-        ({"node": {"hosts": 2, "kind": "LeaderWorkerSet"}}, "node.hosts above 1 needs insecure: false"),
+        ({"node": {"hosts": 2, "kind": "LeaderWorkerSet"}}, "node.hosts above 1 needs tls.inner: true"),
         ({"autoscaling": {"by": "vpa"}}, "autoscaling"),
         ({"model": {"download": {"enabled": True}}}, "needs model.directory"),
         ({"model": {"directory": "x", "download": {"enabled": True}}}, "needs model.download.repository"),

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -66,7 +67,8 @@ def _call(door: Door, method: str) -> str:
     body = bytes(LARGEST_BYTES if "Health" in method else LARGE_BYTES)
     with door.channel() as channel:
         try:
-            for _ in channel.unary_stream(method)(body, timeout=_DEADLINE_S, wait_for_ready=True):
+            call: Any = channel.unary_stream(method)
+            for _ in call(body, timeout=_DEADLINE_S, wait_for_ready=True):
                 return "served"
         except grpc.RpcError as error:
             return str(error.code().name)

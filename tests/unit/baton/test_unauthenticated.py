@@ -113,7 +113,7 @@ async def test_health_needs_no_key(tmp_path: Path) -> None:
         watching = stub.Watch(health_pb2.HealthCheckRequest())
         assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
         watching.cancel()
-        assert (await stub.List(health_pb2.HealthListRequest())).statuses
+        assert (await stub.List(health_pb2.HealthListRequest())).statuses  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("method", [CHECK, WATCH])
@@ -125,7 +125,8 @@ async def test_a_caller_without_a_key_gets_no_large_message_in(tmp_path: Path, m
             assert isinstance(error, InvalidRequest)
             assert "4096" in str(error)
         async with connect(address, dial=Dial(metadata=(("authorization", f"Bearer {key}"),))) as channel:
-            error = await error_of(channel.unary_unary(CHECK)(LARGE))
+            call = channel.unary_unary(CHECK)
+            error = await error_of(call(LARGE))
             assert isinstance(error, InvalidRequest)
             assert "4096" not in str(error)
 

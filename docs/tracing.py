@@ -60,12 +60,12 @@ variables of OpenTelemetry:
 
 Each `OTEL_EXPORTER_OTLP_` variable also exists as `OTEL_EXPORTER_OTLP_TRACES_...`, which wins.
 
-Any collector of OTLP over gRPC works. Arize Phoenix stores neither links nor resources; in it, only `baton.node` says
+Kubernetes' network policies block its port until `tracing.endpoint` or the component `tracing`
+[opens it](cluster-security.md#traces). Arize Phoenix stores neither links nor resources: only `baton.node` says
 where a span was.
 
 A slow or missing collector costs traces, never a request. Each gateway process holds at most 16 MiB of traces and drops
-further ones. `baton_traces_total` counts traces by what happened to them. A log line says when export fails, and
-another when it works again.
+others. `baton_traces_total` counts traces by what happened to them. Log lines say when export fails and works again.
 
 ## Cost
 

@@ -23,7 +23,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.deploy.images import Stage, entrypoint_of, environment_of
-from tests.deploy.manifests import Manifest, Rendered
+from tests.deploy.manifests import ROOT, Manifest, Rendered
 
 # Between two looks at a state; a kubelet waits seconds.
 _POLL_S = 0.05
@@ -151,7 +151,8 @@ class Pod:
         given = self.rendered.environment_of(container, {"status.podIP": self.address, "metadata.name": self.role})
         values = {name: self._here(value, folders) for name, value in (image | given).items()}
         # A container sees the GPUs that its manifest asks for: here none.
-        return values | {"TMPDIR": values["HOME"], "CUDA_VISIBLE_DEVICES": ""}
+        # An image has Baton installed; here it is this checkout, whichever the interpreter has.
+        return values | {"TMPDIR": values["HOME"], "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
     def _here(self, value: str, folders: Mapping[str, Path]) -> str:
         for path, folder in folders.items():

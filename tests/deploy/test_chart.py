@@ -239,7 +239,7 @@ def test_large_numbers_are_written_out(helm: Helm) -> None:
             {"decode": {"settings": {"BATON_DRAIN_GRACE_S": 600}, "terminationGracePeriodSeconds": 150}},
             "use 610 or more",
         ),
-        ({"insecure": False, "inferencePool": {"enabled": True}}, "inferencePool.enabled needs insecure"),
+        ({"insecure": False, "inferencePool": {"enabled": True}}, "inferencePool.enabled needs tls.client: false"),
         ({"decode": {"image": {"digest": "sha256:1"}}}, "digest"),
         ({"autoscaling": {"by": "hpa"}}, "needs podMonitor.enabled"),
         (
@@ -247,7 +247,7 @@ def test_large_numbers_are_written_out(helm: Helm) -> None:
             "node.kind",
         ),
         ({"node": {"hosts": 2}}, "node.hosts above 1 needs node.kind LeaderWorkerSet"),
-        ({"node": {"hosts": 2, "kind": "LeaderWorkerSet"}}, "node.hosts above 1 needs insecure: false"),
+        ({"node": {"hosts": 2, "kind": "LeaderWorkerSet"}}, "node.hosts above 1 needs tls.inner: true"),
         ({"autoscaling": {"by": "vpa"}}, "autoscaling"),
         ({"model": {"download": {"enabled": True}}}, "needs model.directory"),
         ({"model": {"directory": "x", "download": {"enabled": True}}}, "needs model.download.repository"),

@@ -98,7 +98,7 @@ def test_the_picker_may_reach_the_gateways_only_and_gets_no_token(pool: Rendered
     policy = pool.find("NetworkPolicy", "baton-picker")["spec"]
     gateways, dns = policy["egress"]
     assert [port["port"] for port in gateways["ports"]] == [pool.ports("gateway")["http"]]
-    assert {port["port"] for port in dns["ports"]} == {53}
+    assert {port["port"] for port in dns["ports"]} == {53, 5353}
     pod = pool.deployment("picker")["spec"]["template"]["spec"]
     assert pod["automountServiceAccountToken"] is False
     assert pod["terminationGracePeriodSeconds"] >= 10 + settings(pool).drain_grace_s + 10

@@ -29,11 +29,12 @@ template:
       {{- end }}
     {{- end }}
     securityContext:
-      runAsNonRoot: true
-      runAsUser: 65532
-      runAsGroup: 65532
-      fsGroup: 65532
-      seccompProfile: {type: RuntimeDefault}
+      {{- include "baton.podSecurity" . | nindent 6 }}
+      {{- if not .Values.podSecurity.fsGroup }}
+      {{- with .Values.podSecurity.runAsGroup }}
+      fsGroup: {{ int64 . }}
+      {{- end }}
+      {{- end }}
     containers:
       - name: download
         {{- include "baton.pull" (dict "root" . "role" "gateway") | nindent 8 }}

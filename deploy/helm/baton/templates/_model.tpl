@@ -187,6 +187,8 @@ volumeMounts:
 {{- end }}
 - {protocol: UDP, port: 53}
 - {protocol: TCP, port: 53}
+- {protocol: UDP, port: 5353}
+- {protocol: TCP, port: 5353}
 {{- end -}}
 
 {{/* Seconds until the pods of a role serve after their rollout began: pulling images and scheduling take up to 600, the

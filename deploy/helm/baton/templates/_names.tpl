@@ -84,9 +84,7 @@ imagePullPolicy: {{ . }}
 {{/* Variables that every process has. */}}
 {{- define "baton.common" -}}
 BATON_HEALTH_LISTEN: "0.0.0.0:7003"
-{{- if .Values.insecure }}
-BATON_INSECURE: "true"
-{{- else }}
+{{- if include "baton.innerTls" . }}
 BATON_TLS_CERT: /etc/baton/tls/tls.crt
 BATON_TLS_KEY: /etc/baton/tls/tls.key
 BATON_TLS_CA: /etc/baton/tls/ca.crt
@@ -94,13 +92,13 @@ BATON_TLS_CA: /etc/baton/tls/ca.crt
 {{- with include "baton.modelPath" . }}
 BATON_MODEL: {{ . }}
 {{- end }}
-{{- if .Values.podMonitor.enabled }}
-BATON_METRICS_LISTEN: "0.0.0.0:9400"
-{{- end }}
 {{- end -}}
 
 {{- define "baton.settings.gateway" -}}
 {{ include "baton.common" . }}
+{{- if or .Values.podMonitor.enabled (include "baton.meteredPool" .) }}
+BATON_METRICS_LISTEN: "0.0.0.0:9400"
+{{- end }}
 BATON_LISTEN: "0.0.0.0:7000"
 BATON_HTTP_LISTEN: "0.0.0.0:8000"
 {{- if .Values.endpointSlices.enabled }}
@@ -110,16 +108,32 @@ BATON_DECODE: k8s:///{{ include "baton.fullname" . }}-decode:grpc
 BATON_PREFILL: {{ include "baton.fullname" . }}-prefill:7001
 BATON_DECODE: {{ include "baton.fullname" . }}-decode:7002
 {{- end }}
-{{- if not .Values.insecure }}
+{{- if include "baton.clientTls" . }}
 BATON_CLIENT_TLS_CERT: /etc/baton/client-tls/tls.crt
 BATON_CLIENT_TLS_KEY: /etc/baton/client-tls/tls.key
+{{- else }}
+BATON_INSECURE: "true"
+{{- end }}
+{{- if include "baton.keys" . }}
 BATON_API_KEYS: /etc/baton/api-keys/keys.toml
+{{- end }}
+{{- with .Values.tracing.endpoint }}
+{{- if hasKey $.Values.gateway.settings "BATON_OTLP_ENDPOINT" }}
+{{- fail "gateway.settings.BATON_OTLP_ENDPOINT and tracing.endpoint are both set: keep tracing.endpoint, which also opens the collector's port" }}
+{{- end }}
+BATON_OTLP_ENDPOINT: {{ . | quote }}
 {{- end }}
 {{- include "baton.data" .Values.gateway.settings }}
 {{- end -}}
 
 {{- define "baton.settings.node" -}}
 {{ include "baton.common" . }}
+{{- if .Values.podMonitor.enabled }}
+BATON_METRICS_LISTEN: "0.0.0.0:9400"
+{{- end }}
+{{- if not (include "baton.innerTls" .) }}
+BATON_INSECURE: "true"
+{{- end }}
 {{- include "baton.data" .Values.node.settings }}
 {{- end -}}
 

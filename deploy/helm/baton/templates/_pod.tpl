@@ -15,7 +15,7 @@ metadata:
     # A changed setting rolls out like a changed image.
     {{- $read := $isGateway | ternary (include "baton.settings.gateway" $root) (print (include "baton.settings.node" $root) (include (printf "baton.settings.%s" $role) $root)) }}
     checksum/settings: {{ sha256sum $read }}
-    {{- with $values.podAnnotations }}
+    {{- with mergeOverwrite (include "baton.mesh" . | fromYaml) (deepCopy $values.podAnnotations) }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
 spec:
@@ -46,10 +46,7 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   securityContext:
-    runAsNonRoot: true
-    runAsUser: 65532
-    runAsGroup: 65532
-    seccompProfile: {type: RuntimeDefault}
+    {{- include "baton.podSecurity" $root | nindent 4 }}
   topologySpreadConstraints:
     {{- range $isGateway | ternary (list "topology.kubernetes.io/zone" "kubernetes.io/hostname") (list "kubernetes.io/hostname") }}
     - topologyKey: {{ . }}
@@ -118,7 +115,7 @@ spec:
         {{- if $isGateway }}
         - {name: http, containerPort: 8000}
         {{- end }}
-        {{- if $root.Values.podMonitor.enabled }}
+        {{- if or $root.Values.podMonitor.enabled (and $isGateway (include "baton.meteredPool" $root)) }}
         - {name: metrics, containerPort: 9400}
         {{- end }}
       # Of the server of BATON_HEALTH_LISTEN, which needs no certificate. The empty service name is live, the role's own
@@ -157,12 +154,14 @@ spec:
         - {name: shm, mountPath: /dev/shm}
         {{- end }}
         {{- include "baton.modelMount" . | nindent 8 }}
-        {{- if not $root.Values.insecure }}
+        {{- if include "baton.innerTls" $root }}
         - {name: tls, mountPath: /etc/baton/tls, readOnly: true}
-        {{- if $isGateway }}
-        - {name: client-tls, mountPath: /etc/baton/client-tls, readOnly: true}
-        - {name: api-keys, mountPath: /etc/baton/api-keys, readOnly: true}
         {{- end }}
+        {{- if and $isGateway (include "baton.clientTls" $root) }}
+        - {name: client-tls, mountPath: /etc/baton/client-tls, readOnly: true}
+        {{- end }}
+        {{- if and $isGateway (include "baton.keys" $root) }}
+        - {name: api-keys, mountPath: /etc/baton/api-keys, readOnly: true}
         {{- end }}
   volumes:
     - name: tmp
@@ -172,15 +171,17 @@ spec:
       emptyDir: {medium: Memory, sizeLimit: {{ $values.shmSize }}}
     {{- end }}
     {{- include "baton.modelVolume" . | nindent 4 }}
-    {{- if not $root.Values.insecure }}
+    {{- if include "baton.innerTls" $root }}
     - name: tls
       secret: {secretName: {{ include "baton.tlsSecret" . }}}
-    {{- if $isGateway }}
+    {{- end }}
+    {{- if and $isGateway (include "baton.clientTls" $root) }}
     - name: client-tls
       secret: {secretName: {{ include "baton.tlsSecret" (dict "root" $root "role" "client") }}}
+    {{- end }}
+    {{- if and $isGateway (include "baton.keys" $root) }}
     - name: api-keys
       secret: {secretName: {{ default (printf "%s-api-keys" $name) $root.Values.apiKeys.secret }}}
-    {{- end }}
     {{- end }}
 {{- end -}}
 

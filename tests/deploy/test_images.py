@@ -16,10 +16,13 @@ from tests.deploy.manifests import ROLES, ROOT, Rendered
 
 PROGRAMS = {
     "gateway": "baton.gateway",
+    "gateway-kubernetes": "baton.gateway",
     "prefill": "prefill_node",
     "decode": "decode_node",
     "prefill-cuda": "prefill_node",
     "decode-cuda": "decode_node",
+    "prefill-rdma": "prefill_node",
+    "decode-rdma": "decode_node",
 }
 COMPILERS = re.compile(r"\b(build-essential|gcc|g\+\+|clang|cmake|make)\b")
 
@@ -82,7 +85,7 @@ def test_image_and_manifest_agree_on_the_ports(base: Rendered, stages: dict[str,
         ports = base.ports(target.removesuffix("-cuda"))
         found = [(keyword, rest.split()) for keyword, rest in instructions(stages, target)]
         assert ("EXPOSE", [str(port) for port in ports.values()]) in found
-        assert ("ENV", [f"{variables[name]}=0.0.0.0:{port}" for name, port in ports.items()]) in found
+        assert ("ENV", [f"{variables[name]}=[::]:{port}" for name, port in ports.items()]) in found
 
 
 def test_no_base_image_floats(stages: dict[str, Stage], dockerfile: Path) -> None:

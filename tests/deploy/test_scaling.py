@@ -35,7 +35,7 @@ def test_prometheus_may_scrape_the_port_that_every_process_serves(scaled: Render
     (rule,) = scaled.find("NetworkPolicy", "baton-metrics")["spec"]["ingress"]
     for role in ROLES:
         port = scaled.ports(role)[endpoint["port"]]
-        assert scaled.settings(role)["metrics_listen"] == f"0.0.0.0:{port}"
+        assert scaled.settings(role)["metrics_listen"] == f"[::]:{port}"
         assert [item["port"] for item in rule["ports"]] == [port]
 
 

@@ -22,6 +22,10 @@ template:
       - name: {{ . }}
       {{- end }}
     {{- end }}
+    {{- with include "baton.architecture" . }}
+    nodeSelector:
+      {{- . | nindent 6 }}
+    {{- end }}
     securityContext:
       runAsNonRoot: true
       runAsUser: 65532

@@ -66,6 +66,13 @@ imagePullPolicy: {{ . }}
 {{- end }}
 {{- end -}}
 
+{{/* The hosts that the images run on, as a nodeSelector. */}}
+{{- define "baton.architecture" -}}
+{{- with .Values.images.architecture }}
+kubernetes.io/arch: {{ . }}
+{{- end }}
+{{- end -}}
+
 {{- define "baton.tlsSecret" -}}
 {{- default (printf "%s-%s-tls" (include "baton.fullname" .root) .role) (index .root.Values.tls.secrets .role) -}}
 {{- end -}}
@@ -83,7 +90,7 @@ imagePullPolicy: {{ . }}
 
 {{/* Variables that every process has. */}}
 {{- define "baton.common" -}}
-BATON_HEALTH_LISTEN: "0.0.0.0:7003"
+BATON_HEALTH_LISTEN: "[::]:7003"
 {{- if .Values.insecure }}
 BATON_INSECURE: "true"
 {{- else }}
@@ -95,14 +102,14 @@ BATON_TLS_CA: /etc/baton/tls/ca.crt
 BATON_MODEL: /models/{{ . }}
 {{- end }}
 {{- if .Values.podMonitor.enabled }}
-BATON_METRICS_LISTEN: "0.0.0.0:9400"
+BATON_METRICS_LISTEN: "[::]:9400"
 {{- end }}
 {{- end -}}
 
 {{- define "baton.settings.gateway" -}}
 {{ include "baton.common" . }}
-BATON_LISTEN: "0.0.0.0:7000"
-BATON_HTTP_LISTEN: "0.0.0.0:8000"
+BATON_LISTEN: "[::]:7000"
+BATON_HTTP_LISTEN: "[::]:8000"
 {{- if .Values.endpointSlices.enabled }}
 BATON_PREFILL: k8s:///{{ include "baton.fullname" . }}-prefill:grpc
 BATON_DECODE: k8s:///{{ include "baton.fullname" . }}-decode:grpc
@@ -124,11 +131,11 @@ BATON_API_KEYS: /etc/baton/api-keys/keys.toml
 {{- end -}}
 
 {{- define "baton.settings.prefill" -}}
-BATON_LISTEN: "0.0.0.0:7001"
+BATON_LISTEN: "[::]:7001"
 {{- include "baton.data" .Values.prefill.settings }}
 {{- end -}}
 
 {{- define "baton.settings.decode" -}}
-BATON_LISTEN: "0.0.0.0:7002"
+BATON_LISTEN: "[::]:7002"
 {{- include "baton.data" .Values.decode.settings }}
 {{- end -}}

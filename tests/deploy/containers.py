@@ -1,9 +1,9 @@
-"""Runs built images as containers, as a kubelet would: user, read-only root, limits, mounts and probes of the manifests.
+"""Runs built images as containers, as a kubelet would: with user, read-only root, limits and probes of the manifests.
 
     python -m tests.deploy.containers --image gateway=NAME --image prefill=NAME --image decode=NAME
 
-It takes the overlay cpu-demo, on a network of its own that has IPv6 alone. It needs root, Linux, buildah and runc, so no
-test starts it. It prints what each container may do, and the answer to a request through all three.
+It takes the overlay cpu-demo, on a network of its own that has IPv6 alone. It needs root, Linux, buildah and runc, so
+no test starts it. It prints what each container may do, and the answer to a request through all three.
 """
 
 import argparse
@@ -19,11 +19,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from tests.deploy.manifests import CPU_DEMO, ROLES, Manifest, Rendered, render
 from tests.deploy.test_manifests import mebibytes
 
 _POLL_S = 0.2
-_DEADLINE_S = 40.0
+_DEADLINE_S = 120.0
 _NAMESPACE = ["pid", "ipc", "uts", "mount"]
 _HOST = "fd00:ba70::1"  # of this process, on the bridge
 _ADDRESSES = {role: f"fd00:ba70::{number}" for number, role in enumerate(ROLES, 7)}
@@ -43,10 +46,10 @@ def main() -> None:
     with ExitStack() as stack:
         here = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(_bridge())
-        for role in ROLES:
-            stack.enter_context(_container(rendered, role, images[role], here / role))
-        for role in ROLES:
-            _wait_until_it_passes(rendered.container(role)["readinessProbe"], _ADDRESSES[role])
+        containers = {role: _container(rendered, role, images[role], here / role) for role in ROLES}
+        running = {role: stack.enter_context(container) for role, container in containers.items()}
+        for role, process in running.items():
+            _wait_until_it_passes(rendered.container(role)["readinessProbe"], _ADDRESSES[role], process)
             _report(role)
         print(_completion(rendered))
 
@@ -62,7 +65,7 @@ def _bridge() -> Iterator[None]:
 
 
 @contextmanager
-def _container(rendered: Rendered, role: str, image: str, bundle: Path) -> Iterator[None]:
+def _container(rendered: Rendered, role: str, image: str, bundle: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A running container of the role's pod, in a network namespace of its own; deleted at the end."""
     name = f"baton-{role}"
     with ExitStack() as stack:
@@ -87,8 +90,7 @@ def _container(rendered: Rendered, role: str, image: str, bundle: Path) -> Itera
         log = stack.enter_context((bundle / "log").open("w"))
         process = subprocess.Popen(["runc", "run", "--bundle", bundle, name], stdout=log, stderr=log)
         try:
-            time.sleep(2 * _POLL_S)
-            yield
+            yield process
         finally:
             if process.poll() is None:
                 _run("runc", "kill", name, "TERM")
@@ -145,11 +147,8 @@ def _volumes(pod: Manifest, container: Manifest) -> Iterator[Manifest]:
         yield {"destination": mount["mountPath"], "type": "tmpfs", "source": "tmpfs", "options": options}
 
 
-def _wait_until_it_passes(probe: Manifest, address: str) -> None:
+def _wait_until_it_passes(probe: Manifest, address: str, process: subprocess.Popen[bytes]) -> None:
     """Asks as the kubelet does, without a certificate and from outside the pod."""
-    import grpc  # noqa: PLC0415 the outer process needs none of it
-    from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415
-
     deadline = time.monotonic() + _DEADLINE_S
     with grpc.insecure_channel(f"[{address}]:{probe['grpc']['port']}") as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -159,7 +158,7 @@ def _wait_until_it_passes(probe: Manifest, address: str) -> None:
                 if stub.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.SERVING:
                     return
             except grpc.RpcError as error:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or process.poll() is not None:
                     raise SystemExit(f"{address} never passed its readiness probe: {error}") from None
             time.sleep(_POLL_S)
 
@@ -186,9 +185,8 @@ def _completion(rendered: Rendered) -> str:
     base = f"http://[{_ADDRESSES['gateway']}]:{port}"
     with urllib.request.urlopen(f"{base}/v1/models", timeout=_DEADLINE_S) as models:
         body["model"] = json.load(models)["data"][0]["id"]
-    request = urllib.request.Request(
-        f"{base}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+    headers = {"content-type": "application/json", "x-baton-receipt": "1"}
+    request = urllib.request.Request(f"{base}/v1/completions", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=_DEADLINE_S) as answer:
             return f"{answer.status} {answer.read().decode()}"

@@ -66,11 +66,9 @@ def test_every_pod_stays_on_hosts_of_the_images_architecture(everywhere: Rendere
 
 
 def test_a_role_may_have_another_architecture_than_the_rest(helm: Helm) -> None:
-    values = {
-        "images": {"architecture": "amd64"},
-        "node": {"nodeSelector": {"kubernetes.io/arch": "arm64", "rack": "7"}},
-    }
-    found = helm.release({"insecure": True}, values).rendered
+    labels = {"kubernetes.io/arch": "arm64", "rack": "7"}
+    values = {"insecure": True, "images": {"architecture": "amd64"}, "node": {"nodeSelector": labels}}
+    found = helm.release(values).rendered
     assert found.pod("gateway")["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
     for role in NODE_ROLES:
         assert found.pod(role)["nodeSelector"] == labels

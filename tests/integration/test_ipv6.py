@@ -5,16 +5,23 @@ import urllib.request
 
 import pytest
 
-from tests.integration.cluster import Machines
+from tests.integration.cluster import Flags, Machines
 
 ADDRESS = "[::1]:"
 
 
 @pytest.mark.slow
 def test_a_cluster_serves_over_ipv6_alone(start: Machines) -> None:
-    flags = {"listen": "[::1]:0", "health_listen": "[::1]:0", "metrics_listen": "[::1]:0"}
+    flags: Flags = {"listen": "[::1]:0", "health_listen": "[::1]:0", "metrics_listen": "[::1]:0"}
     prefill, decode = start.nodes(("prefill", flags), ("decode", flags))
-    gateway = start.gateway([prefill], [decode], http_listen="[::1]:0", **flags)
+    gateway = start.gateway(
+        [prefill],
+        [decode],
+        listen="[::1]:0",
+        health_listen="[::1]:0",
+        metrics_listen="[::1]:0",
+        http_listen="[::1]:0",
+    )
     assert all(each.address.startswith(ADDRESS) for each in (prefill, decode, gateway))
     body = {"model": "llama", "prompt": "The conductor of the orchestra " * 24, "max_tokens": 4, "ignore_eos": True}
     request = urllib.request.Request(

@@ -82,7 +82,7 @@ def test_every_image_of_every_manifest_is_a_target(rendered: Rendered, stages: d
 def test_image_and_manifest_agree_on_the_ports(base: Rendered, stages: dict[str, Stage]) -> None:
     variables = {"grpc": "BATON_LISTEN", "http": "BATON_HTTP_LISTEN"}
     for target in PROGRAMS:
-        ports = base.ports(target.removesuffix("-cuda"))
+        ports = base.ports(target.partition("-")[0])
         found = [(keyword, rest.split()) for keyword, rest in instructions(stages, target)]
         assert ("EXPOSE", [str(port) for port in ports.values()]) in found
         assert ("ENV", [f"{variables[name]}=[::]:{port}" for name, port in ports.items()]) in found
@@ -90,9 +90,10 @@ def test_image_and_manifest_agree_on_the_ports(base: Rendered, stages: dict[str,
 
 def test_no_base_image_floats(stages: dict[str, Stage], dockerfile: Path) -> None:
     outside = {stage.parent for stage in stages.values()} - set(stages)
-    assert outside == {"${PYTHON_IMAGE}"}
-    (image,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", dockerfile.read_text(), flags=re.MULTILINE)
-    assert re.fullmatch(r"python:3\.1[12][\w.]*-slim-\w+", image)
+    named = dict(re.findall(r"^ARG (\w+_IMAGE)=(\S+)$", dockerfile.read_text(), flags=re.MULTILINE))
+    assert outside == {f"${{{name}}}" for name in named}
+    assert re.fullmatch(r"python:3\.1[12][\w.]*-slim-\w+", named["PYTHON_IMAGE"])
+    assert re.fullmatch(r"nvidia/cuda:13\.\d+\.\d+-devel-[\w.]+", named["CUDA_IMAGE"])
 
 
 def test_dependencies_are_held_to_the_constraints(stages: dict[str, Stage]) -> None:

@@ -83,8 +83,8 @@ check-deploy: install  ## Check manifests, chart and Dockerfile: schemas, helm l
 	@$(BIN)/python -m pytest tests/deploy
 	@$(BIN)/python -m tests.deploy.scan
 
-image:  ## Build the image TARGET, push it to REGISTRY with a bill of materials, print its digest (needs docker buildx)
-	@.ci/image "$(TARGET)" "$(REGISTRY)"
+image:  ## Build the image TARGET, or all of them; with REGISTRY push it with a bill of materials and print its digest (needs docker or buildah)
+	@.ci/image "$(or $(TARGET),all)" "$(REGISTRY)"
 
 rules:  ## Check and test the alerts of deploy/monitoring (downloads promtool where there is none)
 	@.ci/promtool check rules deploy/monitoring/rules.yaml

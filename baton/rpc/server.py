@@ -83,9 +83,23 @@ def listens_everywhere(listen: str) -> bool:
     return ListenAddress.parse(listen, field="listen").host in _EVERYWHERE
 
 
+def bindable_host(host: str, *, ipv6: bool) -> str:
+    """The host as a socket takes it, without brackets. On a machine without IPv6 `[::]` is 0.0.0.0, as for gRPC."""
+    return "0.0.0.0" if host == "[::]" and not ipv6 else host.removeprefix("[").removesuffix("]")
+
+
+def has_ipv6() -> bool:
+    """Whether the kernel has IPv6. `[::]` then takes connections over IPv4, too."""
+    try:
+        socket.socket(socket.AF_INET6, socket.SOCK_STREAM).close()
+    except OSError:
+        return False
+    return True
+
+
 def why_taken(where: ListenAddress) -> str | None:
     """Why no server can listen there. Returns None if one can."""
-    host = where.host.removeprefix("[").removesuffix("]")
+    host = bindable_host(where.host, ipv6=has_ipv6())
     try:
         found = socket.getaddrinfo(host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         with socket.socket(found[0][0]) as probe:

@@ -3,7 +3,7 @@
 import socket
 
 from baton.core.errors import ConfigError
-from baton.rpc.server import ListenAddress
+from baton.rpc.server import ListenAddress, bindable_host, has_ipv6
 
 _BACKLOG = 64
 
@@ -20,13 +20,15 @@ def bind(listen: str, *, field: str, shared: bool = False, backlog: int = _BACKL
     if listen == "off":
         return None
     where = ListenAddress.parse(listen, field=field)
-    host = where.host.removeprefix("[").removesuffix("]")
+    host = bindable_host(where.host, ipv6=has_ipv6())
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if host == "::":  # over IPv4, too, whatever the machine's default is
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         bound.bind((host, where.port))
         bound.listen(backlog)  # at once, so that no other process can take the port
     except OSError as error:
@@ -41,5 +43,5 @@ def bind(listen: str, *, field: str, shared: bool = False, backlog: int = _BACKL
 def address_of(bound: socket.socket) -> str:
     """The host:port at which this machine reaches the socket."""
     host, port = bound.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -13,6 +13,7 @@ wrong value ends the process with exit code 2 and one line on stderr that names 
 does a variable that is spelled nearly like a setting's (`baton.settings.reader`).
 """
 
+import ipaddress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,8 +47,8 @@ class ProcessSettings(BaseSettings):
     listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 takes a free port")
     advertise: str | None = Field(
         None,
-        description="host:port that other processes connect to; default: the listen address, with 127.0.0.1 for "
-        "0.0.0.0",
+        description="host:port that other processes connect to; an IPv6 address needs no brackets here; default: the "
+        "listen address, with 127.0.0.1 for 0.0.0.0 and [::]",
     )
     name: str | None = Field(None, description="name in receipts, logs and status; default: made from role and address")
     insecure: bool = Field(
@@ -96,6 +97,16 @@ class ProcessSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         del env_settings, dotenv_settings, file_secret_settings  # the variables have a source of our own
         return init_settings, _Variables(settings_cls)
+
+    @field_validator("advertise")
+    @classmethod
+    def _with_brackets(cls, text: str | None) -> str | None:
+        # Kubernetes writes $(POD_IP):7001 without brackets, of whichever family the pod's address is.
+        host, _, port = (text or "").rpartition(":")
+        try:
+            return f"[{ipaddress.IPv6Address(host)}]:{port}"
+        except ValueError:
+            return text
 
     @field_validator("name")
     @classmethod

@@ -1,7 +1,7 @@
 """Runs the containers of rendered pods as processes of this machine, with what the kubelet would give and do.
 
 A pod has no network of its own here, but an address of its own on the loopback device: so it has the ports of its
-manifest, and 0.0.0.0 becomes that address. Names of services become addresses, mounts become directories. A container's
+manifest, and [::] becomes that address. Names of services become addresses, mounts become directories. A container's
 limits are not enforced: `peak_bytes` measures the memory that it used.
 """
 
@@ -160,4 +160,4 @@ class Pod:
                 return f"{folder}{value.removeprefix(path)}"
         for service, address in self.services.items():
             value = re.sub(rf"^{service}:", f"{address}:", value)
-        return value.replace("0.0.0.0", self.address)
+        return value.replace("[::]", self.address)

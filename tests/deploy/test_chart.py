@@ -34,7 +34,9 @@ HELM_KEYS = {
 HASHED = re.compile(
     r"^(baton(?:-gateway|-prefill|-decode|-picker)?)-[0-9a-z]{10}$|^(baton-model-download)-[0-9a-z]{8,10}$"
 )
+PAIRED = ("pod-monitor", "nvlink-pair")
 POOLED_VALUES: Values = {"inferencePool": {"enabled": True}}
+PAIRED_VALUES: Values = {"nvlinkPair": {"enabled": True}, "podMonitor": {"enabled": True}}
 DIGEST = "sha256:" + "0" * 64
 
 # Files of values, and the fixture of the overlay that they are the same as.
@@ -47,8 +49,20 @@ OVERLAYS_AS_VALUES = {
     "disaggregated": ("nvidia", "disaggregated-set"),
     "everything_else": ("nvidia",),
     "pooled": ("cpu-demo",),
+    "paired": ("nvidia",),
 }
-EVERYTHING_ELSE = ("cert-manager", "endpoint-slices", "pod-monitor", "keda", "monitoring", "dashboard", "rdma")
+EVERYTHING_ELSE = (
+    "cert-manager",
+    "endpoint-slices",
+    "pod-monitor",
+    "keda",
+    "monitoring",
+    "dashboard",
+    "rdma",
+    "arm64",
+    "compile-cache",
+    "compute-domain",
+)
 METERED: dict[str, Any] = {"podMonitor": {"enabled": True}}
 EVERYTHING_ELSE_VALUES: Values = METERED | {
     "tls": {"certManager": {"enabled": True}},
@@ -57,7 +71,14 @@ EVERYTHING_ELSE_VALUES: Values = METERED | {
     "prometheusRule": {"enabled": True},
     "dashboard": {"enabled": True},
     "rdma": {"enabled": True},
+    "gateway": {"image": {"repository": "baton-gateway-kubernetes"}},
+    "prefill": {"image": {"repository": "baton-prefill-rdma"}},
+    "decode": {"image": {"repository": "baton-decode-rdma"}},
+    "images": {"architecture": "arm64"},
+    "node": {"compileCache": {"enabled": True}},
+    "computeDomain": {"enabled": True},
 }
+MORE_VALUES = {"everything_else": EVERYTHING_ELSE_VALUES, "pooled": POOLED_VALUES, "paired": PAIRED_VALUES}
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +99,14 @@ def pooled(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     return render_with(tmp_path_factory.mktemp("pool"), CPU_DEMO, KUSTOMIZE / "components" / "inference-pool")
 
 
+@pytest.fixture(scope="module")
+def paired(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    return render_with(tmp_path_factory.mktemp("pair"), NVIDIA, *(KUSTOMIZE / "components" / name for name in PAIRED))
+
+
 @pytest.fixture(scope="module", params=OVERLAYS_AS_VALUES)
 def both(request: pytest.FixtureRequest, helm: Helm) -> tuple[Release, Rendered]:
-    more = {"everything_else": EVERYTHING_ELSE_VALUES, "pooled": POOLED_VALUES}.get(request.param, {})
+    more = MORE_VALUES.get(request.param, {})
     chart = helm.release(values_of(*OVERLAYS_AS_VALUES[request.param]), more)
     return chart, request.getfixturevalue(request.param)
 

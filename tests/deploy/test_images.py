@@ -16,10 +16,13 @@ from tests.deploy.manifests import ROLES, ROOT, Rendered
 
 PROGRAMS = {
     "gateway": "baton.gateway",
+    "gateway-kubernetes": "baton.gateway",
     "prefill": "prefill_node",
     "decode": "decode_node",
     "prefill-cuda": "prefill_node",
     "decode-cuda": "decode_node",
+    "prefill-rdma": "prefill_node",
+    "decode-rdma": "decode_node",
 }
 COMPILERS = re.compile(r"\b(build-essential|gcc|g\+\+|clang|cmake|make)\b")
 
@@ -79,17 +82,18 @@ def test_every_image_of_every_manifest_is_a_target(rendered: Rendered, stages: d
 def test_image_and_manifest_agree_on_the_ports(base: Rendered, stages: dict[str, Stage]) -> None:
     variables = {"grpc": "BATON_LISTEN", "http": "BATON_HTTP_LISTEN"}
     for target in PROGRAMS:
-        ports = base.ports(target.removesuffix("-cuda"))
+        ports = base.ports(target.partition("-")[0])
         found = [(keyword, rest.split()) for keyword, rest in instructions(stages, target)]
         assert ("EXPOSE", [str(port) for port in ports.values()]) in found
-        assert ("ENV", [f"{variables[name]}=0.0.0.0:{port}" for name, port in ports.items()]) in found
+        assert ("ENV", [f"{variables[name]}=[::]:{port}" for name, port in ports.items()]) in found
 
 
 def test_no_base_image_floats(stages: dict[str, Stage], dockerfile: Path) -> None:
     outside = {stage.parent for stage in stages.values()} - set(stages)
-    assert outside == {"${PYTHON_IMAGE}"}
-    (image,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", dockerfile.read_text(), flags=re.MULTILINE)
-    assert re.fullmatch(r"python:3\.1[12][\w.]*-slim-\w+", image)
+    named = dict(re.findall(r"^ARG (\w+_IMAGE)=(\S+)$", dockerfile.read_text(), flags=re.MULTILINE))
+    assert outside == {f"${{{name}}}" for name in named}
+    assert re.fullmatch(r"python:3\.1[12][\w.]*-slim-\w+", named["PYTHON_IMAGE"])
+    assert re.fullmatch(r"nvidia/cuda:13\.\d+\.\d+-devel-[\w.]+", named["CUDA_IMAGE"])
 
 
 def test_dependencies_are_held_to_the_constraints(stages: dict[str, Stage]) -> None:

@@ -85,7 +85,7 @@ def test_the_pool_and_the_route_name_the_picker_and_the_pool(pool: Rendered) -> 
 def test_the_picker_listens_where_it_is_asked(pool: Rendered) -> None:
     found, given = container(pool), settings(pool)
     ports = {port["name"]: port["containerPort"] for port in found["ports"]}
-    assert given.listen == f"0.0.0.0:{ports['grpc']}"
+    assert given.listen == f"[::]:{ports['grpc']}"
     health = int(given.health_listen.rpartition(":")[2])
     assert found["startupProbe"]["grpc"] == {"port": health, "service": LIVENESS}
     assert found["livenessProbe"]["grpc"] == {"port": health, "service": LIVENESS}

@@ -72,7 +72,7 @@ def test_a_pod_advertises_its_own_address(rendered: Rendered, role: str) -> None
     port = rendered.ports(role)["grpc"]
     given = rendered.settings(role)
     assert given["advertise"] == f"10.0.0.7:{port}"
-    assert given["listen"] == f"0.0.0.0:{port}"
+    assert given["listen"] == f"[::]:{port}"
 
 
 def test_gateways_alone_speak_http_too(rendered: Rendered) -> None:
@@ -81,7 +81,7 @@ def test_gateways_alone_speak_http_too(rendered: Rendered) -> None:
         "prefill": ["grpc"],
         "decode": ["grpc"],
     }
-    assert rendered.settings("gateway")["http_listen"] == f"0.0.0.0:{rendered.ports('gateway')['http']}"
+    assert rendered.settings("gateway")["http_listen"] == f"[::]:{rendered.ports('gateway')['http']}"
 
 
 @pytest.mark.parametrize("role", NODE_ROLES)
@@ -131,7 +131,7 @@ def test_all_objects_of_a_role_select_its_pods_and_no_others(rendered: Rendered,
 def test_live_is_the_empty_service_and_ready_the_roles_own(rendered: Rendered, role: str) -> None:
     container = rendered.container(role)
     live = {"port": HEALTH_PORT}
-    assert rendered.settings(role)["health_listen"] == f"0.0.0.0:{HEALTH_PORT}"
+    assert rendered.settings(role)["health_listen"] == f"[::]:{HEALTH_PORT}"
     # A node is live from its start on, and while it captures graphs it may not answer for seconds.
     assert container["startupProbe"]["grpc"] == (live if role == "gateway" else live | {"service": SERVICES[role]})
     assert container["livenessProbe"]["grpc"] == live

@@ -19,7 +19,14 @@ from baton.core.supervisor import Supervisor
 from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.process.process import check_doors
 from baton.gateway.process.worker_channel import Message, WorkerChannel
-from baton.rpc.server import ListenAddress, listens_everywhere, stop_on_signals, why_taken
+from baton.rpc.server import (
+    ListenAddress,
+    bindable_host,
+    has_ipv6,
+    listens_everywhere,
+    stop_on_signals,
+    why_taken,
+)
 from baton.settings.environment import child_environment
 from baton.settings.gateway_config import GatewaySettings
 
@@ -199,7 +206,7 @@ def _reserve(listen: str, field: str) -> socket.socket:
     where = ListenAddress.parse(listen, field=field)
     reason = why_taken(where)
     if reason is None:
-        host = where.host.removeprefix("[").removesuffix("]")
+        host = bindable_host(where.host, ipv6=has_ipv6())
         found = socket.getaddrinfo(host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         reserved = socket.socket(found[0][0])
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

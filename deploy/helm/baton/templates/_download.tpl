@@ -28,6 +28,10 @@ template:
       - name: {{ . }}
       {{- end }}
     {{- end }}
+    {{- with include "baton.architecture" . }}
+    nodeSelector:
+      {{- . | nindent 6 }}
+    {{- end }}
     securityContext:
       {{- include "baton.podSecurity" . | nindent 6 }}
       {{- if not .Values.podSecurity.fsGroup }}

@@ -66,6 +66,13 @@ imagePullPolicy: {{ . }}
 {{- end }}
 {{- end -}}
 
+{{/* The hosts that the images run on, as a nodeSelector. */}}
+{{- define "baton.architecture" -}}
+{{- with .Values.images.architecture }}
+kubernetes.io/arch: {{ . }}
+{{- end }}
+{{- end -}}
+
 {{- define "baton.tlsSecret" -}}
 {{- default (printf "%s-%s-tls" (include "baton.fullname" .root) .role) (index .root.Values.tls.secrets .role) -}}
 {{- end -}}
@@ -83,7 +90,7 @@ imagePullPolicy: {{ . }}
 
 {{/* Variables that every process has. */}}
 {{- define "baton.common" -}}
-BATON_HEALTH_LISTEN: "0.0.0.0:7003"
+BATON_HEALTH_LISTEN: "[::]:7003"
 {{- if include "baton.innerTls" . }}
 BATON_TLS_CERT: /etc/baton/tls/tls.crt
 BATON_TLS_KEY: /etc/baton/tls/tls.key
@@ -97,10 +104,10 @@ BATON_MODEL: {{ . }}
 {{- define "baton.settings.gateway" -}}
 {{ include "baton.common" . }}
 {{- if or .Values.podMonitor.enabled (include "baton.meteredPool" .) }}
-BATON_METRICS_LISTEN: "0.0.0.0:9400"
+BATON_METRICS_LISTEN: "[::]:9400"
 {{- end }}
-BATON_LISTEN: "0.0.0.0:7000"
-BATON_HTTP_LISTEN: "0.0.0.0:8000"
+BATON_LISTEN: "[::]:7000"
+BATON_HTTP_LISTEN: "[::]:8000"
 {{- if .Values.endpointSlices.enabled }}
 BATON_PREFILL: k8s:///{{ include "baton.fullname" . }}-prefill:grpc
 BATON_DECODE: k8s:///{{ include "baton.fullname" . }}-decode:grpc
@@ -129,7 +136,7 @@ BATON_OTLP_ENDPOINT: {{ . | quote }}
 {{- define "baton.settings.node" -}}
 {{ include "baton.common" . }}
 {{- if .Values.podMonitor.enabled }}
-BATON_METRICS_LISTEN: "0.0.0.0:9400"
+BATON_METRICS_LISTEN: "[::]:9400"
 {{- end }}
 {{- if not (include "baton.innerTls" .) }}
 BATON_INSECURE: "true"
@@ -138,11 +145,11 @@ BATON_INSECURE: "true"
 {{- end -}}
 
 {{- define "baton.settings.prefill" -}}
-BATON_LISTEN: "0.0.0.0:7001"
+BATON_LISTEN: "[::]:7001"
 {{- include "baton.data" .Values.prefill.settings }}
 {{- end -}}
 
 {{- define "baton.settings.decode" -}}
-BATON_LISTEN: "0.0.0.0:7002"
+BATON_LISTEN: "[::]:7002"
 {{- include "baton.data" .Values.decode.settings }}
 {{- end -}}

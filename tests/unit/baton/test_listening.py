@@ -1,0 +1,41 @@
+"""Addresses of either family: where servers listen, and what processes advertise."""
+
+import socket
+
+import pytest
+
+from baton.rpc.server import bindable_host
+from baton.rpc.sockets import bind
+from baton.settings.node_config import DecodeSettings
+
+
+@pytest.mark.parametrize(
+    ("host", "ipv6", "bound"),
+    [("[::]", True, "::"), ("[::]", False, "0.0.0.0"), ("[::1]", False, "::1"), ("0.0.0.0", True, "0.0.0.0")],
+)
+def test_every_address_of_a_machine_without_ipv6_is_every_ipv4_address(host: str, ipv6: bool, bound: str) -> None:
+    assert bindable_host(host, ipv6=ipv6) == bound
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("fd00::7:7001", "[fd00::7]:7001"),
+        ("fd00:0:0:0:0:0:0:7:7001", "[fd00::7]:7001"),
+        ("[fd00::7]:7001", "[fd00::7]:7001"),
+        ("10.0.0.7:7001", "10.0.0.7:7001"),
+        ("decode:7001", "decode:7001"),
+        ("fd00::7", "fd00::7"),
+        (None, None),
+    ],
+)
+def test_an_advertised_ipv6_address_gets_its_brackets(given: str | None, meant: str | None) -> None:
+    assert DecodeSettings(advertise=given).advertise == meant
+
+
+def test_an_http_server_on_all_addresses_takes_connections_over_both_families() -> None:
+    bound = bind("[::]:0", field="metrics_listen")
+    assert bound is not None
+    with bound:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, bound.getsockname()[1]), timeout=60).close()

@@ -4,6 +4,7 @@ or in one piece. Knows no API's shape."""
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +98,8 @@ class HttpCall:
     """One HTTP request.
 
     Attributes:
-        request_id: the client's x-request-id, or a random id; the answer repeats it.
+        request_id: the client's x-request-id, or a random id; the answer's headers and receipt repeat it.
+        answer_id: id of the answer, which no other answer has; empty until `new_answer_id`.
         wants_receipt: whether the client asked for the receipt by a header.
         field_names: this API's names of our fields, for errors, where they differ.
         warnings: what `warn` was given so far.
@@ -111,6 +113,7 @@ class HttpCall:
         self.serving = context.serving
         self.request = request
         self.request_id: str = request.scope[REQUEST_ID]
+        self.answer_id = ""
         self.wants_receipt = request.headers.get("x-baton-receipt", "") in ("1", "true")
         self.field_names: dict[str, str] = {}
         self.warnings: list[str] = []
@@ -125,6 +128,14 @@ class HttpCall:
     def budget_s(self) -> float | None:
         """Seconds left of the client's limit; None if the client set none."""
         return None if self._limit_s is None else self._limit_s - (self._loop.time() - self._started_at_s)
+
+    def new_answer_id(self, prefix: str) -> str:
+        """Gives the answer a random id, by which the running request can be ended.
+
+        Clients may send one request id with several requests, but they take an answer's id for unique.
+        """
+        self.answer_id = prefix + secrets.token_hex(16)
+        return self.answer_id
 
     def warn(self, text: str) -> None:
         """Adds a header `x-baton-warning` to the answer, for a part of the request that is served without effect."""
@@ -229,7 +240,12 @@ class HttpCall:
         """
         for job in jobs:
             self._add_headers(job.message)
-        serve = partial(self.serving.generate, budget_s=self.budget_s, caller_trace=self.caller_trace())
+        serve = partial(
+            self.serving.generate,
+            budget_s=self.budget_s,
+            caller_trace=self.caller_trace(),
+            answer_id=self.answer_id,
+        )
         runs = [serve(job.message, write(job), chat=job.chat, skip=job.skip) for job in jobs]
         if len(runs) == 1:
             await runs[0]

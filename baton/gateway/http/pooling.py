@@ -50,6 +50,7 @@ async def pooled(
     """
     request = PoolingRequest(
         request_id=call.request_id,
+        answer_id=call.answer_id,
         model=body.model,
         operation=EMBEDDINGS,
         size_bytes=size_bytes,

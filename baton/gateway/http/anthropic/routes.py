@@ -42,7 +42,7 @@ async def messages(call: HttpCall) -> Response:
     message.request_id = call.request_id
     written = MessageObject.of(
         request,
-        id=f"msg_{call.request_id}",
+        id=call.new_answer_id("msg_"),
         model=request.model or call.serving.model.name,
         write_receipt=receipt_json if call.wants_receipt or request.baton.receipt else None,
     )

@@ -219,6 +219,12 @@ def test_errors_of_the_gateway_name_this_apis_fields(client: OpenAI) -> None:
     assert "not" in raised.value.message
 
 
+def test_a_stream_whose_prompt_is_too_long_raises_the_code(client: OpenAI) -> None:
+    with pytest.raises(openai.APIError) as raised:
+        list(client.responses.create(model="llama", input="word " * 100_000, stream=True))
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "input")
+
+
 def test_the_request_id_comes_back(client: OpenAI) -> None:
     answer = client.responses.create(
         model="llama", input=PROMPT, max_output_tokens=1, extra_headers={"x-request-id": "mine-1"}

@@ -213,11 +213,25 @@ class HttpCall:
         generation = asyncio.create_task(self.generate(jobs, _ignore))
         await unless_left(generation, self.request.receive)
 
-    def stream(self, message: pb.GenerateRequest, encoder: ChatEncoder, chat: ChatRequest) -> Response:
-        """Returns the answer to a chat as server-sent events."""
-        return self.stream_all([HttpJob(message, encoder.push, chat, encoder.skip)], encoder)
+    def stream(
+        self,
+        message: pb.GenerateRequest,
+        encoder: ChatEncoder,
+        chat: ChatRequest,
+        *,
+        as_events: type[BatonError] | tuple[()] = (),
+    ) -> Response:
+        """Returns the answer to a chat as server-sent events. `as_events`: see `EventStream`."""
+        job = HttpJob(message, encoder.push, chat, encoder.skip)
+        return self.stream_all([job], encoder, as_events=as_events)
 
-    def stream_all(self, jobs: Sequence[HttpJob], encoder: ResponseEncoder) -> Response:
+    def stream_all(
+        self,
+        jobs: Sequence[HttpJob],
+        encoder: ResponseEncoder,
+        *,
+        as_events: type[BatonError] | tuple[()] = (),
+    ) -> Response:
         """Streams the answers of several requests that run at the same time; `encoder` ends the stream.
 
         Raises:
@@ -225,7 +239,8 @@ class HttpCall:
         """
         self._warn_of_unread_calls(jobs)
         shape = self.context.error_shape(self.request.scope["path"])
-        return EventStream(self.request_id, partial(self.generate, jobs), encoder, self.in_own_words, shape)
+        generate = partial(self.generate, jobs)
+        return EventStream(self.request_id, generate, encoder, self.in_own_words, shape, as_events)
 
     def _warn_of_unread_calls(self, jobs: Sequence[HttpJob]) -> None:
         chat = self.serving.model.chat

@@ -93,7 +93,8 @@ async def responses(call: HttpCall) -> Response:
 
     if request.stream:
         encoder = ResponsesStream(response, token_ids=bool(request.return_token_ids), keep=keep if keeps else None)
-        return call.stream(message, encoder, chat)
+        # As in OpenAI's API, where Codex finds out by this event alone that it must shorten the conversation.
+        return call.stream(message, encoder, chat, as_events=ContextOverflow)
     answer = response.answer()
     await call.serve([HttpJob(message, answer.collect, chat, answer.collect)])
     body = response.ended(answer)

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
+from baton.core.errors import InvalidRequest
 from baton.gateway.http.answer_parts import OutputParts
 from baton.gateway.http.anthropic.answer import MessageObject, MessageStream, counted
 from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
@@ -55,11 +56,15 @@ async def messages(call: HttpCall) -> Response:
 
 
 async def count(call: HttpCall) -> Response:
+    """Counts a prompt's tokens, also of one that is a little too long: clients shorten it by the count."""
     call.field_names = _FIELD_NAMES
     request, chat, warnings = await call.read_as(_understand_counted)
     _warn(call, warnings)
     call.serving.check_name(request.model)
     tokens = len(await encode_chat(call.serving, chat, is_request=True))
+    if not tokens:
+        cure = "give a message some text"
+        raise InvalidRequest("the prompt has no tokens", field="messages", allowed=("1 token or more",), cure=cure)
     return _named(call, Response(orjson.dumps(counted(request, tokens)), media_type="application/json"))
 
 

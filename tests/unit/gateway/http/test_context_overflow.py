@@ -70,3 +70,22 @@ async def test_anthropics_endpoint_has_anthropics_words(door: HttpGateway, strea
         assert message.startswith("prompt is too long: ")
         assert f" tokens > {most - 1} maximum" in message
         assert int(message.split()[4]) >= most
+
+
+async def test_tokens_are_counted_also_where_they_are_too_many_so_that_clients_know_how_much_to_cut(
+    door: HttpGateway,
+) -> None:
+    most = door.context.fleet.max_context_tokens
+    body = {"messages": [{"role": "user", "content": "9x " * most}]}
+    refused = await door.call("POST", "/v1/messages", {**body, "max_tokens": 5})
+    counted = await door.call("POST", "/v1/messages/count_tokens", body)
+    assert refused.status == 400
+    assert counted.json["input_tokens"] == int(refused.json["error"]["message"].split()[4]) >= most
+
+
+@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+async def test_an_empty_conversation_is_refused_and_not_counted(door: HttpGateway, content: object) -> None:
+    for messages in ([], [{"role": "user", "content": content}]):
+        for path, more in (("/v1/messages", {"max_tokens": 5}), ("/v1/messages/count_tokens", {})):
+            answer = await door.call("POST", path, {"messages": messages, **more})
+            assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error"), path

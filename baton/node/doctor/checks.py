@@ -42,8 +42,8 @@ def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
     from baton.node.doctor.gpus import check_gpus
     from baton.node.doctor.link import check_link
 
+    yield check_link(("cpu", "cpu"), floor_gigabytes_per_s=floor_gigabytes_per_s, forks=True)
     yield from check_gpus()
-    yield check_link(("cpu", "cpu"), floor_gigabytes_per_s=floor_gigabytes_per_s)
     gpus = [f"cuda:{index}" for index in range(min(torch.cuda.device_count(), _MOST_GPUS_LINKED))]
     for pair in combinations_with_replacement(gpus, 2):
         yield check_link(pair, floor_gigabytes_per_s=floor_gigabytes_per_s)

@@ -3,6 +3,7 @@
 The header `anthropic-version` has no effect. Of `anthropic-beta`, interleaved thinking allows larger budgets.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from starlette.responses import Response
 
 from baton.core.errors import InvalidRequest
 from baton.gateway.http.answer_parts import OutputParts
-from baton.gateway.http.anthropic.answer import MessageObject, MessageStream, counted
+from baton.gateway.http.anthropic.answer import MessageObject, MessageStream, counted, without_output
 from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
 from baton.gateway.http.anthropic.no_effect import without_effect
 from baton.gateway.http.anthropic.translate import to_chat, to_message
@@ -25,6 +26,8 @@ from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import generation_pb2 as pb
 
 _INTERLEAVED = "interleaved-thinking-"  # a beta's name, up to its date
+
+Push = Callable[[pb.GenerateResponse], bytes]
 
 # This API's names of our fields.
 _FIELD_NAMES = {
@@ -49,10 +52,15 @@ async def messages(call: HttpCall) -> Response:
     )
     if request.stream:
         encoder = MessageStream(written, call.request_id, token_ids=bool(request.return_token_ids))
-        return _named(call, call.stream(message, encoder, understood.chat))
+        job = HttpJob(message, _push(request, encoder.push), understood.chat, encoder.skip)
+        return _named(call, call.stream_all([job], encoder))
     answer = OutputParts()
-    await call.serve([HttpJob(message, answer.collect, understood.chat, answer.collect)])
+    await call.serve([HttpJob(message, _push(request, answer.collect), understood.chat, answer.collect)])
     return _named(call, Response(written.ended(answer), media_type="application/json"))
+
+
+def _push(request: MessagesRequest, push: Push) -> Push:
+    return push if request.max_tokens else lambda message: push(without_output(message))
 
 
 async def count(call: HttpCall) -> Response:

@@ -57,8 +57,8 @@ def cache_bytes_of(settings: DecodeSettings) -> int:
         return smallest
     try:
         # Imported here, so that without torch the other checks still report what is missing.
-        from baton.engine.build import KV_CACHE_DTYPES
-        from baton.engine.cache_size import cpu_cache_bytes
+        from baton.engine.cpu_cache import cpu_cache_bytes
+        from baton.kvcache.spec import KV_CACHE_DTYPES
         from baton.models.families.reader import read_config
         from baton.models.layers.parallel import TensorParallel
         from baton.models.loading.local_config import local_config

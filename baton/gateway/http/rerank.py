@@ -119,7 +119,12 @@ async def _score(
     serving = call.serving
     serving.check_name(body.model)
     salt = body.cache_salt or ""
-    scored = ScoredPairs(serving.model, max_context_tokens=call.context.fleet.max_context_tokens, salt=salt)
+    scored = ScoredPairs(
+        serving.model,
+        max_context_tokens=call.context.fleet.max_context_tokens,
+        salt=salt,
+        truncate_to=body.truncate_prompt_tokens,
+    )
     size_bytes = sum(len(query) + len(document) for query, document in pairs)
     tokenize = partial(scored.prompts, pairs, field=field, instruction=body.instruction or "")
     answer = await pooled(call, body, size_bytes, tokenize)

@@ -149,7 +149,8 @@ def _serve(connection: Connection, device: str) -> None:
 
 @contextmanager
 def _echo(device: str, start: Literal["fork", "spawn"]) -> Iterator[Connection]:
-    context = multiprocessing.get_context(start)
+    get = multiprocessing.get_context
+    context = get("fork") if start == "fork" else get("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, device), daemon=True)
     with warnings.catch_warnings():

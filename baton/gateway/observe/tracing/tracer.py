@@ -116,7 +116,8 @@ class RequestTrace:
     def end(self, ending: Ending, now_s: float) -> None:
         """Ends the trace and exports it if the sampling rules keep it."""
         root = self._root
-        retried = any(each.retries for each in (*(machine for _, machine, _ in self._outputs), *self._batches))
+        retries = [*(machine.retries for _, machine, _ in self._outputs), *(batch.retries for batch in self._batches)]
+        retried = any(retries)
         total_s = now_s - root.start_s
         kept = self._tracer.sampling.at_end(
             sampled=self._sampled, outcome=ending.outcome, total_s=total_s, retried=retried

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +18,8 @@ _COLORS = {"ready": "green", "serving": "green", "draining": "yellow", "connecti
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _SPARKS = 24
 _NOTHING = "-"
+_WIDTH_MAX = 10_000
+_REASON_WIDTH = 24  # least width of reasons, which continue on further lines
 _LATEST_S = 32_503_680_000  # the year 3000
 
 
@@ -41,6 +44,9 @@ class Frame:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         width, height = options.max_width, None if self.whole else console.size.height
         head = list(self._head())
+        if self.whole:
+            for line in head:
+                line.no_wrap, line.overflow = False, "fold"
         yield from head if height is None else head[:height]
         if self.view is None:
             return
@@ -49,6 +55,13 @@ class Frame:
         given = wanted if height is None else shares(height - len(head), wanted)
         for section, lines in zip(sections, given, strict=True):
             yield from section.render(lines)
+
+    def least_width(self, console: Console) -> int:
+        """Returns the least width at which the whole frame shows every value in one piece, except reasons."""
+        drawn = self.__rich_console__(console, console.options)
+        tables = (each for each in drawn if isinstance(each, Table))
+        unbounded = console.options.update(max_width=_WIDTH_MAX)
+        return max((Measurement.get(console, unbounded, table).minimum for table in tables), default=0)
 
     def _head(self) -> Iterator[Text]:
         view = self.view
@@ -152,11 +165,18 @@ class _Section(Generic[Row]):
                     justify="right" if column.right else "left",
                     no_wrap=not column.shrinks and not self.whole,
                     overflow="fold" if self.whole else "ellipsis",
+                    min_width=_least_width(column, texts) if self.whole else None,
                     max_width=None if column.shrinks or self.whole else max(8, self.width // 4),
                 )
         for row in zip(*(texts for texts in cells if any(texts)), strict=True):
             table.add_row(*row)
         return table
+
+
+def _least_width(column: _Column[Any], texts: Sequence[Text]) -> int:
+    """The least width of a column in a frame that shows everything."""
+    longest = max(each.cell_len for each in (Text(column.title), *texts))
+    return min(longest, _REASON_WIDTH) if column.shrinks else longest
 
 
 def _sections(view: ClusterView, before: ClusterView | None, width: int, *, whole: bool) -> Sequence["_Section[Any]"]:

@@ -16,6 +16,7 @@ def to_json(cluster: operations_pb2.ClusterStatusResponse) -> dict[str, object]:
         "requests_failed": cluster.requests_failed,
         "remote_total": cluster.remote_total,
         "local_total": cluster.local_total,
+        "warnings": list(cluster.warnings),
         "nodes": [_node_to_json(node) for node in cluster.nodes],
     }
 

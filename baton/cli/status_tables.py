@@ -37,6 +37,7 @@ def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
     parts += [Text(f"{node_name(node)}: {node.detail}", style="red") for node in nodes if not node.reachable]
     if mixed := mixture(members(cluster)):
         parts.append(Text(mixed, style="yellow"))
+    parts += [Text(escaped(warning), style="yellow") for warning in cluster.warnings]
     parts += [Text(line) for line in _described(nodes, _model)]
     parts += [Text(line) for line in _described([node for node in nodes if _version(node)], _release)]
     parts += [Text(line) for line in _described([node for node in nodes if node.status.adapters], _adapters)]

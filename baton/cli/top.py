@@ -56,7 +56,10 @@ def _print(view: ClusterView) -> None:
     console = Console(highlight=False, force_terminal=False, color_system=None)
     if not sys.stdout.isatty():
         console.width = max(console.width, _WIDTH_IN_FILES)
-    console.print(Frame(view, whole=True))
+    frame = Frame(view, whole=True)
+    while (least := frame.least_width(console)) > console.width:
+        console.width = least  # the terminal wraps lines; a wider frame may have more columns
+    console.print(frame)
 
 
 async def _watch(target: str, console: Console, interval_s: float) -> None:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ from baton.engine.same_model import check_same_config, check_same_files, hashing
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import LayoutChoice
-from baton.kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.spec import KV_CACHE_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from baton.models.adapters.bank import AdapterBank
 from baton.models.config.model_config import ModelConfig
 from baton.models.config.quantization.config import Fp8Config
@@ -56,8 +55,6 @@ from baton.settings.node_config import (
 
 _log = logging.getLogger(__name__)
 
-# Values of --kv-cache-dtype, and the cache dtype that each means; "" is the dtype of the model.
-KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m2"), FP8_DTYPES, strict=True))})
 _DEVICES = ("auto", "cpu", "cuda", "cuda:<index>")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from baton.core.errors import ConfigError
 from baton.core.memory import memory_limit_bytes
+from baton.engine.cpu_cache import cpu_cache_bytes
 from baton.engine.device.fits import memory_of
 from baton.engine.device.out_of_memory import allocating
 from baton.engine.device.profile import MemoryPlan, MemoryShare, size_on_gpu
@@ -22,28 +23,12 @@ from baton.settings.config import MIB
 from baton.settings.node_config import (
     CPU_BATCH_REQUESTS,
     CPU_BATCH_TOKENS,
-    CPU_CACHE_MIB,
     CPU_CACHE_SHARE,
     GPU_BATCH_REQUESTS,
     GPU_PREFILL_REQUESTS,
     SMALL_GPU_BATCH_REQUESTS,
     NodeSettings,
 )
-
-
-def cpu_cache_bytes(settings: NodeSettings, spec: KVCacheSpec, *, context_tokens: int, memory_bytes: int) -> int:
-    """The size of a cache in main memory where the settings give none: room for one request of the whole context, if
-    the ranks' caches then take no more than `CPU_CACHE_SHARE` of the memory; at least `CPU_CACHE_MIB`.
-
-    Args:
-        spec: one rank's part of the KV.
-        context_tokens: longest prompt plus output of the model.
-        memory_bytes: memory of this machine that its container may use.
-    """
-    wanted = min(context_tokens, settings.max_context_tokens or context_tokens)
-    blocks = -(-wanted // settings.block_size)
-    share = int(memory_bytes * CPU_CACHE_SHARE) // settings.tensor_parallel_size
-    return max(CPU_CACHE_MIB * MIB, min(blocks * settings.block_size * spec.bytes_per_token, share))
 
 
 def shortage(settings: NodeSettings, spec: KVCacheSpec, *, num_blocks: int, context_tokens: int, on_gpu: bool) -> str:

@@ -8,6 +8,7 @@ that moves, cuts or digests KV treats all parts alike; their layers are numbered
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
+from types import MappingProxyType
 
 from baton.core.errors import ConfigError
 from baton.kvcache.layout import KVCacheLayout
@@ -17,6 +18,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Dtypes of a cache that stores KV in 8 bits, with one scale per tensor (`baton.kvcache.scales`).
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 KV_DTYPE_BYTES = {**DTYPE_BYTES, **dict.fromkeys(FP8_DTYPES, 1)}
+# Values of --kv-cache-dtype, and the cache dtype that each means; "" is the dtype of the model.
+KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m2"), FP8_DTYPES, strict=True))})
 
 # A request's tokens are cut at multiples of this. Such cuts fall inside no block of a usual size, which matters because
 # a gather copies runs of a block's tokens.

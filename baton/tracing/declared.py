@@ -52,20 +52,20 @@ class Attribute(StrEnum):
 
 
 MEANINGS = {
-    Attribute.OPERATION: "`chat` or `text_completion`",
+    Attribute.OPERATION: "`chat`, `text_completion` or `embeddings`",
     Attribute.PROVIDER: "`baton`",
     Attribute.REQUEST_MODEL: "the model's name that the client gave, or the served model's",
     Attribute.RESPONSE_MODEL: "the name of the served model",
     Attribute.MAX_TOKENS: "most tokens of each output",
     Attribute.CHOICES: "number of outputs, if there are several",
-    Attribute.RESPONSE_ID: "the request's id, as in answers, receipts and log lines",
+    Attribute.RESPONSE_ID: "the answer's id over HTTP, else the request's",
     Attribute.FINISH_REASONS: "why each output ended",
     Attribute.FIRST_TOKEN_S: "seconds from arrival to the first token",
-    Attribute.INPUT_TOKENS: "tokens of the prompt",
+    Attribute.INPUT_TOKENS: "tokens of the prompt, or of all prompts of a `pool`",
     Attribute.OUTPUT_TOKENS: "tokens of all outputs; of a `decode`: of this attempt",
     Attribute.CACHED_TOKENS: "tokens of the prompt that the decode node's prefix cache had",
     Attribute.ERROR_TYPE: "the error's reason, as in metrics; only on spans that failed",
-    Attribute.REQUEST_ID: "as `gen_ai.response.id`",
+    Attribute.REQUEST_ID: "the request's id, as in headers, receipts and log lines",
     Attribute.CLIENT: "name of the client, where clients have keys",
     Attribute.OUTCOME: "how the request ended, as in `baton_requests_total`",
     Attribute.KEPT: "why the trace is exported: `head`, `failed`, `slow` or `retried`",
@@ -178,8 +178,15 @@ DECODE = SpanType(
     "from admission, or from the end of the prefill there, until the node is left",
     (A.OUTPUT_TOKENS,),
 )
+POOL = SpanType(
+    "pool",
+    ProcessRole.PREFILL,
+    "request",
+    "one prefill node computes a batch of prompts for embeddings or scores",
+    (A.NODE, A.ADDRESS, A.QUEUE_S, A.INPUT_TOKENS, A.NODE_CACHED, A.ATTEMPTS),
+)
 
-SPANS = (REQUEST, PREPARE, QUEUE, ATTEMPT, RESERVE, PREFILL, PREFILL_QUEUE, CHUNK, SEND, TRANSFER, ADMIT, DECODE)
+SPANS = (REQUEST, PREPARE, QUEUE, ATTEMPT, RESERVE, PREFILL, PREFILL_QUEUE, CHUNK, SEND, TRANSFER, ADMIT, DECODE, POOL)
 
 RETRY_EVENT = "retry"
 FIRST_TOKEN_EVENT = "first token"

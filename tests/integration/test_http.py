@@ -243,12 +243,23 @@ def test_a_receipt_comes_on_request(client: OpenAI) -> None:
     assert answer.model_extra["baton"]["receipt"]["path"] == "remote"
 
 
-def test_the_request_id_is_in_the_answer(client: OpenAI) -> None:
-    raw = client.completions.with_raw_response.create(
-        model="llama", prompt=PROMPT, max_tokens=1, extra_headers={"x-request-id": "mine"}
-    )
-    assert raw.headers["x-request-id"] == "mine"
-    assert raw.parse().id == "cmpl-mine"
+def test_the_request_id_comes_back_and_each_answer_has_its_own_id(client: OpenAI) -> None:
+    ids = set()
+    for _ in range(2):
+        raw = client.completions.with_raw_response.create(
+            model="llama",
+            prompt=PROMPT,
+            max_tokens=1,
+            extra_headers={"x-request-id": "mine"},
+            extra_body={"baton": {"receipt": True}},
+        )
+        assert raw.headers["x-request-id"] == "mine"
+        answer = raw.parse()
+        assert answer.model_extra is not None
+        assert answer.model_extra["baton"]["receipt"]["request_id"] == "mine"
+        ids.add(answer.id)
+    assert len(ids) == 2
+    assert all(each.startswith("cmpl-") for each in ids)
 
 
 async def test_a_client_that_leaves_frees_the_blocks(cluster: tuple[Process, Process]) -> None:

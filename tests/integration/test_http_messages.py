@@ -50,6 +50,14 @@ def test_a_message_has_text_and_usage(client: Anthropic) -> None:
     assert again.usage.input_tokens + cached == answer.usage.input_tokens
 
 
+def test_a_message_of_no_tokens_fills_the_prefix_cache_for_the_next_one(client: Anthropic) -> None:
+    asked: Any = [{"role": "user", "content": "Which of these names is the name of a fruit? " * 20}]
+    warmed = client.messages.create(model="llama", messages=asked, max_tokens=0)
+    assert (warmed.content, warmed.stop_reason, warmed.usage.output_tokens) == ([], "max_tokens", 0)
+    answer = client.messages.create(model="llama", messages=asked, max_tokens=2)
+    assert answer.usage.cache_read_input_tokens
+
+
 def test_the_stream_helper_builds_the_same_message(client: Anthropic) -> None:
     whole = client.messages.create(model="llama", messages=ASKED, max_tokens=12, extra_body=GREEDY)
     with client.messages.stream(model="llama", messages=ASKED, max_tokens=12, extra_body=GREEDY) as stream:

@@ -219,12 +219,18 @@ def test_errors_of_the_gateway_name_this_apis_fields(client: OpenAI) -> None:
     assert "not" in raised.value.message
 
 
+def test_a_stream_whose_prompt_is_too_long_raises_the_code(client: OpenAI) -> None:
+    with pytest.raises(openai.APIError) as raised:
+        list(client.responses.create(model="llama", input="word " * 100_000, stream=True))
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "input")
+
+
 def test_the_request_id_comes_back(client: OpenAI) -> None:
     answer = client.responses.create(
         model="llama", input=PROMPT, max_output_tokens=1, extra_headers={"x-request-id": "mine-1"}
     )
     assert answer._request_id == "mine-1"
-    assert answer.id == "resp_mine-1"
+    assert re.fullmatch("resp_[0-9a-f]{32}", answer.id)
 
 
 def test_a_forced_custom_tool_gets_an_input_of_its_grammar(client: OpenAI) -> None:

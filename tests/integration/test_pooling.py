@@ -221,6 +221,32 @@ def test_mean_and_cls_pooling_of_other_families_and_prompts(start: Machines, tmp
     assert (status, error["code"]) == (400, "context_length_exceeded")
 
 
+def test_long_texts_are_cut_on_request_before_the_tokens_that_end_every_prompt(gateway: Process) -> None:
+    def ids(text: str) -> list[int]:
+        return list(post(gateway, "/tokenize", {"prompt": text})[0]["tokens"])
+
+    text, ends = "one two three four five six seven eight nine ten " * 4, ids("")
+    whole = ids(text)
+    assert whole[-len(ends) :] == ends
+    for most in (len(ends) + 1, 12):
+        expected, _ = post(gateway, "/v1/embeddings", {"input": whole[: most - len(ends)] + ends})
+        answer, _ = post(gateway, "/v1/embeddings", {"input": text, "truncate_prompt_tokens": most})
+        assert answer["usage"]["prompt_tokens"] == most
+        assert answer["data"][0]["embedding"] == pytest.approx(expected["data"][0]["embedding"], abs=TOLERANCE)
+    short, _ = post(gateway, "/v1/embeddings", {"input": "one", "truncate_prompt_tokens": 12})
+    assert short["usage"]["prompt_tokens"] == len(ids("one"))
+    status, error = refused(gateway, "/v1/embeddings", {"input": text * 500})
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "input[0]")
+    most = int(error["message"].partition("allowed: 1 to ")[2].split()[0])
+    assert error["message"].startswith(f"This model's maximum context length is {most} tokens. However, input[0] has ")
+    assert error["message"].endswith("shorten or split it, or cut it with truncate_prompt_tokens -1")
+    longest, _ = post(gateway, "/v1/embeddings", {"input": text * 500, "truncate_prompt_tokens": -1})
+    assert longest["usage"]["prompt_tokens"] == most
+    for wrong in (0, -2, most + 1, len(ends)):
+        status, error = refused(gateway, "/v1/embeddings", {"input": text, "truncate_prompt_tokens": wrong})
+        assert (status, error["param"]) == (400, "truncate_prompt_tokens"), error
+
+
 @pytest.mark.parametrize("from_config", [False, True])
 def test_qwen3_reranker_scores_by_yes_and_no_and_still_generates(
     start: Machines, tmp_path: Path, *, from_config: bool
@@ -252,6 +278,13 @@ def test_qwen3_reranker_scores_by_yes_and_no_and_still_generates(
     )
     wanted = instruct_score(model, tmp_path / "reranker", "open a file", TEXTS[0], instruction="Does it name a file?")
     assert other["data"][0]["score"] == pytest.approx(wanted, abs=TOLERANCE)
+    asked = {"query": "open a file", "documents": ["a"]}
+    least = post(gateway, "/v1/rerank", asked)[0]["usage"]["prompt_tokens"]
+    asked["documents"] = ["word " * 40]
+    cut, _ = post(gateway, "/v1/rerank", {**asked, "truncate_prompt_tokens": least + 5})
+    assert cut["usage"]["prompt_tokens"] == least + 5
+    status, error = refused(gateway, "/v1/rerank", {**asked, "truncate_prompt_tokens": least - 2})
+    assert (status, error["param"]) == (400, "truncate_prompt_tokens")
     written, _ = post(gateway, "/v1/completions", {"prompt": "a", "max_tokens": 2})
     assert written["usage"]["completion_tokens"] == 2
     status, error = refused(gateway, "/v1/embeddings", {"input": "a"})

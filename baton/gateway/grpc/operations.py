@@ -46,6 +46,7 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):
             requests_failed=counters.failed,
             remote_total=counters.remote,
             local_total=counters.local,
+            warnings=self._serving.model.chat.warnings,
             package_version=__version__,
         )
 

@@ -4,6 +4,7 @@ or in one piece. Knows no API's shape."""
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +98,8 @@ class HttpCall:
     """One HTTP request.
 
     Attributes:
-        request_id: the client's x-request-id, or a random id; the answer repeats it.
+        request_id: the client's x-request-id, or a random id; the answer's headers and receipt repeat it.
+        answer_id: id of the answer, which no other answer has; empty until `new_answer_id`.
         wants_receipt: whether the client asked for the receipt by a header.
         field_names: this API's names of our fields, for errors, where they differ.
         warnings: what `warn` was given so far.
@@ -111,6 +113,7 @@ class HttpCall:
         self.serving = context.serving
         self.request = request
         self.request_id: str = request.scope[REQUEST_ID]
+        self.answer_id = ""
         self.wants_receipt = request.headers.get("x-baton-receipt", "") in ("1", "true")
         self.field_names: dict[str, str] = {}
         self.warnings: list[str] = []
@@ -125,6 +128,14 @@ class HttpCall:
     def budget_s(self) -> float | None:
         """Seconds left of the client's limit; None if the client set none."""
         return None if self._limit_s is None else self._limit_s - (self._loop.time() - self._started_at_s)
+
+    def new_answer_id(self, prefix: str) -> str:
+        """Gives the answer a random id, by which the running request can be ended.
+
+        Clients may send one request id with several requests, but they take an answer's id for unique.
+        """
+        self.answer_id = prefix + secrets.token_hex(16)
+        return self.answer_id
 
     def warn(self, text: str) -> None:
         """Adds a header `x-baton-warning` to the answer, for a part of the request that is served without effect."""
@@ -202,11 +213,25 @@ class HttpCall:
         generation = asyncio.create_task(self.generate(jobs, _ignore))
         await unless_left(generation, self.request.receive)
 
-    def stream(self, message: pb.GenerateRequest, encoder: ChatEncoder, chat: ChatRequest) -> Response:
-        """Returns the answer to a chat as server-sent events."""
-        return self.stream_all([HttpJob(message, encoder.push, chat, encoder.skip)], encoder)
+    def stream(
+        self,
+        message: pb.GenerateRequest,
+        encoder: ChatEncoder,
+        chat: ChatRequest,
+        *,
+        as_events: type[BatonError] | tuple[()] = (),
+    ) -> Response:
+        """Returns the answer to a chat as server-sent events. `as_events`: see `EventStream`."""
+        job = HttpJob(message, encoder.push, chat, encoder.skip)
+        return self.stream_all([job], encoder, as_events=as_events)
 
-    def stream_all(self, jobs: Sequence[HttpJob], encoder: ResponseEncoder) -> Response:
+    def stream_all(
+        self,
+        jobs: Sequence[HttpJob],
+        encoder: ResponseEncoder,
+        *,
+        as_events: type[BatonError] | tuple[()] = (),
+    ) -> Response:
         """Streams the answers of several requests that run at the same time; `encoder` ends the stream.
 
         Raises:
@@ -214,7 +239,8 @@ class HttpCall:
         """
         self._warn_of_unread_calls(jobs)
         shape = self.context.error_shape(self.request.scope["path"])
-        return EventStream(self.request_id, partial(self.generate, jobs), encoder, self.in_own_words, shape)
+        generate = partial(self.generate, jobs)
+        return EventStream(self.request_id, generate, encoder, self.in_own_words, shape, as_events)
 
     def _warn_of_unread_calls(self, jobs: Sequence[HttpJob]) -> None:
         chat = self.serving.model.chat
@@ -229,7 +255,12 @@ class HttpCall:
         """
         for job in jobs:
             self._add_headers(job.message)
-        serve = partial(self.serving.generate, budget_s=self.budget_s, caller_trace=self.caller_trace())
+        serve = partial(
+            self.serving.generate,
+            budget_s=self.budget_s,
+            caller_trace=self.caller_trace(),
+            answer_id=self.answer_id,
+        )
         runs = [serve(job.message, write(job), chat=job.chat, skip=job.skip) for job in jobs]
         if len(runs) == 1:
             await runs[0]

@@ -125,7 +125,10 @@ PositiveU32 = Annotated[int, Field(ge=1, le=2**32 - 1)]
 
 
 def tag(name: str) -> PydanticTag:
-    """Marks one shape of a union. `name` is what the union's discriminator returns for that shape."""
+    """Marks one shape of a union. `name` is what the union's discriminator returns for that shape.
+
+    Errors list the names as allowed: several of one shape are separated by `|`, and `|` alone lists none.
+    """
     return PydanticTag(_TAG + name)
 
 
@@ -281,7 +284,8 @@ def _literal(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
 def _unknown_type(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
     field = f"{field}.type" if field else "type"
     value = short(context["tag"].removeprefix(_TAG))
-    allowed = tuple(context["expected_tags"].replace(_TAG, "").split(", "))
+    tags = [each.strip("'").removeprefix(_TAG) for each in context["expected_tags"].split(", ")]
+    allowed = tuple(repr(name) for each in tags for name in each.split("|") if name)
     return InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=allowed)
 
 

@@ -55,7 +55,12 @@ async def embeddings(call: HttpCall) -> Response:
     serving = call.serving
     serving.check_name(body.model)
     salt = body.cache_salt or ""
-    texts = EmbeddedTexts(serving.model, max_context_tokens=call.context.fleet.max_context_tokens, salt=salt)
+    texts = EmbeddedTexts(
+        serving.model,
+        max_context_tokens=call.context.fleet.max_context_tokens,
+        salt=salt,
+        truncate_to=body.truncate_prompt_tokens,
+    )
     config = serving.model.embedding
     assert config is not None, "EmbeddedTexts has checked it"
     check_dimensions(body.dimensions, config, serving.model.hidden_size)

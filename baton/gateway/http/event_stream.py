@@ -73,6 +73,9 @@ class EventStream(Response):
     """Runs a request, and streams its answer.
 
     An error before the first event is answered with its own HTTP status; a later one becomes an event.
+
+    Args:
+        as_events: errors that become events in any case, because the API's clients look for them there.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class EventStream(Response):
         encoder: ResponseEncoder,
         in_own_words: Callable[[BatonError], BatonError],
         error_shape: ErrorShape,
+        as_events: type[BatonError] | tuple[()] = (),
     ) -> None:
         super().__init__(headers={**_EVENT_STREAM, "x-request-id": request_id})
         del self.headers["content-length"]
@@ -89,6 +93,7 @@ class EventStream(Response):
         self._generate = generate
         self._encoder = encoder
         self._in_own_words, self._error_shape = in_own_words, error_shape
+        self._as_events = as_events
         self._started = False
         self._writing = False  # while an event waits for a slow client
         self._written = True  # since the last `_keep_alive`
@@ -115,7 +120,7 @@ class EventStream(Response):
 
     async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
         log_answer(self._request_id, error)
-        if self._started:
+        if self._started or isinstance(error, self._as_events):
             await self._write(self._encoder.error(error), more=False)
         else:
             self._started = True

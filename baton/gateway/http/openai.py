@@ -37,7 +37,7 @@ async def chat_completions(call: HttpCall) -> Response:
     body, message, chat = await call.read_as(partial(_understand_chat, call.request_id))
     call.field_names = {"prompt": "messages", "text": "messages", "grammar": grammar_of(body)[1]}
     _warn(call, body)
-    shape = _shape(call, body, "chat.completion.chunk", "chatcmpl", wants_logprobs=body.logprobs)
+    shape = _shape(call, body, "chat.completion.chunk", "chatcmpl-", wants_logprobs=body.logprobs)
     if body.stream:
         if body.continuous_usage:
             shape = replace(shape, prompt_tokens=await _count(call, message, chat))
@@ -54,7 +54,7 @@ async def completions(call: HttpCall) -> Response:
     body, messages = await call.read_as(partial(_understand_completion, call.request_id, limit))
     call.field_names = {"text": "prompt", "grammar": grammar_of(body)[1]}
     _warn(call, body)
-    shape = _shape(call, body, "text_completion", "cmpl", wants_logprobs=body.logprobs is not None)
+    shape = _shape(call, body, "text_completion", "cmpl-", wants_logprobs=body.logprobs is not None)
     echoes = tuple([await _echo(call, prompt) for prompt in body.prompts]) if body.echo else ()
     if body.stream:
         if body.continuous_usage:
@@ -97,7 +97,7 @@ def _warn(call: HttpCall, body: GenerationBody) -> None:
 def _shape(call: HttpCall, body: GenerationBody, name: str, prefix: str, *, wants_logprobs: bool) -> StreamShape:
     return StreamShape(
         object_name=name,
-        id=f"{prefix}-{call.request_id}",
+        id=call.new_answer_id(prefix),
         created_s=int(time.time()),
         model=body.model or call.serving.model.name,
         request_id=call.request_id,

@@ -36,6 +36,10 @@ class PoolingBody(Model):
         0, description="waiting requests with lower values go first"
     )
     cache_salt: Text | None = Field(None, description="requests share cached prefixes only with the same salt")
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        description="cut texts at their end if a prompt has more tokens; -1: more than the model takes",
+    )
     baton: PoolingOptions = Field(PoolingOptions(), description="options of this server only")
 
 
@@ -50,6 +54,7 @@ async def pooled(
     """
     request = PoolingRequest(
         request_id=call.request_id,
+        answer_id=call.answer_id,
         model=body.model,
         operation=EMBEDDINGS,
         size_bytes=size_bytes,

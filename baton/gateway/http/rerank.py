@@ -80,6 +80,7 @@ class ScoreBody(ScoringBody):
 async def rerank(call: HttpCall) -> Response:
     body = await call.read(RerankBody)
     texts = body.texts
+    call.new_answer_id("rerank-")
     answer, scores = await _score(call, body, [(body.query, text) for text in texts], field="documents")
 
     def whole() -> dict[str, Any]:
@@ -87,7 +88,7 @@ async def rerank(call: HttpCall) -> Response:
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": float(scores[index])} for index in best]
         if body.return_documents:
             results = [each | {"document": {"text": texts[index]}} for each, index in zip(results, best, strict=True)]
-        given = {"id": f"rerank-{call.request_id}", "model": body.model or call.serving.model.name, "results": results}
+        given = {"id": call.answer_id, "model": body.model or call.serving.model.name, "results": results}
         return add_report(call, body, answer, given)
 
     return await json_answer(whole)
@@ -95,12 +96,13 @@ async def rerank(call: HttpCall) -> Response:
 
 async def score(call: HttpCall) -> Response:
     body = await call.read(ScoreBody)
+    call.new_answer_id("score-")
     answer, scores = await _score(call, body, list(zip(body.queries, body.documents, strict=True)), field="text_2")
 
     def whole() -> dict[str, Any]:
         data = [{"object": "score", "index": index, "score": float(each)} for index, each in enumerate(scores)]
         given = {
-            "id": f"score-{call.request_id}",
+            "id": call.answer_id,
             "object": "list",
             "created": int(time.time()),
             "model": body.model or call.serving.model.name,
@@ -117,7 +119,12 @@ async def _score(
     serving = call.serving
     serving.check_name(body.model)
     salt = body.cache_salt or ""
-    scored = ScoredPairs(serving.model, max_context_tokens=call.context.fleet.max_context_tokens, salt=salt)
+    scored = ScoredPairs(
+        serving.model,
+        max_context_tokens=call.context.fleet.max_context_tokens,
+        salt=salt,
+        truncate_to=body.truncate_prompt_tokens,
+    )
     size_bytes = sum(len(query) + len(document) for query, document in pairs)
     tokenize = partial(scored.prompts, pairs, field=field, instruction=body.instruction or "")
     answer = await pooled(call, body, size_bytes, tokenize)

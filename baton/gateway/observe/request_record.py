@@ -4,9 +4,12 @@ A failure is logged with its cause. Client errors, cancelled requests and refusa
 debug, because a line for each would add load during an overload. The access log has a line for every request.
 """
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic, time
+from traceback import clear_frames
 
 from baton.core.errors import BatonError, Cancelled, InternalError
 from baton.core.log_lines import loggable
@@ -19,6 +22,7 @@ from baton.gateway.observe.tracing.tracer import Ending, Tracer
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
 from baton.gateway.request.output import Ended
+from baton.gateway.request.pooling import PooledBatch
 from baton.metrics.declared import Outcome
 from baton.rpc.status import is_over
 from baton.tracing.context import TraceContext
@@ -50,10 +54,16 @@ class RequestRecords:
         self.recent = recent or Recent()
         self.tracer = tracer
 
-    def begin(self, request_id: str, client: str, caller_trace: TraceContext | None = None) -> "RequestRecord":
-        """Begins the record of a request that the current task serves."""
+    def begin(
+        self, request_id: str, client: str, caller_trace: TraceContext | None = None, *, answer_id: str = ""
+    ) -> "RequestRecord":
+        """Begins the record of a request that the current task serves.
+
+        Args:
+            answer_id: id that the client gets with the answer; empty: none but the request's.
+        """
         enter_request(request_id)
-        return RequestRecord(self, request_id, client, caller_trace)
+        return RequestRecord(self, request_id, client, caller_trace, answer_id)
 
 
 class RequestRecord:
@@ -65,15 +75,21 @@ class RequestRecord:
     """
 
     def __init__(
-        self, records: RequestRecords, request_id: str, client: str, caller_trace: TraceContext | None = None
+        self,
+        records: RequestRecords,
+        request_id: str,
+        client: str,
+        caller_trace: TraceContext | None = None,
+        answer_id: str = "",
     ) -> None:
         self.request_id = request_id
+        self.answer_id = answer_id
         self.client = client
         self.started_at_s = monotonic()
         self.outputs = 1
         self._records = records
         tracer = records.tracer
-        self.trace = None if tracer is None else tracer.begin(request_id, caller_trace, self.started_at_s)
+        self.trace = None if tracer is None else tracer.begin(request_id, caller_trace, self.started_at_s, answer_id)
         self._begun = False
         self._ended: list[Ended] = []
         self._failures = ""
@@ -82,7 +98,7 @@ class RequestRecord:
         self._journal: Journal | None = None
         self._tokens = 0
         self._operation = COMPLETION
-        self._pooled: Mapping[str, object] = {}
+        self._pooled: Sequence[PooledBatch] = ()
 
     @property
     def traceparent(self) -> str:
@@ -95,8 +111,8 @@ class RequestRecord:
         if self.trace is not None:
             self.trace.note_request(model, operation)
 
-    def prepared(self, request: Request) -> None:
-        """Records that the request is validated and tokenized."""
+    def prepared(self, request: Request | None = None) -> None:
+        """Records that the request is validated and tokenized. `request`: what nodes generate for, if anything."""
         if self.trace is not None:
             self.trace.prepared(request, monotonic())
 
@@ -123,11 +139,32 @@ class RequestRecord:
         if machine.ended is not None:
             self._ended.append(machine.ended)
 
-    def pooled(self, fields: Mapping[str, object]) -> None:
-        """Records the fields of the access log's line for a request whose prompts were pooled."""
-        self._pooled = fields
+    def pooled(self, batches: Sequence[PooledBatch]) -> None:
+        """Records the batches of a request whose prompts were pooled."""
+        self._pooled = batches
+        if self.trace is not None:
+            self.trace.pooled(batches)
 
     # ---- its end
+
+    @contextmanager
+    def until_end(self) -> Iterator[None]:
+        """Records how the block ends, and names the request in an error that ends it."""
+        try:
+            yield
+        except BatonError as error:
+            error.request_id = self.request_id
+            self.failed(error)
+            clear_frames(error.__traceback__)  # the frames refer to the error: a cycle would keep the request alive
+            raise
+        except asyncio.CancelledError as error:
+            self.cancelled()
+            clear_frames(error.__traceback__)
+            raise
+        except Exception as error:
+            self.broken(error)
+            raise
+        self.finished()
 
     def finished(self) -> None:
         """Records that the request was served to its end."""
@@ -208,9 +245,18 @@ class RequestRecord:
                 "transport": receipt.transport,
                 "attempts": receipt.attempts,
             }
+        if self._pooled:
+            fields |= {
+                "prompt_tokens": sum(batch.prompt_tokens for batch in self._pooled),
+                "cached_tokens": sum(batch.cached_tokens for batch in self._pooled),
+                "prefill_node": ",".join(dict.fromkeys(batch.node for batch in self._pooled)),
+                "attempts": sum(batch.attempts for batch in self._pooled),
+            }
         if self._failures:
             fields["failures"] = self._failures
-        return {**fields, **self._pooled, "total_s": seconds, **self._trace_id()}
+        if self.answer_id:
+            fields["answer_id"] = self.answer_id
+        return {**fields, "total_s": seconds, **self._trace_id()}
 
     def _trace_id(self) -> dict[str, object]:
         return {} if self.trace is None else {"trace_id": f"{self.trace.trace_id:032x}"}

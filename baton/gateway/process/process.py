@@ -181,8 +181,8 @@ async def run(
         if bound.pems is not None and not bound.door.locked:
             log.warning("clients need no key: everyone who can reach the ports can send requests")
         log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
-        for name in model.chat.unread_templates:
-            log.warning("the chat template %r shows tools in an unknown format: calls come out as text", name)
+        for warning in model.chat.warnings:
+            log.warning("%s", warning)
         port = await stack.enter_async_context(MetricsPort(bound.metrics, serving.metrics.page))
         if port.url is not None:
             log.info("metrics on %s", port.url)

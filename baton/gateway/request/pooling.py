@@ -59,20 +59,30 @@ class PooledBatch:
     """The results of a batch.
 
     Attributes:
-        node, version, revision, revision_name: of the node that computed it.
+        prompt_tokens: tokens of its prompts.
+        node, address, version, revision, revision_name: of the node that computed it.
+        called_s, ended_s: begin and end of the attempt that succeeded.
         total_s: from the first attempt to the result.
         failures: what failed before, as text; empty: nothing.
     """
 
     response: pb.PoolResponse
+    prompt_tokens: int
     node: str
+    address: str
     version: str
     revision: str
     revision_name: str
     attempts: int
+    called_s: float
+    ended_s: float
     total_s: float
     retries: Sequence[Retry]
     failures: str
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(each.cached_tokens for each in self.response.pooled)
 
 
 class PoolAttempts:
@@ -149,7 +159,8 @@ class PoolClient:
         while True:
             node = await self._choose(batch, attempts)
             client = self._connections.client(node_status_pb2.ROLE_PREFILL, node.address)
-            left_s = timeout_s - (monotonic() - started_s)
+            called_s = monotonic()
+            left_s = timeout_s - (called_s - started_s)
             name, incarnation = node.name, node.incarnation
             try:
                 if client is None:
@@ -163,14 +174,19 @@ class PoolClient:
                 attempts.failed(name, incarnation, error, lost=lost)
                 continue
             self._fleet.breakers.answered(incarnation)
+            ended_s = monotonic()
             return PooledBatch(
                 response,
+                prompt_tokens=batch.num_tokens,
                 node=name,
+                address=node.address,
                 version=node.version,
                 revision=node.revision,
                 revision_name=node.revision_name,
                 attempts=attempts.attempts,
-                total_s=monotonic() - started_s,
+                called_s=called_s,
+                ended_s=ended_s,
+                total_s=ended_s - started_s,
                 retries=attempts.retries,
                 failures=attempts.failures,
             )

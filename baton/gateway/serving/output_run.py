@@ -28,11 +28,15 @@ Skip = Callable[[pb.GenerateResponse], object]
 
 
 class RunningRequest:
-    """One client's request, from its admission to its end."""
+    """One client's request, from its admission to its end.
+
+    Attributes:
+        ids: ids by which it can be ended.
+    """
 
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
-        self.request_id = record.request_id
+        self.ids = {record.request_id, record.answer_id} - {""}
         self.client = record.client
         self.drivers: set[RequestDriver] = set()
         self.tokens = 0  # tokens of the outputs that have ended

@@ -34,6 +34,7 @@ class PoolingRequest:
         operation: what the client asked for, for metrics.
         size_bytes: approximate size of its texts.
         tokenize: makes the prompts; runs in a thread, and raises InvalidRequest.
+        answer_id: id of the answer; empty: it has none.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class PoolingRequest:
     tokenize: Callable[[], Sequence[pb.PoolPrompt]]
     cache_salt: str = ""
     priority: int = 0
+    answer_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,8 @@ def _answer(request: PoolingRequest, batches: Sequence[PoolBatch], done: Sequenc
                 request_id=request.request_id,
                 prefill_node=pooled.node,
                 prompts=len(batch.prompts),
-                prompt_tokens=batch.num_tokens,
-                prefill_cached_tokens=sum(result.cached_tokens for result in results),
+                prompt_tokens=pooled.prompt_tokens,
+                prefill_cached_tokens=pooled.cached_tokens,
                 queue_s=pooled.response.queue_s,
                 prefill_s=pooled.response.pool_s,
                 total_s=pooled.total_s,

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from traceback import clear_frames
 from typing import Any, Protocol
 
-from baton.core.errors import BatonError, Cancelled, Draining
+from baton.core.errors import Cancelled, Draining
 from baton.core.memory import memory_limit_bytes
 from baton.core.types import AdapterRef
-from baton.gateway.core.request import Outputs, deadline_exceeded
+from baton.gateway.core.request import Outputs
 from baton.gateway.core.shared_counters import Count, Counters, SharedCounters
 from baton.gateway.observe.meter import CHAT, COMPLETION, RequestMeter
 from baton.gateway.observe.metrics import GatewayMetrics
@@ -24,11 +23,11 @@ from baton.gateway.observe.request_record import RequestRecord, RequestRecords
 from baton.gateway.observe.tracing.tracer import Tracer
 from baton.gateway.request.connections import Connections
 from baton.gateway.request.driver import Write
-from baton.gateway.request.pooling import PoolClient
 from baton.gateway.serving.admission_queue import AdmissionQueue
 from baton.gateway.serving.fan_out import fan_out
 from baton.gateway.serving.output_run import OutputRunner, RunningRequest, Skip
-from baton.gateway.serving.pooling import PooledAnswer, PoolingRequest, pool
+from baton.gateway.serving.pool_run import PoolRunner
+from baton.gateway.serving.pooling import PooledAnswer, PoolingRequest
 from baton.gateway.serving.preparation import (
     CHARACTERS_PER_TOKEN,
     RequestCall,
@@ -144,7 +143,7 @@ class Serving:
         self._outputs = OutputRunner(
             settings, model, connections, self._admission_queue, self.shared_counters, self.meter
         )
-        self._pool_client = PoolClient(connections, max_attempts=settings.max_attempts, wait_s=settings.failover_wait_s)
+        self._pools = PoolRunner(settings, connections, self.texts, self.meter)
         self._requests: set[RunningRequest] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -187,6 +186,7 @@ class Serving:
         chat: ChatRequest | None = None,
         caller_trace: TraceContext | None = None,
         skip: Skip | None = None,
+        answer_id: str = "",
     ) -> None:
         """Serves one request of the current caller (`baton.security.identity`) in the current task.
 
@@ -199,16 +199,17 @@ class Serving:
             caller_trace: the client's span, which becomes the parent of the request's span.
             skip: gets, in a thread, the messages of a chat that the client already has when it continues a partial
                 answer. If given, tokens come with the last of the messages that contain their text.
+            answer_id: id that the client gets with the answer, by which `abort` finds the request too.
 
         Raises:
             BatonError: the reason why the request cannot be finished, with the request's id.
         """
         request_id = check_request_id(message.request_id)
         caller = identity.current()
-        record = self._records.begin(request_id, caller.name, caller_trace)
+        record = self._records.begin(request_id, caller.name, caller_trace, answer_id=answer_id)
         is_chat = chat is not None or message.HasField("chat")
         record.note_request(message.model, CHAT if is_chat else COMPLETION)
-        try:
+        with record.until_end():
             self.model.check_generates()
             outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
             tokens = fewest_tokens(message, chat) if caller.budget.limits.tokens_per_minute else 0
@@ -217,19 +218,6 @@ class Serving:
                 timeout_s = self._timeout_s(budget_s)
                 call = RequestCall(message, chat, request_id, record.started_at_s, timeout_s, record.traceparent, skip)
                 await self._serve(call, write, outputs, charge, record, has_deadline=budget_s is not None)
-        except BatonError as error:
-            error.request_id = request_id
-            record.failed(error)
-            clear_frames(error.__traceback__)  # the frames refer to the error: a cycle would keep the request alive
-            raise
-        except asyncio.CancelledError as error:
-            record.cancelled()
-            clear_frames(error.__traceback__)
-            raise
-        except Exception as error:
-            record.broken(error)
-            raise
-        record.finished()
 
     async def pool(
         self, request: PoolingRequest, *, budget_s: float | None, caller_trace: TraceContext | None = None
@@ -240,32 +228,23 @@ class Serving:
             BatonError: the reason why the request cannot be finished, with the request's id.
         """
         caller = identity.current()
-        record = self._records.begin(check_request_id(request.request_id), caller.name, caller_trace)
+        request_id = check_request_id(request.request_id)
+        record = self._records.begin(request_id, caller.name, caller_trace, answer_id=request.answer_id)
         record.note_request(request.model, request.operation)
-        try:
-            with caller.budget.request(tokens=request.size_bytes // CHARACTERS_PER_TOKEN) as charge:
-                request = replace(request, cache_salt=caller.salt(request.cache_salt))
-                answer = await self._pool(request, charge, record, timeout_s=self._timeout_s(budget_s))
-        except BatonError as error:
-            error.request_id = request.request_id
-            record.failed(error)
-            clear_frames(error.__traceback__)
-            raise
-        except asyncio.CancelledError as error:
-            record.cancelled()
-            clear_frames(error.__traceback__)
-            raise
-        except Exception as error:
-            record.broken(error)
-            raise
-        record.finished()
-        return answer
+        with (
+            record.until_end(),
+            caller.budget.request(tokens=request.size_bytes // CHARACTERS_PER_TOKEN) as charge,
+            self._admitted(record, Outputs(1, 1)) as running,
+        ):
+            request = replace(request, cache_salt=caller.salt(request.cache_salt))
+            adapter = self.check_name(request.model)
+            return await self._pools.run(running, request, charge, adapter=adapter, timeout_s=self._timeout_s(budget_s))
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Ends all running requests of the whole gateway with these ids; their callers get `Cancelled`.
 
-        An authenticated caller ends only its own requests, unless it is an operator. Returns the ids of the requests
-        that were running.
+        An id is that of a request, which may stand for several, or that of an answer. An authenticated caller ends only
+        its own requests, unless it is an operator. Returns the ids whose requests were running.
         """
         wanted = list(dict.fromkeys(request_ids))
         client = identity.current().ends_only
@@ -276,9 +255,9 @@ class Serving:
         """Ends requests in this process, as `abort` does; only those of `client`, or of all clients if it is None."""
         wanted, aborted = set(request_ids), set()
         for running in self._requests:
-            if running.request_id in wanted and client in (None, running.client):
+            if (found := wanted & running.ids) and client in (None, running.client):
                 running.end(Cancelled("the request was aborted"))
-                aborted.add(running.request_id)
+                aborted |= found
         return aborted
 
     async def recent_of_all(self, most: int, client: str | None) -> list[Shown]:
@@ -368,57 +347,6 @@ class Serving:
                     await fan_out(prepared.request, outputs, run, write)
             finally:
                 self._admission_queue.settle(asked, running.tokens)
-
-    async def _pool(
-        self, request: PoolingRequest, charge: LimitedPrompt, record: RequestRecord, *, timeout_s: float
-    ) -> PooledAnswer:
-        deadline_s = record.started_at_s + timeout_s
-        with self._admitted(record, Outputs(1, 1)) as running:
-            adapter = self.check_name(request.model)
-            loop = asyncio.get_running_loop()
-            ended: asyncio.Future[None] = loop.create_future()
-
-            async def work() -> PooledAnswer:
-                prompts = await self.texts.run(request.size_bytes, request.tokenize)
-                charge.has(sum(len(prompt.token_ids) for prompt in prompts))
-                record.admitted()
-                answer, batches = await pool(
-                    self._pool_client, request, prompts, adapter=adapter, deadline_s=deadline_s
-                )
-                for batch, receipt in zip(batches, answer.receipts, strict=True):
-                    self.meter.pooled(
-                        prompt_tokens=receipt.prompt_tokens,
-                        queue_s=receipt.queue_s,
-                        prefill_s=receipt.prefill_s,
-                        retries=batch.retries,
-                    )
-                record.pooled(
-                    {
-                        "prompt_tokens": answer.prompt_tokens,
-                        "cached_tokens": answer.cached_tokens,
-                        "prefill_node": ",".join(dict.fromkeys(each.prefill_node for each in answer.receipts)),
-                        "attempts": sum(each.attempts for each in answer.receipts),
-                    }
-                )
-                return answer
-
-            # The record's task is this one, so that `abort` and `drain` can end the work with their own error.
-            working = asyncio.create_task(work())
-
-            def settle(_: object) -> None:
-                if not ended.done():
-                    ended.set_result(None)
-
-            working.add_done_callback(settle)
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    await running.until(ended)
-                return await working
-            except TimeoutError:
-                raise deadline_exceeded(timeout_s) from None
-            finally:
-                working.cancel()
-                await asyncio.wait([working])
 
     @contextmanager
     def _admitted(self, record: RequestRecord, outputs: Outputs) -> Iterator[RunningRequest]:

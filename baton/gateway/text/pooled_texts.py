@@ -1,7 +1,7 @@
 """Makes the prompts of texts to embed and of pairs to score, as the checkpoint's own files say. Pure; runs in threads.
 
 A prompt's tokens equal those of sentence-transformers for the same checkpoint, but a text that is too long is an error
-here, where sentence-transformers cuts it in silence.
+unless the client asks for it to be cut, where sentence-transformers cuts it in silence.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from baton.protos.internal.v1 import prefill_pb2 as pb
 
 # A text, or token ids that are taken as they are.
 Input: TypeAlias = str | list[int]
+
+_TRUNCATE = "truncate_prompt_tokens"
 
 # The template of Qwen3-Reranker, from its model card. User texts cannot write the special tokens in it.
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -29,12 +31,16 @@ class EmbeddedTexts:
 
     Args:
         max_context_tokens: most tokens that a node computes.
+        truncate_to: cut the texts of longer prompts at their end, to so many tokens; -1: to the most that a prompt may
+            have; None: refuse prompts that are too long.
 
     Raises:
-        InvalidRequest: the model does not make embeddings.
+        InvalidRequest: the model does not make embeddings, or computes fewer tokens than `truncate_to`.
     """
 
-    def __init__(self, model: ServedModel, *, max_context_tokens: int, salt: str = "") -> None:
+    def __init__(
+        self, model: ServedModel, *, max_context_tokens: int, salt: str = "", truncate_to: int | None = None
+    ) -> None:
         if model.embedding is None:
             kind = "scores pairs of texts: use /v1/rerank or /v1/score" if model.score is not None else "generates text"
             raise InvalidRequest(
@@ -45,6 +51,7 @@ class EmbeddedTexts:
             )
         self._model, self._config, self._salt = model, model.embedding, salt
         self._max_tokens = min(max_context_tokens - 1, self._config.max_tokens or max_context_tokens)
+        self._truncate_to = checked_truncation(truncate_to, self._max_tokens)
 
     def check_prompt_name(self, name: str | None) -> str:
         """Returns the prompt's text.
@@ -77,10 +84,13 @@ class EmbeddedTexts:
 
     def _prompt(self, index: int, given: Input, before: str, skipped: int) -> pb.PoolPrompt:
         if isinstance(given, str):
-            check_size(self._model, len(before) + len(given), self._max_tokens, field=f"input[{index}]")
-            token_ids = self._model.tokenizer.encode(before + given, salt=self._salt)
+            text = beginning(before + given, self._model, self._truncate_to)
+            check_size(self._model, len(text), self._max_tokens, field=f"input[{index}]")
+            token_ids = self._model.tokenizer.encode(text, salt=self._salt)
+            around = self._model.tokenizer.encode("", salt=self._salt)
         else:
-            token_ids, skipped = given, 0
+            token_ids, skipped, around = given, 0, []
+        token_ids = truncated(token_ids, self._truncate_to, around)
         check_tokens(self._model, token_ids, self._max_tokens, field=f"input[{index}]")
         start, stop = span(self._config, len(token_ids), skipped)
         return pb.PoolPrompt(token_ids=token_ids, token_start=start, token_stop=stop)
@@ -106,12 +116,16 @@ class ScoredPairs:
 
     Args:
         max_context_tokens: most tokens that a node computes.
+        truncate_to: cut the texts of longer prompts at their end, to so many tokens; -1: to the most that a prompt may
+            have; None: refuse prompts that are too long.
 
     Raises:
-        InvalidRequest: the model does not score pairs.
+        InvalidRequest: the model does not score pairs, or computes fewer tokens than `truncate_to`.
     """
 
-    def __init__(self, model: ServedModel, *, max_context_tokens: int, salt: str = "") -> None:
+    def __init__(
+        self, model: ServedModel, *, max_context_tokens: int, salt: str = "", truncate_to: int | None = None
+    ) -> None:
         if model.score is None:
             kind = "makes embeddings: use /v1/embeddings" if model.embedding is not None else "generates text"
             raise InvalidRequest(
@@ -123,6 +137,7 @@ class ScoredPairs:
             )
         self._model, self._config, self._salt = model, model.score, salt
         self._max_tokens = min(max_context_tokens - 1, self._config.max_tokens or max_context_tokens)
+        self._truncate_to = checked_truncation(truncate_to, self._max_tokens)
         self._wanted = logits_of(model, self._config)
 
     def prompts(self, pairs: Sequence[tuple[str, str]], *, field: str, instruction: str = "") -> list[pb.PoolPrompt]:
@@ -141,17 +156,14 @@ class ScoredPairs:
 
     def _prompt(self, index: int, pair: tuple[str, str], field: str, instruction: str) -> pb.PoolPrompt:
         field, (query, document) = f"{field}[{index}]", pair
+        document = beginning(document, self._model, self._truncate_to)
         check_size(self._model, len(query) + len(document), self._max_tokens, field=field)
-        tokenizer = self._model.tokenizer
-        if self._config.instruct:
-            body = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-            token_ids = [
-                *tokenizer.encode_own(_BEFORE),
-                *tokenizer.encode(body, add_special_tokens=False, salt=self._salt),
-                *tokenizer.encode_own(_AFTER),
-            ]
-        else:
-            token_ids = tokenizer.encode_pair(query, document)
+        token_ids = self._tokens(query, document, instruction)
+        if self._truncate_to is not None and len(token_ids) > self._truncate_to:
+            bare = self._tokens(query, "", instruction)
+            if len(bare) >= self._truncate_to:
+                raise _nothing_left(self._truncate_to, len(bare) + 1, self._max_tokens)
+            token_ids = truncated(token_ids, self._truncate_to, bare)
         check_tokens(self._model, token_ids, self._max_tokens, field=field)
         last = len(token_ids) - 1
         return pb.PoolPrompt(
@@ -161,6 +173,17 @@ class ScoredPairs:
             logits_of=self._wanted,
             classify=not self._wanted,
         )
+
+    def _tokens(self, query: str, document: str, instruction: str) -> list[int]:
+        tokenizer = self._model.tokenizer
+        if not self._config.instruct:
+            return tokenizer.encode_pair(query, document)
+        body = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+        return [
+            *tokenizer.encode_own(_BEFORE),
+            *tokenizer.encode(body, add_special_tokens=False, salt=self._salt),
+            *tokenizer.encode_own(_AFTER),
+        ]
 
 
 def logits_of(model: ServedModel, config: ScoreConfig) -> tuple[int, ...]:
@@ -180,11 +203,52 @@ def logits_of(model: ServedModel, config: ScoreConfig) -> tuple[int, ...]:
     return tuple(found)
 
 
+def checked_truncation(given: int | None, max_tokens: int) -> int | None:
+    """Returns to how many tokens longer prompts are cut; None: they are refused.
+
+    Raises:
+        InvalidRequest: a prompt cannot have so many tokens, or none would be left.
+    """
+    if given is None or 1 <= given <= max_tokens:
+        return given
+    if given == -1:
+        return max_tokens
+    message, allowed = f"{_TRUNCATE} is {given}", (f"1 to {max_tokens}", f"-1 for {max_tokens}")
+    raise InvalidRequest(message, field=_TRUNCATE, value=given, allowed=allowed)
+
+
+def beginning(text: str, model: ServedModel, truncate_to: int | None) -> str:
+    """Returns the part of a text that can become so many tokens, so that a long rest is not tokenized in vain."""
+    return text if truncate_to is None else text[: truncate_to * model.tokenizer.longest_token_bytes]
+
+
+def truncated(token_ids: list[int], truncate_to: int | None, around: Sequence[int]) -> list[int]:
+    """Cuts tokens out before those that end every prompt, such as the one that last-token pooling takes.
+
+    Args:
+        around: tokens of the same prompt without the text that is cut.
+
+    Raises:
+        InvalidRequest: nothing of the text would be left.
+    """
+    if truncate_to is None or len(token_ids) <= truncate_to:
+        return token_ids
+    most = min(len(token_ids), len(around))
+    kept = next((n for n in range(most) if token_ids[-1 - n] != around[-1 - n]), most)
+    if kept >= truncate_to:
+        raise _nothing_left(truncate_to, kept + 1, len(token_ids))
+    return [*token_ids[: truncate_to - kept], *token_ids[len(token_ids) - kept :]]
+
+
+def _nothing_left(truncate_to: int, least: int, most: int) -> InvalidRequest:
+    message = f"{_TRUNCATE} is {truncate_to}, which leaves nothing of the text"
+    return InvalidRequest(message, field=_TRUNCATE, value=truncate_to, allowed=(f"{least} to {most}",))
+
+
 def check_size(model: ServedModel, characters: int, max_tokens: int, *, field: str) -> None:
     """Refuses a text that is far too long before it is tokenized."""
     if characters > max_tokens * model.tokenizer.longest_token_bytes:
-        least = -(-characters // model.tokenizer.longest_token_bytes)
-        raise ContextOverflow.of(least, max_tokens, field=field, cure="shorten or split it", at_least=True)
+        raise _too_long(-(-characters // model.tokenizer.longest_token_bytes), max_tokens, field, "at least ")
 
 
 def check_tokens(model: ServedModel, token_ids: list[int], max_tokens: int, *, field: str) -> None:
@@ -192,5 +256,14 @@ def check_tokens(model: ServedModel, token_ids: list[int], max_tokens: int, *, f
     if not token_ids:
         raise InvalidRequest("the text has no tokens", field=field, allowed=("1 token or more",))
     if len(token_ids) > max_tokens:
-        raise ContextOverflow.of(len(token_ids), max_tokens, field=field, cure="shorten or split it")
+        raise _too_long(len(token_ids), max_tokens, field)
     model.check_token_ids(field, token_ids)
+
+
+def _too_long(tokens: int, max_tokens: int, field: str, least: str = "") -> ContextOverflow:
+    """Begins as OpenAI's error does, because client libraries recognize it by its text."""
+    message = f"This model's maximum context length is {max_tokens} tokens. However, {field} has {least}{tokens} tokens"
+    allowed, cure = (f"1 to {max_tokens} tokens",), f"shorten or split it, or cut it with {_TRUNCATE} -1"
+    error = ContextOverflow(message, field=field, value=tokens, allowed=allowed, cure=cure)
+    error.tokens, error.max_prompt_tokens = tokens, max_tokens
+    return error

@@ -42,8 +42,8 @@ def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
     from baton.node.doctor.gpus import check_gpus
     from baton.node.doctor.link import check_link
 
+    yield check_link(("cpu", "cpu"), floor_gigabytes_per_s=floor_gigabytes_per_s, forks=True)
     yield from check_gpus()
-    yield check_link(("cpu", "cpu"), floor_gigabytes_per_s=floor_gigabytes_per_s)
     gpus = [f"cuda:{index}" for index in range(min(torch.cuda.device_count(), _MOST_GPUS_LINKED))]
     for pair in combinations_with_replacement(gpus, 2):
         yield check_link(pair, floor_gigabytes_per_s=floor_gigabytes_per_s)
@@ -57,8 +57,8 @@ def cache_bytes_of(settings: DecodeSettings) -> int:
         return smallest
     try:
         # Imported here, so that without torch the other checks still report what is missing.
-        from baton.engine.build import KV_CACHE_DTYPES
-        from baton.engine.cache_size import cpu_cache_bytes
+        from baton.engine.cpu_cache import cpu_cache_bytes
+        from baton.kvcache.spec import KV_CACHE_DTYPES
         from baton.models.families.reader import read_config
         from baton.models.layers.parallel import TensorParallel
         from baton.models.loading.local_config import local_config

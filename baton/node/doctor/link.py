@@ -2,10 +2,12 @@
 
 import multiprocessing
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,15 +44,17 @@ class MeasuredLink:
     gigabytes_per_s: float
 
 
-def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float) -> Verdict:
+def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float, forks: bool = False) -> Verdict:
     """Measures a link and compares it with the floor.
 
     Args:
         devices: where the memory of the two ends is, such as "cpu" or "cuda:1".
+        forks: whether the other end may be a fork of this process, which saves importing torch a second time: 10 s on a
+            busy machine. Not once anything here has used a GPU or UCX, which forks cannot.
     """
     check = f"link {devices[0]} to {devices[1]}"
     try:
-        link = measure(devices)
+        link = measure(devices, forks=forks)
     except Exception as error:  # noqa: BLE001  (a broken installation may raise anything)
         return fail(check, f"{type(error).__name__}: {error}", _NO_CURE)
     found = f"{link.carrier}, {link.gigabytes_per_s:.1f} GB/s, {link.round_trip_us:.0f} us there and back"
@@ -59,13 +63,13 @@ def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float) -> Ver
     return ok(check, found)
 
 
-def measure(devices: tuple[str, str]) -> MeasuredLink:
-    """Measures a link between two processes.
+def measure(devices: tuple[str, str], *, forks: bool = False) -> MeasuredLink:
+    """Measures a link between two processes. `forks`: as in `check_link`.
 
     Raises:
         RuntimeError: bytes came back changed, or too late.
     """
-    with _echo(devices[1]) as connection:
+    with _echo(devices[1], "fork" if forks else "spawn") as connection:
         transport = open_as_a_node(devices[0])
         try:
             connection.send(transport.listen(_PEER))
@@ -144,11 +148,15 @@ def _serve(connection: Connection, device: str) -> None:
 
 
 @contextmanager
-def _echo(device: str) -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")
+def _echo(device: str, start: Literal["fork", "spawn"]) -> Iterator[Connection]:
+    get = multiprocessing.get_context
+    context = get("fork") if start == "fork" else get("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, device), daemon=True)
-    process.start()
+    with warnings.catch_warnings():
+        # Python warns of forks in a process with threads, here those of libraries, which wait for work.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
     theirs.close()
     try:
         yield ours

@@ -172,3 +172,22 @@ def test_lines_are_shared_evenly_and_no_part_gets_more_than_it_needs() -> None:
     assert shares(30, [40, 5, 40]) == [12, 5, 13]
     assert shares(2, [9, 9, 9]) == [0, 1, 1]
     assert shares(-4, [9, 9]) == [0, 0]
+
+
+def test_a_whole_frame_cuts_no_value_on_a_narrow_terminal() -> None:
+    """Names, states and ids are in one piece; only reasons go on in the next line, and lines may be too long."""
+    nodes = [
+        PREFILL | {"name": "prefill-llama-70b-0", "state": "connecting", "detail": "lost: no sign of life for 30 s"},
+        NODE | {"name": "decode-llama-70b-12"},
+    ]
+    request = REQUEST | {"request_id": "req-0123456789abcdef0123456789abcdef"}
+    frame = Frame(view(nodes=nodes, links=[LINK], requests=[request]), whole=True)
+    console = Console(width=80, force_terminal=False, color_system=None)
+    while (least := frame.least_width(console)) > console.width:
+        console.width = least
+    shown = drawn(frame, width=console.width)
+    for words in ("prefill-llama-70b-0", "decode-llama-70b-12", "connecting", request["request_id"], "no sign of life"):
+        assert words in " ".join(shown.split()), words
+    assert "…" not in shown
+    assert Frame(view(), whole=True).least_width(console) <= 80
+    assert max(map(len, drawn(Frame(view(), whole=True), width=80).splitlines())) <= 80

@@ -2,7 +2,8 @@
 
 import pytest
 
-from baton.engine.cache_size import cpu_cache_bytes, shortage
+from baton.engine.cache_size import shortage
+from baton.engine.cpu_cache import cpu_cache_bytes
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from baton.settings.config import MIB
 from baton.settings.node_config import CPU_CACHE_MIB, DecodeSettings

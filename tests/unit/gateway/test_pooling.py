@@ -6,7 +6,7 @@ import pytest
 from baton.core.errors import BatonError, DataLoss, Draining, InternalError, InvalidRequest, NoNode, Overloaded
 from baton.gateway.request.pooling import PoolAttempts
 from baton.gateway.serving.pooling import batch_tokens, cut
-from baton.gateway.text.pooled_texts import span
+from baton.gateway.text.pooled_texts import checked_truncation, span, truncated
 from baton.gateway.text.pooled_values import check_dimensions, finished, scores_of
 from baton.models.config.pooling import EmbeddingConfig, Pooling, ScoreConfig
 from baton.protos.internal.v1 import prefill_pb2 as pb
@@ -55,6 +55,22 @@ def test_too_many_failed_nodes_end_the_request(error: BatonError) -> None:
 def test_an_error_that_every_node_would_repeat_is_raised_at_once() -> None:
     with pytest.raises(InvalidRequest, match="wrong"):
         PoolAttempts(max_attempts=2).failed("a", 1, InvalidRequest("wrong"), lost=False)
+
+
+def test_a_prompt_is_cut_before_the_tokens_that_end_every_prompt() -> None:
+    assert truncated([1, 10, 11, 12, 2], 4, [1, 2]) == [1, 10, 11, 2]
+    assert truncated([10, 11, 12], 2, []) == [10, 11]
+    assert truncated([1, 10, 2], 3, [1, 2]) == [1, 10, 2]
+    assert truncated([1, 10, 2], None, [1, 2]) == [1, 10, 2]
+    with pytest.raises(InvalidRequest, match="leaves nothing of the text; allowed: 2 to 4"):
+        truncated([10, 11, 12, 2], 1, [2])
+
+
+@pytest.mark.parametrize("given", [0, -2, 101])
+def test_a_wrong_number_of_tokens_to_cut_to_names_the_allowed_ones(given: int) -> None:
+    with pytest.raises(InvalidRequest, match="allowed: 1 to 100, -1 for 100"):
+        checked_truncation(given, 100)
+    assert [checked_truncation(each, 100) for each in (None, 7, -1)] == [None, 7, 100]
 
 
 def test_every_way_of_pooling_is_a_span() -> None:

@@ -22,7 +22,7 @@ class Recorded:
         )
 
     def begin(self) -> RequestRecord:
-        return self._records.begin("mine", "alice")
+        return self._records.begin("mine", "alice", answer_id="chatcmpl-1")
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -65,6 +65,7 @@ def test_the_access_log_has_a_line_for_every_request_and_no_prompt(caplog: pytes
         recorded.begin().finished()
     fields = [vars(record)["fields"] for record in caplog.records]
     assert [(each["outcome"], each["client"]) for each in fields] == [("client_error", "alice"), ("finished", "alice")]
+    assert {each["answer_id"] for each in fields} == {"chatcmpl-1"}
     assert "secret" not in caplog.text
     assert "secret" not in str(fields)
 

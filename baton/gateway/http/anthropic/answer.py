@@ -21,6 +21,7 @@ from baton.gateway.http.anthropic.models import (
 )
 from baton.gateway.text.chat.parsing.lenient_json import ArgumentReader, strict_json
 from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
 
 # Each kind of part: the type of its deltas, and their field with the text.
 _DELTAS = {
@@ -109,6 +110,23 @@ class MessageObject:
             **stop,
             "usage": used,
         }
+
+
+def without_output(message: pb.GenerateResponse) -> pb.GenerateResponse:
+    """Returns a message without its output, for a client that wants the prompt computed for prefix caches only.
+
+    A node that has computed a prompt also samples a token, which nobody asked for.
+    """
+    left = pb.GenerateResponse(revision=message.revision)
+    if message.HasField("prompt_usage"):
+        left.prompt_usage.CopyFrom(message.prompt_usage)
+    if message.finish_reason:
+        left.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        left.receipt.CopyFrom(message.receipt)
+    if message.HasField("usage"):
+        left.usage.CopyFrom(message.usage)
+        left.usage.completion_tokens = 0
+    return left
 
 
 def usage(answer: OutputParts) -> dict[str, Any]:

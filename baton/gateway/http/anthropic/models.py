@@ -11,13 +11,14 @@ from pydantic import Field
 from baton.core.sampling_field import Door
 from baton.gateway.http.anthropic.blocks import CacheControl, Effort, OpenObject, TextOrTexts, Turn
 from baton.gateway.http.anthropic.tools import Tool, ToolChoice
-from baton.gateway.http.checking import Items, JsonObject, Model, PositiveU32, by_type, tag, unsupported
+from baton.gateway.http.checking import Items, JsonObject, Model, by_type, tag, unsupported
 from baton.gateway.http.common_fields import CommonFields
 from baton.gateway.http.sampling import takes_sampling
 
 THINKING_TOKENS_MIN = 1024
 
 Ignored = Any
+MaxTokens = Annotated[int, Field(ge=0, lt=1 << 32)]
 Display = Literal["summarized", "omitted", "updates"]
 
 
@@ -99,7 +100,7 @@ class CountTokensRequest(CommonFields):
     stop_sequences: Items[Annotated[str, Field(min_length=1)]] | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="older name of `output_config.format`")
-    max_tokens: PositiveU32 | None = None
+    max_tokens: MaxTokens | None = None
     stream: bool | None = None
     cache_control: CacheControl | None = None
     context_management: ContextManagement | None = Field(None, description="accepted: no message is edited")
@@ -123,4 +124,4 @@ class CountTokensRequest(CommonFields):
 class MessagesRequest(CountTokensRequest):
     """Body of `POST /v1/messages`."""
 
-    max_tokens: PositiveU32
+    max_tokens: MaxTokens = Field(description="0: compute the prompt for prefix caches, and answer without text")

@@ -3,6 +3,7 @@
 The header `anthropic-version` has no effect. Of `anthropic-beta`, interleaved thinking allows larger budgets.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
+from baton.core.errors import InvalidRequest
 from baton.gateway.http.answer_parts import OutputParts
-from baton.gateway.http.anthropic.answer import MessageObject, MessageStream, counted
+from baton.gateway.http.anthropic.answer import MessageObject, MessageStream, counted, without_output
 from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
 from baton.gateway.http.anthropic.no_effect import without_effect
 from baton.gateway.http.anthropic.translate import to_chat, to_message
@@ -24,6 +26,8 @@ from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import generation_pb2 as pb
 
 _INTERLEAVED = "interleaved-thinking-"  # a beta's name, up to its date
+
+Push = Callable[[pb.GenerateResponse], bytes]
 
 # This API's names of our fields.
 _FIELD_NAMES = {
@@ -42,24 +46,33 @@ async def messages(call: HttpCall) -> Response:
     message.request_id = call.request_id
     written = MessageObject.of(
         request,
-        id=f"msg_{call.request_id}",
+        id=call.new_answer_id("msg_"),
         model=request.model or call.serving.model.name,
         write_receipt=receipt_json if call.wants_receipt or request.baton.receipt else None,
     )
     if request.stream:
         encoder = MessageStream(written, call.request_id, token_ids=bool(request.return_token_ids))
-        return _named(call, call.stream(message, encoder, understood.chat))
+        job = HttpJob(message, _push(request, encoder.push), understood.chat, encoder.skip)
+        return _named(call, call.stream_all([job], encoder))
     answer = OutputParts()
-    await call.serve([HttpJob(message, answer.collect, understood.chat, answer.collect)])
+    await call.serve([HttpJob(message, _push(request, answer.collect), understood.chat, answer.collect)])
     return _named(call, Response(written.ended(answer), media_type="application/json"))
 
 
+def _push(request: MessagesRequest, push: Push) -> Push:
+    return push if request.max_tokens else lambda message: push(without_output(message))
+
+
 async def count(call: HttpCall) -> Response:
+    """Counts a prompt's tokens, also of one that is a little too long: clients shorten it by the count."""
     call.field_names = _FIELD_NAMES
     request, chat, warnings = await call.read_as(_understand_counted)
     _warn(call, warnings)
     call.serving.check_name(request.model)
     tokens = len(await encode_chat(call.serving, chat, is_request=True))
+    if not tokens:
+        cure = "give a message some text"
+        raise InvalidRequest("the prompt has no tokens", field="messages", allowed=("1 token or more",), cure=cure)
     return _named(call, Response(orjson.dumps(counted(request, tokens)), media_type="application/json"))
 
 

@@ -11,7 +11,7 @@ from baton.gateway.http.checking import Items, JsonObject, Model, by_type, tag, 
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
-# Beginnings of the types of a kind; the rest is a date. The first one is the kind's tag.
+# Beginnings of the types of a kind; the rest is a date.
 _RUN_BY_CLIENT = ("bash_", "text_editor_", "memory_")
 _RUN_BY_SERVER = (
     "web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset",
@@ -20,11 +20,18 @@ _NEED_PICTURES = ("computer_", "browser_")
 _NO_PICTURES = "its results are pictures, and the model reads text only: leave it out"
 
 
+_ALLOWED_CLIENT = "|".join(f"{each}*" for each in _RUN_BY_CLIENT)
+_ALLOWED_SERVER = "|".join(f"{each}*" if each.endswith("_") else each for each in _RUN_BY_SERVER)
+_REFUSED = "|"
+
+
 def _kind(type: str) -> str:
-    for beginnings in (_RUN_BY_CLIENT, _RUN_BY_SERVER, _NEED_PICTURES):
-        if type.startswith(beginnings):
-            return beginnings[0]
-    return type
+    """Returns the tag of a tool's shape."""
+    if type.startswith(_RUN_BY_CLIENT):
+        return _ALLOWED_CLIENT
+    if type.startswith(_RUN_BY_SERVER):
+        return _ALLOWED_SERVER
+    return _REFUSED if type.startswith(_NEED_PICTURES) else type
 
 
 class OwnTool(Model):
@@ -74,9 +81,9 @@ class PictureTool(OpenObject):
 
 Tool = Annotated[
     Annotated[OwnTool, tag("custom")]
-    | Annotated[ClientTool, tag(_RUN_BY_CLIENT[0])]
-    | Annotated[ServerTool, tag(_RUN_BY_SERVER[0])]
-    | Annotated[PictureTool, tag(_NEED_PICTURES[0])],
+    | Annotated[ClientTool, tag(_ALLOWED_CLIENT)]
+    | Annotated[ServerTool, tag(_ALLOWED_SERVER)]
+    | Annotated[PictureTool, tag(_REFUSED)],
     by_type("custom", family=_kind),
 ]
 

@@ -43,7 +43,7 @@ def to_message(request: MessagesRequest, *, interleaved: bool = False) -> pb.Gen
         raise InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=("less than max_tokens",))
     message = pb.GenerateRequest(model=request.model)
     sampling = fill(message, request, Door.MESSAGES)
-    sampling.max_tokens = request.max_tokens
+    sampling.max_tokens = max(1, request.max_tokens)  # after 0, `without_output` leaves the token out
     return message
 
 

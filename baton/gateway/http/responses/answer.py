@@ -7,7 +7,8 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel
 
-from baton.core.errors import BatonError
+from baton.core.error_codes import code_of
+from baton.core.errors import BatonError, ContextOverflow, InvalidRequest, Overloaded
 from baton.gateway.http.answer_parts import AnswerPart, OutputParts
 from baton.gateway.http.responses.client_tools import CLIENT_TOOLS
 from baton.gateway.http.responses.custom_input import CustomInput
@@ -23,7 +24,6 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 _ID_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"} | {
     tool.item_type: tool.id_prefix for tool in CLIENT_TOOLS.values()
 }
-_ERROR_CODES = {"INVALID_REQUEST": "invalid_prompt", "OVERLOADED": "rate_limit_exceeded"}
 
 WriteLogprobs = Callable[[Sequence[common_pb2.Token]], list[dict[str, Any]]]
 WriteReceipt = Callable[[common_pb2.Receipt], dict[str, Any]]
@@ -34,7 +34,7 @@ class Identity:
     """What a response contains besides its request and its answer.
 
     Attributes:
-        key: part of the ids of the response and its items.
+        key: part of the ids of the response and its items, which no other response has.
         model: the model's name, as the response shows it.
         created_at: Unix time in seconds.
         write_logprobs, write_receipt: format logprobs and receipt; None: the client wants none.
@@ -149,12 +149,21 @@ class ResponseObject:
 
     def failed(self, answer: OutputParts, error: BatonError) -> bytes:
         items = [self.item(part, "incomplete") for part in answer.parts]
-        failure = {"code": _ERROR_CODES.get(error.reason, "server_error"), "message": str(error)}
+        failure = {"code": failure_code(error), "message": str(error)}
         return self._write("failed", items, {"error": failure, "usage": None})
 
     def _write(self, status: Status, output: list[dict[str, Any]], rest: dict[str, Any]) -> bytes:
         changing = {"status": status, "error": None, "incomplete_details": None, "output": output, **rest}
         return self._constant[:-1] + b"," + orjson.dumps(changing)[1:]
+
+
+def failure_code(error: BatonError) -> str:
+    """Returns the code of a failed response, from OpenAI's list. Codex shortens its conversation by the first one."""
+    if isinstance(error, ContextOverflow):
+        return code_of(error).openai_code
+    if isinstance(error, InvalidRequest):
+        return "invalid_prompt"
+    return "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
 
 
 def response_id(key: str) -> str:

@@ -84,15 +84,17 @@ async def responses(call: HttpCall) -> Response:
     if keeps and not stored.has_room_for(inputs, previous):
         call.warn(_TOO_LARGE)
         keeps = False
+    call.new_answer_id(response_id(""))
     response = ResponseObject(request, _identity(call, request), conversation, stored=keeps)
 
     def keep(body: bytes) -> None:
         outputs = orjson.loads(body)["output"]
-        stored.keep(StoredResponse(call.request_id, body, inputs, encoded(outputs), previous))
+        stored.keep(StoredResponse(response.identity.key, body, inputs, encoded(outputs), previous))
 
     if request.stream:
         encoder = ResponsesStream(response, token_ids=bool(request.return_token_ids), keep=keep if keeps else None)
-        return call.stream(message, encoder, chat)
+        # As in OpenAI's API, where Codex finds out by this event alone that it must shorten the conversation.
+        return call.stream(message, encoder, chat, as_events=ContextOverflow)
     answer = response.answer()
     await call.serve([HttpJob(message, answer.collect, chat, answer.collect)])
     body = response.ended(answer)
@@ -120,8 +122,7 @@ async def cancel(call: HttpCall) -> Response:
     """Ends a response that another connection is waiting for, whose stream then ends with `response.failed`."""
     check_content(call.request.headers)
     given = _given(call)
-    key = given.removeprefix(response_id(""))
-    if key != given and await call.serving.abort([key]):
+    if given.startswith(response_id("")) and await call.serving.abort([given]):
         return _json(orjson.dumps({"id": given, "object": "response", "status": "cancelled", "output": []}))
     await call.context.stored.existing(given)
     message = f"{given} has ended"
@@ -253,7 +254,7 @@ def _identity(call: HttpCall, request: ResponsesRequest) -> Identity:
 
     writer = LogprobWriter(call.serving.model.tokenizer, as_ids=False)
     return Identity(
-        key=call.request_id,
+        key=call.answer_id.removeprefix(response_id("")),
         model=request.model or call.serving.model.name,
         created_at=int(time.time()),
         write_logprobs=write_logprobs if wants_logprobs(request) else None,

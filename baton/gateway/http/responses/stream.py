@@ -5,9 +5,10 @@ from typing import Any
 
 import orjson
 
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, ContextOverflow
 from baton.gateway.http.answer_parts import AnswerPart, AnswerStream, Growth, event
-from baton.gateway.http.responses.answer import ResponseObject, Status
+from baton.gateway.http.errors import row_of
+from baton.gateway.http.responses.answer import ResponseObject, Status, failure_code
 from baton.gateway.http.responses.custom_input import CustomInput
 from baton.protos.v1 import common_pb2
 
@@ -53,8 +54,15 @@ class ResponsesStream(AnswerStream):
 
     def error(self, error: BatonError) -> bytes:
         events = self._begin_once()
+        if isinstance(error, ContextOverflow):
+            events.append(self._error(error))
         events.append(self._whole("response.failed", self._response.failed(self._answer, error)))
         return b"".join(events)
+
+    def _error(self, error: BatonError) -> bytes:
+        """Returns the event `error` in both of its forms: OpenAI's library raises what `error` has."""
+        named = {"code": failure_code(error), "message": str(error), "param": error.field or None}
+        return self._event("error", {**named, "error": {"type": row_of(error).openai_type, **named}})
 
     def _begin(self) -> list[bytes]:
         begun = self._response.begun()

@@ -14,8 +14,10 @@ from baton.core.errors import BatonError
 from baton.core.log_lines import loggable
 from baton.gateway.core.request import Request
 from baton.gateway.observe.tracing.output_spans import OutputFacts, OutputSpans
+from baton.gateway.observe.tracing.pool_spans import batch_span, retry_events
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
+from baton.gateway.request.pooling import PooledBatch
 from baton.metrics.declared import Outcome
 from baton.tracing.context import TraceContext, write_traceparent
 from baton.tracing.declared import FIRST_TOKEN_EVENT, PREPARE, QUEUE, Attribute
@@ -55,9 +57,9 @@ class Tracer:
         self.put = put
         self._random = random.Random()  # seeded here, so that a forked process does not draw its parent's ids
 
-    def begin(self, request_id: str, parent: TraceContext | None, now_s: float) -> "RequestTrace":
+    def begin(self, request_id: str, parent: TraceContext | None, now_s: float, answer_id: str = "") -> "RequestTrace":
         trace_id = self._random.getrandbits(128) or 1 if parent is None else parent.trace_id
-        return RequestTrace(self, request_id, trace_id, parent, now_s)
+        return RequestTrace(self, request_id, trace_id, parent, now_s, answer_id or request_id)
 
     def new_id(self) -> int:
         return self._random.getrandbits(64) or 1
@@ -71,7 +73,13 @@ class RequestTrace:
     """
 
     def __init__(
-        self, tracer: Tracer, request_id: str, trace_id: int, parent: TraceContext | None, now_s: float
+        self,
+        tracer: Tracer,
+        request_id: str,
+        trace_id: int,
+        parent: TraceContext | None,
+        now_s: float,
+        answer_id: str,
     ) -> None:
         self._tracer = tracer
         self._parent = parent
@@ -79,12 +87,13 @@ class RequestTrace:
         self._sampled = tracer.sampling.at_head(trace_id, parent)
         parent_id = 0 if parent is None else parent.span_id
         self._root = Span("", tracer.new_id(), parent_id, now_s, now_s)
-        self._request_id = request_id
+        self._request_id, self._answer_id = request_id, answer_id
         self._request: Request | None = None
         self._prepared_at_s: float | None = None
         self._admitted_at_s: float | None = None
         self._operation, self._model = "text_completion", tracer.model_name
         self._outputs: list[tuple[Journal, RequestMachine, float]] = []
+        self._batches: Sequence[PooledBatch] = ()
         self.traceparent = write_traceparent(trace_id, self._root.span_id, sampled=self._sampled)
 
     def note_request(self, model: str, operation: str) -> None:
@@ -92,7 +101,7 @@ class RequestTrace:
         self._model = model or self._model
         self._operation = operation
 
-    def prepared(self, request: Request, now_s: float) -> None:
+    def prepared(self, request: Request | None, now_s: float) -> None:
         self._request, self._prepared_at_s = request, now_s
 
     def admitted(self, now_s: float) -> None:
@@ -101,10 +110,14 @@ class RequestTrace:
     def output_ended(self, journal: Journal, machine: RequestMachine, now_s: float) -> None:
         self._outputs.append((journal, machine, now_s))
 
+    def pooled(self, batches: Sequence[PooledBatch]) -> None:
+        self._batches = batches
+
     def end(self, ending: Ending, now_s: float) -> None:
         """Ends the trace and exports it if the sampling rules keep it."""
         root = self._root
-        retried = any(machine.retries for _, machine, _ in self._outputs)
+        retries = [*(machine.retries for _, machine, _ in self._outputs), *(batch.retries for batch in self._batches)]
+        retried = any(retries)
         total_s = now_s - root.start_s
         kept = self._tracer.sampling.at_end(
             sampled=self._sampled, outcome=ending.outcome, total_s=total_s, retried=retried
@@ -120,6 +133,9 @@ class RequestTrace:
             local = machine.local_prefill
             facts = OutputFacts(ended_at_s, machine.completion_tokens, local, several=len(self._outputs) > 1)
             spans += OutputSpans(journal, root, facts, self._tracer.new_id).build()
+        for batch in self._batches:
+            spans.append(batch_span(batch, root.span_id, self._tracer.new_id))
+            root.events += retry_events(batch)
         for span in spans:
             span.keep_within(root.start_s, now_s)
         first = [machine.first_token_at_s for _, machine, _ in self._outputs if machine.first_token_at_s is not None]
@@ -153,7 +169,7 @@ class RequestTrace:
             Attribute.PROVIDER: "baton",
             Attribute.REQUEST_MODEL: self._model,
             Attribute.RESPONSE_MODEL: self._tracer.model_name,
-            Attribute.RESPONSE_ID: self._request_id,
+            Attribute.RESPONSE_ID: self._answer_id,
             Attribute.REQUEST_ID: self._request_id,
             Attribute.OUTCOME: ending.outcome.value,
             Attribute.KEPT: kept,
@@ -165,6 +181,10 @@ class RequestTrace:
         if self._request is not None:
             found[Attribute.MAX_TOKENS] = self._request.sampling.max_tokens
             found[Attribute.INPUT_TOKENS] = len(self._request.prompt)
+        if self._batches:
+            found[Attribute.INPUT_TOKENS] = sum(batch.prompt_tokens for batch in self._batches)
+            found[Attribute.CACHED_TOKENS] = sum(batch.cached_tokens for batch in self._batches)
+            found[Attribute.ATTEMPTS] = sum(batch.attempts for batch in self._batches)
         if len(self._outputs) > 1:
             found[Attribute.CHOICES] = len(self._outputs)
         if self._outputs:

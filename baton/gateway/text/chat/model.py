@@ -67,6 +67,14 @@ class ChatModel:
         """Names of the templates that show tools to the model in a format which nothing here reads."""
         return tuple(name for name, dialect in self._dialects.items() if dialect.hides_calls)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What operators should know about the templates."""
+        return tuple(
+            f"the chat template {name!r} shows tools in an unknown format: calls come out as text"
+            for name in self.unread_templates
+        )
+
     def leaves_calls_unread(self, request: ChatRequest) -> bool:
         """Whether calls that the model chooses to make would come out as text, because their format is unknown."""
         return bool(self._dialects) and self._dialect(request).unread_tools(request)

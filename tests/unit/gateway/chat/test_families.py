@@ -405,6 +405,7 @@ def test_a_template_with_tools_in_an_unknown_format_is_known_to_be_unread(
 ) -> None:
     model = chat_model(tmp_path, family)
     assert model.unread_templates == (("default",) if unread else ())
+    assert len(model.warnings) == unread
     assert model.leaves_calls_unread(ChatRequest(USER, tools=TOOLS)) is unread
     for readable in (
         ChatRequest(USER),

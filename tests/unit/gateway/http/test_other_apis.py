@@ -136,3 +136,25 @@ async def test_every_reference_of_the_page_leads_somewhere(door: HttpGateway) ->
     found = {reference.removeprefix("#/components/schemas/") for reference in references(page)}
     assert {"ResponsesRequest", "MessagesRequest", "CountTokensRequest"} <= found <= set(known)
     assert "input" in known["ResponsesRequest"]["required"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_message_of_no_tokens_computes_the_prompt_and_has_no_text(door: HttpGateway, stream: bool) -> None:
+    """So clients fill prefix caches before they need them."""
+    wire = await door.connect()
+    body = {**MESSAGE, "max_tokens": 0, "stream": stream, "baton": {"receipt": True}}
+    wire.send("POST", "/v1/messages", json.dumps(body).encode())
+    key = await door.accept()
+    door.decode.send_tokens(step_token(0), key=key)
+    door.finish(1, key=key)
+    if stream:
+        await wire.head()
+        found = events(await wire.chunks())
+        assert [event.name for event in found] == ["message_start", "ping", "message_delta", "message_stop"]
+        answer = found[0].data["message"] | found[2].data["delta"] | found[2].data
+    else:
+        answer = (await wire.answer()).json
+    assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
+    assert answer["usage"]["input_tokens"] > 0
+    assert answer["usage"]["output_tokens"] == 0
+    assert answer["baton"]["receipt"]["request_id"]

@@ -5,11 +5,13 @@ import pytest
 from baton.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoNode
 from baton.gateway.core import events
 from baton.gateway.observe.tracing.tracer import Ending
+from baton.gateway.request.pooling import PooledBatch
+from baton.gateway.request.receipt import Retry
 from baton.metrics.declared import Outcome
-from baton.protos.internal.v1 import decode_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.tracing.context import TraceContext, read_context
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, first_token, reserved, token
-from tests.unit.gateway.tracing.traced import Traced, Traces, attributes
+from tests.unit.gateway.tracing.traced import Exported, Traced, Traces, attributes
 
 TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 
@@ -103,3 +105,48 @@ def test_a_huge_model_name_is_cut() -> None:
     trace.note_request("x" * 1_000_000, "text_completion")
     trace.end(Ending(Outcome.CLIENT_ERROR, None, ""), 1.0)
     assert len(b"".join(traces.exported)) < 5000
+
+
+def batch(node: str, *retries: Retry, called_s: float) -> PooledBatch:
+    """A batch of 40 tokens, 8 of them cached, that took half a second."""
+    pooled = [prefill_pb2.PooledPrompt(cached_tokens=8), prefill_pb2.PooledPrompt()]
+    return PooledBatch(
+        prefill_pb2.PoolResponse(pooled=pooled, queue_s=0.25, pool_s=0.125),
+        prompt_tokens=40,
+        node=node,
+        address=f"{node}:7001",
+        version="",
+        revision="",
+        revision_name="",
+        attempts=1 + len(retries),
+        called_s=called_s,
+        ended_s=called_s + 0.5,
+        total_s=0.5,
+        retries=retries,
+        failures="",
+    )
+
+
+def test_each_batch_of_pooled_prompts_is_a_span_and_a_lost_attempt_an_event() -> None:
+    traces = Traces(ratio=0.0)
+    trace = traces.tracer.begin("mine", None, 0.0, "rerank-1")
+    trace.note_request("", "embeddings")
+    trace.prepared(None, 0.5)
+    trace.admitted(0.5)
+    trace.pooled([batch("one", called_s=1.0), batch("two", Retry("prefill", "NO_NODE"), called_s=1.5)])
+    trace.end(Ending(Outcome.FINISHED, None, "alice"), 3.0)
+    exported = Exported(3.0, b"".join(traces.exported))
+    assert [span.name for span in exported.spans] == ["embeddings llama", "prepare", "queue", "pool", "pool"]
+    root = attributes(exported.root)
+    assert (root["gen_ai.usage.input_tokens"], root["gen_ai.usage.cache_read.input_tokens"]) == (80, 16)
+    assert (root["gen_ai.response.id"], root["baton.request.id"]) == ("rerank-1", "mine")
+    assert root["baton.trace.kept_for"] == "retried"
+    spans = exported.named("pool")
+    assert [attributes(span)["baton.node"] for span in spans] == ["one", "two"]
+    assert attributes(spans[1]).items() >= {"baton.queue_s": 0.25, "baton.attempts": 2}.items()
+    assert exported.times("pool") == [(1.0, 1.5), (1.5, 2.0)]
+    (event,) = exported.root.events
+    assert (event.name, {each.key: each.value.string_value for each in event.attributes}["error.type"]) == (
+        "retry",
+        "NO_NODE",
+    )

@@ -63,7 +63,6 @@ def test_counting_needs_no_limit() -> None:
     ("field", "body"),
     [
         ("max_tokens", {"max_tokens": None}),
-        ("max_tokens", {"max_tokens": 0}),
         ("max_tokens", {"max_tokens": -1}),
         ("max_tokens", {"max_tokens": 2**40}),
         ("max_tokens", {"max_tokens": "5"}),
@@ -126,3 +125,11 @@ def test_counting_needs_no_limit() -> None:
 )  # fmt: skip
 def test_a_wrong_value_is_named_by_its_field(field: str, body: dict[str, Any]) -> None:
     assert refused(**body).field == field
+
+
+@pytest.mark.parametrize("kind", ["teleport_20250305", "", "bash"])
+def test_an_unknown_type_of_tool_lists_all_types_that_are_served(kind: str) -> None:
+    assert refused(tools=[{"type": kind, "name": "x"}]).allowed == (
+        "'custom'", "'bash_*'", "'text_editor_*'", "'memory_*'", "'web_search_*'", "'web_fetch_*'",
+        "'code_execution_*'", "'tool_search_tool_*'", "'advisor_*'", "'mcp_toolset'",
+    )  # fmt: skip

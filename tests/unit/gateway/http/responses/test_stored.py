@@ -16,7 +16,7 @@ from baton.gateway.http.responses.stored import StoredResponses
 from baton.gateway.serving.serving import AnswerAbout, SingleWorker
 from baton.settings.gateway_config import GatewaySettings
 from tests.unit.gateway.http.chat_stream import events
-from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, open_http_gateway, step_token
+from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, Wire, open_http_gateway, step_token
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 
@@ -147,15 +147,49 @@ async def test_a_response_in_progress_can_be_cancelled(door: HttpGateway) -> Non
     await door.accept()
     door.decode.send_tokens(step_token(0))
     await wire.head()
-    cancelled = await door.call("POST", "/v1/responses/resp_r1/cancel", content_type="application/json")
+    path = f"/v1/responses/{await begun(wire)}/cancel"
+    by_request = await door.call("POST", "/v1/responses/resp_r1/cancel", content_type="application/json")
+    assert by_request.status == 404
+    cancelled = await door.call("POST", path, content_type="application/json")
     assert cancelled.json["status"] == "cancelled"
     assert events(await wire.chunks())[-1].name == "response.failed"
-    again = await door.call("POST", "/v1/responses/resp_r1/cancel", content_type="application/json")
+    again = await door.call("POST", path, content_type="application/json")
     assert again.status == 404
     await door.cancelled()
     ended = (await post(door, input="Hello", headers={"x_request_id": "r2"})).json
     refused = await door.call("POST", f"/v1/responses/{ended['id']}/cancel", content_type="application/json")
-    assert refused.error["message"] == "resp_r2 has ended; allowed: a response in progress"
+    assert refused.error["message"] == f"{ended['id']} has ended; allowed: a response in progress"
+
+
+async def begun(wire: Wire) -> str:
+    """The id in the first event of a stream."""
+    (created, *_) = events(await wire.chunk())
+    assert created.name == "response.created"
+    return str(created.data["response"]["id"])
+
+
+async def test_answers_to_one_request_id_are_kept_and_cancelled_apart(door: HttpGateway) -> None:
+    """Clients may send any request id, such as one with a slash, and the same one many times."""
+    same = {"x_request_id": "team/one"}
+    ended = [(await post(door, input=text, headers=same)) for text in ("Hello", "Bye")]
+    assert {answer.headers["x-request-id"] for answer in ended} == {"team/one"}
+    assert len({answer.json["id"] for answer in ended}) == 2
+    for answer in ended:
+        assert (await door.call("GET", f"/v1/responses/{answer.json['id']}")).json == answer.json
+    wires, keys = [], []
+    for _ in range(2):
+        wires.append(await door.connect())
+        body = {"input": "Hello", "stream": True, "max_output_tokens": 2}
+        wires[-1].send("POST", "/v1/responses", json.dumps(body).encode(), **same)
+        keys.append(await door.accept())
+        door.decode.send_tokens(step_token(0), key=keys[-1])
+        await wires[-1].head()
+    first, second = [await begun(wire) for wire in wires]
+    assert (await door.call("POST", f"/v1/responses/{first}/cancel", content_type="application/json")).status == 200
+    door.finish(1, key=keys[1])
+    last = [events(await wire.chunks())[-1] for wire in wires]
+    assert [event.name for event in last] == ["response.failed", "response.incomplete"]
+    assert [event.data["response"]["id"] for event in last] == [first, second]
 
 
 async def test_a_stored_response_is_not_streamed(door: HttpGateway) -> None:

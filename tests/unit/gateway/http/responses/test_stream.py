@@ -6,7 +6,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from baton.core.errors import InternalError, Overloaded
+from baton.core.errors import ContextOverflow, InternalError, InvalidRequest, Overloaded
 from baton.gateway.http.checking import checked
 from baton.gateway.http.responses.answer import Identity, ResponseObject
 from baton.gateway.http.responses.models import ResponsesRequest
@@ -213,6 +213,15 @@ def test_an_error_before_the_first_message_still_begins_the_stream() -> None:
     found = checked_events(ResponsesStream(response()).error(InternalError("broken")))
     assert names(found) == ["created", "in_progress", "failed"]
     assert found[-1].data["response"]["error"]["code"] == "server_error"
+
+
+def test_a_context_overflow_has_the_code_that_codex_looks_for() -> None:
+    error = ContextOverflow.of(5000, 4096, field="input", cure="shorten it")
+    found = events(ResponsesStream(response()).error(error))
+    assert names(found) == ["created", "in_progress", "error", "failed"]
+    assert found[-1].data["response"]["error"]["code"] == "context_length_exceeded"
+    unknown = events(ResponsesStream(response()).error(InvalidRequest("no")))
+    assert unknown[-1].data["response"]["error"]["code"] == "invalid_prompt"
 
 
 def test_pieces_do_not_change_the_answer() -> None:

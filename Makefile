@@ -8,7 +8,7 @@ GENERATED := baton/protos/v1/common_pb2.pyi
 # Messages, numbers and names that no change may break: the descriptors that `make wire` wrote last.
 WIRE := protos/wire.binpb
 # Tests that share no processes: each may run in either of two workers. Of all others a whole file runs in one worker,
-# because its tests share the nodes that they start.
+# because its tests share the nodes that they start. These wait for a quarter of their time: hence a third worker.
 SINGLE := tests/unit tests/conformance tests/test_architecture.py tests/simulation
 # Tests of kernels. On a GPU they run compiled.
 KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose_kernel.py tests/unit/engine/test_sampler.py \
@@ -52,7 +52,7 @@ test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and 
 
 test: install  ## Run every test that needs no GPU
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(SINGLE)
-	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(addprefix --ignore=,$(SINGLE) tests/clients tests/docs/test_run.py)
+	@$(BIN)/python -m pytest -m "not gpu" -n 3 --dist loadfile $(addprefix --ignore=,$(SINGLE) tests/clients tests/docs/test_run.py)
 
 test-quick: install  ## Run the tests without torch and without real processes
 	@$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 -q $$($(BIN)/python -m tests.selection quick)

@@ -54,6 +54,14 @@ def _one_thread() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _fast_interpreter() -> None:
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.interpreter import speed_up
+
+        speed_up()
+
+
 @pytest.fixture(autouse=True)
 def _of_no_request() -> None:
     """A test that is no coroutine shares its task with those before it, and what they said about that task."""

@@ -1,15 +1,18 @@
 """A pytest plugin that measures the CPU seconds of each test file: `pytest -p tests.cpu_seconds`, also with `-n`.
 
 It writes `cpu_seconds.json` beside this file, from which `tests.selection` takes the cheap files. CPU time of the test
-process and of children that ended, unlike wall time, hardly depends on what else the machine does.
+process, of its children that ended and of those that its fork server started, unlike wall time, hardly depends on what
+else the machine does.
 """
 
 import json
 import os
 from collections import defaultdict
 from collections.abc import Generator
+from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
 import pytest
 
 FILE = Path(__file__).with_suffix(".json")
@@ -54,7 +57,16 @@ _SPENT = pytest.StashKey[defaultdict[str, float]]()
 
 def _cpu_s() -> float:
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    return times.user + times.system + times.children_user + times.children_system + _fork_server_cpu_s()
+
+
+def _fork_server_cpu_s() -> float:
+    """Of the fork server of `tests.warm` and of its processes that ended: they are no children of this process."""
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is None:
+        return 0.0
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system + times.children_user + times.children_system)
 
 
 def _write(spent: dict[str, float]) -> None:

@@ -42,10 +42,11 @@ def faults(command: str) -> list[str]:
     return found + [f"no file {path}" for path in _named_files(text) if not (ROOT / path).exists()]
 
 
-def flags_of(name: str) -> set[str]:
+@cache
+def flags_of(name: str) -> frozenset[str]:
     """The flags of one command of `baton`; KeyError: there is no such command."""
     if name in ROLES:
-        return {"--help", *map(flag, ROLES[name].model_fields)}
+        return frozenset({"--help", *map(flag, ROLES[name].model_fields)})
     if name in ("bench", "plan"):
         app = typer.Typer(add_completion=False)
         app.command()(bench if name == "bench" else plan)
@@ -76,8 +77,8 @@ def _commands() -> Mapping[str, Any]:
     return commands
 
 
-def _options(command: Any) -> set[str]:
-    return {"--help", *(name for each in command.params for name in (*each.opts, *each.secondary_opts))}
+def _options(command: Any) -> frozenset[str]:
+    return frozenset({"--help", *(name for each in command.params for name in (*each.opts, *each.secondary_opts))})
 
 
 def _simple_commands(text: str) -> Iterator[list[str]]:

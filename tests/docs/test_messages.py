@@ -46,8 +46,9 @@ def wrong_advice(text: str) -> Iterator[str]:
             yield f"pip install {package}"
         offered = {"", *PROJECT["optional-dependencies"]}
         yield from (f"no extra {each}" for each in extras.split(",") if each not in offered)
-    known = {flag for command in (*commands(), *ROLES) for flag in flags_of(command)} | OTHERS_FLAGS
-    yield from (f"no flag {flag}" for flag in _FLAG.findall(text) if flag not in known)
+    if flags := _FLAG.findall(text):
+        known = OTHERS_FLAGS.union(*map(flags_of, (*commands(), *ROLES)))
+        yield from (f"no flag {flag}" for flag in flags if flag not in known)
     yield from (f"no variable {name}" for name in _VARIABLE.findall(text) if name not in variables())
     for program, verb in _COMMAND.findall(text):
         if verb not in (commands() if program == "baton" else verbs()):

@@ -83,10 +83,23 @@ def _answer(tokens: Iterable[TokenOutput | common_pb2.Token]) -> Answer:
     return Answer(ids, logprobs)
 
 
-async def pair_answers(directory: Path, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-    """Each prompt prefilled by one node and decoded by the other."""
+async def pair_answers(
+    directory: Path, prompts: Sequence[Prompt], tokens: int, *, at_once: bool = False
+) -> list[Answer]:
+    """Each prompt prefilled by one node and decoded by the other.
+
+    Args:
+        at_once: all prompts but the first share steps of the nodes. Otherwise they come one after the other.
+    """
     async with asyncio.timeout(WAIT_S), _pair(directory) as address, connect(address) as channel:
-        return [await handed_over(channel, channel, prompt, tokens) for prompt in prompts]
+        if not at_once:
+            return [await handed_over(channel, channel, prompt, tokens) for prompt in prompts]
+        first = await handed_over(channel, channel, prompts[0], tokens)
+        others = (
+            handed_over(channel, channel, prompt, tokens, request_id=f"r{number}")
+            for number, prompt in enumerate(prompts[1:])
+        )
+        return [first, *await asyncio.gather(*others)]
 
 
 @asynccontextmanager
@@ -125,13 +138,15 @@ async def _pair(directory: Path) -> AsyncIterator[str]:
         assert decode.engine.load().blocks_leased == 0
 
 
-async def handed_over(prefill: Channel, decode: Channel, prompt: Sequence[int], tokens: int) -> Answer:
+async def handed_over(
+    prefill: Channel, decode: Channel, prompt: Sequence[int], tokens: int, request_id: str = "r"
+) -> Answer:
     """One request as a gateway runs it: the prefill node computes all of the prompt, the decode node the rest."""
     sampling = common_pb2.SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=0)
     call = decode_pb2_grpc.DecodeStub(decode).Session()
     submit = decode_pb2.SubmitRequest(
         key=1,
-        request_id="r",
+        request_id=request_id,
         prompt_token_ids=prompt,
         sampling=sampling,
         policy=decode_pb2.LOCAL_POLICY_STRICT,
@@ -143,7 +158,7 @@ async def handed_over(prefill: Channel, decode: Channel, prompt: Sequence[int], 
     assert response.WhichOneof("message") == "reserved", response
     found: list[common_pb2.Token] = []
     request = prefill_pb2.PrefillRequest(
-        request_id="r", prompt_token_ids=prompt, sampling=sampling, ticket=response.reserved.ticket
+        request_id=request_id, prompt_token_ids=prompt, sampling=sampling, ticket=response.reserved.ticket
     )
     events = [event async for event in prefill_pb2_grpc.PrefillStub(prefill).Prefill(request)]
     assert events[-1].sent.tokens_sent == len(prompt), "the whole prompt's KV was sent"

@@ -186,7 +186,7 @@ def test_a_picker_reads_metrics_that_need_no_key_where_policies_let_it(helm: Hel
     rendered = helm.release(POOL).rendered
     picker = PickerSettings.model_validate(rendered.settings("picker"))
     gateway = rendered.settings("gateway")
-    assert gateway["metrics_listen"] == f"0.0.0.0:{picker.pool_metrics_port}"
+    assert gateway["metrics_listen"] == f"[::]:{picker.pool_metrics_port}"
     assert ("picker", picker.pool_metrics_port, picker.pool_metrics_port) in allowed_into(rendered, "gateway")
     gateways = rendered.find("NetworkPolicy", "baton-picker")["spec"]["egress"][0]
     assert [port["port"] for port in gateways["ports"]] == [picker.pool_metrics_port]

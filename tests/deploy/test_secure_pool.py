@@ -62,15 +62,15 @@ def pool(tmp_path_factory: pytest.TempPathFactory, dockerfile: Path) -> Iterator
     for folder in ("overlay", "volumes", "logs"):
         (here / folder).mkdir()
     rendered = render_with(here / "overlay", BASE, KUSTOMIZE / "components" / "secure-inference-pool")
-    secrets, key = make_secrets(here / "certs")
+    stages = read_stages(dockerfile)
+    address = addresses()
+    by_role = {role: address() for role in (*ROLES, "picker")}
+    secrets, key = make_secrets(here / "certs", by_role["gateway"])
     secrets["baton-picker-tls"] = here / "picker"
     certs(here / "of picker", [PICKER])
     (here / "picker").mkdir()
     for name in ("crt", "key"):
         shutil.copy(here / "of picker" / f"clients.{name}", here / "picker" / f"tls.{name}")
-    stages = read_stages(dockerfile)
-    address = addresses()
-    by_role = {role: address() for role in (*ROLES, "picker")}
     services = {f"baton-{role}": by_role[role] for role in ROLES} | {"baton-gateway-headless": by_role["gateway"]}
 
     def pod(role: str) -> Pod:

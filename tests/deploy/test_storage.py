@@ -206,7 +206,9 @@ def test_an_air_gapped_site_is_the_same_by_chart_and_kustomization(helm: Helm, t
     for side in (ours, theirs):
         (container,) = side["Job baton-model-download"]["spec"]["template"]["spec"]["containers"]
         container["env"].sort(key=lambda item: item["name"])
-        side["NetworkPolicy baton-model-download"]["spec"]["egress"][0]["ports"].sort(key=lambda port: (port["port"], port["protocol"]))
+        side["NetworkPolicy baton-model-download"]["spec"]["egress"][0]["ports"].sort(
+            key=lambda port: (port["port"], port["protocol"])
+        )
     for name, item in ours.items():
         assert list(differences(item, theirs[name], name)) == []
 

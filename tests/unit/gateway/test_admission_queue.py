@@ -52,7 +52,7 @@ async def test_a_waiting_request_is_aborted_like_a_running_one(running: Running)
     request = running.generate(Client())
     await until_waiting(running, 1)
     (found,) = running.serving._requests
-    assert await running.serving.abort([found.request_id]) == [found.request_id]
+    assert await running.serving.abort([found.record.request_id]) == [found.record.request_id]
     with pytest.raises(Cancelled):
         await asyncio.wait_for(request, BOUND_S)
     assert (waiting(running.serving), running.serving.running) == (0, 0)

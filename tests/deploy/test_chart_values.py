@@ -360,7 +360,9 @@ def test_the_prefill_node_of_a_pair_has_its_volumes_and_its_time(helm: Helm) -> 
 def test_claims_of_ones_own_leave_those_that_containers_name(helm: Helm) -> None:
     mine = {"name": "mine", "resourceClaimName": "mine"}
     values: Values = {"node": {"extra": {"podSpec": {"resourceClaims": [mine]}}}}
-    found = helm.release(INSECURE, {"nvlinkPair": {"enabled": True}, "computeDomain": {"enabled": True}}, values).rendered
+    found = helm.release(
+        INSECURE, {"nvlinkPair": {"enabled": True}, "computeDomain": {"enabled": True}}, values
+    ).rendered
     assert [claim["name"] for claim in found.pod("decode")["resourceClaims"]] == ["imex-channel", "gpus", "mine"]
 
 

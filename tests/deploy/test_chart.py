@@ -32,7 +32,7 @@ HELM_KEYS = {
 }
 # Names that end in a hash of the content.
 HASHED = re.compile(
-    r"^(baton(?:-gateway|-prefill|-decode|-picker)?)-[0-9a-z]{10}$|^(baton-model-download)-[0-9a-z]{8,10}$"
+    r"^(baton(?:-gateway|-prefill|-decode|-picker)?)-[0-9a-z]{10}$|^(baton-model-download)-[0-9a-z]{7,10}$"
 )
 PAIRED = ("pod-monitor", "nvlink-pair")
 POOLED_VALUES: Values = {"inferencePool": {"enabled": True}}

@@ -342,3 +342,42 @@ def test_a_post_renderer_changes_what_no_value_can(helm: Helm) -> None:
         more = ["log-shipper"] if role == "gateway" else []
         assert [item["name"] for item in found.pod(role)["containers"]] == [role, *more]
         validate(found.deployment(role))
+
+
+def test_the_prefill_node_of_a_pair_has_its_volumes_and_its_time(helm: Helm) -> None:
+    scratch = {"volumes": [{"name": "s", "emptyDir": {}}], "volumeMounts": [{"name": "s", "mountPath": "/s"}]}
+    prefill = {"extra": scratch, "settings": {"BATON_DRAIN_GRACE_S": 300}, "startupFailures": 720}
+    found = helm.release(INSECURE, {"nvlinkPair": {"enabled": True}, "prefill": prefill}).rendered
+    spec = found.deployment("decode")["spec"]
+    assert {"name": "s", "emptyDir": {}} in spec["template"]["spec"]["volumes"]
+    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 315
+    assert spec["progressDeadlineSeconds"] == 600 + 315 + 5 * 720
+    # A volume of both node roles is there once.
+    found = helm.release(INSECURE, {"nvlinkPair": {"enabled": True}, "node": {"extra": scratch}}).rendered
+    assert [volume["name"] for volume in found.pod("decode")["volumes"]].count("s") == 1
+
+
+def test_claims_of_ones_own_leave_those_that_containers_name(helm: Helm) -> None:
+    mine = {"name": "mine", "resourceClaimName": "mine"}
+    values: Values = {"node": {"extra": {"podSpec": {"resourceClaims": [mine]}}}}
+    found = helm.release(
+        INSECURE, {"nvlinkPair": {"enabled": True}, "computeDomain": {"enabled": True}}, values
+    ).rendered
+    assert [claim["name"] for claim in found.pod("decode")["resourceClaims"]] == ["imex-channel", "gpus", "mine"]
+
+
+def test_the_longest_name_leaves_room_for_that_of_the_job(helm: Helm) -> None:
+    model = {"directory": "m", "download": {"enabled": True, "repository": "a/m"}}
+    for item in helm.release(INSECURE, {"model": model}, name="baton-" + "a" * 40).rendered.objects:
+        assert len(item["metadata"]["name"]) <= 63
+
+
+def test_the_pod_of_the_test_goes_to_hosts_of_its_images_architecture(helm: Helm) -> None:
+    (pod,) = helm.release(INSECURE, {"images": {"architecture": "arm64"}}).hooks.objects
+    assert pod["spec"]["nodeSelector"] == {"kubernetes.io/arch": "arm64"}
+
+
+def test_the_notes_say_which_secrets_cert_manager_makes(helm: Helm) -> None:
+    values: Values = {"tls": {"certManager": {"enabled": True}}}
+    assert "makes all but the last one;" in helm.release(values).notes
+    assert "makes all;" in helm.release(values, {"apiKeys": {"enabled": False}}).notes

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from baton.gateway.process.process import check_doors
 from baton.rpc.server import ListenAddress
@@ -311,3 +312,56 @@ def pod_contexts(rendered: Rendered) -> Iterator[Manifest]:
         for template in (spec.get("template"), spec.get("leaderWorkerTemplate", {}).get("workerTemplate")):
             if template:
                 yield template["spec"]["securityContext"]
+
+
+@pytest.mark.parametrize(
+    "components",
+    [
+        ("tls", "model-volume", "compile-cache", "openshift"),
+        ("tls", "compile-cache", "disaggregated-set", "openshift"),
+    ],
+)
+def test_the_component_also_takes_the_group_of_the_compile_cache(
+    with_components: Make, components: tuple[str, ...]
+) -> None:
+    rendered = with_components(*components)
+    assert groups(rendered) == set()
+
+
+@pytest.mark.parametrize("overlay", ["nvidia-leader-worker-set", "nvidia-several-hosts", "nvidia-disaggregated-set"])
+def test_the_component_reaches_pods_of_sets(tmp_path: Path, overlay: str) -> None:
+    rendered = render_with(tmp_path, KUSTOMIZE / "overlays" / overlay, KUSTOMIZE / "components" / "openshift")
+    assert groups(rendered) == set()
+
+
+def test_a_pool_and_a_monitor_open_the_metrics_port_once(with_components: Make) -> None:
+    ports = with_components("pod-monitor", "secure-inference-pool").container("gateway")["ports"]
+    assert sorted(port["containerPort"] for port in ports) == [7000, 8000, 9400]
+
+
+@pytest.mark.parametrize("mesh", ["istio", "linkerd"])
+def test_a_download_has_no_sidecar_which_its_policy_would_cut_off(helm: Helm, with_components: Make, mesh: str) -> None:
+    model = {"directory": "m", "download": {"enabled": True, "repository": "a/m"}}
+    own = {"istio": ("labels", "sidecar.istio.io/inject"), "linkerd": ("annotations", "linkerd.io/inject")}
+    part, key = own[mesh]
+    for rendered in (
+        helm.release({"mesh": mesh, "model": model}).rendered,
+        with_components("tls", "model-download", mesh, base=NVIDIA),
+    ):
+        metadata = rendered.job()["spec"]["template"]["metadata"]
+        assert metadata[part][key] == {"istio": "false", "linkerd": "disabled"}[mesh]
+        assert metadata["labels"]["app.kubernetes.io/name"] == "baton-model-download"
+
+
+def test_linkerd_leaves_the_probes_of_a_joint_pod_alone(helm: Helm) -> None:
+    values: Values = {"mesh": "linkerd", "nvlinkPair": {"enabled": True}}
+    template = helm.release(values).rendered.deployment("decode")["spec"]["template"]
+    skipped = template["metadata"]["annotations"]["config.linkerd.io/skip-inbound-ports"].split(",")
+    probes = {str(container["livenessProbe"]["grpc"]["port"]) for container in template["spec"]["containers"]}
+    assert probes <= set(skipped)
+
+
+def groups(rendered: Rendered) -> set[str]:
+    """Fields of any pod that name a user or a group."""
+    text = yaml.safe_dump([item for item in rendered.objects if item["kind"] != "ConfigMap"])
+    return set(re.findall("runAsUser|runAsGroup|fsGroup:", text))

@@ -1,5 +1,5 @@
 {{- define "baton.downloadJob" -}}
-{{ include "baton.fullname" . }}-model-download-{{ include "baton.downloadSpec" . | sha256sum | trunc 8 }}
+{{ include "baton.fullname" . }}-model-download-{{ include "baton.downloadSpec" . | sha256sum | trunc 7 }}
 {{- end -}}
 
 {{/* The Job that downloads the model. It has no settings of Baton but the model's path, so no other setting renames it. */}}
@@ -16,6 +16,12 @@ template:
     labels:
       app.kubernetes.io/name: baton-model-download
       app.kubernetes.io/instance: {{ .Release.Name | quote }}
+      {{- if eq .Values.mesh "istio" }}
+      sidecar.istio.io/inject: "false"
+      {{- end }}
+    {{- if eq .Values.mesh "linkerd" }}
+    annotations: {linkerd.io/inject: disabled}
+    {{- end }}
   spec:
     serviceAccountName: {{ $name }}-model-download
     automountServiceAccountToken: false

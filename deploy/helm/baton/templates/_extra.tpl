@@ -45,7 +45,12 @@ replaces the list of the level above. As YAML. */}}
 {{- end }}
 {{- $_ := include "baton.setAll" (list $pod.metadata.labels $extra.podLabels) }}
 {{- $_ := include "baton.setAll" (list $pod.metadata.annotations $extra.podAnnotations) }}
+{{- $claims := default list $pod.spec.resourceClaims }}
 {{- $_ := include "baton.setAll" (list $pod.spec $extra.podSpec) }}
+{{- /* Containers name the chart's own claims, so these stay. */}}
+{{- with concat $claims (default list (default dict $extra.podSpec).resourceClaims) }}
+{{- $_ := set $pod.spec "resourceClaims" . }}
+{{- end }}
 {{- range concat $pod.spec.containers (default list $pod.spec.initContainers) }}
 {{- $_ := include "baton.setAll" (list .securityContext $extra.containerSecurityContext) }}
 {{- end }}

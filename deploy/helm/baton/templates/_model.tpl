@@ -197,7 +197,11 @@ predecessor may have to drain first, the model may have to arrive, and the proce
 {{- $values := include "baton.role" . | fromYaml }}
 {{- $model := .root.Values.model }}
 {{- $fetch := ternary (int $model.fetchSeconds) 0 (or $model.download.enabled (ne $model.image.reference "") (ne $model.s3.uri "")) }}
-{{- add 600 (include "baton.grace" .) (mul (eq .role "gateway" | ternary 2 5) (int $values.startupFailures)) $fetch }}
+{{- $failures := int $values.startupFailures }}
+{{- if and (eq .role "decode") .root.Values.nvlinkPair.enabled }}
+{{- $failures = max $failures (int (include "baton.role" (dict "root" .root "role" "prefill") | fromYaml).startupFailures) }}
+{{- end }}
+{{- add 600 (include "baton.grace" .) (mul (eq .role "gateway" | ternary 2 5) $failures) $fetch }}
 {{- end -}}
 
 {{/* A pod's grace period: preStop, the drain, and 15 seconds to close what is left. One that is given may be longer. */}}
@@ -215,5 +219,10 @@ predecessor may have to drain first, the model may have to arrive, and the proce
 {{- fail (printf "gateway.settings.BATON_DRAIN_GRACE_S is %v, and a request may take the %v s of BATON_REQUEST_TIMEOUT_S: use %v or more, or lower BATON_REQUEST_TIMEOUT_S" $values.settings.BATON_DRAIN_GRACE_S $longest $longest) }}
 {{- end }}
 {{- end }}
-{{- $given | default (add $before $drain 15) }}
+{{- $grace := $given | default (add $before $drain 15) }}
+{{- /* The prefill node of a pair ends with its pod. */}}
+{{- if and (eq .role "decode") .root.Values.nvlinkPair.enabled }}
+{{- $grace = max $grace (int (include "baton.grace" (dict "root" .root "role" "prefill"))) }}
+{{- end }}
+{{- $grace }}
 {{- end -}}

@@ -246,6 +246,14 @@ spec:
     - name: compile-cache
       persistentVolumeClaim: {claimName: {{ default (printf "%s-compile-cache" $name) $root.Values.node.compileCache.existingClaim }}}
     {{- end }}
+    {{- if and $pair (not $isSecond) }}
+    {{- /* What the second container mounts. */}}
+    {{- range (include "baton.extra" (dict "root" $root "role" "prefill") | fromYaml).volumes }}
+    {{- if not (has .name (list "tmp" "shm" "compile-cache" "model" "tls" "tls-prefill")) }}
+    - {{ toJson . }}
+    {{- end }}
+    {{- end }}
+    {{- end }}
     {{- include "baton.modelVolume" . | nindent 4 }}
     {{- if include "baton.innerTls" $root }}
     - name: tls

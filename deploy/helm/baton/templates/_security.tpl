@@ -59,7 +59,7 @@ traffic.sidecar.istio.io/includeOutboundIPRanges: ""
 config.linkerd.io/skip-inbound-ports: "7003"
 config.linkerd.io/skip-outbound-ports: "7001,7002"
 {{- else if eq $mesh "linkerd" }}
-config.linkerd.io/skip-inbound-ports: "7001,7002,7003,20000-20999"
+config.linkerd.io/skip-inbound-ports: "7001,7002,7003,7005,20000-20999"
 config.linkerd.io/skip-outbound-ports: "7002,20000-20999"
 {{- end }}
 {{- end -}}

@@ -2,6 +2,7 @@
 or in one piece. Knows no API's shape."""
 
 import asyncio
+import hashlib
 import logging
 import math
 import secrets
@@ -99,7 +100,7 @@ class HttpCall:
 
     Attributes:
         request_id: the client's x-request-id, or a random id; the answer's headers and receipt repeat it.
-        answer_id: id of the answer, which no other answer has; empty until `new_answer_id`.
+        answer_id: id of the answer; empty until `new_answer_id`.
         wants_receipt: whether the client asked for the receipt by a header.
         field_names: this API's names of our fields, for errors, where they differ.
         warnings: what `warn` was given so far.
@@ -129,12 +130,17 @@ class HttpCall:
         """Seconds left of the client's limit; None if the client set none."""
         return None if self._limit_s is None else self._limit_s - (self._loop.time() - self._started_at_s)
 
-    def new_answer_id(self, prefix: str) -> str:
-        """Gives the answer a random id, by which the running request can be ended.
+    def new_answer_id(self, prefix: str, *, resumable: bool = False) -> str:
+        """Gives the answer an id, by which the running request can be ended.
 
-        Clients may send one request id with several requests, but they take an answer's id for unique.
+        Clients may send one request id with several requests, but they take an answer's id for unique. So it is random.
+
+        Args:
+            resumable: the client gets what it needs to ask another gateway for the rest. The id then follows from the
+                request's, so that the rest has the same one.
         """
-        self.answer_id = prefix + secrets.token_hex(16)
+        of_request = hashlib.blake2b(self.request_id.encode(), digest_size=16).hexdigest()
+        self.answer_id = prefix + (of_request if resumable else secrets.token_hex(16))
         return self.answer_id
 
     def warn(self, text: str) -> None:

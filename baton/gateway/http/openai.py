@@ -97,7 +97,7 @@ def _warn(call: HttpCall, body: GenerationBody) -> None:
 def _shape(call: HttpCall, body: GenerationBody, name: str, prefix: str, *, wants_logprobs: bool) -> StreamShape:
     return StreamShape(
         object_name=name,
-        id=call.new_answer_id(prefix),
+        id=call.new_answer_id(prefix, resumable=body.return_token_ids),
         created_s=int(time.time()),
         model=body.model or call.serving.model.name,
         request_id=call.request_id,

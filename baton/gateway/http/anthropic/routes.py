@@ -46,7 +46,7 @@ async def messages(call: HttpCall) -> Response:
     message.request_id = call.request_id
     written = MessageObject.of(
         request,
-        id=call.new_answer_id("msg_"),
+        id=call.new_answer_id("msg_", resumable=bool(request.return_token_ids)),
         model=request.model or call.serving.model.name,
         write_receipt=receipt_json if call.wants_receipt or request.baton.receipt else None,
     )

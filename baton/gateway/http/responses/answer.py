@@ -34,7 +34,7 @@ class Identity:
     """What a response contains besides its request and its answer.
 
     Attributes:
-        key: part of the ids of the response and its items, which no other response has.
+        key: part of the ids of the response and its items.
         model: the model's name, as the response shows it.
         created_at: Unix time in seconds.
         write_logprobs, write_receipt: format logprobs and receipt; None: the client wants none.

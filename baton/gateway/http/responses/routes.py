@@ -84,7 +84,7 @@ async def responses(call: HttpCall) -> Response:
     if keeps and not stored.has_room_for(inputs, previous):
         call.warn(_TOO_LARGE)
         keeps = False
-    call.new_answer_id(response_id(""))
+    call.new_answer_id(response_id(""), resumable=bool(request.return_token_ids))
     response = ResponseObject(request, _identity(call, request), conversation, stored=keeps)
 
     def keep(body: bytes) -> None:

@@ -274,6 +274,27 @@ def test_large_numbers_are_written_out(helm: Helm) -> None:
         ),
         ({"node": {"hosts": 2}}, "node.hosts above 1 needs node.kind LeaderWorkerSet"),
         ({"node": {"hosts": 2, "kind": "LeaderWorkerSet"}}, "node.hosts above 1 needs tls.inner: true"),
+        (
+            {
+                "node": {
+                    "hosts": 2,
+                    "kind": "LeaderWorkerSet",
+                    "settings": {"BATON_TENSOR_PARALLEL_SIZE": 2},
+                },
+                "tls": {"inner": True},
+                "mesh": "linkerd",
+            },
+            "mesh: linkerd and node.hosts above 1",
+        ),
+        ({"nvlinkPair": {"enabled": True}, "prefill": {"nodeSelector": {"a": "b"}}}, "use decode.nodeSelector"),
+        (
+            {"nvlinkPair": {"enabled": True}, "prefill": {"extra": {"podLabels": {"a": "b"}}}},
+            "use decode.extra.podLabels",
+        ),
+        (
+            {"node": {"kind": "DisaggregatedSet"}, "decode": {"extra": {"workloadLabels": {"a": "b"}}}},
+            "use node.extra.workloadLabels",
+        ),
         ({"autoscaling": {"by": "vpa"}}, "autoscaling"),
         ({"model": {"download": {"enabled": True}}}, "needs model.directory"),
         ({"model": {"directory": "x", "download": {"enabled": True}}}, "needs model.download.repository"),

@@ -251,6 +251,8 @@ def test_who_may_ask_dns_may_ask_that_of_openshift(helm: Helm, files: tuple[str,
         ("http://collector:4317", 4317),
         ("https://collector.example.org:443/", 443),
         ("http://collector", 4317),
+        ("http://[2001:db8::1]:4318", 4318),
+        ("http://[2001:db8::1]", 4317),
     ],
 )
 def test_gateways_alone_reach_the_collector_at_its_port(helm: Helm, endpoint: str, port: int) -> None:

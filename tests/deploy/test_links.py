@@ -1,6 +1,7 @@
 """What carries KV between pods: NVLink within a host and between hosts, RDMA, and a floor and an alert for the rest."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,15 @@ def rack(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
 
 def by_name(items: list[Manifest]) -> Mapping[str, Manifest]:
     return {item["name"]: item for item in items}
+
+
+@pytest.mark.parametrize(("component", "kind"), [("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")])
+def test_a_pair_has_one_autoscaler(tmp_path: Path, component: str, kind: str) -> None:
+    components = (KUSTOMIZE / "components" / name for name in ("pod-monitor", component, "nvlink-pair"))
+    scaled = {
+        item["spec"]["scaleTargetRef"]["name"] for item in render_with(tmp_path, NVIDIA, *components).of_kind(kind)
+    }
+    assert scaled == {"baton-gateway", "baton-decode"}
 
 
 def test_a_pair_shares_all_that_cuda_ipc_needs(pair: Rendered) -> None:

@@ -96,7 +96,7 @@ async def test_a_script_starts_its_cluster_and_ends_it(script: str) -> None:
 
 
 def test_every_example_is_run_and_listed() -> None:
-    elsewhere = {"kubernetes", "several-models"}  # tests/deploy and tests/clients
+    elsewhere = {"helm", "kubernetes", "several-models"}  # tests/deploy and tests/clients
     tested = {path.name for path in PROGRAMS} | SCRIPTS.keys() | {"latency.ipynb"} | elsewhere
     here = {path.name for path in FOLDER.iterdir()} - {"README.md", "__pycache__"}
     assert here == tested

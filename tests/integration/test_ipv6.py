@@ -6,11 +6,13 @@ import urllib.request
 import pytest
 
 from tests.integration.cluster import Flags, Machines
+from tests.ipv6 import has_ipv6_loopback
 
 ADDRESS = "[::1]:"
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6")
 def test_a_cluster_serves_over_ipv6_alone(start: Machines) -> None:
     flags: Flags = {"listen": "[::1]:0", "health_listen": "[::1]:0", "metrics_listen": "[::1]:0"}
     prefill, decode = start.nodes(("prefill", flags), ("decode", flags))

@@ -7,6 +7,7 @@ import pytest
 from baton.rpc.server import bindable_host
 from baton.rpc.sockets import bind
 from baton.settings.node_config import DecodeSettings
+from tests.ipv6 import has_ipv6_loopback
 
 
 @pytest.mark.parametrize(
@@ -33,9 +34,9 @@ def test_an_advertised_ipv6_address_gets_its_brackets(given: str | None, meant: 
     assert DecodeSettings(advertise=given).advertise == meant
 
 
-def test_an_http_server_on_all_addresses_takes_connections_over_both_families() -> None:
+def test_an_http_server_on_all_addresses_takes_connections_over_all_families_of_the_machine() -> None:
     bound = bind("[::]:0", field="metrics_listen")
     assert bound is not None
     with bound:
-        for host in ("127.0.0.1", "::1"):
+        for host in ("127.0.0.1", *(("::1",) if has_ipv6_loopback() else ())):
             socket.create_connection((host, bound.getsockname()[1]), timeout=60).close()

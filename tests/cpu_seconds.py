@@ -1,7 +1,7 @@
 """A pytest plugin that measures the CPU seconds of each test file: `pytest -p tests.cpu_seconds`, also with `-n`.
 
-It writes `cpu_seconds.json` beside this file, from which `tests.selection` takes the cheap files. CPU time of the test
-process, of its children that ended and of those that its fork server started, unlike wall time, hardly depends on what
+It writes `cpu_seconds.json` beside this file, from which `tests.selection` takes the cheap files. It counts the test
+process, its children that ended, and those that its fork server started. Unlike wall time, this hardly depends on what
 else the machine does.
 """
 

@@ -1,10 +1,18 @@
-"""Every kustomization, rendered once."""
+"""Every kustomization, rendered once, and a Helm that renders the chart."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.deploy.chart import Helm, running_helm
 from tests.deploy.manifests import BASE, CPU_DEMO, KUSTOMIZE, NVIDIA, OVERLAYS, Rendered, render, render_with
+
+
+@pytest.fixture(scope="session")
+def helm() -> Iterator[Helm]:
+    with running_helm() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

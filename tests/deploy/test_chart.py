@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.version import __version__
 from deploy.monitoring import prometheus_rule
-from tests.deploy.chart import CHART, Helm, Refused, Release, Values, merged, running_helm, values_of
+from tests.deploy.chart import CHART, Helm, Refused, Release, Values, merged, values_of
 from tests.deploy.manifests import (
     CPU_DEMO,
     KUSTOMIZE,
@@ -79,12 +79,6 @@ EVERYTHING_ELSE_VALUES: Values = METERED | {
     "computeDomain": {"enabled": True},
 }
 MORE_VALUES = {"everything_else": EVERYTHING_ELSE_VALUES, "pooled": POOLED_VALUES, "paired": PAIRED_VALUES}
-
-
-@pytest.fixture(scope="module")
-def helm() -> Iterator[Helm]:
-    with running_helm() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

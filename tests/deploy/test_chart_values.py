@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,13 @@ import pytest
 import yaml
 
 from deploy.monitoring import dashboard
-from tests.deploy.chart import CHART, Helm, Refused, Values, merged, running_helm, values_of
+from tests.deploy.chart import CHART, Helm, Refused, Values, merged, values_of
 from tests.deploy.manifests import NODE_ROLES, ROLES, ROOT, Manifest, Rendered, validate
 
 EXAMPLES = ROOT / "examples" / "helm"
 INSECURE: dict[str, Any] = {"insecure": True}
 QUEUE = {"kueue.x-k8s.io/queue-name": "gpus"}
 RACKS = [{"maxSkew": 1, "topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}]
-
-
-@pytest.fixture(scope="module")
-def helm() -> Iterator[Helm]:
-    with running_helm() as running:
-        yield running
 
 
 def workloads(rendered: Rendered) -> dict[str, tuple[Manifest, Manifest]]:

@@ -14,7 +14,7 @@ from baton.rpc.server import ListenAddress
 from baton.security.exposure import check_exposed
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
 from baton.settings.node_config import DecodeSettings
-from tests.deploy.chart import Helm, Refused, Values, merged, running_helm, values_of
+from tests.deploy.chart import Helm, Refused, Values, merged, values_of
 from tests.deploy.manifests import BASE, KUSTOMIZE, NODE_ROLES, NVIDIA, ROLES, Manifest, Rendered, render_with, validate
 from tests.deploy.test_chart import comparable, differences
 from tests.deploy.test_manifests import allowed_into
@@ -28,12 +28,6 @@ INNER, CLIENT, KEYS = "inner-tls", "client-tls", "api-keys"
 UCX = "20000-20999"
 
 Make = Callable[..., Rendered]
-
-
-@pytest.fixture(scope="module")
-def helm() -> Iterator[Helm]:
-    with running_helm() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

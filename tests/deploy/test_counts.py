@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.chart import Helm, Values, running_helm, values_of
+from tests.deploy.chart import Helm, Values, values_of
 from tests.deploy.kubernetes_api import KubernetesApi, serving
 from tests.deploy.manifests import NVIDIA, OVERLAYS, ROLES, ROOT, Rendered
 
@@ -33,12 +33,6 @@ def kubeconfig(server: KubernetesApi, tmp_path: Path) -> Iterator[Path]:
     file = tmp_path / "kubeconfig"
     with serving(server, file):
         yield file
-
-
-@pytest.fixture(scope="module")
-def helm() -> Iterator[Helm]:
-    with running_helm() as running:
-        yield running
 
 
 def run(command: str, kubeconfig: Path) -> None:

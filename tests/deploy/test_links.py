@@ -1,12 +1,12 @@
 """What carries KV between pods: NVLink within a host and between hosts, RDMA, and a floor and an alert for the rest."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from baton.settings.node_config import NodeSettings
-from tests.deploy.chart import Helm, Refused, Values, running_helm, values_of
+from tests.deploy.chart import Helm, Refused, Values, values_of
 from tests.deploy.manifests import (
     KUSTOMIZE,
     NODE_ROLES,
@@ -20,12 +20,6 @@ from tests.deploy.manifests import (
 )
 
 PORTS = {"decode": {7002, 7003, 9400}, "prefill": {7001, 7005, 9401}}
-
-
-@pytest.fixture(scope="module")
-def helm() -> Iterator[Helm]:
-    with running_helm() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

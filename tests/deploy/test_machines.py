@@ -4,13 +4,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from baton.settings.node_config import DecodeSettings
-from tests.deploy.chart import Helm, Refused, running_helm, values_of
+from tests.deploy.chart import Helm, Refused, values_of
 from tests.deploy.images import Stage, environment_of, instructions, lineage, read_stages
 from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, NVIDIA, ROLES, ROOT, Rendered, render_with
 
@@ -31,12 +30,6 @@ print(cache.get_file("kernel.cubin"))
 @pytest.fixture(scope="module")
 def stages(dockerfile: Path) -> dict[str, Stage]:
     return read_stages(dockerfile)
-
-
-@pytest.fixture(scope="module")
-def helm() -> Iterator[Helm]:
-    with running_helm() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

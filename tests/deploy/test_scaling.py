@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from baton.metrics.declared import METRICS
-from tests.deploy.chart import Helm, Refused, Values, running_helm, values_of
+from tests.deploy.chart import Helm, Refused, Values, values_of
 from tests.deploy.manifests import (
     FIELDS,
     KUSTOMIZE,
@@ -162,12 +161,6 @@ def test_kube_prometheus_stack_selects_monitor_and_rules(everything_monitored: R
 def everything_monitored(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     components = (KUSTOMIZE / "components" / name for name in ("pod-monitor", "monitoring"))
     return render_with(tmp_path_factory.mktemp("monitored"), NVIDIA, *components)
-
-
-@pytest.fixture(scope="module")
-def helm() -> Iterator[Helm]:
-    with running_helm() as running:
-        yield running
 
 
 @pytest.mark.parametrize("order", [("hpa", "keda"), ("keda", "hpa")])

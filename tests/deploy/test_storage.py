@@ -3,13 +3,12 @@
 import copy
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.deploy.chart import Helm, Refused, Values, merged, running_helm, values_of
+from tests.deploy.chart import Helm, Refused, Values, merged, values_of
 from tests.deploy.manifests import (
     KUSTOMIZE,
     NODE_ROLES,
@@ -50,12 +49,6 @@ AIR_GAPPED: Values = {
         "except": ".svc,.example.com",
     },
 }
-
-
-@pytest.fixture(scope="module")
-def helm() -> Iterator[Helm]:
-    with running_helm() as running:
-        yield running
 
 
 def of_source(helm: Helm, name: str, **more: Any) -> Rendered:

@@ -3,14 +3,13 @@
 import copy
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from baton.settings.gateway_config import GatewaySettings
-from tests.deploy.chart import Helm, Refused, Values, running_helm, values_of
+from tests.deploy.chart import Helm, Refused, Values, values_of
 from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, OVERLAYS, ROLES, Manifest, Rendered, render, render_with
 from tests.deploy.test_scaling import HF
 from tests.unit.baton.hub import hub
@@ -20,12 +19,6 @@ DOWNLOAD = KUSTOMIZE / "components" / "model-download"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LONGEST_REQUEST_S = GatewaySettings.model_fields["request_timeout_s"].default
 IN_PLACE = {"maxSurge": 0, "maxUnavailable": 1}
-
-
-@pytest.fixture(scope="module")
-def helm() -> Iterator[Helm]:
-    with running_helm() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

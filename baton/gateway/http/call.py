@@ -139,8 +139,10 @@ class HttpCall:
             resumable: the client gets what it needs to ask another gateway for the rest. The id then follows from the
                 request's, so that the rest has the same one.
         """
-        of_request = hashlib.blake2b(self.request_id.encode(), digest_size=16).hexdigest()
-        self.answer_id = prefix + (of_request if resumable else secrets.token_hex(16))
+        if resumable:
+            self.answer_id = prefix + hashlib.blake2b(self.request_id.encode(), digest_size=16).hexdigest()
+        else:
+            self.answer_id = prefix + secrets.token_hex(16)
         return self.answer_id
 
     def warn(self, text: str) -> None:

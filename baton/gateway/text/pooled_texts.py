@@ -218,7 +218,7 @@ def checked_truncation(given: int | None, max_tokens: int) -> int | None:
 
 
 def beginning(text: str, model: ServedModel, truncate_to: int | None) -> str:
-    """Returns the part of a text that can become so many tokens, so that a long rest is not tokenized in vain."""
+    """Returns the part of a text that can become so many tokens, so that no rest is tokenized only to be cut off."""
     return text if truncate_to is None else text[: truncate_to * model.tokenizer.longest_token_bytes]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.core.errors import BatonError
+from baton.core.kv_entries import EntryBlocks, EntryKey
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
@@ -168,6 +169,32 @@ class RankTransfer(Protocol):
         Raises:
             UnknownLease: it is not open.
         """
+        ...
+
+    # ---- entries: KV that this rank keeps outside of its cache (`kvtransfer.stores`)
+
+    async def save_entries(self, entries: EntryBlocks) -> int:
+        """Copies entries from the cache to the stores, unless they are there. Returns how many were copied.
+
+        Until it returns nothing may write to the blocks. On a GPU the step that computed the tokens must be over.
+        """
+        ...
+
+    async def find_entries(self, keys: tuple[EntryKey, ...]) -> int:
+        """How many of the first keys the stores have. A later load may find fewer."""
+        ...
+
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
+        """Copies entries from the stores to the cache. Returns how many of the first ones are in their blocks, whole
+        and checked; blocks after them hold anything. Nothing writes to the blocks any more when it returns or raises.
+
+        Args:
+            timeout_s: no further entry is begun after this time.
+        """
+        ...
+
+    async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
+        """Forgets entries, also those that are being saved."""
         ...
 
     def counters(self) -> TransferCounters:

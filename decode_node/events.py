@@ -62,6 +62,13 @@ class PeerLost:
 
 
 @dataclass(frozen=True)
+class Prefetched:
+    """Answers `Prefetch`."""
+
+    engine_id: str
+
+
+@dataclass(frozen=True)
 class Reserved:
     """Answers `Reserve` and `ExtendReserved`: the engine holds these blocks."""
 
@@ -166,6 +173,7 @@ Event = (
     | HandOverReceived
     | QuietReceived
     | PeerLost
+    | Prefetched
     | Reserved
     | EngineRefused
     | Admitted

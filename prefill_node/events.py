@@ -54,6 +54,13 @@ class CallCancelled:
 
 
 @dataclass(frozen=True)
+class Prefetched:
+    """Answers `Prefetch`."""
+
+    call: int
+
+
+@dataclass(frozen=True)
 class EngineRefused:
     """Answers `Submit`: the engine raised this error."""
 
@@ -135,6 +142,7 @@ class Closing:
 Event = (
     Called
     | CallCancelled
+    | Prefetched
     | EngineRefused
     | StepDone
     | Sent

@@ -83,7 +83,9 @@ async def test_this_gateway_says_why_it_cannot_use_older_nodes(mixed: Mixed) -> 
     nodes = [mixed.old.prefill], [mixed.old.decode]
     gateway = mixed.start.gateway(*nodes, wait=False, model=LLAMA, local_policy="strict", failover_wait_s=0)
     async with OperatorClient(gateway.address) as client, asyncio.timeout(DEADLINE_S):
-        while sum("docs/upgrades.md" in detail for detail in await details(client)) < len(mixed.old):
+        while True:
+            if sum("docs/upgrades.md" in detail for detail in await details(client)) == len(mixed.old):
+                break
             await asyncio.sleep(0.05)
 
 

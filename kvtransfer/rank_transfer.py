@@ -174,7 +174,8 @@ class RankTransfer(Protocol):
     # ---- entries: KV that this rank keeps outside of its cache (`kvtransfer.stores`)
 
     async def save_entries(self, entries: EntryBlocks) -> int:
-        """Copies entries from the cache to the stores, unless they are there. Returns how many were copied.
+        """Copies entries from the cache to the stores, unless they are there. Returns how many of the first ones the
+        stores have then.
 
         Until it returns nothing may write to the blocks. On a GPU the step that computed the tokens must be over.
         """

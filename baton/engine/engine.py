@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -193,6 +193,11 @@ class Engine:
         """
         if self._prefixes is not None and self._over is None:
             await self._prefixes.prefetch(request)
+
+    def entries_evicted(self, digests: Sequence[bytes]) -> None:
+        """The stores no longer have the entries with these digests."""
+        if self._prefixes is not None:
+            self._prefixes.evicted(digests)
 
     @property
     def has_tier(self) -> bool:

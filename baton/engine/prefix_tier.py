@@ -12,7 +12,8 @@ class PrefixTier(Protocol):
     """
 
     async def save_entries(self, entries: EntryBlocks) -> int:
-        """Copies entries to the stores. Until it returns nothing may write to their blocks."""
+        """Copies entries to the stores. Returns how many of the first ones they have then. Until it returns nothing may
+        write to their blocks."""
         ...
 
     async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:

@@ -5,7 +5,7 @@ All methods belong to the event loop's thread.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 from baton.core.errors import BatonError
 from baton.core.kv_entries import EntryBlocks, EntryKey
@@ -67,6 +67,10 @@ class TieredPrefixes:
             if plan is not None:
                 await asyncio.shield(self._start(self._load(plan)))
 
+    def evicted(self, digests: Sequence[bytes]) -> None:
+        """The stores no longer have the entries with these digests."""
+        self._offload.kept.lost(digests)
+
     async def close(self) -> None:
         """Waits for all copies; each ends within its own bound."""
         while self._tasks:
@@ -94,12 +98,13 @@ class TieredPrefixes:
             self._wake()
 
     async def _save(self, entries: EntryBlocks) -> None:
+        num_kept = 0
         try:
-            await self._tier.save_entries(entries)
+            num_kept = await self._tier.save_entries(entries)
         except BatonError as error:  # the node ends
             _log.warning("entries could not be saved: %s", error)
         finally:
-            self._offload.saved(entries)
+            self._offload.saved(entries, num_kept)
             self._wake()
 
     async def _drop(self, keys: tuple[EntryKey, ...]) -> None:

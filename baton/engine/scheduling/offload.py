@@ -11,6 +11,7 @@ from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey
 from baton.core.pools import blocks_for
 from baton.engine.request import EngineRequest, IntArray
 from baton.engine.scheduling.block_manager import BlockManager
+from baton.engine.scheduling.kept_blocks import KeptBlocks
 from baton.engine.scheduling.state import RequestState
 
 # The share of a pool's blocks that saves may hold. Entries that would need more are not saved.
@@ -60,6 +61,7 @@ class Offload:
         has_owners: whether each pool belongs to one rank.
 
     Attributes:
+        kept: the blocks of saved entries.
         num_held: references to blocks that copies hold.
         skipped: entries that were not saved, because saves held too many blocks.
         loaded_tokens: tokens whose KV has been loaded so far.
@@ -71,6 +73,7 @@ class Offload:
         self._identity = identity
         self._block_size = block_size
         self._has_owners = has_owners
+        self.kept = KeptBlocks(block_size)
         self._saving = [0] * len(pools)
         self._finished: list[EntryBlocks] = []
         self._forgotten: list[EntryKey] = []
@@ -103,10 +106,13 @@ class Offload:
         self._pools[state.pool].take(held, 0)
         self._count(state.pool, len(held))
         self._finished.append(entries)
+        self.kept.kept(entries.keys, state.keys, state.tokens)
 
     def forget(self, state: RequestState) -> None:
         """Takes a request's entries back, because its KV is not to be trusted."""
-        self._forgotten += entries_of(self._chain_of(state), state.tokens, 0, state.num_offered)
+        forgotten = entries_of(self._chain_of(state), state.tokens, 0, state.num_offered)
+        self._forgotten += forgotten
+        self.kept.lost(key.block.digest for key in forgotten)
 
     def take_finished(self) -> list[EntryBlocks]:
         """The entries offered since the last call; their blocks stay held until `saved`."""
@@ -118,8 +124,9 @@ class Offload:
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten
 
-    def saved(self, entries: EntryBlocks) -> None:
-        """Releases the blocks of offered entries."""
+    def saved(self, entries: EntryBlocks, num_kept: int) -> None:
+        """Releases the blocks of offered entries. The stores have the first `num_kept` of them."""
+        self.kept.lost(key.block.digest for key in entries.keys[num_kept:])
         pool, held = entries.owner or 0, self._blocks_of(entries)
         self._pools[pool].give_back(held)
         self._count(pool, -len(held))
@@ -172,6 +179,9 @@ class Offload:
         stop_block = (plan.entries.keys[0].token_start + num_entries * ENTRY_TOKENS) // size
         for index in range(first_block, stop_block):
             pool.register(plan.blocks[index - first_block], plan.wanted.keys.key(index, plan.wanted.tokens))
+        arrived, missing = plan.entries.keys[:num_entries], plan.entries.keys[num_entries : num_entries + 1]
+        self.kept.kept(arrived, plan.wanted.keys, plan.wanted.tokens)
+        self.kept.lost(key.block.digest for key in missing)
         held = (*plan.cached, *plan.blocks)
         pool.give_back(held)
         self.num_held -= len(held)

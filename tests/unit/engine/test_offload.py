@@ -4,11 +4,11 @@ from array import array
 
 from baton.core.block_keys import KeyChain
 from baton.core.errors import InternalError
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
 from baton.engine.request import EngineRequest
-from baton.engine.scheduling.offload import LoadPlan, Offload
+from baton.engine.scheduling.offload import LoadPlan, Offload, entries_of
 from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import BLOCK_SIZE, launch, make, request, step
 
@@ -38,7 +38,7 @@ def save_all(scheduler: Scheduler) -> list[EntryBlocks]:
     """Takes what was offered as saved."""
     finished = offload(scheduler).take_finished()
     for entries in finished:
-        offload(scheduler).saved(entries)
+        offload(scheduler).saved(entries, len(entries.keys))
     return finished
 
 
@@ -99,7 +99,7 @@ def test_offered_blocks_stay_held_until_they_are_saved() -> None:
     (entries,) = offload(scheduler).take_finished()
     assert free_blocks(scheduler) == 256 - 2 * BLOCKS_PER_ENTRY
     assert scheduler.leaked_blocks(lambda _: True) == 0
-    offload(scheduler).saved(entries)
+    offload(scheduler).saved(entries, 2)
     assert free_blocks(scheduler) == 256
     assert scheduler.leaked_blocks(lambda _: True) == 0
 
@@ -246,3 +246,58 @@ def test_entries_of_logits_that_are_not_finite_are_dropped() -> None:
     scheduler.complete([InternalError("its logits are not finite")], 0.0)
     assert [key.index for key in offload(scheduler).take_forgotten()] == [0, 1]
     assert offload(scheduler).take_forgotten() == ()
+
+
+# ---- what followers of the cache see
+
+
+def seen(scheduler: Scheduler) -> set[bytes]:
+    return {key.digest for key in scheduler.prefix_cache.cached_keys()}
+
+
+def test_a_block_that_the_cache_lost_is_seen_while_a_store_has_it() -> None:
+    scheduler = tiered(num_blocks=3 * BLOCKS_PER_ENTRY + 20)
+    decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS + 2])
+    save_all(scheduler)
+    before = seen(scheduler)
+    assert len(before) == BLOCKS_PER_ENTRY
+    decode_all(scheduler, "other", tuple(range(500, 500 + 3 * ENTRY_TOKENS + 78)))
+    assert before <= seen(scheduler)
+    offload(scheduler).kept.lost([key.block.digest for key in entries_at(PROMPT[:ENTRY_TOKENS])])
+    assert not before & seen(scheduler)
+
+
+def test_followers_get_the_changes_of_stores_and_cache_together() -> None:
+    scheduler = tiered(num_blocks=3 * BLOCKS_PER_ENTRY + 20)
+    cache = scheduler.prefix_cache
+    cache.follow()
+    decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS + 2])
+    save_all(scheduler)
+    changes = cache.take_changes()
+    assert changes is not None
+    assert set(changes) == seen(scheduler)
+    decode_all(scheduler, "other", tuple(range(500, 500 + 3 * ENTRY_TOKENS + 78)))
+    changes = cache.take_changes()
+    assert changes is not None
+    assert None not in changes.values()
+    (key,) = entries_at(PROMPT[:ENTRY_TOKENS])
+    offload(scheduler).kept.lost([key.block.digest])
+    changes = cache.take_changes()
+    assert changes is not None
+    assert len(changes) == BLOCKS_PER_ENTRY
+    assert set(changes.values()) == {None}
+
+
+def test_what_could_not_be_saved_is_seen_only_while_the_cache_has_it() -> None:
+    scheduler = tiered(num_blocks=3 * BLOCKS_PER_ENTRY + 20)
+    decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS + 2])
+    (entries,) = offload(scheduler).take_finished()
+    offload(scheduler).saved(entries, 0)
+    assert len(seen(scheduler)) == BLOCKS_PER_ENTRY
+    decode_all(scheduler, "other", tuple(range(500, 500 + 3 * ENTRY_TOKENS + 78)))
+    assert not {key.digest for key in scheduler.prefix_cache.cached_keys() if key.tokens[:4] == b"d\0\0\0"}
+
+
+def entries_at(prompt: tuple[int, ...]) -> tuple[EntryKey, ...]:
+    chain = KeyChain(identity="m", cache_salt="", block_size=ENTRY_TOKENS)
+    return entries_of(chain, array("i", prompt), 0, len(prompt) // ENTRY_TOKENS)

@@ -215,8 +215,7 @@ class DecodeDriver:
             log_failure(from_detail(failed.error), task.request_id, task.engine_id)
 
     async def _prefetch(self, request: EngineRequest) -> None:
-        await self._engine.prefetch(request)
-        self.deliver(Prefetched(request.request_id))
+        self.deliver(Prefetched(request.request_id, await self._engine.prefetch(request)))
 
     async def _abort(self, engine_id: str) -> None:
         await self._engine.abort(engine_id)

@@ -63,9 +63,10 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class Prefetched:
-    """Answers `Prefetch`."""
+    """Answers `Prefetch`. The cache has that many more tokens now."""
 
     engine_id: str
+    loaded_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,8 @@ class DecodeMachine:
                 return self._for_lease(totals.number, lambda task: task.lease_closed(totals, now_s))
             case LeaseFailed(lease=lease, error=error):
                 return self._for_lease(lease, lambda task: task.lease_failed(error))
-            case Prefetched(engine_id=engine_id):
-                return self._prefetched(engine_id, now_s)
+            case Prefetched():
+                return self._prefetched(event, now_s)
             case Reserved(engine_id=engine_id, reservation=reservation):
                 return self._for_request(engine_id, lambda task: task.reserved(reservation, now_s))
             case EngineRefused(engine_id=engine_id, error=error):
@@ -207,11 +207,12 @@ class DecodeMachine:
             return self._update_tables(task, [Prefetch(request)])
         return self._entered(task)
 
-    def _prefetched(self, engine_id: str, now_s: float) -> list[Command]:
+    def _prefetched(self, event: Prefetched, now_s: float) -> list[Command]:
         """Queues a request for blocks, now that the cache has what stores had of it."""
-        request, task = self._prefetching.pop(engine_id, None), self._by_engine_id.get(engine_id)
+        request, task = self._prefetching.pop(event.engine_id, None), self._by_engine_id.get(event.engine_id)
         if request is None or task is None or task.phase is not DecodePhase.WAITING:
             return []
+        task.loaded_tokens = event.loaded_tokens
         try:
             self._queue.enter(request, max_queue_s=task.times.max_queue_s, now_s=now_s)
         except BatonError as error:

@@ -200,8 +200,7 @@ class PrefillDriver:
         return None
 
     async def _prefetch(self, call: int, request: EngineRequest) -> None:
-        await self._engine.prefetch(request)
-        self.deliver(Prefetched(call))
+        self.deliver(Prefetched(call, await self._engine.prefetch(request)))
 
     async def _abort(self, call: int) -> None:
         await self._engine.abort(str(call))

@@ -55,9 +55,10 @@ class CallCancelled:
 
 @dataclass(frozen=True)
 class Prefetched:
-    """Answers `Prefetch`."""
+    """Answers `Prefetch`. The cache has that many more tokens now."""
 
     call: int
+    loaded_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class PrefillTask:
         self.ticket = request.ticket
         self.phase = PrefillPhase.RUNNING
         self._prefetches = prefetches
+        self._loaded_tokens = 0
         self._split = request.ticket.first_part  # the decode node computes the rest and draws all tokens
         sampling = resolved_sampling_from_proto(request.sampling)
         self._request = EngineRequest(
@@ -121,12 +122,16 @@ class PrefillTask:
 
     def _run(self, event: TaskEvent, now_s: float) -> list[Command]:
         match event:
-            case Prefetched():
+            case Prefetched(loaded_tokens=loaded_tokens):
+                self._loaded_tokens = loaded_tokens
                 return [Submit(self._request)]
             case RequestStarted(cached_tokens=cached_tokens, queue_s=queue_s):
                 # The engine reports the start when that step is over, so the time of this event is too late.
                 self._started_s += queue_s
-                scheduled = pb.PrefillScheduled(queue_s=queue_s, cached_tokens=cached_tokens)
+                loaded_tokens = min(self._loaded_tokens, cached_tokens)
+                scheduled = pb.PrefillScheduled(
+                    queue_s=queue_s, cached_tokens=cached_tokens, loaded_tokens=loaded_tokens
+                )
                 return [self._respond(pb.PrefillEvent(scheduled=scheduled), self._started_s)]
             case LayersComputed(token_stop=token_stop, block_ids=block_ids):
                 self._owner = event.owner

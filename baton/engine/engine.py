@@ -187,12 +187,16 @@ class Engine:
         """
         await asyncio.to_thread(self._grammars.check, grammar)
 
-    async def prefetch(self, request: EngineRequest) -> None:
+    async def prefetch(self, request: EngineRequest) -> int:
         """Reads the start of a request's sequence that the stores have into the prefix cache, where the request finds
         it. Call it before `submit` or `reserve`. Returns at once if there are no stores, and otherwise within a bound.
+
+        Returns:
+            The number of tokens that were read.
         """
-        if self._prefixes is not None and self._over is None:
-            await self._prefixes.prefetch(request)
+        if self._prefixes is None or self._over is not None:
+            return 0
+        return await self._prefixes.prefetch(request)
 
     def entries_evicted(self, digests: Sequence[bytes]) -> None:
         """The stores no longer have the entries with these digests."""

@@ -6,6 +6,7 @@ All methods belong to the event loop's thread.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from baton.core.errors import BatonError
 from baton.core.kv_entries import EntryBlocks, EntryKey
@@ -13,6 +14,8 @@ from baton.engine.prefix_tier import PrefixTier
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.offload import LoadPlan, WantedPrefix
 from baton.engine.scheduling.scheduler import Scheduler
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 # Loads at a time. One load keeps a link to host memory busy; the others search meanwhile.
@@ -38,7 +41,7 @@ class TieredPrefixes:
         self._wake = wake
         self._places = asyncio.Semaphore(_LOADS)
         # Not a TaskGroup: blocks stay held until each copy is over, whatever becomes of its request.
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def save_finished(self) -> None:
         """Begins to save the entries that the last steps have finished."""
@@ -47,25 +50,25 @@ class TieredPrefixes:
         if forgotten := self._offload.take_forgotten():
             self._start(self._drop(forgotten))
 
-    async def prefetch(self, request: EngineRequest) -> None:
-        """Loads the entries of a request that the cache lacks. Cancelling the call does not stop the load."""
+    async def prefetch(self, request: EngineRequest) -> int:
+        """Loads the entries of a request that the cache lacks. Returns the number of tokens that were loaded. A load
+        goes on when the call is cancelled."""
         wanted = self._scheduler.wanted(request)
         if wanted is None:
-            return
+            return 0
         async with self._places:
             try:
                 found = await asyncio.wait_for(self._find(wanted), _FIND_S)
             except TimeoutError:
-                return
+                return 0
             except BatonError as error:  # the node ends
                 _log.warning("the stores could not be searched: %s", error)
-                return
+                return 0
             if found is None:
-                return
+                return 0
             pool, stop = found
             plan = self._scheduler.begin_load(wanted, pool, stop=stop)
-            if plan is not None:
-                await asyncio.shield(self._start(self._load(plan)))
+            return 0 if plan is None else await asyncio.shield(self._start(self._load(plan)))
 
     def evicted(self, digests: Sequence[bytes]) -> None:
         """The stores no longer have the entries with these digests."""
@@ -87,15 +90,16 @@ class TieredPrefixes:
                 best, most = (pool, stop), stop
         return best
 
-    async def _load(self, plan: LoadPlan) -> None:
-        loaded = 0
+    async def _load(self, plan: LoadPlan) -> int:
+        loaded = added = 0
         try:
             loaded = await self._tier.load_entries(plan.entries, timeout_s=_LOAD_S)
         except BatonError as error:  # the node ends
             _log.warning("entries could not be loaded: %s", error)
         finally:
-            self._offload.end_load(plan, loaded)
+            added = self._offload.end_load(plan, loaded)
             self._wake()
+        return added
 
     async def _save(self, entries: EntryBlocks) -> None:
         num_kept = 0
@@ -113,7 +117,7 @@ class TieredPrefixes:
         except BatonError as error:  # the node ends
             _log.warning("entries could not be dropped: %s", error)
 
-    def _start(self, copy: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _start(self, copy: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(copy)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

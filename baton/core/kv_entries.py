@@ -18,16 +18,16 @@ class EntryKey(NamedTuple):
     Attributes:
         block: the key of its tokens, in a chain of blocks of ENTRY_TOKENS tokens.
         root: the parent of the chain's first block; it differs between models, adapters and cache salts.
-        index: how many entries of the sequence come before it.
+        number: how many entries of the sequence come before it.
     """
 
     block: BlockKey
     root: bytes
-    index: int
+    number: int
 
     @property
     def token_start(self) -> int:
-        return self.index * ENTRY_TOKENS
+        return self.number * ENTRY_TOKENS
 
     @property
     def token_stop(self) -> int:

@@ -56,7 +56,7 @@ def test_each_entry_is_offered_once_when_its_last_token_is_computed() -> None:
     scheduler = tiered()
     decode_all(scheduler, "a")
     (entries,) = offload(scheduler).take_finished()
-    assert [key.index for key in entries.keys] == [0, 1]
+    assert [key.number for key in entries.keys] == [0, 1]
     assert entries.token_stop == 2 * ENTRY_TOKENS
     assert len(entries.block_ids) == 2 * BLOCKS_PER_ENTRY
     assert offload(scheduler).take_finished() == []
@@ -75,7 +75,7 @@ def test_decoded_tokens_are_offered_too() -> None:
     scheduler = tiered()
     decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS - 3], tokens=5)
     (entries,) = offload(scheduler).take_finished()
-    assert [key.index for key in entries.keys] == [0]
+    assert [key.number for key in entries.keys] == [0]
 
 
 def test_batch_invariant_mode_offers_no_decoded_tokens() -> None:
@@ -90,7 +90,7 @@ def test_what_came_from_the_cache_is_not_offered_again() -> None:
     save_all(scheduler)
     decode_all(scheduler, "b", PROMPT + tuple(range(ENTRY_TOKENS)))
     (entries,) = save_all(scheduler)
-    assert [key.index for key in entries.keys] == [2]
+    assert [key.number for key in entries.keys] == [2]
 
 
 def test_offered_blocks_stay_held_until_they_are_saved() -> None:
@@ -125,7 +125,7 @@ def test_received_tokens_are_offered() -> None:
     scheduler.reserve(request("a", PROMPT), 0.0)
     scheduler.admit("a", TokenOutput(5, 0))
     (entries,) = offload(scheduler).take_finished()
-    assert [key.index for key in entries.keys] == [0, 1]
+    assert [key.number for key in entries.keys] == [0, 1]
 
 
 def test_nothing_is_wanted_where_the_cache_has_it() -> None:
@@ -150,7 +150,7 @@ def test_a_request_finds_what_was_loaded_in_the_cache() -> None:
     scheduler = tiered()
     plan = plan_for(scheduler, request("a", PROMPT), found=2)
     assert plan is not None
-    assert [key.index for key in plan.entries.keys] == [0, 1]
+    assert [key.number for key in plan.entries.keys] == [0, 1]
     assert free_blocks(scheduler) == 256 - 2 * BLOCKS_PER_ENTRY
     assert offload(scheduler).end_load(plan, 2) == 2 * ENTRY_TOKENS
     assert free_blocks(scheduler) == 256
@@ -196,7 +196,7 @@ def test_a_load_continues_what_is_cached_and_holds_it() -> None:
     save_all(scheduler)
     plan = plan_for(scheduler, request("b", PROMPT), found=1)
     assert plan is not None
-    assert [key.index for key in plan.entries.keys] == [1]
+    assert [key.number for key in plan.entries.keys] == [1]
     assert len(plan.cached) == BLOCKS_PER_ENTRY
     assert free_blocks(scheduler) == 256 - 2 * BLOCKS_PER_ENTRY
     assert offload(scheduler).end_load(plan, 1) == ENTRY_TOKENS
@@ -238,13 +238,13 @@ def test_entries_of_logits_that_are_not_finite_are_dropped() -> None:
     scheduler.submit(request("a", PROMPT), 0.0)
     launch(scheduler)
     scheduler.complete([InternalError("its logits are not finite")], 0.0)
-    assert [key.index for key in offload(scheduler).take_forgotten()] == []
+    assert [key.number for key in offload(scheduler).take_forgotten()] == []
     scheduler.submit(request("b", PROMPT), 0.0)
     step(scheduler)
     save_all(scheduler)
     launch(scheduler)
     scheduler.complete([InternalError("its logits are not finite")], 0.0)
-    assert [key.index for key in offload(scheduler).take_forgotten()] == [0, 1]
+    assert [key.number for key in offload(scheduler).take_forgotten()] == [0, 1]
     assert offload(scheduler).take_forgotten() == ()
 
 

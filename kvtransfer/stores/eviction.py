@@ -12,6 +12,7 @@ from itertools import count
 
 # Outdated rows that the heap may have besides as many as it has entries.
 _OUTDATED_MIN = 64
+_REFUSED_MAX = 4096
 
 
 @dataclass(slots=True)
@@ -115,3 +116,22 @@ class GreedyDual:
     def _is_current(self, row: tuple[float, int, bytes]) -> bool:
         ranked = self._ranked.get(row[2])
         return ranked is not None and ranked.queued and ranked.used == row[1]
+
+
+class RefusedKeys:
+    """The latest keys that a full store refused. Entries that follow them are refused too: they are useless without
+    them, and would take the places of those before them."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, None] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def add(self, key: bytes) -> None:
+        self._keys[key] = None
+        if len(self._keys) > _REFUSED_MAX:
+            del self._keys[next(iter(self._keys))]
+
+    def discard(self, key: bytes) -> None:
+        self._keys.pop(key, None)

@@ -1,6 +1,6 @@
 """The files of a store that are there or being written, and which of them leaves next. Pure."""
 
-from kvtransfer.stores.eviction import GreedyDual
+from kvtransfer.stores.eviction import GreedyDual, RefusedKeys
 from kvtransfer.stores.file_format import EntryFileName
 
 # Tokens attend to all before them: at about 30,000 tokens this takes an 8B model as long as everything else.
@@ -21,6 +21,7 @@ class FileIndex:
         self._kept: dict[bytes, EntryFileName] = {}
         self._writes: dict[bytes, FileWrite] = {}
         self._order = GreedyDual()
+        self._refused = RefusedKeys()
 
     def __len__(self) -> int:
         """How many files are there or being written."""
@@ -50,7 +51,13 @@ class FileIndex:
         self._enter(name)
         # So the entries before it stay too.
         self._order.pin(name.digest)
+        self._refused.discard(name.digest)
         return write
+
+    def refuse(self, write: FileWrite) -> None:
+        """Ends a write for which there is no room."""
+        self.end(write, is_kept=False)
+        self._refused.add(write.name.digest)
 
     def is_wanted(self, write: FileWrite) -> bool:
         """Whether its entry was not dropped since it began."""
@@ -85,6 +92,10 @@ class FileIndex:
         for name in names:
             if name.root == root:
                 self.drop(name)
+
+    def may_displace(self, write: FileWrite) -> bool:
+        """Whether others may leave for this write: not if the entry before it was refused."""
+        return write.name.parent not in self._refused
 
     def evict(self) -> EntryFileName | None:
         """Forgets the file that is to leave next, and returns it; None if none may leave."""

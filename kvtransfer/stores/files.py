@@ -153,14 +153,14 @@ class FileStore:
 
     def _read(self, key: EntryKey, into: memoryview) -> bool:
         name = EntryFileName.of(key)
-        page = mmap.mmap(-1, HEADER_BYTES)
         try:
-            is_whole = read_whole(self._path(name), (memoryview(page), into))
+            page = _page()
+            is_whole = read_whole(self._path(name), (page, into))
         except FileNotFoundError:
             return self._missed(name)
         except OSError:
             return self._missed(name, "failed")
-        if not is_whole or page[:] != self._header(key):
+        if not is_whole or page != self._header(key):
             self._unlink(self._path(name))
             return self._missed(name, "damaged")
         with self._lock:
@@ -185,9 +185,9 @@ class FileStore:
             return False
         temporary = self._folder / f"{TEMPORARY}{secrets.token_hex(8)}"
         try:
-            with mmap.mmap(-1, HEADER_BYTES) as page:
-                page[:] = self._header(key)
-                write_whole(temporary, (memoryview(page), entry))
+            page = _page()
+            page[:] = self._header(key)
+            write_whole(temporary, (page, entry))
             return self._end(write, temporary)
         except OSError as error:
             self._end_failed(write, temporary, error)
@@ -199,9 +199,9 @@ class FileStore:
             write = self._index.begin(name)
             leaving: list[Path] = []
             while write is not None and self._is_too_large() and len(leaving) < _REMOVED_A_WRITE:
-                path = self._next_to_leave()
+                path = self._next_to_leave() if self._index.may_displace(write) else None
                 if path is None:
-                    self._index.end(write, is_kept=False)
+                    self._index.refuse(write)
                     write = None
                 else:
                     leaving.append(path)
@@ -328,3 +328,8 @@ class FileStore:
     def _count(self, *names: str) -> None:
         with self._lock:
             self._totals.update(names)
+
+
+def _page() -> memoryview:
+    """Memory for a header, at the begin of a page."""
+    return memoryview(mmap.mmap(-1, HEADER_BYTES))

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtransfer.stores.eviction import GreedyDual
+from kvtransfer.stores.eviction import GreedyDual, RefusedKeys
 
 ROOT = b"root"
 
@@ -98,6 +99,15 @@ def test_memory_does_not_grow_with_uses() -> None:
     assert len(order._heap) < 100
 
 
+def test_only_the_latest_refusals_are_remembered() -> None:
+    refused = RefusedKeys()
+    for number in range(5000):
+        refused.add(b"%d" % number)
+    refused.discard(b"4998")
+    refused.discard(b"never refused")
+    assert [b"%d" % number in refused for number in (0, 4997, 4998, 4999)] == [False, True, False, True]
+
+
 @dataclass
 class Row:
     cost: float
@@ -170,3 +180,4 @@ class OrderMachine(RuleBasedStateMachine):
 
 
 TestOrder = OrderMachine.TestCase
+TestOrder.settings = settings(max_examples=60)

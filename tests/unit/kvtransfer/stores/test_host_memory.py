@@ -1,6 +1,7 @@
 """Places of entries in host memory."""
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -103,8 +104,28 @@ def test_a_sequence_longer_than_the_memory_keeps_its_beginning() -> None:
     memory = host_memory(3)
     keys = entry_keys(5)
     fill(memory, *keys[:3])
-    assert memory.take(keys[3], 1.0) is None
+    assert [memory.take(key, 1.0) for key in keys[3:]] == [None, None]
     assert memory.find(keys) == 3
+
+
+def test_an_entry_is_kept_though_the_one_before_it_is_elsewhere() -> None:
+    """It may be in a store below."""
+    memory = host_memory(1)
+    keys = entry_keys(3)
+    fill(memory, keys[0], keys[2])
+    assert [memory.find([key]) for key in keys] == [0, 0, 1]
+
+
+def test_a_sequence_is_kept_again_when_there_is_room_for_it() -> None:
+    memory = host_memory(2)
+    (other,), keys = entry_keys(1, first_token=9), entry_keys(2)
+    fill(memory, other)
+    reading = pinned(memory, other)
+    fill(memory, keys[0])
+    assert memory.take(keys[1], 1.0) is None
+    memory.unpin(reading)
+    fill(memory, keys[1])
+    assert memory.find(keys) == 2
 
 
 def test_nothing_that_is_in_use_is_evicted() -> None:
@@ -257,3 +278,4 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 TestMemory = MemoryMachine.TestCase
+TestMemory.settings = settings(max_examples=40)

@@ -30,12 +30,15 @@ class StoreLane:
 
     Attributes:
         memory: shared with the process.
+        busy: a caller has it, and closes it if the process has ended. Another thread must not: a new file could get the
+            descriptor's number while the caller reads.
     """
 
     def __init__(self, end: socket.socket, memory: memoryview, timeout_s: float) -> None:
         self._end = end
         self._timeout_s = timeout_s
         self.memory = memory
+        self.busy = False
 
     def call(self, name: str, keys: Sequence[str], timeout_s: float | None = None) -> list[int]:
         """Mooncake's code for each key.
@@ -106,6 +109,8 @@ class MooncakeProcess:
         with self._changed:
             self._changed.wait_for(lambda: self._idle or not self._lanes, self._timeout_s)
             lane = self._idle.pop() if self._idle else None
+            if lane is not None:
+                lane.busy = True
         try:
             yield lane
         except OSError as error:
@@ -113,11 +118,8 @@ class MooncakeProcess:
                 self._end(lane, error)
             raise
         finally:
-            with self._changed:
-                if lane in self._lanes:
-                    assert lane is not None
-                    self._idle.append(lane)
-                    self._changed.notify()
+            if lane is not None:
+                self._give_back(lane)
 
     def close(self) -> None:
         """Waits for the calls of others, each within its bound, and ends the process."""
@@ -131,6 +133,15 @@ class MooncakeProcess:
                 self._popen.kill()
         self._supervisor.join()
         os.close(self._memory_fd)  # its memory is freed with the last lane
+
+    def _give_back(self, lane: StoreLane) -> None:
+        with self._changed:
+            lane.busy = False
+            if lane in self._lanes:
+                self._idle.append(lane)
+                self._changed.notify()
+            else:
+                lane.close()
 
     def _end(self, lane: StoreLane, error: OSError) -> None:
         with self._changed:
@@ -158,24 +169,33 @@ class MooncakeProcess:
 
     def _run(self) -> None:
         """Runs one process to its end."""
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + self._num_lanes)]
-        (control, _), *lanes = pairs
+        size = self._lane_bytes
+        (control, their_control), *pairs = (
+            socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + self._num_lanes)
+        )
+        theirs = [their_control, *(end for _, end in pairs)]
+        lanes = [
+            StoreLane(end, self._memory[number * size : (number + 1) * size], self._timeout_s)
+            for number, (end, _) in enumerate(pairs)
+        ]
         try:
-            popen = self._start([theirs.fileno() for _, theirs in pairs])
-            for _, theirs in pairs:
-                theirs.close()
+            popen = self._start([end.fileno() for end in theirs])
+            for end in theirs:
+                end.close()
             try:
-                self._follow(control, [ours for ours, _ in lanes])
+                self._follow(control, lanes)
             finally:
                 popen.kill()
                 popen.wait()
         finally:
+            for end in (control, *theirs):
+                end.close()
             with self._changed:
                 self._popen = None
                 self._lose_lanes()
-            for ours, theirs in pairs:
-                ours.close()
-                theirs.close()
+                for lane in lanes:
+                    if not lane.busy:
+                        lane.close()
 
     def _start(self, fds: list[int]) -> "subprocess.Popen[bytes]":
         control_fd, *lane_fds = fds
@@ -193,8 +213,8 @@ class MooncakeProcess:
             )
             return self._popen
 
-    def _follow(self, control: socket.socket, ends: list[socket.socket]) -> None:
-        """Offers the lanes while the process is ready; returns when it has ended or does not become ready."""
+    def _follow(self, control: socket.socket, lanes: list[StoreLane]) -> None:
+        """Offers the lanes while the process is ready; returns when it has ended or can never be ready."""
         reached = control.recv(MESSAGE_BYTES_MAX)  # comes as soon as the master accepts connections
         if reached.startswith(UNUSABLE):
             with self._changed:
@@ -207,13 +227,8 @@ class MooncakeProcess:
         if control.recv(MESSAGE_BYTES_MAX) != READY:
             raise ConnectionRefusedError("the client does not start")
         control.settimeout(None)
-        size = self._lane_bytes
         with self._changed:
-            self._lanes = [
-                StoreLane(end, self._memory[number * size : (number + 1) * size], self._timeout_s)
-                for number, end in enumerate(ends)
-            ]
-            self._idle = list(self._lanes)
+            self._lanes, self._idle = lanes, list(lanes)
             self._changed.notify_all()
         log.info("Mooncake Store at %s:%d is connected", self._host, self._port)
         control.recv(MESSAGE_BYTES_MAX)  # returns at its end

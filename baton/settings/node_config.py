@@ -187,6 +187,11 @@ class NodeSettings(CommonSettings):
         le=_FILE_CACHE_GIB_MAX,
         description="most disk space that this node's files in file_cache_dir may take, for each rank",
     )
+    kv_store: str | None = Field(
+        None,
+        description="address of a store that keeps KV for all nodes of a cluster, such as mooncake://HOST:50051, the "
+        "master of a Mooncake Store; whoever can write there can change what requests read. Needs host_cache_gib",
+    )
     adapter: str = Field(
         "",
         description="LoRA adapters to load at start, comma-separated: name=directory, as PEFT saves it; the flag may "

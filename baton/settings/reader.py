@@ -49,7 +49,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "KV cache",
         ("kv_cache_layout", "block_size", "gpu_memory_fraction", "kv_cache_mib", "kv_cache_dtype", "prefix_cache",
-         "host_cache_gib", "file_cache_dir", "file_cache_gib"),
+         "host_cache_gib", "file_cache_dir", "file_cache_gib", "kv_store"),
     ),
     (
         "steps",

@@ -40,7 +40,7 @@ class FileHeader:
         """The one header that says this, HEADER_BYTES bytes."""
         block = self.key.block
         texts = (self.namespace, block.digest, block.parent, self.key.root, block.tokens)
-        fixed = _FIXED.pack(MAGIC, VERSION, *map(len, texts), self.entry_bytes, self.key.index)
+        fixed = _FIXED.pack(MAGIC, VERSION, *map(len, texts), self.entry_bytes, self.key.number)
         filled = b"".join((fixed, *texts))
         assert len(filled) <= HEADER_BYTES - _CHECKSUM_BYTES
         padded = filled.ljust(HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
@@ -78,7 +78,7 @@ class EntryFileName:
 
     @classmethod
     def of(cls, key: EntryKey) -> Self:
-        return cls(key.block.digest, key.block.parent, key.root, key.index)
+        return cls(key.block.digest, key.block.parent, key.root, key.number)
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -92,4 +92,4 @@ class EntryFileName:
         return name if str(name) == text else None
 
     def __str__(self) -> str:
-        return f"{self.digest.hex()}-{self.parent.hex()}-{self.root.hex()}-{self.index:x}{_SUFFIX}"
+        return f"{self.digest.hex()}-{self.parent.hex()}-{self.root.hex()}-{self.number:x}{_SUFFIX}"

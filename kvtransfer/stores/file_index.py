@@ -103,4 +103,4 @@ class FileIndex:
         return None if digest is None else self._kept.pop(digest)
 
     def _enter(self, name: EntryFileName) -> None:
-        self._order.add(name.digest, 1 + name.index / _ENTRIES_OF_DOUBLE_COST, name.parent)
+        self._order.add(name.digest, 1 + name.number / _ENTRIES_OF_DOUBLE_COST, name.parent)

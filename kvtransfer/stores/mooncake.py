@@ -156,7 +156,7 @@ class MooncakeStore:
 
     def _header(self, key: EntryKey) -> bytes:
         tokens = key.block.tokens
-        header = _HEADER.pack(_MAGIC, self._entry_bytes, key.index, len(tokens)) + key.block.parent + tokens
+        header = _HEADER.pack(_MAGIC, self._entry_bytes, key.number, len(tokens)) + key.block.parent + tokens
         return header.ljust(HEADER_BYTES, b"\0")
 
     def _get(self, key: EntryKey, into: memoryview) -> bool:

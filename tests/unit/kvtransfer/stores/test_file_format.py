@@ -60,7 +60,7 @@ def test_a_page_of_another_size_is_none(size: int) -> None:
 def test_a_name_is_read_as_it_was_written() -> None:
     name = EntryFileName.of(KEY)
     assert EntryFileName.parse(str(name)) == name
-    assert (name.digest, name.parent, name.root, name.index) == (KEY.block.digest, KEY.block.parent, KEY.root, 299)
+    assert (name.digest, name.parent, name.root, name.number) == (KEY.block.digest, KEY.block.parent, KEY.root, 299)
     assert len(str(name)) < 128
 
 

@@ -17,7 +17,7 @@ VERSION = 1
 # A page, so that the entry begins at one.
 HEADER_BYTES = 4096
 _CHECKSUM_BYTES = 16
-# Magic, version, sizes of namespace, digest, parent, root and tokens; the entry's size and index.
+# Magic, version, sizes of namespace, digest, parent, root and tokens; the entry's size and number.
 _FIXED = struct.Struct("<8sI5IQQ")
 _SUFFIX = ".kv"
 # Begins the names of files that are being written.
@@ -51,7 +51,7 @@ def decode_header(page: bytes) -> FileHeader | None:
     """The header that a file begins with. Returns None unless it is whole and of this version."""
     if len(page) != HEADER_BYTES or _checksum(page[:-_CHECKSUM_BYTES]) != page[-_CHECKSUM_BYTES:]:
         return None
-    magic, version, *sizes, entry_bytes, index = _FIXED.unpack_from(page)
+    magic, version, *sizes, entry_bytes, number = _FIXED.unpack_from(page)
     if magic != MAGIC or version != VERSION or _FIXED.size + sum(sizes) > HEADER_BYTES - _CHECKSUM_BYTES:
         return None
     texts, start = [], _FIXED.size
@@ -59,7 +59,7 @@ def decode_header(page: bytes) -> FileHeader | None:
         texts.append(page[start : start + size])
         start += size
     namespace, digest, parent, root, tokens = texts
-    header = FileHeader(namespace, EntryKey(BlockKey(digest, tokens, parent), root, index), entry_bytes)
+    header = FileHeader(namespace, EntryKey(BlockKey(digest, tokens, parent), root, number), entry_bytes)
     return header if header.encode() == page else None
 
 
@@ -74,7 +74,7 @@ class EntryFileName:
     digest: bytes
     parent: bytes
     root: bytes
-    index: int
+    number: int
 
     @classmethod
     def of(cls, key: EntryKey) -> Self:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from baton.cli.processes import Process, Processes
+from baton.cli.processes import Processes
 from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from baton.core.types import Receipt
@@ -39,12 +39,10 @@ def run(progress: Callable[[str], None]) -> list[Row]:
             files = Path(folder) / f"kv-{length}"
             flags = _flags(model, length, files, on_gpu=on_gpu)
             prompts = [_prompt(length, number) for number in range(ROUNDS + 1)]
-            with _node(flags, progress) as (gateway, node):
+            with _node(flags, progress) as gateway:
                 progress(f"kept KV: {length} tokens computed, cached, and read from host memory")
                 computed, cached, host = asyncio.run(_from_memory(gateway, prompts))
-                node.popen.terminate()
-                node.popen.wait(_TIMEOUT_S)
-            with _node(flags, progress) as (gateway, _):
+            with _node(flags, progress) as gateway:
                 progress(f"kept KV: {length} tokens read from files")
                 file = asyncio.run(_ttfts(gateway, prompts, loaded=True))
             work = f"{length} tokens of {setup.model}"
@@ -71,14 +69,14 @@ def _bytes_per_token(model: Path, number_bytes: int) -> int:
 
 
 @contextmanager
-def _node(flags: list[str], progress: Callable[[str], None]) -> Iterator[tuple[str, Process]]:
-    """A decode node that serves alone, and the address of its gateway."""
+def _node(flags: list[str], progress: Callable[[str], None]) -> Iterator[str]:
+    """The address of a gateway with one decode node."""
     with Processes(progress) as processes:
         node = processes.start("decode_node", flags)
         processes.wait_ready([node])
         gateway = processes.start("gateway", [*flags[:2], "--decode", node.address])
         processes.wait_ready([gateway])
-        yield gateway.address, node
+        yield gateway.address
 
 
 async def _from_memory(gateway: str, prompts: list[list[int]]) -> tuple[list[float], list[float], list[float]]:

@@ -30,7 +30,9 @@ _DROP_ROOT_S = 30.0
 _KEYS_MAX = 256
 
 # Codes of Mooncake.
-_WRITTEN, _NOT_FOUND, _OTHER_SIZE = 0, -704, -600
+_WRITTEN, _OTHER_SIZE = 0, -600
+# Not there, not yet written by another node, or just removed.
+_MISSES = frozenset({-704, -703, -712})
 
 _MAGIC = b"batonkv1"
 _HEADER = struct.Struct("<8sQII")  # magic, bytes of the entry, its index, bytes of its tokens
@@ -174,7 +176,7 @@ class MooncakeStore:
                     if header.startswith(_MAGIC):  # other tokens of the same digest
                         return False
                 elif code < 0 and code != _OTHER_SIZE:
-                    self._count(failed=int(code != _NOT_FOUND))
+                    self._count(failed=int(code not in _MISSES))
                     return False
                 # As long as it is there, Mooncake does not take another in its place.
                 lane.call("remove", [name])

@@ -5,6 +5,7 @@ repeats the tokens, so that two entries of equal digest are not taken for each o
 is gone is in `mooncake_process`.
 """
 
+import logging
 import re
 import struct
 from collections.abc import Sequence
@@ -14,10 +15,13 @@ from threading import Lock
 
 import numpy as np
 
+from baton.core.block_keys import DIGEST_BYTES
 from baton.core.errors import ConfigError
 from baton.core.kv_entries import EntryKey
 from kvtransfer.stores.mooncake_process import MooncakeProcess
 from kvtransfer.stores.store import Store, StoreCounters
+
+log = logging.getLogger("baton")
 
 FIELD = "kv_store"
 FORM = "mooncake://HOST:PORT"
@@ -59,7 +63,7 @@ def open_mooncake(url: str, namespace: bytes, entry_bytes: int) -> Store:
             cure="pip install 'baton-serving[mooncake]'",
         )
     process = MooncakeProcess(host, port, HEADER_BYTES + entry_bytes)
-    process.wait_ready(_CONNECT_S)
+    ready = process.wait_ready(_CONNECT_S)
     if process.unusable:
         process.close()
         raise ConfigError(
@@ -68,6 +72,8 @@ def open_mooncake(url: str, namespace: bytes, entry_bytes: int) -> Store:
             value=url,
             cure="install the library that it misses; libibverbs.so.1 is in Debian's and Ubuntu's package libibverbs1",
         )
+    if not ready:
+        log.warning("Mooncake Store at %s:%d: not connected yet; until it is, all entries are misses", host, port)
     return MooncakeStore(process, namespace, entry_bytes)
 
 
@@ -158,6 +164,7 @@ class MooncakeStore:
 
     def _header(self, key: EntryKey) -> bytes:
         tokens = key.block.tokens
+        assert _HEADER.size + DIGEST_BYTES + len(tokens) <= HEADER_BYTES
         header = _HEADER.pack(_MAGIC, self._entry_bytes, key.index, len(tokens)) + key.block.parent + tokens
         return header.ljust(HEADER_BYTES, b"\0")
 

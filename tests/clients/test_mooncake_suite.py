@@ -19,7 +19,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeCluste
         yield cluster
 
 
-@pytest.fixture
+@pytest.fixture  # type: ignore[no-redef]
 def maker(cluster: MooncakeCluster) -> StoreMaker:
     """Opens the store with a namespace for each folder."""
 

@@ -1,7 +1,7 @@
 """Reads and writes whole files, around the page cache where memory and filesystem allow that.
 
-Measured on a virtual disk with files of 1 to 8 MB that the page cache does not have: reads around it are 1.1 to 3 times
-as fast, with a sixth of the CPU time. Entries that are read again soon are in host memory anyway.
+Measured on a virtual disk with files of 1 to 8 MB that the page cache does not have: reads around it are 1.1 to 2.9
+times as fast, with at most a quarter of the CPU time. Entries that are read again soon are in host memory anyway.
 """
 
 import errno

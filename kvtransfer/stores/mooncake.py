@@ -5,6 +5,7 @@ repeats the tokens, so that two entries of equal digest are not taken for each o
 is gone is in `mooncake_process`.
 """
 
+import logging
 import re
 import struct
 from collections.abc import Sequence
@@ -14,10 +15,13 @@ from threading import Lock
 
 import numpy as np
 
+from baton.core.block_keys import DIGEST_BYTES
 from baton.core.errors import ConfigError
 from baton.core.kv_entries import EntryKey
 from kvtransfer.stores.mooncake_process import MooncakeProcess
 from kvtransfer.stores.store import Store, StoreCounters
+
+log = logging.getLogger("baton")
 
 FIELD = "kv_store"
 FORM = "mooncake://HOST:PORT"
@@ -30,7 +34,9 @@ _DROP_ROOT_S = 30.0
 _KEYS_MAX = 256
 
 # Codes of Mooncake.
-_WRITTEN, _NOT_FOUND, _OTHER_SIZE = 0, -704, -600
+_WRITTEN, _OTHER_SIZE = 0, -600
+# Not there, not yet written by another node, or just removed.
+_MISSES = frozenset({-704, -703, -712})
 
 _MAGIC = b"batonkv1"
 _HEADER = struct.Struct("<8sQII")  # magic, bytes of the entry, its index, bytes of its tokens
@@ -57,7 +63,7 @@ def open_mooncake(url: str, namespace: bytes, entry_bytes: int) -> Store:
             cure="pip install 'baton-serving[mooncake]'",
         )
     process = MooncakeProcess(host, port, HEADER_BYTES + entry_bytes)
-    process.wait_ready(_CONNECT_S)
+    ready = process.wait_ready(_CONNECT_S)
     if process.unusable:
         process.close()
         raise ConfigError(
@@ -66,6 +72,8 @@ def open_mooncake(url: str, namespace: bytes, entry_bytes: int) -> Store:
             value=url,
             cure="install the library that it misses; libibverbs.so.1 is in Debian's and Ubuntu's package libibverbs1",
         )
+    if not ready:
+        log.warning("Mooncake Store at %s:%d: not connected yet; until it is, all entries are misses", host, port)
     return MooncakeStore(process, namespace, entry_bytes)
 
 
@@ -156,6 +164,7 @@ class MooncakeStore:
 
     def _header(self, key: EntryKey) -> bytes:
         tokens = key.block.tokens
+        assert _HEADER.size + DIGEST_BYTES + len(tokens) <= HEADER_BYTES
         header = _HEADER.pack(_MAGIC, self._entry_bytes, key.number, len(tokens)) + key.block.parent + tokens
         return header.ljust(HEADER_BYTES, b"\0")
 
@@ -174,7 +183,7 @@ class MooncakeStore:
                     if header.startswith(_MAGIC):  # other tokens of the same digest
                         return False
                 elif code < 0 and code != _OTHER_SIZE:
-                    self._count(failed=int(code != _NOT_FOUND))
+                    self._count(failed=int(code not in _MISSES))
                     return False
                 # As long as it is there, Mooncake does not take another in its place.
                 lane.call("remove", [name])

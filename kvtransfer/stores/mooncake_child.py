@@ -1,7 +1,7 @@
 """The process that calls the client of Mooncake Store, because the client's calls cannot be bounded or interrupted.
 
-Some of them hold the interpreter's lock for more than a minute, and its port lets any peer read and write memory of its
-process. `mooncake_process` runs it. It imports nothing that takes long.
+Some of them hold the interpreter's lock for more than a minute, and any peer may read and write the memory that the
+client is given. `mooncake_process` runs it. It imports nothing that takes long.
 """
 
 import ctypes
@@ -74,12 +74,14 @@ def main(
 
 
 def wait_for(host: str, port: int) -> str:
-    """Waits until the port accepts connections; returns this machine's address on the way there.
+    """Waits until the port accepts connections; returns this machine's IPv4 address on the way there.
 
     The client itself would retry for 90 s and then fail.
     """
     while True:
-        with suppress(OSError), socket.create_connection((host, port), _PROBE_S) as connection:
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_PROBE_S)
+            connection.connect((host, port))
             return str(connection.getsockname()[0])
         sleep(_PROBE_PAUSE_S)
 

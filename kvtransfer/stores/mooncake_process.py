@@ -108,7 +108,7 @@ class MooncakeProcess:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._idle or not self._lanes, self._timeout_s)
-            lane = self._idle.pop() if self._idle else None
+            lane = self._idle.pop() if self._idle and not self._closed.is_set() else None
             if lane is not None:
                 lane.busy = True
         try:
@@ -218,14 +218,18 @@ class MooncakeProcess:
         reached = control.recv(MESSAGE_BYTES_MAX)  # comes as soon as the master accepts connections
         if reached.startswith(UNUSABLE):
             with self._changed:
-                self.unusable = reached.removeprefix(UNUSABLE).decode()
+                self.unusable = reached.removeprefix(UNUSABLE).decode(errors="replace")
                 self._changed.notify_all()
             return
         if not reached:
             raise ConnectionRefusedError("the client's process ended at its start")
         control.settimeout(_SETUP_S)
-        if control.recv(MESSAGE_BYTES_MAX) != READY:
-            raise ConnectionRefusedError("the client does not start")
+        try:
+            ready = control.recv(MESSAGE_BYTES_MAX) == READY
+        except TimeoutError:
+            ready = False
+        if not ready:
+            raise ConnectionRefusedError("the client does not start; is this the port of a mooncake_master?")
         control.settimeout(None)
         with self._changed:
             self._lanes, self._idle = lanes, list(lanes)

@@ -23,6 +23,7 @@ RDMA_PACKAGES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
 def main() -> None:
     for wanted in sorted(WANTED.glob("*.in")):
         install_python(wanted)
+    install_mooncake()
     _install("node", [WANTED / "package.json", WANTED / "package-lock.json"], _npm)
 
 
@@ -32,15 +33,23 @@ def install_mooncake() -> Path:
     libraries = place / "system"
     if ctypes.util.find_library("ibverbs") is None and not libraries.exists():
         with tempfile.TemporaryDirectory() as folder:
-            for package in RDMA_PACKAGES:
-                download = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", package]
-                subprocess.run(download, cwd=folder, check=True)
-            for file in Path(folder).glob("*.deb"):
-                subprocess.run(["dpkg-deb", "--extract", file, folder], check=True)
+            _extract_from_debian(RDMA_PACKAGES, Path(folder))
             libraries.mkdir()
             for found in Path(folder).rglob("*.so*"):
                 shutil.copy(found, libraries)
     return place
+
+
+def _extract_from_debian(packages: tuple[str, ...], folder: Path) -> None:
+    """Unpacks Debian's packages into the folder. Package lists of our own need no root, and are never old."""
+    apt = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root"]
+    for name, option in (("lists", "Dir::State::lists"), ("cache", "Dir::Cache")):
+        (folder / name / ("partial" if name == "lists" else "archives/partial")).mkdir(parents=True)
+        apt += ["-o", f"{option}={folder / name}"]
+    subprocess.run([*apt, "update"], check=True)
+    subprocess.run([*apt, "download", *packages], cwd=folder, check=True)
+    for file in folder.glob("*.deb"):
+        subprocess.run(["dpkg-deb", "--extract", file, folder], check=True)
 
 
 def install_python(wanted: Path) -> Path:

@@ -82,7 +82,7 @@ def mooncake_cluster(folder: Path, *, memory_mb: int = MEMORY_MB) -> Iterator[Mo
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     with pytest.MonkeyPatch.context() as patch:
         packages = str(place / "lib" / version / "site-packages")
-        patch.syspath_prepend(packages)
+        patch.setattr(sys, "path", [*sys.path, packages])
         patch.setenv("PYTHONPATH", packages, prepend=os.pathsep)
         patch.setenv("LD_LIBRARY_PATH", str(place / "system"), prepend=os.pathsep)
         cluster = MooncakeCluster(place / "bin", folder, memory_mb)

@@ -25,11 +25,13 @@ class StoreMaker:
     Attributes:
         open: an empty store of entries of ENTRY_BYTES, in an empty folder.
         survives: opened again in the same folder, it has what it had.
+        counts: it knows how many entries it keeps.
     """
 
     name: str
     open: Callable[[Path], AbstractContextManager[Store]]
     survives: bool = False
+    counts: bool = True
 
 
 class HostStore:

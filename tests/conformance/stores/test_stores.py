@@ -104,10 +104,11 @@ def test_a_key_of_equal_digest_and_another_content_gets_nothing(store: Store, wh
     assert got(store, other) is None
 
 
-def test_an_entry_is_written_once(store: Store) -> None:
+def test_an_entry_is_written_once(maker: StoreMaker, store: Store) -> None:
     (key,) = entry_keys(1)
     put(store, key, key, key)
-    assert (store.counters().written, store.counters().entries) == (1, 1)
+    assert store.counters().written == 1
+    assert store.counters().entries == 1 or not maker.counts
     assert got(store, key) == contents(key)
 
 
@@ -137,14 +138,16 @@ def test_a_root_is_dropped_with_all_of_its_entries(store: Store) -> None:
     assert [got(store, key) for key in theirs] == [contents(key) for key in theirs]
 
 
-def test_hits_misses_entries_and_bytes_are_counted(store: Store) -> None:
+def test_hits_misses_entries_and_bytes_are_counted(maker: StoreMaker, store: Store) -> None:
     keys = entry_keys(3)
     put(store, *keys[:2])
     for key in keys:
         got(store, key)
     counters = store.counters()
-    assert (counters.hits, counters.misses, counters.written, counters.entries) == (2, 1, 2, 2)
-    assert counters.bytes >= 2 * ENTRY_BYTES
+    assert (counters.hits, counters.misses, counters.written) == (2, 1, 2)
+    if maker.counts:
+        assert counters.entries == 2
+        assert counters.bytes >= 2 * ENTRY_BYTES
     assert (counters.damaged, counters.failed) == (0, 0)
 
 
@@ -192,7 +195,7 @@ def test_a_store_that_is_opened_again_has_what_it_had(maker: StoreMaker, tmp_pat
         store.drop(keys[5:])
     with maker.open(tmp_path) as store:
         assert store.has(keys) == 5
-        assert store.counters().entries == 5
+        assert store.counters().entries == 5 or not maker.counts
         assert [got(store, key) for key in keys[:5]] == [contents(key) for key in keys[:5]]
         assert store.drop_root(keys[0].root) == 5
     with maker.open(tmp_path) as store:

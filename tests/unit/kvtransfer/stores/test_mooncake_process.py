@@ -8,11 +8,13 @@ import signal
 import socket
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Semaphore, Thread
 
 import pytest
+from packaging.requirements import Requirement
 
 from baton.core.errors import ConfigError
 from kvtransfer.stores.mooncake import DEFAULT_PORT, open_mooncake, parse_mooncake_url
@@ -123,6 +125,15 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         open_mooncake("mooncake://127.0.0.1:1", b"model", 4096)
 
 
+def test_the_extra_is_pinned_and_tested_at_its_pin() -> None:
+    root = Path(__file__).resolve().parents[4]
+    (wanted,) = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["mooncake"]
+    requirement = Requirement(wanted)
+    for file in ("constraints.txt", "tests/clients/environments/mooncake.constraints"):
+        pins = dict(line.split("==") for line in (root / file).read_text().splitlines())
+        assert requirement.specifier.contains(pins[requirement.name]), file
+
+
 def test_a_client_that_lacks_a_library_is_refused_with_its_name(client: Path) -> None:
     (client / "store.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
     with pytest.raises(ConfigError, match=r"libibverbs\.so\.1: cannot open.*libibverbs1"):
@@ -190,6 +201,20 @@ def test_a_client_that_ends_its_process_means_no_lane(
     try:
         deadline = time.monotonic() + DEADLINE_S
         while "ended at its start" not in caplog.text:
+            assert time.monotonic() < deadline
+            assert not process.wait_ready(0.01)
+    finally:
+        process.close()
+
+
+def test_another_server_in_the_masters_place_means_no_lane(
+    client: Path, master: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    (client / "store.py").write_text(CLIENT.replace("return 0", "return -1"))
+    process = MooncakeProcess("127.0.0.1", master, 4096, pause_s=0.01)
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while "is this the port of a mooncake_master?" not in caplog.text:
             assert time.monotonic() < deadline
             assert not process.wait_ready(0.01)
     finally:

@@ -247,9 +247,6 @@ class Load:
             self._tiers.missing()
             self.stop()
         self._look_ahead()
-        if self._is_without_room():
-            self._tiers.missing()
-            self.stop()
         if not self._ahead or not self._ahead[0].done:
             return False
         fetch = self._ahead.popleft()
@@ -298,12 +295,6 @@ class Load:
         count = next((number for number in range(self._stop) if number not in self._whole), self._stop)
         self._tiers.loaded(self._whole[number] for number in range(count))
         self.future.set_result(count)
-
-    def _is_without_room(self) -> bool:
-        """Whether the next entry can only be read into a place that others hold, maybe for long."""
-        if self._ahead or self._messages or self._begun >= self._stop:
-            return False
-        return not self._tiers.has(self._keys[self._begun])
 
     def _look_ahead(self) -> None:
         while len(self._ahead) < READ_AHEAD and self._begun + len(self._ahead) < self._stop:

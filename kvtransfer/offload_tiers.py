@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from baton.core.errors import ConfigError, DeadlineExceeded
 from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
 from kvtransfer.movers.host_pages import HostPages
@@ -22,6 +24,10 @@ HOST = "host"
 
 # The share of host memory's entries that may wait to be written to one store: they stay in host memory until then.
 _WRITES_SHARE = 1 / 4
+# Where there are stores, this share of host memory, but no more than these places, only passes entries on to loads.
+# So a sequence that is longer than host memory can be loaded from a store, and places in use never end a load.
+_PASSING_SHARE = 1 / 8
+_PASSING_MAX = 8
 # `find` answers without a store that takes longer.
 FIND_LIMIT_S = 0.5
 # `drop` fails if a store takes longer.
@@ -32,8 +38,20 @@ _ATTENTION_EVEN_AT = 32768
 
 
 @dataclass(eq=False)
+class PassingPlace:
+    """The place of an entry that goes from a store to loads and is not kept."""
+
+    tensor: Tensor
+    users: int = 0
+
+    @property
+    def memory(self) -> memoryview:
+        return self.tensor.numpy().data
+
+
+@dataclass(eq=False)
 class Fetch:
-    """An entry that a load waits for or reads, and that host memory keeps meanwhile.
+    """An entry that a load waits for or reads, and whose place stays as it is meanwhile.
 
     Attributes:
         done: whether it is known if some store has the entry.
@@ -43,7 +61,7 @@ class Fetch:
 
     key: EntryKey
     done: bool = False
-    place: HostPlace | None = None
+    place: HostPlace | PassingPlace | None = None
     source: str = HOST
 
 
@@ -53,7 +71,7 @@ class _Read:
     nothing waits for it any more."""
 
     key: EntryKey
-    place: HostPlace
+    place: HostPlace | PassingPlace
     store: StoreQueue
     answer: Future[bool]
     others: list[StoreQueue]
@@ -93,19 +111,20 @@ class EntryTiers:
         clock: monotonic seconds, for the limits of calls to stores.
 
     Raises:
-        ConfigError: the host cache has no room for one entry.
+        ConfigError: the host cache has no room for one entry, or for two if there are stores below it.
     """
 
     def __init__(
         self, layout: EntryLayout, settings: TransferSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if settings.host_cache_bytes < layout.entry_bytes:
+        least = layout.entry_bytes * (2 if settings.stores else 1)
+        if settings.host_cache_bytes < least:
             raise ConfigError(
                 f"the host cache has {settings.host_cache_bytes} bytes, and {ENTRY_TOKENS} tokens of KV have "
                 f"{layout.entry_bytes}",
                 field="host_cache_bytes",
                 value=settings.host_cache_bytes,
-                allowed=("0", f"at least {layout.entry_bytes}"),
+                allowed=("0", f"at least {least}"),
             )
         self.layout = layout
         self._settings = settings
@@ -113,7 +132,8 @@ class EntryTiers:
         self._pages: HostPages | None = None
         self._host: HostMemory
         self._stores: list[StoreQueue] = []
-        self._writes_max = max(1, int(settings.host_cache_bytes // layout.entry_bytes * _WRITES_SHARE))
+        self._writes_max = 0
+        self._passing: list[PassingPlace] = []
         # The places that saves fill.
         self._saving: dict[EntryKey, HostPlace] = {}
         self._reads: dict[EntryKey, _Read] = {}
@@ -128,9 +148,13 @@ class EntryTiers:
         if self._pages is not None:
             return
         layout, settings = self.layout, self._settings
-        num_bytes = settings.host_cache_bytes // layout.entry_bytes * layout.entry_bytes
-        pages = open_host_memory(num_bytes)
-        self._pages, self._host = pages, HostMemory(pages.tensor, layout.entry_bytes)
+        places, size = settings.host_cache_bytes // layout.entry_bytes, layout.entry_bytes
+        passing = min(_PASSING_MAX, max(1, int(places * _PASSING_SHARE))) if settings.stores else 0
+        pages = open_host_memory(places * size)
+        passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size :]
+        self._passing = [PassingPlace(tensor) for tensor in passed.split(size)] if passing else []
+        self._pages, self._host = pages, HostMemory(kept, size)
+        self._writes_max = max(1, int((places - passing) * _WRITES_SHARE))
         for open_store in settings.stores:
             self._stores.append(StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock))
 
@@ -147,10 +171,9 @@ class EntryTiers:
 
     def has(self, key: EntryKey) -> bool:
         """Whether host memory has an entry, or is about to."""
-        coming = [self._saving[key]] if key in self._saving else []
-        if key in self._reads:
-            coming.append(self._reads[key].place)
-        return any(not place.is_forgotten for place in coming) or self._host.find((key,)) == 1
+        coming = self._saving.get(key), self._reads[key].place if key in self._reads else None
+        is_coming = any(isinstance(place, HostPlace) and not place.is_forgotten for place in coming)
+        return is_coming or self._host.find((key,)) == 1
 
     def take(self, key: EntryKey) -> HostPlace | None:
         """Makes room for a new entry, which ends with `commit` or `abandon`. None: there is none now."""
@@ -182,7 +205,8 @@ class EntryTiers:
 
     def fetch(self, key: EntryKey) -> Fetch | None:
         """Finds an entry, in host memory or else in a store. Ends with `release`. None: not now, because the entry is
-        being saved (`has`) or there is no room to read it into."""
+        being saved or there is no room to read it into."""
+        place: HostPlace | PassingPlace | None
         place = self._host.pin(key)
         if place is not None:
             return Fetch(key, True, place)
@@ -193,7 +217,7 @@ class EntryTiers:
             stores = self._usable_stores()
             if not stores:
                 return Fetch(key, True)
-            place = self._host.take(key, _cost(key))
+            place = self._host.take(key, _cost(key)) or (self._passing.pop() if self._passing else None)
             if place is None:
                 return None
             store, *others = stores
@@ -206,8 +230,11 @@ class EntryTiers:
 
     def release(self, fetch: Fetch) -> None:
         """Ends a load's interest in an entry. Nothing reads its place any more."""
-        if fetch.place is not None:
+        if isinstance(fetch.place, HostPlace):
             self._host.unpin(fetch.place)
+        elif fetch.place is not None:
+            fetch.place.users -= 1
+            self._free(fetch.place)
         elif not fetch.done:
             self._reads[fetch.key].waiting.remove(fetch)
 
@@ -300,6 +327,10 @@ class EntryTiers:
         if self._saving.get(place.key) is place:
             del self._saving[place.key]
 
+    def _free(self, place: HostPlace | PassingPlace) -> None:
+        if isinstance(place, PassingPlace) and not place.users:
+            self._passing.append(place)
+
     def _usable_stores(self) -> list[StoreQueue]:
         return [store for store in self._stores if not store.is_stuck]
 
@@ -313,20 +344,25 @@ class EntryTiers:
             self._writes.append(_Write(place, store, store.put(key, place.memory)))
 
     def _advance_read(self, read: _Read) -> None:
-        found = read.answer.result() and not read.place.is_forgotten
-        if not found and read.others and not read.place.is_forgotten:
+        place, is_dropped = read.place, isinstance(read.place, HostPlace) and read.place.is_forgotten
+        found = read.answer.result() and not is_dropped
+        if not found and read.others and not is_dropped:
             read.store = read.others.pop(0)
-            read.answer = read.store.get(read.key, read.place.memory)
+            read.answer = read.store.get(read.key, place.memory)
             return
         del self._reads[read.key]
-        if found:
-            self._host.commit(read.place)
-        else:
-            self._host.abandon(read.place)
+        if isinstance(place, HostPlace):
+            end = self._host.commit if found else self._host.abandon
+            end(place)
         for fetch in read.waiting:
             fetch.done = True
             fetch.source = read.store.name
-            fetch.place = self._host.pin(read.key) if found else None
+            if found and isinstance(place, HostPlace):
+                fetch.place = self._host.pin(read.key)
+            elif found and isinstance(place, PassingPlace):
+                place.users += 1
+                fetch.place = place
+        self._free(place)
 
     def _advance_find(self, find: _Find) -> bool:
         """Goes on where a find stands, because host memory and stores may have entries in turn. Returns whether it has

@@ -55,7 +55,7 @@ def fill_randomly(cache: PagedKVCache, seed: int = 4) -> None:
 def transfer_settings(
     spec: KVCacheSpec, *, places: int, stores: Sequence[OpenStore] = (), heads: tuple[range, ...] = ()
 ) -> TransferSettings:
-    """With room for that many entries in host memory."""
+    """With room for that many entries in host memory, and where there are stores, for one more on its way to a load."""
     return TransferSettings(
         incarnation=1,
         transport="loopback",
@@ -64,7 +64,7 @@ def transfer_settings(
         digests=True,
         peers_are_known=True,
         heads=heads,
-        host_cache_bytes=places * EntryLayout(parts_of(spec)).entry_bytes,
+        host_cache_bytes=(places + bool(stores)) * EntryLayout(parts_of(spec)).entry_bytes,
         stores=tuple(stores),
     )
 
@@ -191,6 +191,7 @@ class World:
             assert user.offloader.in_flight == 0
             assert pool.available == pool.slots
         assert not self.tiers._saving
+        assert len(self.tiers._passing) == bool(self.stores)
         assert not any(place.users for place in self.tiers._host._places.values())
 
 

@@ -352,6 +352,25 @@ def test_entries_are_written_behind_and_read_back_from_the_first_store_that_has_
     world.check_nothing_is_left()
 
 
+def test_a_sequence_longer_than_host_memory_is_loaded_from_a_store() -> None:
+    store = MemoryStore()
+    keys = keys_of(8)
+    writer = World(places=8, stores=[store])
+    source = writer.user(cache_of(SPEC, entries=8))
+    blocks = blocks_of(source.cache, 8, 1)
+    fill_randomly(source.cache)
+    source.save(keys, blocks)
+    world = World(places=2, stores=[store])
+    users = [world.user(cache_of(SPEC, entries=8), late(Script(seed=seed))) for seed in range(2)]
+    targets = [blocks_of(user.cache, 8, 2) for user in users]
+    loads = [user.begin_load(keys, target) for user, target in zip(users, targets, strict=True)]
+    assert [world.result(load) for load in loads] == [8, 8]
+    for user, target in zip(users, targets, strict=True):
+        assert equal(kv_of(user.cache, target, 8), kv_of(source.cache, blocks, 8))
+    assert world.find(keys[:2]) == 2
+    world.check_nothing_is_left()
+
+
 def test_a_find_follows_a_prefix_from_store_to_store() -> None:
     first, second = MemoryStore("first"), MemoryStore("second")
     world = World(stores=[first, second])
@@ -537,7 +556,12 @@ def test_a_host_cache_without_room_for_one_entry_is_an_error() -> None:
     settings = replace(transfer_settings(GQA, places=1), host_cache_bytes=100)
     with pytest.raises(ConfigError, match="host cache has 100 bytes") as error:
         EntryTiers(EntryLayout(parts_of(GQA)), settings)
-    assert error.value.allowed[0] == "0"
+    assert error.value.allowed == ("0", f"at least {EntryLayout(parts_of(GQA)).entry_bytes}")
+    with_store = replace(
+        settings, host_cache_bytes=EntryLayout(parts_of(GQA)).entry_bytes, stores=(lambda *_: MemoryStore(),)
+    )
+    with pytest.raises(ConfigError, match="host cache"):
+        EntryTiers(EntryLayout(parts_of(GQA)), with_store)
 
 
 def test_namespaces_differ_where_entries_mean_something_else() -> None:

@@ -6,7 +6,8 @@ process's `KVTransfer`, and `RankedTransfer` calls all ranks of a node.
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import suppress
+from typing import Any, Protocol
 
 from baton.core.errors import BatonError
 from baton.core.kv_entries import EntryBlocks, EntryKey
@@ -50,8 +51,8 @@ class RankTransfer(Protocol):
         """Cancels what is in flight. Every call that still waits gets an error."""
 
     async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
-        """Closes the transport and opens it again for another incarnation of the node, with all counters at 0. Call it
-        when no lease and no link is open.
+        """Closes the transport and opens it again for another incarnation of the node. Entries stay, and so do their
+        counters; all other counters begin at 0. Call it when no lease and no link is open.
 
         Raises:
             ConfigError: the transport cannot start.
@@ -171,13 +172,18 @@ class RankTransfer(Protocol):
         """
         ...
 
-    # ---- entries: KV that this rank keeps outside of its cache (`kvtransfer.stores`)
+    # ---- entries: KV that this rank keeps outside of its cache (`kvtransfer.stores`). A rank without a host cache, or
+    # whose model has recurrent states, has none.
 
     async def save_entries(self, entries: EntryBlocks) -> int:
         """Copies entries from the cache to the stores, unless they are there. Returns how many of the first ones the
         stores have then.
 
-        Until it returns nothing may write to the blocks. On a GPU the step that computed the tokens must be over.
+        Until it returns or raises nothing may write to the blocks. On a GPU the step that computed the tokens must be
+        over. Cancelling the call ends it early; it then raises once nothing reads the blocks.
+
+        Raises:
+            InternalError: the cache has no such blocks, or they do not hold the entries' tokens.
         """
         ...
 
@@ -191,11 +197,22 @@ class RankTransfer(Protocol):
 
         Args:
             timeout_s: no further entry is begun after this time.
+
+        Raises:
+            InternalError: the cache has no such blocks, or they do not hold the entries' tokens.
         """
         ...
 
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
-        """Forgets entries, also those that are being saved."""
+        """Forgets entries, also those that are being saved.
+
+        Raises:
+            DeadlineExceeded: a store below host memory has not answered, and may still have them.
+        """
+        ...
+
+    async def drop_entries_of(self, root: bytes) -> None:
+        """As `drop_entries`, for every entry with this root."""
         ...
 
     def counters(self) -> TransferCounters:
@@ -205,3 +222,12 @@ class RankTransfer(Protocol):
     def stuck(self, *, after_s: float) -> str:
         """The Python stack of a rank whose thread has not moved for that long, or why it cannot go on; else empty."""
         ...
+
+
+async def until_done(future: "asyncio.Future[Any]") -> None:
+    """Waits for a future's result or error, even if the caller is cancelled meanwhile; the caller then raises."""
+    while not future.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
+    if not future.cancelled():
+        future.exception()  # marks it as retrieved

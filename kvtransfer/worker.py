@@ -24,6 +24,8 @@ from baton.kvcache.cache import PagedKVCache
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover, Mover
+from kvtransfer.offload import Offloader
+from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.pacing import wake_punctually
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused
 from kvtransfer.receiver import Receiver
@@ -57,9 +59,11 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class TransferThread:
-    """Runs from `start` to `stop`. Posted calls use `sender`, `receiver` and the methods marked "on the thread".
+    """Runs from `start` to `stop`. Posted calls use `sender`, `receiver`, `offloader` and the methods marked "on the
+    thread".
 
     Args:
+        tiers: for the entries of the cache, which the thread opens but does not close; None: none are kept.
         on_filled, on_refused: called on the thread.
         on_link_failed: called on the thread with the number of a peer whose link has broken. Disconnect it.
         on_failed: called on the thread when it cannot go on, before the waiting calls fail.
@@ -71,6 +75,7 @@ class TransferThread:
         cache: PagedKVCache,
         settings: TransferSettings,
         *,
+        tiers: EntryTiers | None,
         make_mover: MakeMover,
         on_filled: OnFilled,
         on_refused: OnRefused,
@@ -81,6 +86,7 @@ class TransferThread:
         self.ledger = Ledger()
         self._cache = cache
         self._settings = settings
+        self._tiers = tiers
         self._make_mover = make_mover
         self._on_filled = on_filled
         self._on_refused = on_refused
@@ -103,6 +109,7 @@ class TransferThread:
         self.transport: Transport
         self.sender: Sender
         self.receiver: Receiver
+        self.offloader: Offloader
 
     # ---- from other threads
 
@@ -261,6 +268,9 @@ class TransferThread:
             catch_up=self._run_calls,
             clock=self._clock,
         )
+        if self._tiers is not None:
+            self._tiers.open(self.mover.open_host_memory)
+            self.offloader = Offloader(self.mover, self._tiers, self._clock)
         self._started.set_result(None)
 
     def _pools(self) -> Pools:
@@ -296,7 +306,8 @@ class TransferThread:
         limited_s = self.receiver.limited_s
         if limited_s is not None:
             return min(math.ceil(limited_s * 1e3), _WAIT_LEASED_MS)
-        return _WAIT_LEASED_MS if self.receiver.open_leases else _WAIT_IDLE_MS
+        is_waiting = self.receiver.open_leases or (self._tiers is not None and self._tiers.is_busy)
+        return _WAIT_LEASED_MS if is_waiting else _WAIT_IDLE_MS
 
     def _advance(self) -> bool:
         """Advances every part once. Returns whether anything happened in one of them."""
@@ -305,6 +316,7 @@ class TransferThread:
             self.transport.progress(),
             self.receiver.step(),
             self.sender.step(),
+            self._tiers is not None and self.offloader.step(),
         )
         for peer, error in self.transport.failures():
             self._on_link_failed(peer, error)
@@ -325,7 +337,8 @@ class TransferThread:
 
     @property
     def _in_flight(self) -> int:
-        return self.sender.in_flight + self.receiver.in_flight
+        offloading = self.offloader.in_flight if self._tiers is not None else 0
+        return self.sender.in_flight + self.receiver.in_flight + offloading
 
     def _finish_disconnects(self) -> None:
         waiting = []
@@ -340,6 +353,8 @@ class TransferThread:
         """Cancels what is in flight and waits until nothing is."""
         for peer in list(self._listening):
             self.disconnect(peer, Future())
+        if self._tiers is not None:
+            self.offloader.close()
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
         while self._in_flight and time.monotonic() < deadline_s:
             self._advance()
@@ -351,3 +366,5 @@ class TransferThread:
         finally:
             # ucxx's objects must be destroyed on the thread that made them.
             del self.sender, self.receiver, self.transport, self.mover
+            if self._tiers is not None:
+                del self.offloader

@@ -5,6 +5,7 @@ trailer names the entry by the first bits of its digest, and covers payload and 
 reader can check that an entry is whole, and that it is the one that was wanted.
 """
 
+import hashlib
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -15,6 +16,8 @@ from kvtransfer.segments import LEASE_NUMBER_BITS, TRAILER_BYTES, Segment, paylo
 
 # Messages begin at multiples of this, so that files can be read without the page cache.
 MESSAGE_ALIGN_BYTES = 4096
+# The number of this form of entries. It changes when an entry's bytes get another meaning.
+_FORM = 1
 
 
 class EntryLayout:
@@ -26,6 +29,8 @@ class EntryLayout:
     Attributes:
         entry_bytes: size of an entry, a multiple of MESSAGE_ALIGN_BYTES.
         message_bytes: size of the largest message.
+        namespace: a digest of all that decides what the bytes of an entry mean, apart from its key. Entries of another
+            namespace cannot be read.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -36,6 +41,7 @@ class EntryLayout:
         self._places = tuple(zip([0, *accumulate(aligned)], sizes, strict=False))
         self.entry_bytes = sum(aligned)
         self.message_bytes = max(sizes)
+        self.namespace = _namespace(self.parts)
 
     def place(self, part: Part) -> tuple[int, int]:
         """First byte and size of a part's message in the entry."""
@@ -58,3 +64,18 @@ class EntryLayout:
 
     def _payload_bytes(self, part: Part) -> int:
         return payload_bytes(part.spec, layers=len(part.layers), tokens=ENTRY_TOKENS, heads=len(part.heads))
+
+
+def _namespace(parts: Sequence[Part]) -> bytes:
+    # NOTE: of these fields alone, so that a field that is added to a spec does not make old files useless.
+    described = [
+        (
+            part.spec.kind.value,
+            part.spec.head_dim,
+            part.spec.dtype,
+            tuple(part.layers),
+            (part.heads.start, part.heads.stop),
+        )
+        for part in parts
+    ]
+    return hashlib.blake2b(repr((_FORM, ENTRY_TOKENS, described)).encode(), digest_size=16).digest()

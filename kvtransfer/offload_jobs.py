@@ -84,10 +84,10 @@ class Save:
         self._tiers = tiers
         self._layout = tiers.layout
         self._blocks = mover.place(entries.block_ids, incoming=False)
+        self._all = entries.keys
         self._keys = deque(entries.keys)
         self._entry: _Saved | None = None
         self._messages: list[_SaveMessage] = []
-        self._saved = 0
         self._error: BatonError | None = None
 
     @property
@@ -152,7 +152,8 @@ class Save:
         if self._error is not None:
             self.future.set_exception(self._error)
         else:
-            self.future.set_result(self._saved)
+            kept = (number for number, key in enumerate(self._all) if not self._tiers.has(key))
+            self.future.set_result(next(kept, len(self._all)))
 
     def forget(self, matches: Callable[[EntryKey], bool]) -> None:
         """Begins no entry with such a key. Host memory forgets those that have begun."""
@@ -164,8 +165,8 @@ class Save:
             return
         if entry.parts:
             self._tiers.abandon(entry.place)
-        elif self._tiers.commit(entry.place):
-            self._saved += 1
+        else:
+            self._tiers.commit(entry.place)
 
 
 @dataclass(eq=False)

@@ -122,7 +122,7 @@ class EntryTiers:
             raise ConfigError(
                 f"the host cache has {settings.host_cache_bytes} bytes, and {ENTRY_TOKENS} tokens of KV have "
                 f"{layout.entry_bytes}",
-                field="host_cache_bytes",
+                field="host_cache_gib",
                 value=settings.host_cache_bytes,
                 allowed=("0", f"at least {least}"),
             )
@@ -182,15 +182,13 @@ class EntryTiers:
             self._saving[key] = place
         return place
 
-    def commit(self, place: HostPlace) -> bool:
-        """Keeps an entry, and writes it behind. Returns False if it has been dropped meanwhile."""
+    def commit(self, place: HostPlace) -> None:
+        """Keeps an entry, unless it has been dropped meanwhile, and writes it behind."""
         self._end_saving(place)
         self._host.commit(place)
-        if place.is_forgotten:
-            return False
-        self._saved += 1
-        self._write_behind(place.key)
-        return True
+        if not place.is_forgotten:
+            self._saved += 1
+            self._write_behind(place.key)
 
     def abandon(self, place: HostPlace) -> None:
         """Gives a place back whose entry is not complete. Nothing writes to it any more."""
@@ -272,6 +270,10 @@ class EntryTiers:
         """Forgets every entry with this root. The future is done when all stores have."""
         self._host.drop_root(root)
         self._await_drop({store.name: store.drop_root(root) for store in self._stores}, future)
+
+    def take_evicted(self) -> tuple[bytes, ...]:
+        """Digests of the entries that have left host memory for others since the last call."""
+        return self._host.take_evicted()
 
     def step(self) -> bool:
         """Takes the answers of the stores. Returns whether there was one."""

@@ -26,6 +26,9 @@ OnLinkFailed = Callable[[int, BatonError], None]
 # The transfer cannot go on, for this reason. Every call fails from now on; the process should end.
 OnFailed = Callable[[BatonError], None]
 
+# Entries with these digests have left host memory for others.
+OnEvicted = Callable[[tuple[bytes, ...]], None]
+
 
 class RankTransfer(Protocol):
     """One rank's transfer. All methods and callbacks belong to the event loop that `start` ran on.

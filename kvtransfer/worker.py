@@ -27,7 +27,7 @@ from kvtransfer.movers.mover import MakeMover, Mover
 from kvtransfer.offload import Offloader
 from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.pacing import wake_punctually
-from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused
+from kvtransfer.rank_transfer import OnEvicted, OnFailed, OnFilled, OnLinkFailed, OnRefused
 from kvtransfer.receiver import Receiver
 from kvtransfer.records import LinkMeasure, PeerTraffic
 from kvtransfer.sender import Sender
@@ -66,6 +66,7 @@ class TransferThread:
         tiers: for the entries of the cache, which the thread opens but does not close; None: none are kept.
         on_filled, on_refused: called on the thread.
         on_link_failed: called on the thread with the number of a peer whose link has broken. Disconnect it.
+        on_evicted: called on the thread with the entries that have left host memory.
         on_failed: called on the thread when it cannot go on, before the waiting calls fail.
         clock: for the receiver; the thread's own waits use the monotonic clock.
     """
@@ -81,6 +82,7 @@ class TransferThread:
         on_refused: OnRefused,
         on_link_failed: OnLinkFailed,
         on_failed: OnFailed,
+        on_evicted: OnEvicted,
         clock: Callable[[], float],
     ) -> None:
         self.ledger = Ledger()
@@ -92,6 +94,7 @@ class TransferThread:
         self._on_refused = on_refused
         self._on_link_failed = on_link_failed
         self._on_failed = on_failed
+        self._on_evicted = on_evicted
         self._clock = clock
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pending: set[Future[Any]] = set()
@@ -318,6 +321,8 @@ class TransferThread:
             self.sender.step(),
             self._tiers is not None and self.offloader.step(),
         )
+        if self._tiers is not None and (evicted := self._tiers.take_evicted()):
+            self._on_evicted(evicted)
         for peer, error in self.transport.failures():
             self._on_link_failed(peer, error)
         if self._disconnecting:

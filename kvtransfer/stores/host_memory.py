@@ -59,6 +59,7 @@ class HostMemory:
         self._refused = RefusedKeys()
         self._unwritten = 0
         self._totals = Counter[str]()
+        self._evicted: list[bytes] = []
 
     @property
     def counters(self) -> StoreCounters:
@@ -74,7 +75,7 @@ class HostMemory:
         return len(keys)
 
     def take(self, key: EntryKey, cost: float) -> HostPlace | None:
-        """Returns a place to write a new entry to, which evicts others if none is free. End it by `commit` or `abandon`.
+        """Returns a place to write a new entry to; others leave if none is free. End it by `commit` or `abandon`.
 
         Returns None if the digest's entry is kept or being written. Returns None too if no place is free, and every
         other entry is in use or comes before an entry that is, or the entry before this one got None for that.
@@ -132,6 +133,13 @@ class HostMemory:
         assert place.is_written
         self._leave(place)
 
+    def take_evicted(self) -> tuple[bytes, ...]:
+        """Digests of the entries that were evicted since the last call."""
+        if not self._evicted:
+            return ()
+        evicted, self._evicted = tuple(self._evicted), []
+        return evicted
+
     def drop(self, keys: Sequence[EntryKey]) -> None:
         """Forgets entries at once, also those that are in use or being written; these places are free after that."""
         for key in keys:
@@ -159,6 +167,7 @@ class HostMemory:
         assert not place.users
         self._unused.append(place.number)
         self._totals["evicted"] += 1
+        self._evicted.append(digest)
         return True
 
     def _forget(self, place: HostPlace) -> None:

@@ -128,7 +128,7 @@ def test_an_equal_digest_with_other_tokens_is_a_miss(cluster: MooncakeCluster, n
     others = [
         key._replace(block=key.block._replace(tokens=b"x" * len(key.block.tokens))),
         key._replace(block=key.block._replace(parent=b"p" * 16)),
-        key._replace(index=7),
+        key._replace(number=7),
     ]
     with node(cluster, namespace) as opened:
         write(opened.store, key, content(1))

@@ -8,7 +8,6 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +18,7 @@ _ALIGN_BYTES = 4096
 _Vector: TypeAlias = Callable[[int, Sequence[memoryview], int], int]
 
 
-def read_whole(path: Path, buffers: Sequence[memoryview]) -> bool:
+def read_whole(path: str, buffers: Sequence[memoryview]) -> bool:
     """Fills the buffers from a file. Returns False if it is no regular file of exactly their size.
 
     Raises:
@@ -28,7 +27,7 @@ def read_whole(path: Path, buffers: Sequence[memoryview]) -> bool:
     return _around_cache(path, os.O_RDONLY, buffers, _read)
 
 
-def write_whole(path: Path, buffers: Sequence[memoryview]) -> None:
+def write_whole(path: str, buffers: Sequence[memoryview]) -> None:
     """Writes the buffers as a new file that only this user may read. After an error there may be a part of it.
 
     It is not flushed to the disk: what a power failure damages, readers find.
@@ -40,7 +39,7 @@ def write_whole(path: Path, buffers: Sequence[memoryview]) -> None:
 
 
 def _around_cache(
-    path: Path, flags: int, buffers: Sequence[memoryview], use: Callable[[int, Sequence[memoryview]], bool]
+    path: str, flags: int, buffers: Sequence[memoryview], use: Callable[[int, Sequence[memoryview]], bool]
 ) -> bool:
     direct = os.O_DIRECT if all(map(_is_aligned, buffers)) else 0
     # A pipe or a link that somebody put in the file's place must not be waited for or followed.

@@ -51,7 +51,7 @@ class FileStore:
     ) -> None:
         self.name = name
         self._directory = directory
-        self._folder = directory / namespace_folder(namespace)
+        self._folder = str(directory / namespace_folder(namespace))
         self._namespace = namespace
         self._entry_bytes = entry_bytes
         self._file_bytes = HEADER_BYTES + entry_bytes
@@ -143,7 +143,7 @@ class FileStore:
 
     def _is_there(self, name: EntryFileName) -> bool:
         try:
-            found = self._path(name).lstat()
+            found = os.lstat(self._path(name))
         except FileNotFoundError:
             return False
         except OSError:
@@ -183,7 +183,7 @@ class FileStore:
             self._evict(path)
         if write is None:
             return False
-        temporary = self._folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+        temporary = f"{self._folder}/{TEMPORARY}{secrets.token_hex(8)}"
         try:
             page = _page()
             page[:] = self._header(key)
@@ -193,11 +193,11 @@ class FileStore:
             self._end_failed(write, temporary, error)
             return False
 
-    def _begin(self, name: EntryFileName) -> tuple[FileWrite | None, list[Path]]:
+    def _begin(self, name: EntryFileName) -> tuple[FileWrite | None, list[str]]:
         """Makes room for a file. Returns the write, or None if there is no room, and the files that must leave."""
         with self._lock:
             write = self._index.begin(name)
-            leaving: list[Path] = []
+            leaving: list[str] = []
             while write is not None and self._is_too_large() and len(leaving) < _REMOVED_A_WRITE:
                 path = self._next_to_leave() if self._index.may_displace(write) else None
                 if path is None:
@@ -211,26 +211,26 @@ class FileStore:
         leftover_bytes = self._leftovers.bytes if self._leftovers else 0
         return len(self._index) * self._file_bytes + leftover_bytes > self._max_bytes
 
-    def _next_to_leave(self) -> Path | None:
+    def _next_to_leave(self) -> str | None:
         path = self._leftovers.pop() if self._leftovers else None
         if path is not None:
             return path
         name = self._index.evict()
         return None if name is None else self._path(name)
 
-    def _end(self, write: FileWrite, temporary: Path) -> bool:
+    def _end(self, write: FileWrite, temporary: str) -> bool:
         with self._lock:
             # Under the lock, so that a drop sees either the file or the write.
             is_wanted = self._index.is_wanted(write)
             if is_wanted:
-                temporary.rename(self._path(write.name))
+                os.rename(temporary, self._path(write.name))
                 self._index.end(write, is_kept=True)
                 self._totals["written"] += 1
         if not is_wanted:
             self._unlink(temporary)
         return is_wanted
 
-    def _end_failed(self, write: FileWrite, temporary: Path, error: OSError) -> None:
+    def _end_failed(self, write: FileWrite, temporary: str, error: OSError) -> None:
         self._count("failed")
         with self._lock:
             self._index.end(write, is_kept=False)
@@ -238,13 +238,13 @@ class FileStore:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             leaving = self._next_to_leave() if is_full else None
         with suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)
         if leaving is not None:
             self._evict(leaving)
         if isinstance(error, FileNotFoundError):
             self._open_folder()
 
-    def _evict(self, path: Path) -> None:
+    def _evict(self, path: str) -> None:
         if self._unlink(path):
             self._count("evicted")
 
@@ -292,9 +292,9 @@ class FileStore:
                 self._index.add(parsed)
         elif name.startswith(TEMPORARY):
             with suppress(OSError):
-                path = self._folder / name
-                if time.time() - path.lstat().st_mtime > _ABANDONED_S:
-                    path.unlink()
+                path = f"{self._folder}/{name}"
+                if time.time() - os.lstat(path).st_mtime > _ABANDONED_S:
+                    os.unlink(path)
 
     # ---- files
 
@@ -306,18 +306,19 @@ class FileStore:
                 self._folder_fd = -1
             self._index = FileIndex()
             with suppress(OSError):
-                self._folder_fd = open_locked(self._folder)
+                self._folder_fd = open_locked(Path(self._folder))
 
-    def _path(self, name: EntryFileName) -> Path:
-        return self._folder / str(name)
+    def _path(self, name: EntryFileName) -> str:
+        # As text: making a Path takes as long as asking the filesystem.
+        return f"{self._folder}/{name}"
 
     def _header(self, key: EntryKey) -> bytes:
         return FileHeader(self._namespace, key, self._entry_bytes).encode()
 
-    def _unlink(self, path: Path) -> bool:
+    def _unlink(self, path: str) -> bool:
         """Removes a file. Returns whether this call did."""
         try:
-            path.unlink()
+            os.unlink(path)
         except FileNotFoundError:
             return False
         except OSError:

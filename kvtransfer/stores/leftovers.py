@@ -68,13 +68,13 @@ class Leftovers:
         self._files = deque(_leftovers(directory, timeout_s))
         self.bytes = sum(file.file_bytes for file in self._files)
 
-    def pop(self) -> Path | None:
-        """Takes the first file out. Returns None if there is none whose namespace is still idle."""
+    def pop(self) -> str | None:
+        """Takes out the first file whose namespace is still idle, and returns its path; None if there is none."""
         while self._files:
             file = self._files.popleft()
             self.bytes -= file.file_bytes
             if _is_idle(file.path.parent):
-                return file.path
+                return str(file.path)
         return None
 
 

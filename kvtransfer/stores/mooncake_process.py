@@ -104,7 +104,8 @@ class MooncakeProcess:
     def lane(self) -> Iterator[StoreLane | None]:
         """A lane for some calls. None: there is none now, or all were busy for too long.
 
-        An OSError in the body ends the process, and with it the calls of all lanes, and goes on to the caller.
+        An exception in the body, which may have left an answer unread, ends the process and with it the calls of all
+        lanes, and goes on to the caller.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._idle or not self._lanes, self._timeout_s)
@@ -113,7 +114,7 @@ class MooncakeProcess:
                 lane.busy = True
         try:
             yield lane
-        except OSError as error:
+        except BaseException as error:
             if lane is not None:
                 self._end(lane, error)
             raise
@@ -139,16 +140,16 @@ class MooncakeProcess:
             lane.busy = False
             if lane in self._lanes:
                 self._idle.append(lane)
-                self._changed.notify()
+                self._changed.notify_all()
             else:
                 lane.close()
 
-    def _end(self, lane: StoreLane, error: OSError) -> None:
+    def _end(self, lane: StoreLane, error: BaseException) -> None:
         with self._changed:
             if lane in self._lanes:
                 log.warning(
                     "Mooncake Store at %s:%d: %s; not asked for %.0f s and until it answers",
-                    *(self._host, self._port, error or type(error).__name__, self._pause_s),
+                    *(self._host, self._port, str(error) or type(error).__name__, self._pause_s),
                 )
                 self._lose_lanes()
                 assert self._popen is not None

@@ -10,6 +10,8 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Semaphore, Thread
 
@@ -151,6 +153,25 @@ def test_a_call_that_hangs_ends_with_its_bound_and_its_process(process: Mooncake
     assert process.wait_ready(DEADLINE_S)
     assert process.pid != pid
     assert call(process, "a") == [1]
+
+
+def test_a_caller_that_is_interrupted_leaves_no_answer_to_the_next(process: MooncakeProcess) -> None:
+    pid = process.pid
+    with suppress(KeyboardInterrupt), process.lane():
+        raise KeyboardInterrupt
+    assert process.wait_ready(DEADLINE_S)
+    assert process.pid != pid
+    assert call(process, "a", "b") == [1, 1]
+
+
+def test_a_caller_gets_a_lane_as_soon_as_one_is_idle(client: Path, master: int) -> None:
+    process = MooncakeProcess("127.0.0.1", master, 4096, lanes=1, timeout_s=DEADLINE_S)
+    try:
+        assert process.wait_ready(DEADLINE_S)
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(lambda _: call(process, "a"), range(200))) == [[1]] * 200
+    finally:
+        process.close()
 
 
 @pytest.mark.parametrize("key", ["lost", "end"])

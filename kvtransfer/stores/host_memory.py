@@ -74,7 +74,7 @@ class HostMemory:
         return len(keys)
 
     def take(self, key: EntryKey, cost: float) -> HostPlace | None:
-        """Returns a place to write a new entry to; evicts another if none is free. End it by `commit` or `abandon`.
+        """Returns a place to write a new entry to; others leave if none is free. End it by `commit` or `abandon`.
 
         Returns None if the digest's entry is kept or being written. Returns None too if no place is free, and every
         other entry is in use or comes before an entry that is, or the entry before this one got None for that.

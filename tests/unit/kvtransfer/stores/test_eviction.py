@@ -66,6 +66,16 @@ def test_a_dear_entry_that_nobody_uses_leaves_at_last() -> None:
     assert left[:4] == [b"0", b"1", b"dear", b"2"]
 
 
+def test_a_cheap_entry_that_leaves_late_makes_new_ones_worth_no_less() -> None:
+    order = GreedyDual()
+    order.add(b"old", 9.5, ROOT)
+    order.add(b"cheap", 1.0, ROOT)
+    order.add(b"dear", 9.0, b"cheap")
+    assert [order.evict(), order.evict()] == [b"dear", b"cheap"]
+    order.add(b"new", 1.0, ROOT)
+    assert drained(order) == [b"old", b"new"]
+
+
 def test_a_pinned_entry_and_those_before_it_never_leave() -> None:
     order = GreedyDual()
     chain(order, b"a", b"b", b"c")

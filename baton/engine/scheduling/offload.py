@@ -14,8 +14,8 @@ from baton.engine.scheduling.block_manager import BlockManager
 from baton.engine.scheduling.kept_blocks import KeptBlocks
 from baton.engine.scheduling.state import RequestState
 
-# The share of a pool's blocks that saves may hold. Entries that would need more are not saved.
-_SAVING_SHARE = 0.25
+# The share of a pool's blocks that saves may hold. A save takes milliseconds; entries that would need more are not saved.
+_SAVING_SHARE = 0.5
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,9 @@ class World:
 
     def user(self, cache: PagedKVCache, make_mover: Callable[..., Mover] = CpuMover) -> "User":
         mover = make_mover(cache, lambda: None)
-        self.tiers.open(mover.open_host_memory)
+        if not self.users:
+            self.tiers.open(mover.open_host_memory)
+            self._passing = len(self.tiers._passing)
         user = User(self, cache, Offloader(mover, self.tiers, self.clock))
         self.users.append(user)
         return user
@@ -191,7 +193,7 @@ class World:
             assert user.offloader.in_flight == 0
             assert pool.available == pool.slots
         assert not self.tiers._saving
-        assert len(self.tiers._passing) == bool(self.stores)
+        assert len(self.tiers._passing) == self._passing
         assert not any(place.users for place in self.tiers._host._places.values())
 
 

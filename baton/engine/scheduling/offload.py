@@ -14,7 +14,7 @@ from baton.engine.scheduling.block_manager import BlockManager
 from baton.engine.scheduling.kept_blocks import KeptBlocks
 from baton.engine.scheduling.state import RequestState
 
-# The share of a pool's blocks that saves may hold. A save takes milliseconds; entries that would need more are not saved.
+# The share of a pool's blocks that saves may hold, for some milliseconds each. Entries that need more are not saved.
 _SAVING_SHARE = 0.5
 
 

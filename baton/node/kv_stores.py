@@ -8,13 +8,14 @@ from pathlib import Path
 
 from baton.core.errors import ConfigError
 from baton.engine.build import BuiltRunner
+from baton.metrics.exposition import Figure
 from baton.protos.v1 import node_status_pb2
 from baton.settings.node_config import NodeSettings
 from kvtransfer.records import EntryCounters
 from kvtransfer.settings import OpenStore
 from kvtransfer.stores.files import FileStore
 from kvtransfer.stores.mooncake import open_mooncake, parse_mooncake_url
-from kvtransfer.stores.store import Store
+from kvtransfer.stores.store import Store, StoreCounters
 
 _log = logging.getLogger(__name__)
 HOST = "host"
@@ -75,6 +76,28 @@ def store_states(counters: EntryCounters) -> Iterator[node_status_pb2.StoreState
             damaged_total=store.damaged,
             failed_total=store.failed,
         )
+
+
+def store_figures(counters: EntryCounters) -> Iterator[Figure]:
+    """The metrics of host memory and of the stores below it."""
+    host = StoreCounters(
+        bytes=counters.bytes,
+        written=counters.saved,
+        evicted=counters.evicted,
+        damaged=counters.damaged,
+        failed=counters.failed,
+    )
+    for name, store in {HOST: host, **counters.stores}.items():
+        yield Figure("baton_kv_store_bytes", store.bytes, (name,))
+        events = {
+            "saved": store.written,
+            "loaded": counters.loaded.get(name, 0),
+            "evicted": store.evicted,
+            "damaged": store.damaged,
+            "failed": store.failed,
+        }
+        for event, count in events.items():
+            yield Figure("baton_kv_store_entries_total", count, (name, event))
 
 
 def _open_files(directory: Path, max_bytes: int, origin: bytes, namespace: bytes, entry_bytes: int) -> Store:

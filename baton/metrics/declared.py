@@ -276,7 +276,7 @@ METRICS: tuple[Metric, ...] = (
            "KV that the node keeps outside of its cache; 0 for a store that the whole cluster shares",
            NODES, (_STORE,)),
     Metric("baton_kv_store_entries_total", C, "entries",
-           "Entries of 64 tokens that were saved, loaded into the cache, evicted, damaged, or not saved or read in time",
+           "Entries of 64 tokens that were saved, loaded, evicted, damaged, or not saved or read in time",
            NODES, (_STORE, _ENTRY_EVENT)),
     Metric("baton_output_prompt_tokens", H, "tokens",
            "Prompt length of outputs that were served to their end", GATEWAY, (), _TOKENS),

@@ -24,6 +24,7 @@ BENCHMARKS = (
     ("receiving", "Decoding while receiving", "bench.receiving"),
     ("hand_over", "Handed over against one process", "bench.hand_over"),
     ("latency", "Latency at the client with default settings", "bench.latency"),
+    ("kept_kv", "KV from host memory and files", "bench.kept_kv"),
     ("http_door", "A streamed token's cost at the gateway", "bench.http_door"),
     ("tracing", "What traces cost a gateway", "bench.tracing_served"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
@@ -45,7 +46,7 @@ BENCHMARKS = (
     ("routing", "The choice of prefill nodes on Mooncake's conversation trace", "bench.routing"),
 )
 # On a machine with a GPU these run on the GPU and have their own pages.
-EITHER = frozenset({"exposed", "receiving", "loading", "latency", "structured"})
+EITHER = frozenset({"exposed", "receiving", "loading", "latency", "structured", "kept_kv"})
 PLOTS = (
     ("transport", "bench.transfer_plot"),
     ("cache_to_cache", "bench.transfer_plot"),

@@ -28,6 +28,13 @@ class EndSession:
 
 
 @dataclass(frozen=True)
+class Prefetch:
+    """Read what stores have of a request's tokens into the cache. Answered by `Prefetched`, within a bound."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True)
 class Reserve:
     """Hold all blocks of a request. Answered by `Reserved` or `EngineRefused`.
 
@@ -97,5 +104,15 @@ class SendLeaseEnded:
 
 
 Command = (
-    Send | EndSession | Reserve | ExtendReserved | PrefillHere | Admit | Abort | OpenLease | CloseLease | SendLeaseEnded
+    Send
+    | EndSession
+    | Prefetch
+    | Reserve
+    | ExtendReserved
+    | PrefillHere
+    | Admit
+    | Abort
+    | OpenLease
+    | CloseLease
+    | SendLeaseEnded
 )

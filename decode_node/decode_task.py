@@ -82,6 +82,7 @@ class DecodeTask:
         self.engine_id = request.request_id
         self.phase = DecodePhase.WAITING
         self.prefill_started_s: float | None = None  # set while a prefill here has sampled no token
+        self.loaded_tokens = 0  # read from stores before blocks were reserved
         self.prefill_queue_s = 0.0  # how long this prefill waited in the engine
         self._request = request
         self._policy = submit.policy
@@ -163,7 +164,13 @@ class DecodeTask:
         self._enter(DecodePhase.FILLING, deadline_s=now_s + self._rules.lease_s)
         assert self._offer is not None
         ticket, cached_tokens = self._offer.ticket(), self._offer.reservation.cached_tokens
-        reserved = pb.Reserved(key=self.key, ticket=ticket, cached_tokens=cached_tokens, queue_s=self.times.queued_s)
+        reserved = pb.Reserved(
+            key=self.key,
+            ticket=ticket,
+            cached_tokens=cached_tokens,
+            queue_s=self.times.queued_s,
+            loaded_tokens=min(self.loaded_tokens, cached_tokens),
+        )
         self.times.trace_reserved(reserved, now_s)
         commands: list[Command] = [self._send(pb.SessionResponse(reserved=reserved))]
         early, self._early = self._early, []
@@ -254,7 +261,13 @@ class DecodeTask:
         self._enter(DecodePhase.DECODING)
         self.prefill_started_s = now_s
         cached_tokens = self._skipped_tokens(self._reservation)
-        accepted = pb.Accepted(key=self.key, why=why, cached_tokens=cached_tokens, queue_s=self.times.queued_s)
+        accepted = pb.Accepted(
+            key=self.key,
+            why=why,
+            cached_tokens=cached_tokens,
+            queue_s=self.times.queued_s,
+            loaded_tokens=min(self.loaded_tokens, cached_tokens),
+        )
         self.times.trace_accepted(accepted, now_s)
         return [self._send(pb.SessionResponse(accepted=accepted)), PrefillHere(self.engine_id, output)]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from baton.core.errors import BatonError, InternalError
 from baton.engine.events import StepEvents
+from baton.engine.request import EngineRequest
 from baton.node.assembly import Listener, Node
 from baton.node.failures import log_arrival, log_failure
 from baton.protos.internal.v1 import decode_pb2 as pb
@@ -25,6 +26,7 @@ from decode_node.commands import (
     EndSession,
     ExtendReserved,
     OpenLease,
+    Prefetch,
     PrefillHere,
     Reserve,
     Send,
@@ -41,6 +43,7 @@ from decode_node.events import (
     LeaseFailed,
     LeaseFilled,
     LeaseOpened,
+    Prefetched,
     Reserved,
     SegmentRefused,
     StepDone,
@@ -80,6 +83,7 @@ class DecodeDriver:
                 split_unit=math.lcm(node.description.shape.block_size, node.limits.chunk_align_tokens or 1),
                 lease_secret=secrets.token_bytes(64),
                 gives_leases=settings is not None,
+                prefetches=node.engine.has_tier,
             ),
             lease_numbers(),
         )
@@ -179,6 +183,8 @@ class DecodeDriver:
                 self._start(self._close_lease(lease), name=f"close-lease-{lease}")
             case SendLeaseEnded(lease=lease):
                 self.peers.send_lease_ended(lease)
+            case Prefetch(request=request):
+                self._start(self._prefetch(request), name=f"prefetch-{request.request_id}")
             case Abort(engine_id=engine_id):
                 self._start(self._abort(engine_id), name=f"abort-{engine_id}")
             case Reserve() | ExtendReserved() | Admit() | PrefillHere():
@@ -207,6 +213,9 @@ class DecodeDriver:
         task = self.machine.task(session, failed.key)
         if task is not None:
             log_failure(from_detail(failed.error), task.request_id, task.engine_id)
+
+    async def _prefetch(self, request: EngineRequest) -> None:
+        self.deliver(Prefetched(request.request_id, await self._engine.prefetch(request)))
 
     async def _abort(self, engine_id: str) -> None:
         await self._engine.abort(engine_id)

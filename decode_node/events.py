@@ -62,6 +62,14 @@ class PeerLost:
 
 
 @dataclass(frozen=True)
+class Prefetched:
+    """Answers `Prefetch`. The cache has that many more tokens now."""
+
+    engine_id: str
+    loaded_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Reserved:
     """Answers `Reserve` and `ExtendReserved`: the engine holds these blocks."""
 
@@ -166,6 +174,7 @@ Event = (
     | HandOverReceived
     | QuietReceived
     | PeerLost
+    | Prefetched
     | Reserved
     | EngineRefused
     | Admitted

@@ -22,7 +22,7 @@ from baton.rpc.convert import (
 )
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue
-from decode_node.commands import Admit, Command, EndSession, OpenLease, PrefillHere, Send
+from decode_node.commands import Admit, Command, EndSession, OpenLease, Prefetch, PrefillHere, Send
 from decode_node.decode_task import DecodePhase, DecodeTask
 from decode_node.events import (
     Aborted,
@@ -37,6 +37,7 @@ from decode_node.events import (
     LeaseFilled,
     LeaseOpened,
     PeerLost,
+    Prefetched,
     QuietReceived,
     Reserved,
     RoomFreed,
@@ -51,6 +52,9 @@ from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, 
 from decode_node.local_prefill import requested_local_reason
 from decode_node.rules import DecodeRules
 from decode_node.task_times import Deadlines
+
+# Requests that prefetch at a time; further ones compute what the cache lacks.
+_PREFETCHES_MAX = 64
 
 
 class DecodeMachine:
@@ -72,6 +76,7 @@ class DecodeMachine:
         self._lease_numbers = lease_numbers
         self.messages_refused = 0
         self._queue = BlockQueue(waiting_max=rules.waiting_max)
+        self._prefetching: dict[str, EngineRequest] = {}  # by engine id; they are not in the queue yet
         self._deadlines = Deadlines()
         self._draining = False
         self._closing = False
@@ -145,6 +150,8 @@ class DecodeMachine:
                 return self._for_lease(totals.number, lambda task: task.lease_closed(totals, now_s))
             case LeaseFailed(lease=lease, error=error):
                 return self._for_lease(lease, lambda task: task.lease_failed(error))
+            case Prefetched():
+                return self._prefetched(event, now_s)
             case Reserved(engine_id=engine_id, reservation=reservation):
                 return self._for_request(engine_id, lambda task: task.reserved(reservation, now_s))
             case EngineRefused(engine_id=engine_id, error=error):
@@ -186,15 +193,35 @@ class DecodeMachine:
     def _submit(self, session: int, submit: pb.SubmitRequest, now_s: float) -> list[Command]:
         try:
             request = self._new_request(session, submit, now_s)
-            self._queue.enter(request, max_queue_s=submit.max_queue_s, now_s=now_s)
+            prefetches = self.rules.prefetches and len(self._prefetching) < _PREFETCHES_MAX
+            if not prefetches:
+                self._queue.enter(request, max_queue_s=submit.max_queue_s, now_s=now_s)
         except BatonError as error:
             failed = pb.SessionResponse(failed=pb.Failed(key=submit.key, error=to_detail(error)))
             released = pb.SessionResponse(released=pb.Released(key=submit.key))
             return [Send(session, failed), Send(session, released)]
         task = DecodeTask(session, submit, request, rules=self.rules, lease_numbers=self._lease_numbers, now_s=now_s)
         self._by_key[session, submit.key] = self._by_engine_id[task.engine_id] = task
-        commands = self._reserve_first() if self._queue.first == task.engine_id else []
-        return self._update_tables(task, commands)
+        if prefetches:
+            self._prefetching[task.engine_id] = request
+            return self._update_tables(task, [Prefetch(request)])
+        return self._entered(task)
+
+    def _prefetched(self, event: Prefetched, now_s: float) -> list[Command]:
+        """Queues a request for blocks, now that the cache has what stores had of it."""
+        request, task = self._prefetching.pop(event.engine_id, None), self._by_engine_id.get(event.engine_id)
+        if request is None or task is None or task.phase is not DecodePhase.WAITING:
+            return []
+        task.loaded_tokens = event.loaded_tokens
+        try:
+            self._queue.enter(request, max_queue_s=task.times.max_queue_s, now_s=now_s)
+        except BatonError as error:
+            return self._update_tables(task, task.fail(error))
+        return self._entered(task)
+
+    def _entered(self, task: DecodeTask) -> list[Command]:
+        """Reserves blocks for a request that has just been queued, if it is first."""
+        return self._update_tables(task, self._reserve_first() if self._queue.first == task.engine_id else [])
 
     def _new_request(self, session: int, submit: pb.SubmitRequest, now_s: float) -> EngineRequest:
         """The engine's request for a gateway's message.
@@ -332,6 +359,7 @@ class DecodeMachine:
         if task.phase is DecodePhase.OVER:
             del self._by_key[task.session, task.key]
             del self._by_engine_id[task.engine_id]
+            self._prefetching.pop(task.engine_id, None)
             return [*commands, *self._end_sessions()]
         turn_is_over = task.phase is not DecodePhase.WAITING and self._queue.leave(task.engine_id)
         # The engine reserves for a limited number of requests, until they have their KV.

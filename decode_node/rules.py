@@ -19,6 +19,7 @@ class DecodeRules:
         block_size: tokens of one block of the cache.
         split_unit: the first part of a split prompt is a multiple of this many tokens, which `block_size` divides.
         lease_secret: up to 64 random bytes of this process, which no other process gets.
+        prefetches: whether there are stores outside of the cache.
         gives_leases: False on a prefill node that also decodes: it computes every prompt itself, so no KV arrives.
     """
 
@@ -32,6 +33,7 @@ class DecodeRules:
     split_unit: int
     lease_secret: bytes = field(repr=False)
     gives_leases: bool = True
+    prefetches: bool = False
 
     def lease_key(self, number: int) -> bytes:
         """The key of a lease. Without the secret nobody can compute it; like the number, it is used once."""

@@ -6,9 +6,11 @@ process's `KVTransfer`, and `RankedTransfer` calls all ranks of a node.
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import suppress
+from typing import Any, Protocol
 
 from baton.core.errors import BatonError
+from baton.core.kv_entries import EntryBlocks, EntryKey
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
@@ -23,6 +25,9 @@ OnRefused = Callable[[RefusedSegment], None]
 OnLinkFailed = Callable[[int, BatonError], None]
 # The transfer cannot go on, for this reason. Every call fails from now on; the process should end.
 OnFailed = Callable[[BatonError], None]
+
+# Entries with these digests have left host memory for others.
+OnEvicted = Callable[[tuple[bytes, ...]], None]
 
 
 class RankTransfer(Protocol):
@@ -49,8 +54,8 @@ class RankTransfer(Protocol):
         """Cancels what is in flight. Every call that still waits gets an error."""
 
     async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
-        """Closes the transport and opens it again for another incarnation of the node, with all counters at 0. Call it
-        when no lease and no link is open.
+        """Closes the transport and opens it again for another incarnation of the node. Entries stay, and so do their
+        counters; all other counters begin at 0. Call it when no lease and no link is open.
 
         Raises:
             ConfigError: the transport cannot start.
@@ -170,6 +175,49 @@ class RankTransfer(Protocol):
         """
         ...
 
+    # ---- entries: KV that this rank keeps outside of its cache (`kvtransfer.stores`). A rank without a host cache, or
+    # whose model has recurrent states, has none.
+
+    async def save_entries(self, entries: EntryBlocks) -> int:
+        """Copies entries from the cache to the stores, unless they are there. Returns how many of the first ones the
+        stores have then.
+
+        Until it returns or raises nothing may write to the blocks. On a GPU the step that computed the tokens must be
+        over. Cancelling the call ends it early; it then raises once nothing reads the blocks.
+
+        Raises:
+            InternalError: the cache has no such blocks, or they do not hold the entries' tokens.
+        """
+        ...
+
+    async def find_entries(self, keys: tuple[EntryKey, ...]) -> int:
+        """How many of the first keys the stores have. A later load may find fewer."""
+        ...
+
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
+        """Copies entries from the stores to the cache. Returns how many of the first ones are in their blocks, whole
+        and checked; blocks after them hold anything. Nothing writes to the blocks any more when it returns or raises.
+
+        Args:
+            timeout_s: no further entry is begun after this time.
+
+        Raises:
+            InternalError: the cache has no such blocks, or they do not hold the entries' tokens.
+        """
+        ...
+
+    async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
+        """Forgets entries, also those that are being saved.
+
+        Raises:
+            DeadlineExceeded: a store below host memory has not answered, and may still have them.
+        """
+        ...
+
+    async def drop_entries_of(self, root: bytes) -> None:
+        """As `drop_entries`, for every entry with this root."""
+        ...
+
     def counters(self) -> TransferCounters:
         """Refusals and traffic so far."""
         ...
@@ -177,3 +225,12 @@ class RankTransfer(Protocol):
     def stuck(self, *, after_s: float) -> str:
         """The Python stack of a rank whose thread has not moved for that long, or why it cannot go on; else empty."""
         ...
+
+
+async def until_done(future: "asyncio.Future[Any]") -> None:
+    """Waits for a future's result or error, even if the caller is cancelled meanwhile; the caller then raises."""
+    while not future.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
+    if not future.cancelled():
+        future.exception()  # marks it as retrieved

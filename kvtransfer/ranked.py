@@ -13,12 +13,21 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from baton.core.errors import BatonError, DataLoss, PeerRefused, UnknownLease
+from baton.core.kv_entries import EntryBlocks, EntryKey
 from kvtransfer.conversion import KVConversion
 from kvtransfer.flows import Flow, RankPair, common
 from kvtransfer.leases import LeaseGrant, LeaseTotals, SegmentRefusal
 from kvtransfer.link import LinkSpeed
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnRefused, RankTransfer
-from kvtransfer.records import LinkMeasure, PeerTraffic, RefusedSegment, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import (
+    EntryCounters,
+    LinkMeasure,
+    PeerTraffic,
+    RefusedSegment,
+    SendJob,
+    TransferCounters,
+    WarmUp,
+)
 from kvtransfer.segments import Segment
 
 T = TypeVar("T")
@@ -287,6 +296,31 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
             if self._on_failed is not None:
                 self._on_failed(error)
 
+    # ---- entries: an entry counts where every rank has its share, or where the blocks have an owner, its owner
+
+    async def save_entries(self, entries: EntryBlocks) -> int:
+        return min(await _all(rank.save_entries(entries) for rank in self._of(entries.owner)))
+
+    async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None = None) -> int:
+        """
+        Args:
+            owner: the only rank that will load them; None: all ranks will.
+        """
+        return min(await _all(rank.find_entries(keys) for rank in self._of(owner)))
+
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
+        loads = (rank.load_entries(entries, timeout_s=timeout_s) for rank in self._of(entries.owner))
+        return min(await _all(loads))
+
+    async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
+        await _all(rank.drop_entries(keys) for rank in self._ranks)
+
+    async def drop_entries_of(self, root: bytes) -> None:
+        await _all(rank.drop_entries_of(root) for rank in self._ranks)
+
+    def _of(self, owner: int | None) -> Sequence[RankTransfer]:
+        return self._ranks if owner is None else [self._ranks[owner]]
+
     # ---- status
 
     def counters(self) -> TransferCounters:
@@ -311,6 +345,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
             sum(each.converted for each in counters),
             sum(each.bytes_total for each in counters),
             sum(each.segments_total for each in counters),
+            EntryCounters.of_ranks([each.entries for each in counters]),
         )
 
     def stuck(self, *, after_s: float) -> str:

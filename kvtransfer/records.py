@@ -1,12 +1,15 @@
 """Records that the event loop and the transfer thread exchange. Needs no torch."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Self
 
 from baton.core.errors import BatonError
 from kvtransfer.flows import Flow
 from kvtransfer.leases import SegmentRefusal
 from kvtransfer.link import LinkSpeed
+from kvtransfer.stores.store import StoreCounters
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,45 @@ class PeerTraffic:
 
 
 @dataclass(frozen=True)
+class EntryCounters:
+    """Totals of the entries that ranks keep outside of their caches.
+
+    Attributes:
+        entries, bytes: in host memory now.
+        saved: entries that were copied to host memory.
+        loaded: entries that were copied to the cache, by where they were: `host`, or a store's name.
+        evicted: entries that left host memory for others.
+        damaged: entries that a load refused, because their bytes or names were wrong.
+        failed: entries for which a save found no room, and those that ended a load because no store had them in time.
+        not_written: entries that were not written behind, because a store had too many writes before them.
+        stores: the totals of each store below host memory, by its name.
+    """
+
+    entries: int = 0
+    bytes: int = 0
+    saved: int = 0
+    loaded: Mapping[str, int] = field(default_factory=dict)
+    evicted: int = 0
+    damaged: int = 0
+    failed: int = 0
+    not_written: int = 0
+    stores: Mapping[str, StoreCounters] = field(default_factory=dict)
+
+    @classmethod
+    def of_ranks(cls, counters: Sequence[Self]) -> Self:
+        """The totals of several ranks together."""
+        loaded: Counter[str] = Counter()
+        for each in counters:
+            loaded.update(each.loaded)
+        names = dict.fromkeys(name for each in counters for name in each.stores)
+        return cls(
+            loaded=loaded,
+            stores={name: StoreCounters(**_summed(StoreCounters, _of_store(counters, name))) for name in names},
+            **_summed(cls, counters),
+        )
+
+
+@dataclass(frozen=True)
 class TransferCounters:
     """Totals of a transfer. `refused` counts invalid messages, `late` counts messages of ended leases.
 
@@ -103,6 +145,7 @@ class TransferCounters:
         peers: traffic with the peers that are connected now.
         converted: segments that this node sent in another dtype than its cache's.
         bytes_total, segments_total: payload exchanged with all peers so far.
+        entries: what is kept outside of the cache.
     """
 
     refusals: Mapping[SegmentRefusal, int]
@@ -110,6 +153,7 @@ class TransferCounters:
     converted: int = 0
     bytes_total: int = 0
     segments_total: int = 0
+    entries: EntryCounters = EntryCounters()
 
     @property
     def refused(self) -> int:
@@ -118,3 +162,14 @@ class TransferCounters:
     @property
     def late(self) -> int:
         return self.refusals.get(SegmentRefusal.LATE, 0)
+
+
+def _of_store(counters: Sequence[EntryCounters], name: str) -> list[StoreCounters]:
+    return [each.stores[name] for each in counters if name in each.stores]
+
+
+def _summed(kind: type, counters: Iterable[object]) -> dict[str, int]:
+    """The sums of all numbers of records of one kind."""
+    counters = list(counters)
+    names = [each.name for each in fields(kind) if each.type in (int, "int")]
+    return {name: sum(getattr(each, name) for each in counters) for name in names}

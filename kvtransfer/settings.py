@@ -1,11 +1,17 @@
 """Settings of one rank's KV transfer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from baton.core.errors import ConfigError
 from baton.kvcache.spec import KVCacheSpec
 from kvtransfer.parts import Part, parts_of
 from kvtransfer.segments import TRAILER_BYTES
+from kvtransfer.stores.store import Store
+
+# Opens a store for one rank's entries, from their namespace and the size of each in bytes.
+OpenStore: TypeAlias = Callable[[bytes, int], Store]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +27,8 @@ class TransferSettings:
         receive_bytes_per_s: highest average rate of received segments; senders wait. None: no limit.
         peers_are_known: every peer has shown a certificate, so its address is used without a trial.
         heads: for each part, the model's heads that the rank's cache holds; empty: all of them.
+        host_cache_bytes: host memory for entries; 0: none are kept.
+        stores: below host memory, asked in this order.
 
     Raises:
         ConfigError: there are no staging slots.
@@ -34,6 +42,8 @@ class TransferSettings:
     receive_bytes_per_s: float | None = None
     peers_are_known: bool = False
     heads: tuple[range, ...] = ()
+    host_cache_bytes: int = 0
+    stores: tuple[OpenStore, ...] = ()
 
     def __post_init__(self) -> None:
         if self.staging_slots < 1:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from baton.core.errors import BatonError, DeadlineExceeded, Draining, InternalError
+from baton.core.kv_entries import EntryBlocks, EntryKey
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.wire.conversion import Converter, open_converter
 from kvtransfer.conversion import KVConversion
@@ -21,10 +22,12 @@ from kvtransfer.ledger import Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
-from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused, RankTransfer
+from kvtransfer.offload_tiers import EntryTiers
+from kvtransfer.rank_transfer import OnEvicted, OnFailed, OnFilled, OnLinkFailed, OnRefused, RankTransfer, until_done
 from kvtransfer.records import LinkMeasure, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, check_segment_bytes
 from kvtransfer.settings import TransferSettings
+from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.transports.table import open_probe
 from kvtransfer.worker import TransferThread
 
@@ -35,12 +38,12 @@ class KVTransfer(RankTransfer):
     """The transfer of one rank's cache; an async context manager. `RankTransfer` documents the verbs.
 
     Args:
-        on_filled, on_refused: called on the event loop, in the order of the events.
+        on_filled, on_refused, on_evicted: called on the event loop, in the order of the events.
         make_mover: makes the mover between cache and staging; by default the mover for the cache's device.
         clock: monotonic seconds, for receive limits and for timing links.
 
     Raises:
-        ConfigError: not even one token of one layer fits into a segment.
+        ConfigError: not even one token of one layer fits into a segment, or not one entry into the host cache.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class KVTransfer(RankTransfer):
         *,
         on_filled: OnFilled,
         on_refused: OnRefused,
+        on_evicted: OnEvicted = lambda _: None,
         make_mover: MakeMover = open_mover,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,12 +66,18 @@ class KVTransfer(RankTransfer):
         self._used_leases = UsedNumbers()
         self._on_link_failed: OnLinkFailed | None = None
         self._on_failed: OnFailed | None = None
+        # A recurrent state is no KV of some tokens, so such a model has no entries.
+        keeps_entries = settings.host_cache_bytes and cache.state is None
+        layout = EntryLayout(settings.parts(cache.spec)) if keeps_entries else None
+        self._tiers = EntryTiers(layout, settings, clock=clock) if layout is not None else None
         self._make_thread = partial(
             TransferThread,
             cache,
+            tiers=self._tiers,
             make_mover=make_mover,
             on_filled=partial(self._post, on_filled),
             on_refused=partial(self._post, on_refused),
+            on_evicted=partial(self._post, on_evicted),
             on_link_failed=lambda peer, error: self._post(self._link_failed, (peer, error)),
             on_failed=lambda error: self._post(self._failed, error),
             clock=clock,
@@ -85,6 +95,8 @@ class KVTransfer(RankTransfer):
         if self._probe is not None:
             self._probe.close()
         await asyncio.to_thread(self._thread.stop)
+        if self._tiers is not None:
+            await asyncio.to_thread(self._tiers.close)
 
     async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
         await asyncio.to_thread(self._thread.stop)
@@ -177,8 +189,32 @@ class KVTransfer(RankTransfer):
     async def close_lease(self, number: int) -> LeaseTotals:
         return await self._call(lambda future: self._thread.receiver.close(number, future))
 
+    async def save_entries(self, entries: EntryBlocks) -> int:
+        if self._tiers is None or not entries.keys:
+            return 0
+        return await self._ended(lambda future: self._thread.offloader.save(entries, future))
+
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
+        if self._tiers is None or not entries.keys:
+            return 0
+        return await self._ended(lambda future: self._thread.offloader.load(entries, timeout_s, future))
+
+    async def find_entries(self, keys: tuple[EntryKey, ...]) -> int:
+        if self._tiers is None or not keys:
+            return 0
+        return await self._call(lambda future: self._thread.offloader.find(keys, future))
+
+    async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
+        if self._tiers is not None and keys:
+            await self._call(lambda future: self._thread.offloader.drop(keys, future))
+
+    async def drop_entries_of(self, root: bytes) -> None:
+        if self._tiers is not None:
+            await self._call(lambda future: self._thread.offloader.drop_root(root, future))
+
     def counters(self) -> TransferCounters:
-        return self._thread.ledger.snapshot()
+        counters = self._thread.ledger.snapshot()
+        return counters if self._tiers is None else replace(counters, entries=self._tiers.counters())
 
     def stuck(self, *, after_s: float) -> str:
         return self._thread.where() if self._thread.stalled_s > after_s else ""
@@ -211,6 +247,22 @@ class KVTransfer(RankTransfer):
     def _call(self, function: Callable[["Future[T]"], None]) -> "asyncio.Future[T]":
         """Runs a function on the thread; it, or what it begins, completes the future."""
         return asyncio.wrap_future(self._thread.call(function))
+
+    async def _ended(self, begin: Callable[["Future[int]"], None]) -> int:
+        """Awaits a save or a load. If the caller is cancelled, ends it, and waits until nothing uses its blocks."""
+        job = self._thread.call(begin)
+        over = asyncio.wrap_future(job)
+        try:
+            return await asyncio.shield(over)
+        except asyncio.CancelledError:
+
+            def stop(future: "Future[None]") -> None:
+                self._thread.offloader.stop(job)
+                future.set_result(None)
+
+            self._thread.call(stop)
+            await until_done(over)
+            raise
 
     def _post(self, callback: Callable[[T], None], event: T) -> None:
         """Calls back on the event loop, from the thread."""

@@ -24,8 +24,10 @@ from baton.kvcache.cache import PagedKVCache
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover, Mover
+from kvtransfer.offload import Offloader
+from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.pacing import wake_punctually
-from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused
+from kvtransfer.rank_transfer import OnEvicted, OnFailed, OnFilled, OnLinkFailed, OnRefused
 from kvtransfer.receiver import Receiver
 from kvtransfer.records import LinkMeasure, PeerTraffic
 from kvtransfer.sender import Sender
@@ -57,11 +59,14 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class TransferThread:
-    """Runs from `start` to `stop`. Posted calls use `sender`, `receiver` and the methods marked "on the thread".
+    """Runs from `start` to `stop`. Posted calls use `sender`, `receiver`, `offloader` and the methods marked "on the
+    thread".
 
     Args:
+        tiers: for the entries of the cache, which the thread opens but does not close; None: none are kept.
         on_filled, on_refused: called on the thread.
         on_link_failed: called on the thread with the number of a peer whose link has broken. Disconnect it.
+        on_evicted: called on the thread with the entries that have left host memory.
         on_failed: called on the thread when it cannot go on, before the waiting calls fail.
         clock: for the receiver; the thread's own waits use the monotonic clock.
     """
@@ -71,21 +76,25 @@ class TransferThread:
         cache: PagedKVCache,
         settings: TransferSettings,
         *,
+        tiers: EntryTiers | None,
         make_mover: MakeMover,
         on_filled: OnFilled,
         on_refused: OnRefused,
         on_link_failed: OnLinkFailed,
         on_failed: OnFailed,
+        on_evicted: OnEvicted,
         clock: Callable[[], float],
     ) -> None:
         self.ledger = Ledger()
         self._cache = cache
         self._settings = settings
+        self._tiers = tiers
         self._make_mover = make_mover
         self._on_filled = on_filled
         self._on_refused = on_refused
         self._on_link_failed = on_link_failed
         self._on_failed = on_failed
+        self._on_evicted = on_evicted
         self._clock = clock
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pending: set[Future[Any]] = set()
@@ -103,6 +112,7 @@ class TransferThread:
         self.transport: Transport
         self.sender: Sender
         self.receiver: Receiver
+        self.offloader: Offloader
 
     # ---- from other threads
 
@@ -261,6 +271,9 @@ class TransferThread:
             catch_up=self._run_calls,
             clock=self._clock,
         )
+        if self._tiers is not None:
+            self._tiers.open(self.mover.open_host_memory)
+            self.offloader = Offloader(self.mover, self._tiers, self._clock)
         self._started.set_result(None)
 
     def _pools(self) -> Pools:
@@ -296,7 +309,8 @@ class TransferThread:
         limited_s = self.receiver.limited_s
         if limited_s is not None:
             return min(math.ceil(limited_s * 1e3), _WAIT_LEASED_MS)
-        return _WAIT_LEASED_MS if self.receiver.open_leases else _WAIT_IDLE_MS
+        is_waiting = self.receiver.open_leases or (self._tiers is not None and self._tiers.is_busy)
+        return _WAIT_LEASED_MS if is_waiting else _WAIT_IDLE_MS
 
     def _advance(self) -> bool:
         """Advances every part once. Returns whether anything happened in one of them."""
@@ -305,7 +319,10 @@ class TransferThread:
             self.transport.progress(),
             self.receiver.step(),
             self.sender.step(),
+            self._tiers is not None and self.offloader.step(),
         )
+        if self._tiers is not None and (evicted := self._tiers.take_evicted()):
+            self._on_evicted(evicted)
         for peer, error in self.transport.failures():
             self._on_link_failed(peer, error)
         if self._disconnecting:
@@ -325,7 +342,8 @@ class TransferThread:
 
     @property
     def _in_flight(self) -> int:
-        return self.sender.in_flight + self.receiver.in_flight
+        offloading = self.offloader.in_flight if self._tiers is not None else 0
+        return self.sender.in_flight + self.receiver.in_flight + offloading
 
     def _finish_disconnects(self) -> None:
         waiting = []
@@ -340,6 +358,8 @@ class TransferThread:
         """Cancels what is in flight and waits until nothing is."""
         for peer in list(self._listening):
             self.disconnect(peer, Future())
+        if self._tiers is not None:
+            self.offloader.close()
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
         while self._in_flight and time.monotonic() < deadline_s:
             self._advance()
@@ -351,3 +371,5 @@ class TransferThread:
         finally:
             # ucxx's objects must be destroyed on the thread that made them.
             del self.sender, self.receiver, self.transport, self.mover
+            if self._tiers is not None:
+                del self.offloader

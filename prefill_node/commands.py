@@ -10,6 +10,14 @@ from kvtransfer.records import SendJob
 
 
 @dataclass(frozen=True)
+class Prefetch:
+    """Read what stores have of this prompt into the cache. Answered by `Prefetched`, within a bound."""
+
+    call: int
+    request: EngineRequest
+
+
+@dataclass(frozen=True)
 class Submit:
     """Compute this prompt. Answered at once by `EngineRefused`, else only by steps."""
 
@@ -66,4 +74,4 @@ class EndCall:
     error: BatonError | None
 
 
-Command = Submit | Abort | SendKV | StopSending | SendToPeer | Respond | EndCall
+Command = Prefetch | Submit | Abort | SendKV | StopSending | SendToPeer | Respond | EndCall

@@ -17,7 +17,7 @@ from baton.rpc.convert import grammar_from_proto
 from baton.settings.node_config import PrefillSettings
 from kvtransfer.layer_groups import choose_layers_per_group
 from kvtransfer.records import SendJob
-from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
+from prefill_node.commands import Abort, Command, EndCall, Prefetch, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.decode_peer import DecodePeer
 from prefill_node.decode_peers import DecodePeers
 from prefill_node.events import (
@@ -27,6 +27,7 @@ from prefill_node.events import (
     Called,
     EngineRefused,
     Event,
+    Prefetched,
     SendFailed,
     Sent,
     StepDone,
@@ -99,7 +100,7 @@ class PrefillDriver:
         self._spec = node.description.spec
         self._max_chunk_tokens = node.limits.max_batch_tokens
         self._overlap_layers = settings.overlap_layers
-        self._machine = PrefillMachine(PrefillRules(node.name, self._spec))
+        self._machine = PrefillMachine(PrefillRules(node.name, self._spec, prefetches=node.engine.has_tier))
         self.peers = DecodePeers(node, timeout_s=settings.connect_timeout_s, deliver=self.deliver)
         self._on_freed = on_freed
         self._numbers = node.numbers
@@ -168,6 +169,8 @@ class PrefillDriver:
     def _execute(self, command: Command) -> Event | None:
         """Starts a command; returns its answer if that is known at once."""
         match command:
+            case Prefetch(call=call, request=request):
+                self._spawn(self._prefetch(call, request), name=f"prefetch-{call}")
             case Submit(request=request):
                 return self._submit(request)
             case Abort(call=call):
@@ -195,6 +198,9 @@ class PrefillDriver:
         except Exception as error:  # noqa: BLE001  the gateway gets it
             return EngineRefused(int(request.request_id), _to_baton_error(error))
         return None
+
+    async def _prefetch(self, call: int, request: EngineRequest) -> None:
+        self.deliver(Prefetched(call, await self._engine.prefetch(request)))
 
     async def _abort(self, call: int) -> None:
         await self._engine.abort(str(call))

@@ -54,6 +54,14 @@ class CallCancelled:
 
 
 @dataclass(frozen=True)
+class Prefetched:
+    """Answers `Prefetch`. The cache has that many more tokens now."""
+
+    call: int
+    loaded_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class EngineRefused:
     """Answers `Submit`: the engine raised this error."""
 
@@ -135,6 +143,7 @@ class Closing:
 Event = (
     Called
     | CallCancelled
+    | Prefetched
     | EngineRefused
     | StepDone
     | Sent

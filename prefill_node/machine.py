@@ -22,6 +22,7 @@ from prefill_node.events import (
     Event,
     LeaseEnded,
     PeerLost,
+    Prefetched,
     SendFailed,
     Sent,
     StepDone,
@@ -32,10 +33,17 @@ from prefill_node.prefill_task import EngineEvent, PrefillPhase, PrefillTask, Ta
 
 @dataclass(frozen=True)
 class PrefillRules:
-    """The node's facts that the machine needs: its name, for errors, and what the model keeps of a request."""
+    """The node's facts that the machine needs.
+
+    Attributes:
+        name: for errors.
+        spec: what the model keeps of a request.
+        prefetches: whether there are stores outside of the cache.
+    """
 
     name: str
     spec: KVCacheSpec
+    prefetches: bool = False
 
 
 class PrefillMachine:
@@ -69,7 +77,7 @@ class PrefillMachine:
                 return self._start(event, now_s)
             case StepDone(events=step):
                 return self._step(step, now_s)
-            case EngineRefused() | Sent() | SendFailed() | BecameQuiet() | StopFailed() | Aborted():
+            case Prefetched() | EngineRefused() | Sent() | SendFailed() | BecameQuiet() | StopFailed() | Aborted():
                 return self._pass_on(str(event.call), event, now_s)
             case CallCancelled(call=call):
                 return self._fail(errors.Cancelled("the gateway cancelled the call"), lambda task: task.call == call)
@@ -91,7 +99,7 @@ class PrefillMachine:
         if (refusal := self.refusal()) is not None:
             return [EndCall(called.call, refusal)]
         try:
-            task = PrefillTask(called, spec=self._rules.spec, now_s=now_s)
+            task = PrefillTask(called, spec=self._rules.spec, now_s=now_s, prefetches=self._rules.prefetches)
         except BatonError as error:
             return [EndCall(called.call, error)]
         self._tasks[str(called.call)] = task

@@ -25,11 +25,11 @@ from baton.rpc.convert import (
 from baton.rpc.error_detail import to_detail
 from kvtransfer.records import SendJob
 from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, SegmentPiece
-from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
-from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, SendFailed, Sent, StopFailed
+from prefill_node.commands import Abort, Command, EndCall, Prefetch, Respond, SendKV, SendToPeer, StopSending, Submit
+from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, Prefetched, SendFailed, Sent, StopFailed
 
 EngineEvent = RequestStarted | LayersComputed | ChunkComputed | PromptScored | TokenSampled | RequestFailed
-TaskEvent = EngineRefused | EngineEvent | Sent | SendFailed | BecameQuiet | StopFailed | Aborted
+TaskEvent = Prefetched | EngineRefused | EngineEvent | Sent | SendFailed | BecameQuiet | StopFailed | Aborted
 
 
 class PrefillPhase(Enum):
@@ -44,16 +44,21 @@ class PrefillPhase(Enum):
 class PrefillTask:
     """The state of one call.
 
+    Args:
+        prefetches: whether stores outside of the cache may have some of the prompt.
+
     Raises:
         InvalidRequest: a sampling parameter is out of its range.
     """
 
-    def __init__(self, called: Called, *, spec: KVCacheSpec, now_s: float) -> None:
+    def __init__(self, called: Called, *, spec: KVCacheSpec, now_s: float, prefetches: bool = False) -> None:
         request = called.request
         self.call = called.call
         self.peer = called.peer
         self.ticket = request.ticket
         self.phase = PrefillPhase.RUNNING
+        self._prefetches = prefetches
+        self._loaded_tokens = 0
         self._split = request.ticket.first_part  # the decode node computes the rest and draws all tokens
         sampling = resolved_sampling_from_proto(request.sampling)
         self._request = EngineRequest(
@@ -99,7 +104,7 @@ class PrefillTask:
             _check_ticket(self.ticket, len(self._request.prompt) + len(self._request.output))
         except InvalidRequest as error:
             return self.fail(error)
-        return [Submit(self._request)]
+        return [Prefetch(self.call, self._request) if self._prefetches else Submit(self._request)]
 
     def handle(self, event: TaskEvent, now_s: float) -> list[Command]:
         """Reacts to a report of the engine or the transfer about this call."""
@@ -117,10 +122,16 @@ class PrefillTask:
 
     def _run(self, event: TaskEvent, now_s: float) -> list[Command]:
         match event:
+            case Prefetched(loaded_tokens=loaded_tokens):
+                self._loaded_tokens = loaded_tokens
+                return [Submit(self._request)]
             case RequestStarted(cached_tokens=cached_tokens, queue_s=queue_s):
                 # The engine reports the start when that step is over, so the time of this event is too late.
                 self._started_s += queue_s
-                scheduled = pb.PrefillScheduled(queue_s=queue_s, cached_tokens=cached_tokens)
+                loaded_tokens = min(self._loaded_tokens, cached_tokens)
+                scheduled = pb.PrefillScheduled(
+                    queue_s=queue_s, cached_tokens=cached_tokens, loaded_tokens=loaded_tokens
+                )
                 return [self._respond(pb.PrefillEvent(scheduled=scheduled), self._started_s)]
             case LayersComputed(token_stop=token_stop, block_ids=block_ids):
                 self._owner = event.owner

@@ -10,6 +10,8 @@ from baton.rpc.revisions import describe_revision
 def receipt_lines(usage: Usage, receipt: Receipt) -> Iterator[tuple[str, str]]:
     """Yields a name and a sentence for each part of the receipt that applies to the answer."""
     cached = f", {usage.cached_tokens} of them cached" if usage.cached_tokens else ""
+    if loaded := max(receipt.prefill_loaded_tokens, receipt.decode_loaded_tokens):
+        cached += f", {loaded} of these read from host memory or files"
     yield "path", f"{receipt.path}: {receipt.why}"
     yield "prompt", f"{usage.prompt_tokens} tokens{cached}, prefilled on {receipt.prefill_node or receipt.decode_node}"
     yield "output", f"{usage.completion_tokens} tokens, decoded on {receipt.decode_node}"

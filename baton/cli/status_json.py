@@ -60,6 +60,7 @@ def _node_to_json(node: operations_pb2.NodeReport) -> dict[str, object]:
         "adapters": [{"name": each.name, "revision": each.revision} for each in status.adapters],
         "expert_balance": _balance_to_json(status.expert_balance) if status.HasField("expert_balance") else None,
         "gpus": [_gpu_to_json(gpu) for gpu in status.gpus],
+        "stores": [_store_to_json(store) for store in status.stores],
         "prompt_tokens_total": status.prompt_tokens_total,
         "generated_tokens_total": status.generated_tokens_total,
         "preemptions": status.preemptions,
@@ -96,6 +97,17 @@ def _gpu_to_json(gpu: node_status_pb2.GpuState) -> dict[str, object]:
         "busy_share": gpu.busy_share if gpu.HasField("busy_share") else None,
         "power_w": gpu.power_w if gpu.HasField("power_w") else None,
         "power_limit_w": gpu.power_limit_w if gpu.HasField("power_limit_w") else None,
+    }
+
+
+def _store_to_json(store: node_status_pb2.StoreState) -> dict[str, object]:
+    return {
+        "name": store.name,
+        "entries": store.entries,
+        "bytes": store.bytes,
+        "loaded_total": store.loaded_total,
+        "damaged_total": store.damaged_total,
+        "failed_total": store.failed_total,
     }
 
 

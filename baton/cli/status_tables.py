@@ -9,7 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.node_reports import members, node_name, node_role, peer_phase
+from baton.cli.sizes import mib
 from baton.core.errors import shortened
+from baton.core.kv_entries import ENTRY_TOKENS
 from baton.core.log_lines import escaped
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.revisions import describe_revision, mixture, revision_of
@@ -44,6 +46,7 @@ def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
     parts += [Text(line) for line in _described([node for node in nodes if node.reachable], _work)]
     balanced = [node for node in nodes if node.reachable and node.status.HasField("expert_balance")]
     parts += [Text(line) for line in _described(balanced, _experts)]
+    parts += [Text(line) for line in _described([node for node in nodes if node.status.stores], _stores)]
     pairs = [(node, peer) for node in nodes for peer in node.status.peers if _is_prefill(node)]
     if pairs:
         parts += [Text(), _pairs_table(pairs, nodes)]
@@ -166,6 +169,17 @@ def _experts(status: node_status_pb2.NodeStatus) -> str:
         f"experts: {100 * min(shares):.0f} to {100 * max(shares):.0f} % a rank; busiest {balance.imbalance_mean:.2f} x "
         f"mean, at worst {balance.imbalance_max:.2f} x{copies}"
     )
+
+
+def _stores(status: node_status_pb2.NodeStatus) -> str:
+    """Describes the KV that is kept outside of the cache."""
+    described = []
+    for store in status.stores:
+        damaged = f", {store.damaged_total} damaged" if store.damaged_total else ""
+        failed = f", {store.failed_total} calls failed" if store.failed_total else ""
+        read = ENTRY_TOKENS * store.loaded_total
+        described.append(f"{store.name} {mib(store.bytes)}, {read:,} tokens read back{damaged}{failed}")
+    return f"KV kept: {'; '.join(described)}"
 
 
 def _work(status: node_status_pb2.NodeStatus) -> str:

@@ -34,17 +34,21 @@ class BlockKey(NamedTuple):
 
 
 class KeyChain:
-    """Keys of one sequence's full blocks, each computed once and on demand."""
+    """Keys of one sequence's full blocks, each computed once and on demand.
+
+    Attributes:
+        root: the parent of the first block.
+    """
 
     def __init__(self, *, identity: str, cache_salt: str, block_size: int) -> None:
         self._block_size = block_size
-        self._root = root_digest(identity, cache_salt)
+        self.root = root_digest(identity, cache_salt)
         self._keys: list[BlockKey] = []
 
     def key(self, index: int, tokens: IntArray) -> BlockKey:
         """Key of the sequence's block `index`; `tokens` is the sequence, which may only have grown between calls."""
         while len(self._keys) <= index:
-            parent = self._keys[-1].digest if self._keys else self._root
+            parent = self._keys[-1].digest if self._keys else self.root
             start = len(self._keys) * self._block_size
             content = tokens[start : start + self._block_size].tobytes()
             self._keys.append(BlockKey(_digest(parent, content), content, parent))

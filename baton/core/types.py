@@ -158,4 +158,6 @@ class Receipt:
     prefill_version: str = ""
     decode_version: str = ""
     decode_cached_tokens: int = 0
+    prefill_loaded_tokens: int = 0
+    decode_loaded_tokens: int = 0
     request_id: str = ""

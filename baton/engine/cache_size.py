@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.core.errors import ConfigError
+from baton.core.kv_entries import ENTRY_TOKENS
 from baton.core.memory import memory_limit_bytes
 from baton.engine.cpu_cache import cpu_cache_bytes
 from baton.engine.device.fits import memory_of
@@ -27,6 +28,7 @@ from baton.settings.node_config import (
     GPU_BATCH_REQUESTS,
     GPU_PREFILL_REQUESTS,
     SMALL_GPU_BATCH_REQUESTS,
+    STAGING_SLOTS,
     NodeSettings,
 )
 
@@ -171,7 +173,7 @@ def profiled_sizes(
     device: torch.device,
 ) -> tuple[CacheSizes, MemoryPlan]:
     """Runs the model on the GPU to choose the size of the cache."""
-    share = MemoryShare(settings.gpu_memory_fraction, settings.staging_bytes(on_gpu=True), graphs=settings.cuda_graphs)
+    share = MemoryShare(settings.gpu_memory_fraction, _staging_bytes(settings, spec), graphs=settings.cuda_graphs)
     with allocating("steps of the largest size"):
         memory = size_on_gpu(
             make_runner,
@@ -191,6 +193,12 @@ def profiled_sizes(
     kv_bytes = memory.kv_cache - slots * spec.bytes_per_slot
     fitting = _num_blocks(spec, block_size=shape.block_size, kv_cache_bytes=kv_bytes)
     return replace(sizes, num_blocks=min(fitting, _MOST_BLOCKS), state_slots=slots), memory
+
+
+def _staging_bytes(settings: NodeSettings, spec: KVCacheSpec) -> int:
+    """Memory on the GPU for transfers, and for copies of entries to host memory and back."""
+    entries = STAGING_SLOTS * ENTRY_TOKENS * spec.bytes_per_token if settings.host_cache_bytes else 0
+    return settings.staging_bytes(on_gpu=True) + entries
 
 
 def _num_blocks(spec: KVCacheSpec, *, block_size: int, kv_cache_bytes: int) -> int:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -19,10 +19,12 @@ from baton.engine.adapters import AdapterSlots
 from baton.engine.device.device_thread import DeviceThread, ExpertCounts, LayersDone, Outcome, StepComputed, StepRunner
 from baton.engine.events import StepEvents
 from baton.engine.launch_pace import LaunchPace
+from baton.engine.prefix_tier import PrefixTier
 from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
 from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.tiered_prefixes import TieredPrefixes
 from baton.grammar.compiler import GrammarCompiler
 from baton.models.adapters.adapter import Adapter
 
@@ -41,6 +43,7 @@ class Engine:
         grammars: compiles the grammars of requests.
         meter: learns step costs; None: they stay unknown.
         num_adapters: slots of the runner for adapters.
+        tier: the stores outside of the cache; None: there are none. Not for models with recurrent states.
 
     Attributes:
         adapters: the slots of the loaded adapters.
@@ -56,9 +59,13 @@ class Engine:
         grammars: GrammarCompiler,
         meter: Costs | None = None,
         num_adapters: int = 0,
+        tier: PrefixTier | None = None,
     ) -> None:
         self._grammars = grammars
-        self._scheduler = Scheduler(limits, runner.facts, meter, is_pending=grammars.is_pending)
+        self._scheduler = Scheduler(
+            limits, runner.facts, meter, is_pending=grammars.is_pending, offloads=tier is not None
+        )
+        self._prefixes = None if tier is None else TieredPrefixes(tier, self._scheduler, wake=self._wake_up)
         self.adapters = AdapterSlots(num_adapters, self._scheduler.uses_adapter)
         self._device = DeviceThread(runner, clock=clock, on_outcome=self._receive)
         self._clock = clock
@@ -180,6 +187,27 @@ class Engine:
         """
         await asyncio.to_thread(self._grammars.check, grammar)
 
+    async def prefetch(self, request: EngineRequest) -> int:
+        """Reads the start of a request's sequence that the stores have into the prefix cache, where the request finds
+        it. Call it before `submit` or `reserve`. Returns at once if there are no stores, and otherwise within a bound.
+
+        Returns:
+            The number of tokens that were read.
+        """
+        if self._prefixes is None or self._over is not None:
+            return 0
+        return await self._prefixes.prefetch(request)
+
+    def entries_evicted(self, digests: Sequence[bytes]) -> None:
+        """The stores no longer have the entries with these digests."""
+        if self._prefixes is not None:
+            self._prefixes.evicted(digests)
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether `prefetch` can find anything."""
+        return self._prefixes is not None
+
     async def load_adapter(self, name: str, adapter: Adapter) -> AdapterRef:
         """Loads an adapter next to the running steps; it replaces another revision of its name.
 
@@ -228,6 +256,8 @@ class Engine:
         await self._device.close()
         assert self._over is not None, "the loop ends only when this is set"
         last = self._scheduler.fail_all(self._over)
+        if self._prefixes is not None:
+            await self._prefixes.close()
         self._step_over.set()
         if last.failed:
             self._on_step(last)
@@ -244,6 +274,8 @@ class Engine:
                 self._on_step(events)
             if refused is not None:
                 self._on_step(refused)
+            if self._prefixes is not None:
+                self._prefixes.save_finished()
             if not launched and events is None:
                 await self._wake.wait()
 
@@ -291,6 +323,9 @@ class Engine:
 
     def _receive(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
+        self._wake.set()
+
+    def _wake_up(self) -> None:
         self._wake.set()
 
     def _with_slot(self, request: EngineRequest) -> EngineRequest:

@@ -25,6 +25,7 @@ from baton.node.describe import to_info, to_step_costs
 from baton.node.expert_load import ExpertLoads
 from baton.node.from_settings import engine_limits, open_transfer, transfer_settings
 from baton.node.gpu_meter import GpuMeter, gpu_uuids
+from baton.node.kv_stores import keeps_kv, store_states
 from baton.node.meter import NodeMeter
 from baton.node.ranks.group import RankGroup
 from baton.node.ranks.remote import RemoteTransfer
@@ -104,6 +105,13 @@ class Node:
         if group is not None and self._workers:
             steps = StepWriter([worker.steps for worker in self._workers])
             runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
+        makers: list[MakeTransfer] = [
+            partial(open_transfer, settings, built, self.incarnation, on_evicted=self._entries_evicted)
+        ]
+        makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
+        message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes
+        self.transfer = RankedTransfer(makers, message_bytes=message_bytes)
+        self.transfer.deliver_to(_no_lease_here, _no_lease_here)
         self.meter = StepMeter(built.costs)
         self.engine = Engine(
             runner,
@@ -112,6 +120,7 @@ class Node:
             grammars=built.grammars,
             meter=self.meter,
             num_adapters=settings.adapter_slots,
+            tier=self.transfer if keeps_kv(settings, built) else None,
         )
         self.experts = ExpertLoads(
             built.parallel.placement,
@@ -120,11 +129,6 @@ class Node:
             ranks=built.parallel.size,
         )
         self.gpus = GpuMeter(gpu_uuids(settings) if built.cache.view.is_cuda else ())
-        makers: list[MakeTransfer] = [partial(open_transfer, settings, built, self.incarnation)]
-        makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
-        message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes
-        self.transfer = RankedTransfer(makers, message_bytes=message_bytes)
-        self.transfer.deliver_to(_no_lease_here, _no_lease_here)
 
     def _take_role(self, settings: NodeSettings, role: node_status_pb2.Role.ValueType) -> None:
         """Takes a role's settings, limits and description, as a new incarnation.
@@ -193,6 +197,9 @@ class Node:
         if listener.on_filled is not None and listener.on_refused is not None:
             self.transfer.deliver_to(listener.on_filled, listener.on_refused)
 
+    def _entries_evicted(self, digests: tuple[bytes, ...]) -> None:
+        self.engine.entries_evicted(digests)
+
     def _on_step(self, events: StepEvents) -> None:
         self.counts.step(events)
         for listener in self._listeners:
@@ -260,6 +267,7 @@ class Node:
             gpus=self.gpus.states,
             prompt_tokens_total=self.counts.prompt_tokens,
             generated_tokens_total=self.counts.generated_tokens,
+            stores=store_states(counters.entries) if self.engine.has_tier else (),
             stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
 

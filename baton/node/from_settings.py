@@ -9,11 +9,12 @@ from baton.core.supervisor import Supervisor
 from baton.engine.build import BuiltRunner, build_runner, calibrate, step_limits
 from baton.engine.request import EngineLimits
 from baton.models.layers.parallel import SINGLE, TensorParallel
+from baton.node.kv_stores import open_stores
 from baton.node.progress import LoadingProgress, ReportedProgress
 from baton.node.ranks.join import rank_device
 from baton.settings.node_config import STAGING_SLOTS, NodeSettings, PrefillSettings
 from kvtransfer.flows import heads_of
-from kvtransfer.rank_transfer import OnFilled, OnRefused
+from kvtransfer.rank_transfer import OnEvicted, OnFilled, OnRefused
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
 
@@ -39,11 +40,19 @@ def transfer_settings(settings: NodeSettings, built: BuiltRunner, incarnation: i
             heads_of(built.parallel.rank, ranks=built.parallel.size, num_kv_heads=part.num_kv_heads)
             for part in built.model_spec.parts
         ),
+        host_cache_bytes=settings.host_cache_bytes,
+        stores=open_stores(settings, built),
     )
 
 
 def open_transfer(
-    settings: NodeSettings, built: BuiltRunner, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
+    settings: NodeSettings,
+    built: BuiltRunner,
+    incarnation: int,
+    on_filled: OnFilled,
+    on_refused: OnRefused,
+    *,
+    on_evicted: OnEvicted = lambda _: None,
 ) -> KVTransfer:
     """The KV transfer of one rank, not yet started."""
     return KVTransfer(
@@ -51,6 +60,7 @@ def open_transfer(
         transfer_settings(settings, built, incarnation),
         on_filled=on_filled,
         on_refused=on_refused,
+        on_evicted=on_evicted,
     )
 
 

@@ -8,6 +8,7 @@ from baton.metrics.declared import SwitchOutcome
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import join
 from baton.node.assembly import Node
+from baton.node.kv_stores import store_figures
 from baton.protos.v1 import node_status_pb2
 from kvtransfer.leases import SegmentRefusal
 
@@ -79,6 +80,8 @@ class NodeMetrics:
         for launch, count in self._node.built.runner.launches.items():
             yield Figure("baton_engine_step_launches_total", count, (launch,))
         yield from self._node.experts.figures()
+        if self._node.engine.has_tier:
+            yield from store_figures(self._node.transfer.counters().entries)
 
     def _transfer_figures(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
         counters = self._node.transfer.counters()

@@ -230,6 +230,8 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
         prefill_version=receipt.prefill_version,
         decode_version=receipt.decode_version,
         decode_cached_tokens=receipt.decode_cached_tokens,
+        prefill_loaded_tokens=receipt.prefill_loaded_tokens,
+        decode_loaded_tokens=receipt.decode_loaded_tokens,
         request_id=receipt.request_id,
     )
 
@@ -266,5 +268,7 @@ def receipt_from_proto(message: pb.Receipt) -> Receipt:
         prefill_version=message.prefill_version,
         decode_version=message.decode_version,
         decode_cached_tokens=message.decode_cached_tokens,
+        prefill_loaded_tokens=message.prefill_loaded_tokens,
+        decode_loaded_tokens=message.decode_loaded_tokens,
         request_id=message.request_id,
     )

@@ -20,6 +20,7 @@ from baton.settings.config import MIB, CommonSettings, check_printable, listed
 from baton.settings.internal import internal
 
 GIGA = 1e9
+GIB = 1 << 30
 # Defaults that depend on the device.
 CPU_CACHE_MIB = 128
 CPU_CACHE_SHARE = 0.25  # of the memory of machine or container, for the caches of one node's ranks
@@ -40,6 +41,7 @@ _ADAPTERS = 8  # slots if adapters are wanted and no number is given
 _ADAPTER_NAME_MAX = 128
 _SEATS_MAX = 1 << 16
 _CACHE_MIB_MAX = 1 << 26
+_HOST_CACHE_GIB_MAX, _FILE_CACHE_GIB_MAX = float(1 << 16), float(1 << 20)
 _WAITING = 256  # as all measurements of overload had it
 
 
@@ -166,6 +168,30 @@ class NodeSettings(CommonSettings):
         "original context must be given to every node and gateway",
     )
     prefix_cache: bool = Field(True, description="reuse the KV of prefixes that earlier prompts had")
+    host_cache_gib: float = Field(
+        0.0,
+        ge=0,
+        le=_HOST_CACHE_GIB_MAX,
+        description="host memory in which each rank keeps a copy of the KV that it computes or receives, for prefixes "
+        "that the cache no longer has; on a GPU it is page-locked; 0: none. Needs prefix_cache; models with recurrent "
+        "states are not kept yet",
+    )
+    file_cache_dir: Path | None = Field(
+        None,
+        description="directory in which KV is kept too, so that it outlives the node; several nodes of one host may "
+        "share it; whoever can write there can change what requests read. Needs host_cache_gib",
+    )
+    file_cache_gib: float = Field(
+        16.0,
+        gt=0,
+        le=_FILE_CACHE_GIB_MAX,
+        description="most disk space that this node's files in file_cache_dir may take, for each rank",
+    )
+    kv_store: str | None = Field(
+        None,
+        description="address of a store that keeps KV for all nodes of a cluster, such as mooncake://HOST:50051, the "
+        "master of a Mooncake Store; whoever can write there can change what requests read. Needs host_cache_gib",
+    )
     adapter: str = Field(
         "",
         description="LoRA adapters to load at start, comma-separated: name=directory, as PEFT saves it; the flag may "
@@ -283,6 +309,15 @@ class NodeSettings(CommonSettings):
     @property
     def kv_cache_bytes(self) -> int | None:
         return None if self.kv_cache_mib is None else self.kv_cache_mib * MIB
+
+    @property
+    def host_cache_bytes(self) -> int:
+        """Host memory of each rank for KV outside of the cache; 0: none."""
+        return int(self.host_cache_gib * GIB) if self.prefix_cache else 0
+
+    @property
+    def file_cache_bytes(self) -> int:
+        return int(self.file_cache_gib * GIB)
 
 
 class PrefillSettings(NodeSettings):

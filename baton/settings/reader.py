@@ -31,7 +31,7 @@ _SHOWN_MAX = 200  # characters of a wrong value
 # below.
 _ALIKE = 0.87
 _OUT_OF_RANGE = ("greater_than_equal", "less_than_equal", "finite_number")
-_UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")
+_UNIT = re.compile(r"_(MS|S|MIB|GIB|GB_PER_S)$")
 
 Settings = TypeVar("Settings", bound=ProcessSettings)
 NodeRole = TypeVar("NodeRole", bound=NodeSettings)
@@ -48,7 +48,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("device and model", ("device", "dtype", "threads", "load_format", "model_revision")),
     (
         "KV cache",
-        ("kv_cache_layout", "block_size", "gpu_memory_fraction", "kv_cache_mib", "kv_cache_dtype", "prefix_cache"),
+        ("kv_cache_layout", "block_size", "gpu_memory_fraction", "kv_cache_mib", "kv_cache_dtype", "prefix_cache",
+         "host_cache_gib", "file_cache_dir", "file_cache_gib", "kv_store"),
     ),
     (
         "steps",

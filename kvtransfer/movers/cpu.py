@@ -12,6 +12,7 @@ from baton.kvcache.spec import KVKind
 from baton.kvcache.wire.conversion import Converter, gather_converted
 from baton.kvcache.wire.digest import digest
 from baton.kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.movers.mover import Blocks, DoneReading, MoveDone, check_blocks
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment
@@ -118,6 +119,17 @@ class CpuMover:
             heads=place.heads,
             payload=slot.message(segment.payload_bytes),
         )
+        return MoveDone()
+
+    def open_host_memory(self, num_bytes: int) -> HostPages:
+        return HostPages(num_bytes, pinned=False)
+
+    def copy_out(self, slot: Slot, num_bytes: int, to: Tensor) -> MoveDone:
+        to.copy_(slot.message(num_bytes))
+        return MoveDone()
+
+    def copy_in(self, slot: Slot, num_bytes: int, source: Tensor) -> MoveDone:
+        slot.message(num_bytes).copy_(source)
         return MoveDone()
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from baton.kvcache.spec import KVKind
 from baton.kvcache.wire.conversion import Converter, gather_converted
 from baton.kvcache.wire.prepared import DeviceWire
 from kvtransfer.movers.cuda_tables import BlockTable, BlockTables, PlacedTables, open_copy
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.movers.mover import Blocks, check_blocks
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segment
@@ -209,6 +210,23 @@ class CudaMover:
             stream=self._incoming,
         )
         return self._end(buffers, self._incoming)
+
+    def open_host_memory(self, num_bytes: int) -> HostPages:
+        return HostPages(num_bytes, pinned=True)
+
+    def copy_out(self, slot: Slot, num_bytes: int, to: Tensor) -> _Queued:
+        assert to.numel() == num_bytes
+        buffers, stream = self._buffers[slot], self._outgoing
+        assert not buffers.in_host
+        self._copy(to.data_ptr(), buffers.work_ptr, num_bytes, stream.cuda_stream)
+        return self._end(buffers, stream)
+
+    def copy_in(self, slot: Slot, num_bytes: int, source: Tensor) -> _Queued:
+        assert source.numel() == num_bytes
+        buffers, stream = self._buffers[slot], self._incoming
+        assert not buffers.in_host
+        self._copy(buffers.work_ptr, source.data_ptr(), num_bytes, stream.cuda_stream)
+        return self._end(buffers, stream)
 
     def close(self) -> None:
         for stream in (self._outgoing, self._incoming):

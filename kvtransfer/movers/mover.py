@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from baton.core.errors import InternalError
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.wire.conversion import Converter
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import Segment
 from kvtransfer.staging import Slot, StagingPool
@@ -50,9 +53,13 @@ class CacheReading(Pending, Protocol):
 class Mover(Protocol):
     """Moves KV into and out of one cache and its other parts. The transfer thread makes, uses and closes it.
 
-    Operations on one slot must not overlap; those on different slots may. `gather` may read the cache at any time until
-    it is done: the tokens' KV must be there when it begins, and their blocks must not change until it is done.
-    `scatter` may write to the blocks at any time until it is done, and nothing else may use them meanwhile.
+    Operations on one slot must not overlap; those on different slots may. There are two exceptions: `copy_out` may be
+    begun right after `gather` on its slot, and `read` right after `copy_in`. The second then runs after the first, and
+    when it is done both are.
+
+    `gather` may read the cache at any time until it is done: the tokens' KV must be there when it begins, and their
+    blocks must not change until it is done. `scatter` may write to the blocks at any time until it is done, and nothing
+    else may use them meanwhile.
 
     Attributes:
         on_gpu: the cache, and staging that a transport reaches directly, are GPU memory.
@@ -111,6 +118,30 @@ class Mover(Protocol):
 
     def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: PartPlace) -> Pending:
         """Puts a segment's payload from a slot into its blocks."""
+        ...
+
+    def open_host_memory(self, num_bytes: int) -> HostPages:
+        """Memory for `copy_out` and `copy_in`. Its maker closes it, after the last of these operations.
+
+        Raises:
+            ConfigError: the machine cannot give that much.
+        """
+        ...
+
+    def copy_out(self, slot: Slot, num_bytes: int, to: Tensor) -> Pending:
+        """Copies a message from a slot to host memory.
+
+        Args:
+            to: a part of host memory with that many bytes; it must not change until the operation is done.
+        """
+        ...
+
+    def copy_in(self, slot: Slot, num_bytes: int, source: Tensor) -> Pending:
+        """Copies a message from host memory into a slot.
+
+        Args:
+            source: a part of host memory with that many bytes; it must not change until the operation is done.
+        """
         ...
 
     def close(self) -> None:

@@ -3,9 +3,11 @@
 `environments/NAME.in` says what is wanted, `NAME.constraints` pins all of it; `package-lock.json` does both for npm.
 """
 
+import ctypes.util
 import hashlib
 import shutil
 import subprocess
+import tempfile
 import time
 import venv
 from collections.abc import Callable
@@ -14,12 +16,40 @@ from pathlib import Path
 WANTED = Path(__file__).parent / "environments"
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ROOT / ".clients"
+# Mooncake's programs need them even where there is no RDMA: Debian's packages of libibverbs and what it needs.
+RDMA_PACKAGES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
 
 
 def main() -> None:
     for wanted in sorted(WANTED.glob("*.in")):
         install_python(wanted)
+    install_mooncake()
     _install("node", [WANTED / "package.json", WANTED / "package-lock.json"], _npm)
+
+
+def install_mooncake() -> Path:
+    """Installs Mooncake Store; returns its directory, in which `system` has the libraries that the machine lacks."""
+    place = install_python(WANTED / "mooncake.in")
+    libraries = place / "system"
+    if ctypes.util.find_library("ibverbs") is None and not libraries.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            _extract_from_debian(RDMA_PACKAGES, Path(folder))
+            libraries.mkdir()
+            for found in Path(folder).rglob("*.so*"):
+                shutil.copy(found, libraries)
+    return place
+
+
+def _extract_from_debian(packages: tuple[str, ...], folder: Path) -> None:
+    """Unpacks Debian's packages into the folder. Package lists of our own need no root, and are never old."""
+    apt = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root"]
+    for name, option in (("lists", "Dir::State::lists"), ("cache", "Dir::Cache")):
+        (folder / name / ("partial" if name == "lists" else "archives/partial")).mkdir(parents=True)
+        apt += ["-o", f"{option}={folder / name}"]
+    subprocess.run([*apt, "update"], check=True)
+    subprocess.run([*apt, "download", *packages], cwd=folder, check=True)
+    for file in folder.glob("*.deb"):
+        subprocess.run(["dpkg-deb", "--extract", file, folder], check=True)
 
 
 def install_python(wanted: Path) -> Path:

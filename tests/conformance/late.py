@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.wire.conversion import Converter
 from kvtransfer.movers.cpu import CpuMover
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.movers.mover import Blocks, DoneReading, MoveDone
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment
@@ -22,18 +24,22 @@ POLLS_MAX = 6
 
 @dataclass(eq=False)
 class Operation:
-    """An operation that has begun. It runs on the transfer thread, at the first poll after its release."""
+    """An operation that has begun. It runs on the transfer thread, at the first poll after its release and after the
+    end of the operation that it follows."""
 
     kind: str
     segment: Segment | None
     happen: Callable[[], MoveDone | DoneReading]
     polls_left: int
+    follows: "Operation | None" = None
     polls: int = 0
     result: MoveDone | DoneReading | None = None
 
     @property
     def done(self) -> bool:
         self.polls += 1
+        if self.follows is not None and not self.follows.done:
+            return False
         if self.result is None and self.polls_left >= 0 and self.polls > self.polls_left:
             self.result = self.happen()
         return self.result is not None
@@ -68,10 +74,16 @@ class Script:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
-    def begin(self, kind: str, segment: Segment | None, happen: Callable[[], MoveDone | DoneReading]) -> Operation:
+    def begin(
+        self,
+        kind: str,
+        segment: Segment | None,
+        happen: Callable[[], MoveDone | DoneReading],
+        follows: Operation | None = None,
+    ) -> Operation:
         with self._lock:
             polls = -1 if kind in self.held else self._random.randrange(POLLS_MAX)
-            operation = Operation(kind, segment, happen, polls)
+            operation = Operation(kind, segment, happen, polls, follows)
             self.begun.append(operation)
             return operation
 
@@ -120,6 +132,8 @@ class LateMover:
     def __init__(self, cpu: CpuMover, script: Script) -> None:
         self._cpu = cpu
         self._script = script
+        # The operation of each slot that `copy_out` or `read` may follow.
+        self._first: dict[Slot, Operation] = {}
 
     def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
         return self._cpu.open_pool(slot_bytes=slot_bytes, slots=slots, through_host=through_host)
@@ -145,7 +159,9 @@ class LateMover:
         gather = partial(self._cpu.gather, segment=segment, place=place, converter=converter)
         assert isinstance(blocks, WatchedBlocks)
         gather(elsewhere, blocks.use(), with_digest=False)
-        return self._script.begin("gather", segment, lambda: gather(slot, blocks.use(), with_digest=with_digest))
+        happen = partial(gather, slot, with_digest=with_digest)
+        self._first[slot] = gathering = self._script.begin("gather", segment, lambda: happen(blocks.use()))
+        return gathering
 
     def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> Operation:
         fill = partial(self._cpu.fill, slot, segment, value, with_digest=with_digest)
@@ -156,11 +172,24 @@ class LateMover:
             "read",
             None,
             lambda: self._cpu.read(slot, num_bytes, with_digest=with_digest, with_extremes=with_extremes),
+            self._first.pop(slot, None),
         )
 
     def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: PartPlace) -> Operation:
         assert isinstance(blocks, WatchedBlocks)
         return self._script.begin("scatter", segment, lambda: self._cpu.scatter(slot, blocks.use(), segment, place))
+
+    def open_host_memory(self, num_bytes: int) -> HostPages:
+        return self._cpu.open_host_memory(num_bytes)
+
+    def copy_out(self, slot: Slot, num_bytes: int, to: Tensor) -> Operation:
+        copy = partial(self._cpu.copy_out, slot, num_bytes, to)
+        return self._script.begin("copy_out", None, copy, self._first.pop(slot, None))
+
+    def copy_in(self, slot: Slot, num_bytes: int, source: Tensor) -> Operation:
+        copy = partial(self._cpu.copy_in, slot, num_bytes, source)
+        self._first[slot] = copying = self._script.begin("copy_in", None, copy)
+        return copying
 
     def close(self) -> None:
         """Runs what has begun, as on a GPU."""

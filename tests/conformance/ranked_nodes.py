@@ -58,10 +58,18 @@ class RankedNode:
 
 @asynccontextmanager
 async def ranked_node(
-    spec: KVCacheSpec, ranks: int, layout: KVCacheLayout, block_size: int, *, transport: str, incarnation: int
+    spec: KVCacheSpec,
+    ranks: int,
+    layout: KVCacheLayout,
+    block_size: int,
+    *,
+    transport: str,
+    incarnation: int,
+    host_cache_bytes: int = 0,
+    num_tokens: int = 64,
 ) -> AsyncIterator[RankedNode]:
     heads = [held_by(spec, rank, ranks) for rank in range(ranks)]
-    caches = [make_cache(of_rank(spec, held), layout, block_size) for held in heads]
+    caches = [make_cache(of_rank(spec, held), layout, block_size, num_tokens) for held in heads]
 
     def make(rank: int, of_incarnation: int, on_filled: OnFilled, on_refused: OnRefused) -> KVTransfer:
         settings = TransferSettings(
@@ -72,6 +80,7 @@ async def ranked_node(
             staging_slots=3,
             digests=True,
             heads=heads[rank],
+            host_cache_bytes=host_cache_bytes,
         )
         return KVTransfer(caches[rank], settings, on_filled=on_filled, on_refused=on_refused)
 

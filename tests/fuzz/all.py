@@ -43,6 +43,7 @@ _GROUPS = (
     (("converted", "error_details", "hello", "trailer"), "messages", "message_targets"),
     (("node_messages",), "machines", "machine_targets"),
     (("config", "safetensors", "index", "tokenizer", "addresses"), "files", "file_targets"),
+    (("kv_file",), "kv_files", "kv_file_targets"),
     (("families", "quantization", "adapter", "tokenizer_forms", "gguf_file"), "model_files", "model_file_targets"),
     (("settings", "keys", "tokens", "certificates"), "settings", "setting_targets"),
     (("grammar", "chat_template", "outputs", "trace"), "texts", "text_targets"),

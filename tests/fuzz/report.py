@@ -26,6 +26,7 @@ WHAT = {
     "quantization": "quantization_config of every scheme, then a small model with it",
     "adapter": "adapter_config.json and adapter_model.safetensors",
     "tokenizer_forms": "tekken.json, tiktoken.model, tokenizer.model, tokenizer_config.json; then encode and decode",
+    "kv_file": "headers and names of files that keep KV, read by the store",
     "addresses": "host:port, lists of nodes",
     "settings": "flags and variables of all processes",
     "keys": "the TOML file of API keys",

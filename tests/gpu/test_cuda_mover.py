@@ -11,6 +11,7 @@ from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.cuda import CudaMover
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.movers.mover import Pending
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment, payload_bytes
@@ -144,6 +145,62 @@ def test_a_segment_neither_waits_nor_allocates(through_host: bool) -> None:
     for name in ("allocation.all.allocated", "reserved_bytes.all.current"):
         assert after[name] == before[name], name
     gpu.close()
+
+
+@pytest.mark.parametrize("spec", [LLAMA, DEEPSEEK, NARROW, EIGHT_BITS])
+def test_a_message_in_host_memory_is_that_of_the_cpu_and_comes_back(spec: KVCacheSpec) -> None:
+    cpu, gpu = movers(spec)
+    segment = segment_of(spec)
+    num_bytes = segment.payload_bytes + TRAILER_BYTES
+    pages = {mover: mover.open_host_memory(2 * num_bytes) for mover in (cpu, gpu)}
+    assert pages[gpu].tensor.is_pinned()
+    for mover in (cpu, gpu):
+        slots = [slot_of(mover, num_bytes) for _ in range(2)]
+        kept = pages[mover].tensor[num_bytes:]
+        sent, received = mover.place(BLOCKS, incoming=False), mover.place(OTHERS, incoming=True)
+        # The host waits for the second operation of a slot only.
+        mover.gather(slots[0], sent, segment, place_of(segment), with_digest=True)
+        wait_for(mover.copy_out(slots[0], num_bytes, kept))
+        mover._cache.memory.fill_(OLD)
+        torch.cuda.synchronize()
+        mover.copy_in(slots[1], num_bytes, kept)
+        reading = mover.read(slots[1], num_bytes, with_digest=True, with_extremes=False)
+        wait_for(reading)
+        assert reading.trailer == segment.encode(segment.digest_over(reading.digest))
+        wait_for(mover.scatter(slots[1], received, segment, place_of(segment)))
+    assert torch.equal(pages[gpu].tensor, pages[cpu].tensor)
+    assert torch.equal(gpu._cache.memory.cpu(), cpu._cache.memory)
+    gpu.close()
+    for each in pages.values():
+        each.close()
+    assert not pages[gpu].tensor.is_pinned()
+
+
+def test_copies_to_and_from_host_memory_neither_wait_nor_allocate() -> None:
+    _, gpu = movers(LLAMA)
+    segment = segment_of(LLAMA)
+    num_bytes = segment.payload_bytes + TRAILER_BYTES
+    slot, pages = slot_of(gpu, num_bytes), HostPages(num_bytes, pinned=True)
+
+    def all_of_it() -> None:
+        blocks = gpu.place(BLOCKS, incoming=False)
+        gpu.gather(slot, blocks, segment, place_of(segment), with_digest=True)
+        wait_for(gpu.copy_out(slot, num_bytes, pages.tensor))
+        gpu.copy_in(slot, num_bytes, pages.tensor)
+        wait_for(gpu.read(slot, num_bytes, with_digest=True, with_extremes=False))
+        blocks.free()
+
+    all_of_it()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()
+    with no_waiting():
+        for _ in range(20):
+            all_of_it()
+    after = torch.cuda.memory_stats()
+    for name in ("allocation.all.allocated", "reserved_bytes.all.current"):
+        assert after[name] == before[name], name
+    gpu.close()
+    pages.close()
 
 
 def test_more_requests_than_there_was_room_for_have_their_own_blocks() -> None:

@@ -1,10 +1,10 @@
-"""Presents the prefix caches of several pools of blocks as one, to followers of a node's cache. Pure."""
+"""Presents several prefix caches as one, to followers of a node's cache. Pure."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from baton.core.block_keys import BlockKey
-from baton.engine.scheduling.block_manager import BlockManager, CacheChanges
+from baton.engine.scheduling.block_manager import CacheChanges
 
 
 class PrefixCache(Protocol):
@@ -17,10 +17,16 @@ class PrefixCache(Protocol):
     def take_changes(self) -> CacheChanges | None: ...
 
 
-class PooledPrefixes:
-    """The union of several pools' prefix caches: a block is cached while any pool has it."""
+class KeyedCache(PrefixCache, Protocol):
+    """One of several prefix caches."""
 
-    def __init__(self, pools: Sequence[BlockManager]) -> None:
+    def cached_key(self, digest: bytes) -> BlockKey | None: ...
+
+
+class PooledPrefixes:
+    """The union of several prefix caches, such as those of pools: a block is cached while any of them has it."""
+
+    def __init__(self, pools: Sequence[KeyedCache]) -> None:
         self._pools = pools
 
     def cached_keys(self) -> list[BlockKey]:

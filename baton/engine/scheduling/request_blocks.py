@@ -10,9 +10,11 @@ from functools import partial
 from typing import NamedTuple
 
 from baton.core.block_keys import KeyChain, adapted_identity
+from baton.core.kv_entries import ENTRY_TOKENS
 from baton.core.pools import blocks_for, take_from_roomiest
-from baton.engine.request import EngineRequest, ModelFacts, Reservation
+from baton.engine.request import EngineRequest, IntArray, ModelFacts, Reservation, int_array
 from baton.engine.scheduling.block_manager import BlockManager
+from baton.engine.scheduling.offload import LoadPlan, Offload, WantedPrefix
 from baton.engine.scheduling.prefixes import PooledPrefixes, PrefixCache
 from baton.engine.scheduling.request_states import RequestStates
 from baton.engine.scheduling.state import RequestState
@@ -36,13 +38,15 @@ class RequestBlocks:
     Args:
         align_tokens: prefixes are reused up to a multiple of it. Above 1 the KV of decoded tokens is not reused: it
             differs in its last bits from the KV of the same tokens in a prompt.
+        offloads: whether there are stores outside of the cache. Not for models with recurrent states.
 
     Attributes:
+        offload: its entries for the stores outside of the cache; None: there are no such stores.
         states: the recurrent states of the requests, which are assigned together with blocks.
         queried_tokens, hit_tokens: tokens looked up in the prefix cache so far, and tokens found there.
     """
 
-    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int = 1) -> None:
+    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int = 1, offloads: bool = False) -> None:
         self._identity = facts.identity
         self._block_size = facts.block_size
         self._prefix_cache = prefix_cache
@@ -53,10 +57,21 @@ class RequestBlocks:
         self._pools = tuple(BlockManager(facts.num_blocks) for _ in range(facts.num_owners))
         self.states = RequestStates(facts, prefix_cache=prefix_cache, align_tokens=align_tokens)
         self.queried_tokens = self.hit_tokens = 0
+        self.offload: Offload | None = None
+        if offloads and prefix_cache:
+            assert not facts.state_slots, "an entry has no recurrent state"
+            self.offload = Offload(
+                self._pools,
+                identity=facts.identity,
+                block_size=facts.block_size,
+                has_owners=facts.num_owners > 1,
+            )
 
     @property
     def prefixes(self) -> PrefixCache:
-        """The prefix caches of all pools, for followers."""
+        """The prefix caches of all pools and of the stores outside of the cache, for followers."""
+        if self.offload is not None:
+            return PooledPrefixes((*self._pools, self.offload.kept))
         return self._pools[0] if len(self._pools) == 1 else PooledPrefixes(self._pools)
 
     @property
@@ -255,6 +270,8 @@ class RequestBlocks:
                 reported=(index + 1) * self._block_size <= reported_tokens,
             )
             state.num_registered = index + 1
+        if self.offload is not None:
+            self.offload.registered(state)
 
     def report(self, state: RequestState) -> None:
         """Shows followers of the cache the blocks before the last snapshot of the request's state."""
@@ -267,6 +284,41 @@ class RequestBlocks:
         """Removes the request's blocks from the prefix cache, because logits computed from them were not finite."""
         self._pools[state.pool].forget(state.blocks)
         self.states.forget(state)
+        if self.offload is not None:
+            self.offload.forget(state)
+
+    # ---- loading from the stores outside of the cache
+
+    def wanted(self, request: EngineRequest) -> WantedPrefix | None:
+        """The entries that the cache lacks for a request. Returns None if there are none."""
+        if self.offload is None:
+            return None
+        tokens = int_array([*request.prompt, *request.output])
+        usable = 0 if request.scores_prompt else len(tokens) - 1
+        if request.pool is not None:
+            usable = request.pool.start
+        if self._aligned:
+            usable = min(usable, len(request.prompt))
+        stop = usable // ENTRY_TOKENS
+        if not stop:
+            return None
+        keys = self.keys(request)
+        starts = tuple(
+            self.offload.first_missing(self.tokens_in(self._run(pool, keys, tokens, usable))) for pool in self._pools
+        )
+        if min(starts) >= stop:
+            return None
+        return WantedPrefix(tokens, keys, self.offload.entry_keys(request), starts, stop)
+
+    def begin_load(self, wanted: WantedPrefix, pool: int, *, stop: int, spare: int) -> LoadPlan | None:
+        """See `Offload.begin_load`."""
+        assert self.offload is not None
+        cached = self._run(self._pools[pool], wanted.keys, wanted.tokens, wanted.stop * ENTRY_TOKENS)
+        return self.offload.begin_load(wanted, pool, cached=cached, stop=stop, spare=spare)
+
+    def _run(self, pool: BlockManager, keys: KeyChain, tokens: IntArray, stop: int) -> list[int]:
+        """The pool's cached blocks for a sequence's tokens before `stop`."""
+        return pool.match(keys, tokens, stop // self._block_size, window_blocks=self._window_blocks)
 
     @property
     def split_multiple(self) -> int:

@@ -33,20 +33,31 @@ class RequestTable:
     Args:
         is_pending: whether a grammar is still being compiled. A reserved request gets no seat until its grammar is
             compiled, because a step that draws its token would wait for that.
+        offloads: see `RequestBlocks`.
 
     Attributes:
         void: ended requests that still have a row in a step in flight.
         preemptions: how many requests lost their blocks so far.
     """
 
-    def __init__(self, limits: EngineLimits, facts: ModelFacts, *, is_pending: Callable[[Grammar], bool]) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        facts: ModelFacts,
+        *,
+        is_pending: Callable[[Grammar], bool],
+        offloads: bool = False,
+    ) -> None:
         self.max_context_tokens = context_limit(limits, facts)
         self._limits = limits
         self._facts = facts
         self._block_size = facts.block_size
         self._is_pending = is_pending
         self.blocks = RequestBlocks(
-            facts, prefix_cache=limits.prefix_cache, align_tokens=limits.chunk_align_tokens or 1
+            facts,
+            prefix_cache=limits.prefix_cache,
+            align_tokens=limits.chunk_align_tokens or 1,
+            offloads=offloads,
         )
         self.roster = Roster(seats=limits.seats, may_run=self._may_run)
         self.in_flight = StepsInFlight()
@@ -61,7 +72,8 @@ class RequestTable:
         """Leaked blocks and state slots: owned by no request, or by one that `knows` rejects."""
         known = [state for state in self.roster.everyone() if knows(state.request_id)]
         held = sum(len(state.blocks) + (state.state_slot >= 0) for state in (*known, *self.void))
-        return self.blocks.num_references + self.blocks.states.slots.num_held - held
+        copied = 0 if self.blocks.offload is None else self.blocks.offload.num_held
+        return self.blocks.num_references + self.blocks.states.slots.num_held - held - copied
 
     # ---- room
 

@@ -16,6 +16,7 @@ from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, ModelF
 from baton.engine.request_checks import check_first_token, check_received
 from baton.engine.scheduling.costs import Costs, NoCosts
 from baton.engine.scheduling.load import engine_load
+from baton.engine.scheduling.offload import LoadPlan, Offload, WantedPrefix
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.prompts import Prompts
 from baton.engine.scheduling.request_table import RequestTable, overloaded
@@ -48,12 +49,13 @@ class Scheduler:
         meter: Costs | None = None,
         *,
         is_pending: Callable[[Grammar], bool] = lambda _: False,
+        offloads: bool = False,
     ) -> None:
         self._limits = limits
         self._facts = facts
         self._meter = meter or NoCosts()
         self._block_size = facts.block_size
-        self._requests = RequestTable(limits, facts, is_pending=is_pending)
+        self._requests = RequestTable(limits, facts, is_pending=is_pending, offloads=offloads)
         self.max_context_tokens = self._requests.max_context_tokens
         self._roster = self._requests.roster
         self._blocks = self._requests.blocks
@@ -359,6 +361,22 @@ class Scheduler:
         self._requests.fill_seats()
         events = tuple(RequestFailed(state.request_id, error) for state in failed)
         return StepEvents(step.number, seconds, failed=events)
+
+    # ---- stores outside of the cache
+
+    @property
+    def offload(self) -> Offload | None:
+        """The entries that were finished, and those to drop. None if there are no stores."""
+        return self._blocks.offload
+
+    def wanted(self, request: EngineRequest) -> WantedPrefix | None:
+        """The entries that the cache lacks for a request that arrives. Returns None if there are none."""
+        return self._blocks.wanted(request)
+
+    def begin_load(self, wanted: WantedPrefix, pool: int, *, stop: int) -> LoadPlan | None:
+        """Holds blocks for the wanted entries before `stop` that the cache still lacks, as far as there is room next to
+        the requests that decode. Returns None if there are none."""
+        return self._blocks.begin_load(wanted, pool, stop=stop, spare=self._roster.decoders()[pool])
 
     def load(self) -> EngineLoad:
         return engine_load(

@@ -13,6 +13,7 @@ from typing import Any, Self
 import orjson
 
 from baton.core.costs import StepWork
+from baton.core.kv_entries import ENTRY_TOKENS
 from baton.core.log_lines import printable
 from baton.core.version import __version__
 from baton.gateway.core.shared_counters import REFUSALS, Count
@@ -36,6 +37,7 @@ _TEXT_MAX = 400
 _KEPT_S = 1.0  # how long an answer is reused, so that many viewers cost no more than one
 _CLIENTS_MAX = 100
 _GPUS_MAX = 64  # of one node
+_STORES_MAX = 8  # likewise
 _CLUSTER = rights_for("/baton.v1.Operations/ClusterView")
 
 
@@ -212,6 +214,7 @@ def _node(node: FleetNode, history: NodeHistory) -> dict[str, Any]:
             "kv_percent": [point.kv_percent for point in points],
         },
         "gpus": [_gpu(gpu) for gpu in status.gpus[:_GPUS_MAX]],
+        "stores": [_store(store) for store in status.stores[:_STORES_MAX]],
     }
 
 
@@ -224,6 +227,15 @@ def _gpu(gpu: node_status_pb2.GpuState) -> dict[str, Any]:
         "busy_share": _finite(gpu.busy_share) if gpu.HasField("busy_share") else None,
         "power_w": round(_finite(gpu.power_w), 1) if gpu.HasField("power_w") else None,
         "power_limit_w": round(_finite(gpu.power_limit_w), 1) if gpu.HasField("power_limit_w") else None,
+    }
+
+
+def _store(store: node_status_pb2.StoreState) -> dict[str, Any]:
+    return {
+        "name": printable(store.name, _TEXT_MAX),
+        "bytes": store.bytes,
+        "tokens_read": ENTRY_TOKENS * store.loaded_total,
+        "damaged": store.damaged_total,
     }
 
 

@@ -143,6 +143,8 @@ def shown(finished: FinishedRequest) -> Shown:
             "attempts": receipt.attempts,
             "prefill_cached_tokens": receipt.prefill_cached_tokens,
             "decode_cached_tokens": receipt.decode_cached_tokens,
+            "prefill_loaded_tokens": receipt.prefill_loaded_tokens,
+            "decode_loaded_tokens": receipt.decode_loaded_tokens,
             "split_tokens": receipt.split_tokens,
             "predicted_ttft_s": _seconds(receipt.predicted_ttft_s),
         },

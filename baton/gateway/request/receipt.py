@@ -33,7 +33,7 @@ class ReceiptDraft:
     def __init__(self, request_id: str = "") -> None:
         self.attempts = 0
         self._request_id = request_id
-        self._decode_cached_tokens = 0
+        self._decode_cached_tokens = self._decode_loaded_tokens = 0
         self._path = Path.LOCAL
         self._path_why = ""
         self.retries: list[Retry] = []
@@ -81,7 +81,7 @@ class ReceiptDraft:
     def reserved(self, decode_node: str, message: decode_pb2.Reserved) -> None:
         self._decode_node = decode_node
         self._ticket = message.ticket
-        self._decode_cached_tokens = message.cached_tokens
+        self._decode_cached_tokens, self._decode_loaded_tokens = message.cached_tokens, message.loaded_tokens
         self._decode_queue_s = message.queue_s
 
     def calling(self, prefill_node: str, transport: str, kv_converted: str, version: str = "") -> None:
@@ -103,7 +103,7 @@ class ReceiptDraft:
         self._path, self._path_why = Path.LOCAL, f"prompt prefilled on {decode_node}: {message.why}"
         self._decode_node, self._prefill_node, self._transport, self._kv_converted = decode_node, "", "", ""
         self._prefill_version = ""
-        self._decode_cached_tokens = message.cached_tokens
+        self._decode_cached_tokens, self._decode_loaded_tokens = message.cached_tokens, message.loaded_tokens
         self._decode_queue_s = message.queue_s
         self._ticket = lease_pb2.Ticket()
         self._split_tokens = 0
@@ -165,6 +165,8 @@ class ReceiptDraft:
             decode_version=self._decode_version,
             decode_cached_tokens=self._decode_cached_tokens,
             request_id=self._request_id,
+            prefill_loaded_tokens=self._scheduled.loaded_tokens,
+            decode_loaded_tokens=self._decode_loaded_tokens,
         )
 
     def _forget_prefill(self) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from baton.core.errors import BatonError, ConfigError
+from baton.core.kv_entries import EntryBlocks, EntryKey
 from baton.security.roles import Role
 from baton.settings.node_config import NodeSettings
 from kvtransfer.conversion import KVConversion
@@ -166,6 +167,32 @@ class RankCloseLease(Verb[LeaseTotals]):
 
 
 @dataclass(frozen=True)
+class SaveEntries(Verb[int]):
+    entries: EntryBlocks
+
+
+@dataclass(frozen=True)
+class FindEntries(Verb[int]):
+    keys: tuple[EntryKey, ...]
+
+
+@dataclass(frozen=True)
+class LoadEntries(Verb[int]):
+    entries: EntryBlocks
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class DropEntries(Verb[None]):
+    keys: tuple[EntryKey, ...]
+
+
+@dataclass(frozen=True)
+class DropEntriesOf(Verb[None]):
+    root: bytes
+
+
+@dataclass(frozen=True)
 class Reopen(Verb[None]):
     incarnation: int
     receive_bytes_per_s: float | None
@@ -192,7 +219,7 @@ class RankCall:
 
 @dataclass(frozen=True)
 class Cancel:
-    """The caller of that number no longer waits."""
+    """The caller of that number no longer wants the result. The answer says when the call has ended."""
 
     number: int
 

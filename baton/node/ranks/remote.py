@@ -7,15 +7,20 @@ import time
 from typing import Any, TypeVar
 
 from baton.core.errors import Draining
+from baton.core.kv_entries import EntryBlocks, EntryKey
 from baton.node.ranks.channel import Channel
 from baton.node.ranks.messages import (
     AwaitWarmUp,
     Cancel,
     Close,
     Disconnect,
+    DropEntries,
+    DropEntriesOf,
+    FindEntries,
     Heartbeat,
     LinkFailed,
     Listen,
+    LoadEntries,
     Quiet,
     RankAnswer,
     RankCall,
@@ -25,6 +30,7 @@ from baton.node.ranks.messages import (
     RankSend,
     Reopen,
     Report,
+    SaveEntries,
     SendWarmUp,
     Start,
     UseLink,
@@ -33,7 +39,7 @@ from baton.node.ranks.messages import (
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
-from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused, RankTransfer
+from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused, RankTransfer, until_done
 from kvtransfer.records import LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
@@ -135,6 +141,21 @@ class RemoteTransfer(RankTransfer):
     async def close_lease(self, number: int) -> LeaseTotals:
         return await self._ask_unless_gone(RankCloseLease(number), LeaseTotals(number, 0, 0, 0.0))
 
+    async def save_entries(self, entries: EntryBlocks) -> int:
+        return await self._ask_to_end(SaveEntries(entries))
+
+    async def find_entries(self, keys: tuple[EntryKey, ...]) -> int:
+        return await self._ask(FindEntries(keys))
+
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
+        return await self._ask_to_end(LoadEntries(entries, timeout_s))
+
+    async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
+        await self._ask(DropEntries(keys))
+
+    async def drop_entries_of(self, root: bytes) -> None:
+        await self._ask(DropEntriesOf(root))
+
     def counters(self) -> TransferCounters:
         """The counters of the rank's last heartbeat, which is at most a second old."""
         return self._heartbeat.counters
@@ -155,6 +176,16 @@ class RemoteTransfer(RankTransfer):
             return await future
         except asyncio.CancelledError:
             self._send(Cancel(number))
+            raise
+
+    async def _ask_to_end(self, verb: Verb[T]) -> T:
+        """If the caller is cancelled, returns only when the rank has ended the call too, or is gone."""
+        number, future = self._post(verb)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._send(Cancel(number))
+            await until_done(future)
             raise
 
     async def _ask_unless_gone(self, verb: Verb[T], otherwise: T) -> T:

@@ -8,18 +8,23 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
-from baton.core.errors import BatonError, InternalError
+from baton.core.errors import BatonError, Cancelled, InternalError
 from baton.node.ranks.channel import Channel
 from baton.node.ranks.messages import (
     AwaitWarmUp,
     Cancel,
     Close,
     Disconnect,
+    DropEntries,
+    DropEntriesOf,
+    FindEntries,
     Heartbeat,
     LinkFailed,
     Listen,
+    LoadEntries,
     Quiet,
     RankAnswer,
     RankCall,
@@ -28,6 +33,7 @@ from baton.node.ranks.messages import (
     RankOpenLease,
     RankSend,
     Reopen,
+    SaveEntries,
     SendWarmUp,
     Start,
     UseLink,
@@ -105,9 +111,14 @@ class TransferServer:
             name = f"call-{type(order.verb).__name__}"
             task = asyncio.create_task(self._answer(order, channel, transfer), name=name)
             self._tasks[number] = task
-            task.add_done_callback(lambda _: self._tasks.pop(number, None))
+            task.add_done_callback(partial(self._ended, number, channel))
         elif task_or_none := self._tasks.get(number):
             task_or_none.cancel()
+
+    def _ended(self, number: int, channel: Channel, task: "asyncio.Task[None]") -> None:
+        del self._tasks[number]
+        if task.cancelled():  # maybe before it began
+            channel.send(RankAnswer(number, error=Cancelled("the caller has cancelled this call")))
 
     async def _answer(self, call: RankCall, channel: Channel, transfer: KVTransfer) -> None:
         try:
@@ -160,6 +171,16 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
             return transfer.open_lease(verb.lease)
         case RankCloseLease():
             return transfer.close_lease(verb.number)
+        case SaveEntries():
+            return transfer.save_entries(verb.entries)
+        case FindEntries():
+            return transfer.find_entries(verb.keys)
+        case LoadEntries():
+            return transfer.load_entries(verb.entries, timeout_s=verb.timeout_s)
+        case DropEntries():
+            return transfer.drop_entries(verb.keys)
+        case DropEntriesOf():
+            return transfer.drop_entries_of(verb.root)
         case Reopen():
             return transfer.reopen(incarnation=verb.incarnation, receive_bytes_per_s=verb.receive_bytes_per_s)
     raise InternalError(f"a KV transfer has no verb {verb}")

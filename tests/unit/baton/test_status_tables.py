@@ -1,10 +1,10 @@
-"""`baton status` shows the gateway's warnings, and no text of them controls the terminal."""
+"""`baton status` shows the gateway's warnings and the KV that nodes keep; no text of them controls the terminal."""
 
 from rich.console import Console
 
 from baton.cli.status_json import to_json
 from baton.cli.status_tables import render
-from baton.protos.v1 import operations_pb2
+from baton.protos.v1 import node_status_pb2, operations_pb2
 
 WARNING = "the chat template 'de\x1b[2Jfault' shows tools in an unknown format"
 
@@ -17,3 +17,23 @@ def test_warnings_are_shown_in_tables_and_in_json() -> None:
     assert "shows tools in an unknown format" in captured.get()
     assert "\x1b" not in captured.get()
     assert to_json(cluster)["warnings"] == [WARNING]
+
+
+def test_kv_that_is_kept_outside_of_the_cache_is_shown_by_store() -> None:
+    stores = [
+        node_status_pb2.StoreState(name="host", entries=3, bytes=3 << 20, loaded_total=20),
+        node_status_pb2.StoreState(name="file", bytes=9 << 20, damaged_total=2, failed_total=1),
+    ]
+    status = node_status_pb2.NodeStatus(stores=stores)
+    status.info.name, status.info.model.name = "prefill-0", "llama"
+    node = operations_pb2.NodeReport(status=status, reachable=True)
+    cluster = operations_pb2.ClusterStatusResponse(gateway="gw", nodes=[node])
+    console = Console(width=160, force_terminal=False, color_system=None)
+    with console.capture() as captured:
+        console.print(render(cluster))
+    assert "host 3 MiB, 1,280 tokens read back; file 9 MiB, 0 tokens read back, 2 damaged, 1 calls failed" in (
+        captured.get().replace("\n  ", " ")
+    )
+    shown = to_json(cluster)["nodes"]
+    assert isinstance(shown, list)
+    assert [store["name"] for store in shown[0]["stores"]] == ["host", "file"]

@@ -20,6 +20,7 @@ from decode_node.events import (
     LeaseClosed,
     LeaseFilled,
     LeaseOpened,
+    Prefetched,
     Reserved,
     SegmentRefused,
     SessionMessage,
@@ -39,7 +40,14 @@ SESSION = 1
 class Scene:
     """One machine and the present time. `on` delivers an event; the other methods are events with short names."""
 
-    def __init__(self, *, waiting_max: int = 8, local_prefill_tokens: int = 32, gives_leases: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        waiting_max: int = 8,
+        local_prefill_tokens: int = 32,
+        gives_leases: bool = True,
+        prefetches: bool = False,
+    ) -> None:
         rules = DecodeRules(
             name="decode-0",
             address="127.0.0.1:7002",
@@ -51,6 +59,7 @@ class Scene:
             split_unit=4,
             waiting_max=waiting_max,
             gives_leases=gives_leases,
+            prefetches=prefetches,
         )
         self.machine = DecodeMachine(rules, itertools.count(1))
         self.now_s = 1000.0
@@ -124,6 +133,9 @@ class Scene:
     def reserved(self, key: int, *, cached_tokens: int = 16, restart_at: int | None = None) -> list[Command]:
         held = replace(reservation(key, cached_tokens=cached_tokens), restart_at=restart_at)
         return self.on(Reserved(f"{SESSION}.{key}", held))
+
+    def prefetched(self, key: int) -> list[Command]:
+        return self.on(Prefetched(f"{SESSION}.{key}"))
 
     def admitted(self, key: int) -> list[Command]:
         return self.on(Admitted(f"{SESSION}.{key}", None))

@@ -41,6 +41,8 @@ def make(
     owners: int = 1,
     state_slots: int = 0,
     scan_tokens: int = 64,
+    context: int = 100,
+    offloads: bool = False,
 ) -> Scheduler:
     limits = EngineLimits(
         max_batch_tokens=tokens,
@@ -54,7 +56,7 @@ def make(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         vocab_size=VOCAB_SIZE,
-        max_context_tokens=100,
+        max_context_tokens=context,
         eos_token_ids=(EOS,),
         identity="m",
         window_tokens=window,
@@ -62,7 +64,7 @@ def make(
         scan_tokens=scan_tokens,
         num_owners=owners,
     )
-    return Scheduler(limits, facts, Meter(costs))
+    return Scheduler(limits, facts, Meter(costs), offloads=offloads)
 
 
 def request(

@@ -32,8 +32,8 @@ BLOCKS = (3, 1, 2)
 SPEC = KVCacheSpec(KVKind.GQA, LAYERS, num_kv_heads=2, head_dim=4, dtype="float32")
 
 
-def machine(spec: KVCacheSpec = SPEC) -> PrefillMachine:
-    return PrefillMachine(PrefillRules("prefill-0", spec))
+def machine(spec: KVCacheSpec = SPEC, *, prefetches: bool = False) -> PrefillMachine:
+    return PrefillMachine(PrefillRules("prefill-0", spec, prefetches=prefetches))
 
 
 def ticket(

@@ -146,6 +146,7 @@ function detail(node, state) {
       ["weights", node.revision_name ? `${node.revision_name} (${node.revision})` : node.revision],
       ["KV", `${node.layout}, blocks of ${node.block_size} tokens in ${node.dtype}`],
       ["blocks", `${count(node.blocks_free)} of ${count(node.blocks)} free, ${count(node.blocks_leased)} leased`],
+      ["kept", (node.stores ?? []).map(kept).join("; ")],
       ["waiting", `${plural(node.waiting, "request")}, ${plural(node.tokens_waiting, "prompt token")}`],
       ["ranks", node.ranks],
     ),
@@ -166,6 +167,11 @@ function gpuTable(node) {
     make("td", { class: "n" }, percent(gpu.busy_share ?? NaN)),
     make("td", { class: "n" }, gigabytes(gpu.memory_used_bytes, gpu.memory_total_bytes)),
     make("td", { class: "n" }, watts(gpu)))));
+}
+
+function kept(store) {
+  const damaged = store.damaged ? `, ${count(store.damaged)} damaged` : "";
+  return `${store.name} ${bytes(store.bytes)}, ${plural(store.tokens_read, "token")} read back${damaged}`;
 }
 
 function watts(gpu) {

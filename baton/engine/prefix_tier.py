@@ -1,0 +1,30 @@
+"""What an engine needs of the stores outside of its cache. `kvtransfer` implements it; neither knows the other."""
+
+from typing import Protocol
+
+from baton.core.kv_entries import EntryBlocks, EntryKey
+
+
+class PrefixTier(Protocol):
+    """Copies entries between the cache and the stores of all ranks. Every answer may be less than was asked for.
+
+    All methods belong to the event loop. Each raises BatonError only if the node ends.
+    """
+
+    async def save_entries(self, entries: EntryBlocks) -> int:
+        """Copies entries to the stores. Returns how many of the first ones they have then. Until it returns nothing may
+        write to their blocks."""
+        ...
+
+    async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:
+        """How many of the first keys the stores have, on every rank or on the owner."""
+        ...
+
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
+        """Copies entries to their blocks. Returns how many of the first ones are there. Nothing writes to the blocks
+        any more when it returns or raises, and it does so soon after the time limit."""
+        ...
+
+    async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
+        """Forgets entries."""
+        ...

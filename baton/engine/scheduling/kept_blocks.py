@@ -1,0 +1,66 @@
+"""The blocks that the stores outside of the cache have, as far as this engine knows. Pure.
+
+Followers of the cache see them as cached: a request that arrives at this node finds them, and need not compute them.
+"""
+
+from collections.abc import Iterable
+
+from baton.core.block_keys import BlockKey, KeyChain
+from baton.core.kv_entries import EntryKey
+from baton.engine.request import IntArray
+from baton.engine.scheduling.block_manager import CacheChanges
+
+_CHANGES_MIN = 1024
+
+
+class KeptBlocks:
+    """Blocks by the entries that end them: a block that begins in one entry and ends in the next counts to the next,
+    because stores evict the end of a sequence first."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._by_entry: dict[bytes, tuple[BlockKey, ...]] = {}
+        self._keys: dict[bytes, BlockKey] = {}
+        self._changes: CacheChanges | None = None
+
+    def kept(self, entries: Iterable[EntryKey], keys: KeyChain, tokens: IntArray) -> None:
+        """The stores have these entries of a sequence, or will have them soon; `keys` are those of its blocks."""
+        for entry in entries:
+            if entry.block.digest in self._by_entry:
+                continue
+            first, stop = entry.token_start // self._block_size, entry.token_stop // self._block_size
+            blocks = tuple(keys.key(index, tokens) for index in range(first, stop))
+            self._by_entry[entry.block.digest] = blocks
+            for key in blocks:
+                self._keys[key.digest] = key
+                self._note(key.digest, key)
+
+    def lost(self, digests: Iterable[bytes]) -> None:
+        """The stores no longer have the entries with these digests."""
+        for digest in digests:
+            for key in self._by_entry.pop(digest, ()):
+                if self._keys.pop(key.digest, None) is not None:
+                    self._note(key.digest, None)
+
+    # ---- following
+
+    def cached_keys(self) -> list[BlockKey]:
+        return list(self._keys.values())
+
+    def cached_key(self, digest: bytes) -> BlockKey | None:
+        return self._keys.get(digest)
+
+    def follow(self) -> None:
+        self._changes = {}
+
+    def take_changes(self) -> CacheChanges | None:
+        changes = self._changes
+        if changes:
+            self._changes = {}
+        return changes
+
+    def _note(self, digest: bytes, key: BlockKey | None) -> None:
+        if self._changes is not None:
+            self._changes[digest] = key
+            if len(self._changes) > len(self._keys) // 2 + _CHANGES_MIN:  # then reading all keys costs less
+                self._changes = None

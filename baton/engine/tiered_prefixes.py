@@ -1,0 +1,124 @@
+"""The engine's traffic with the stores outside of its cache: saves what is computed, loads what a request needs.
+
+All methods belong to the event loop's thread.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from baton.core.errors import BatonError
+from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.engine.prefix_tier import PrefixTier
+from baton.engine.request import EngineRequest
+from baton.engine.scheduling.offload import LoadPlan, WantedPrefix
+from baton.engine.scheduling.scheduler import Scheduler
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+# Loads at a time. One load keeps a link to host memory busy; the others search meanwhile.
+_LOADS = 4
+# The longest time that a request waits for a search, and then for a load. A load that is slower than that would seldom
+# be faster than computing.
+_FIND_S = 0.5
+_LOAD_S = 5.0
+
+
+class TieredPrefixes:
+    """Saves and loads of one engine.
+
+    Args:
+        wake: called when blocks have become free.
+    """
+
+    def __init__(self, tier: PrefixTier, scheduler: Scheduler, *, wake: Callable[[], None]) -> None:
+        assert scheduler.offload is not None
+        self._tier = tier
+        self._scheduler = scheduler
+        self._offload = scheduler.offload
+        self._wake = wake
+        self._places = asyncio.Semaphore(_LOADS)
+        # Not a TaskGroup: blocks stay held until each copy is over, whatever becomes of its request.
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def save_finished(self) -> None:
+        """Begins to save the entries that the last steps have finished."""
+        for entries in self._offload.take_finished():
+            self._start(self._save(entries))
+        if forgotten := self._offload.take_forgotten():
+            self._start(self._drop(forgotten))
+
+    async def prefetch(self, request: EngineRequest) -> int:
+        """Loads the entries of a request that the cache lacks. Returns the number of tokens that were loaded. A load
+        goes on when the call is cancelled."""
+        wanted = self._scheduler.wanted(request)
+        if wanted is None:
+            return 0
+        async with self._places:
+            try:
+                found = await asyncio.wait_for(self._find(wanted), _FIND_S)
+            except TimeoutError:
+                return 0
+            except BatonError as error:  # the node ends
+                _log.warning("the stores could not be searched: %s", error)
+                return 0
+            if found is None:
+                return 0
+            pool, stop = found
+            plan = self._scheduler.begin_load(wanted, pool, stop=stop)
+            return 0 if plan is None else await asyncio.shield(self._start(self._load(plan)))
+
+    def evicted(self, digests: Sequence[bytes]) -> None:
+        """The stores no longer have the entries with these digests."""
+        self._offload.kept.lost(digests)
+
+    async def close(self) -> None:
+        """Waits for all copies; each ends within its own bound."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _find(self, wanted: WantedPrefix) -> tuple[int, int] | None:
+        """The pool whose rank has most of the wanted entries, and where they stop. Returns None if no rank has any."""
+        best, most = None, 0
+        for pool, start in enumerate(wanted.starts):
+            owner = pool if len(wanted.starts) > 1 else None
+            keys = wanted.entries(start, wanted.stop)
+            stop = start + await self._tier.find_entries(keys, owner=owner) if keys else start
+            if stop > start and stop > most:
+                best, most = (pool, stop), stop
+        return best
+
+    async def _load(self, plan: LoadPlan) -> int:
+        loaded = added = 0
+        try:
+            loaded = await self._tier.load_entries(plan.entries, timeout_s=_LOAD_S)
+        except BatonError as error:  # the node ends
+            _log.warning("entries could not be loaded: %s", error)
+        finally:
+            added = self._offload.end_load(plan, loaded)
+            self._wake()
+        return added
+
+    async def _save(self, entries: EntryBlocks) -> None:
+        num_kept = 0
+        try:
+            num_kept = await self._tier.save_entries(entries)
+        except BatonError as error:  # the node ends
+            _log.warning("entries could not be saved: %s", error)
+        finally:
+            self._offload.saved(entries, num_kept)
+            self._wake()
+
+    async def _drop(self, keys: tuple[EntryKey, ...]) -> None:
+        try:
+            await self._tier.drop_entries(keys)
+        except BatonError as error:  # the node ends
+            _log.warning("entries could not be dropped: %s", error)
+
+    def _start(self, copy: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(copy)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,133 @@
+"""The stores outside of a node's cache, as its settings ask for them, and what its status says of them."""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from baton.core.errors import ConfigError
+from baton.engine.build import BuiltRunner
+from baton.metrics.exposition import Figure
+from baton.protos.v1 import node_status_pb2
+from baton.settings.node_config import NodeSettings
+from kvtransfer.records import EntryCounters
+from kvtransfer.settings import OpenStore
+from kvtransfer.stores.files import FileStore
+from kvtransfer.stores.mooncake import open_mooncake, parse_mooncake_url
+from kvtransfer.stores.store import Store, StoreCounters
+
+_log = logging.getLogger(__name__)
+HOST = "host"
+
+
+def keeps_kv(settings: NodeSettings, built: BuiltRunner) -> bool:
+    """Whether a node keeps KV outside of its cache. Logs why it does not although its settings ask for it.
+
+    Raises:
+        ConfigError: a store is given without host memory, or its address is wrong.
+    """
+    below = {"file_cache_dir": settings.file_cache_dir, "kv_store": settings.kv_store}
+    for field, value in below.items():
+        if value is not None and not settings.host_cache_bytes:
+            raise ConfigError(
+                f"{field} is {value}, and there is no host memory for KV, through which every entry goes",
+                field=field,
+                value=str(value),
+                cure="set host_cache_gib above 0"
+                if settings.prefix_cache
+                else "set host_cache_gib above 0, and prefix_cache to true",
+            )
+    if settings.kv_store is not None:
+        parse_mooncake_url(settings.kv_store)
+    if settings.host_cache_bytes and built.cache.state is not None:
+        _log.warning("KV is kept in the cache alone: the model has recurrent states, which stores cannot keep yet")
+        return False
+    return settings.host_cache_bytes > 0
+
+
+def open_stores(settings: NodeSettings, built: BuiltRunner) -> tuple[OpenStore, ...]:
+    """What opens the stores below host memory of one rank, in the order in which they are asked."""
+    origin = _origin(settings, built)
+    stores: list[OpenStore] = []
+    if settings.file_cache_dir is not None:
+        stores.append(partial(_open_files, settings.file_cache_dir, settings.file_cache_bytes, origin))
+    if settings.kv_store is not None:
+        stores.append(partial(_open_shared, settings.kv_store, origin))
+    return tuple(stores)
+
+
+def store_states(counters: EntryCounters) -> Iterator[node_status_pb2.StoreState]:
+    """Describes host memory, then the stores below it."""
+    yield node_status_pb2.StoreState(
+        name=HOST,
+        entries=counters.entries,
+        bytes=counters.bytes,
+        loaded_total=counters.loaded.get(HOST, 0),
+        damaged_total=counters.damaged,
+        failed_total=counters.failed,
+    )
+    for name, store in counters.stores.items():
+        yield node_status_pb2.StoreState(
+            name=name,
+            entries=store.entries,
+            bytes=store.bytes,
+            loaded_total=counters.loaded.get(name, 0),
+            damaged_total=store.damaged,
+            failed_total=store.failed,
+        )
+
+
+def store_figures(counters: EntryCounters) -> Iterator[Figure]:
+    """The metrics of host memory and of the stores below it."""
+    host = StoreCounters(
+        bytes=counters.bytes,
+        written=counters.saved,
+        evicted=counters.evicted,
+        damaged=counters.damaged,
+        failed=counters.failed,
+    )
+    for name, store in {HOST: host, **counters.stores}.items():
+        yield Figure("baton_kv_store_bytes", store.bytes, (name,))
+        events = {
+            "saved": store.written,
+            "loaded": counters.loaded.get(name, 0),
+            "evicted": store.evicted,
+            "damaged": store.damaged,
+            "failed": store.failed,
+        }
+        for event, count in events.items():
+            yield Figure("baton_kv_store_entries_total", count, (name, event))
+
+
+def _open_files(directory: Path, max_bytes: int, origin: bytes, namespace: bytes, entry_bytes: int) -> Store:
+    return FileStore(directory, namespace=_joined(namespace, origin), entry_bytes=entry_bytes, max_bytes=max_bytes)
+
+
+def _open_shared(url: str, origin: bytes, namespace: bytes, entry_bytes: int) -> Store:
+    return open_mooncake(url, _joined(namespace, origin), entry_bytes)
+
+
+def _joined(namespace: bytes, origin: bytes) -> bytes:
+    return hashlib.blake2b(namespace + origin, digest_size=len(namespace)).digest()
+
+
+def _origin(settings: NodeSettings, built: BuiltRunner) -> bytes:
+    """A digest of what the numbers of the KV depend on, apart from the tokens: nodes with equal origins may use each
+    other's KV.
+
+    The keys of entries cover the model too, but only samples of its weights. In batch-invariant mode the KV must be
+    that which this kind of device computes. Random weights differ between kinds of devices.
+    """
+    identity, device = built.identity, built.cache.view.device.type
+    exact = settings.batch_invariant or settings.load_format == "dummy"
+    facts = (
+        identity.config_digest,
+        identity.weights_digest,
+        identity.content_digest,
+        str(built.dtype),
+        built.config.max_context_tokens,
+        settings.batch_invariant,
+        device if exact else "",
+    )
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()

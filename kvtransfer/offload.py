@@ -1,0 +1,135 @@
+"""The entries of one rank's cache: copies them to host memory and back, checked. Used by the transfer thread only.
+
+save:  cache ──gather, digest──► slot ──► host memory ··► stores below, written behind
+load:  stores below ··► host memory ──► slot ──check digest──► scatter ──► cache
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from baton.core.errors import BatonError
+from baton.core.kv_entries import EntryBlocks, EntryKey
+from kvtransfer.movers.mover import Mover
+from kvtransfer.offload_jobs import Load, OffloadJob, Save
+from kvtransfer.offload_tiers import EntryTiers
+
+J = TypeVar("J", bound=OffloadJob)
+
+SLOTS = 4
+
+
+class Offloader:
+    """Saves and loads entries of one cache, several messages at a time. The thread calls `step` repeatedly.
+
+    Args:
+        mover: of the cache.
+        tiers: open.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, mover: Mover, tiers: EntryTiers, clock: Callable[[], float]) -> None:
+        self._mover = mover
+        self._tiers = tiers
+        self._clock = clock
+        # Made now: on a GPU, an allocation would pause the engine later.
+        self._pool = mover.open_pool(slot_bytes=tiers.layout.message_bytes, slots=SLOTS, through_host=False)
+        self._saves: list[Save] = []
+        self._loads: list[Load] = []
+
+    @property
+    def in_flight(self) -> int:
+        """How many calls have not ended."""
+        return len(self._saves) + len(self._loads) + self._tiers.calls_waiting
+
+    def save(self, entries: EntryBlocks, future: "Future[int]") -> None:
+        """The future gets the number of entries that were copied to host memory, when nothing reads the blocks any
+        more."""
+        try:
+            self._saves.append(Save(entries, future, self._mover, self._tiers))
+        except BatonError as error:
+            future.set_exception(error)
+
+    def load(self, entries: EntryBlocks, timeout_s: float, future: "Future[int]") -> None:
+        """The future gets the number of leading entries that are in the blocks, whole and checked, when nothing writes
+        to the blocks any more."""
+        end_s = self._clock() + timeout_s
+        try:
+            self._loads.append(Load(entries, end_s, future, self._mover, self._tiers, self._clock))
+        except BatonError as error:
+            future.set_exception(error)
+
+    def stop(self, job: "Future[int]") -> None:
+        """Ends the save or load of that future, if it is still there. The future is then done soon."""
+        for each in self._jobs:
+            if each.future is job:
+                each.stop()
+
+    def find(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
+        self._tiers.find(keys, future)
+
+    def drop(self, keys: tuple[EntryKey, ...], future: "Future[None]") -> None:
+        dropped = set(keys)
+        for save in self._saves:
+            save.forget(dropped.__contains__)
+        self._tiers.drop(keys, future)
+
+    def drop_root(self, root: bytes, future: "Future[None]") -> None:
+        for save in self._saves:
+            save.forget(lambda key: key.root == root)
+        self._tiers.drop_root(root, future)
+
+    def step(self) -> bool:
+        """Advances messages in flight and begins at most one more. Returns whether anything happened."""
+        moved = self._tiers.step()
+        if not self._saves and not self._loads:
+            return moved
+        for job in self._jobs:
+            for slot in job.advance():
+                self._pool.give_back(slot)
+                moved = True
+        moved = self._begin_one() or moved
+        return self._finish_jobs() or moved
+
+    def close(self) -> None:
+        """Begins nothing more. Call `step` until nothing is in flight."""
+        for job in self._jobs:
+            job.stop()
+        self._tiers.stop_waiting()
+
+    @property
+    def _jobs(self) -> list[OffloadJob]:
+        return [*self._loads, *self._saves]
+
+    def _begin_one(self) -> bool:
+        """Begins a message of the first job that can, of each kind in turn. Loads go first, because a request waits for
+        them, but saves always have a slot, because they keep blocks from being freed."""
+        if not self._pool.available:
+            return False
+        last_is_kept = self._pool.available == 1 and self._saves and not any(job.in_flight for job in self._saves)
+        job = (None if last_is_kept else _next(self._loads)) or _next(self._saves)
+        if job is None:
+            return False
+        slot = self._pool.take()
+        assert slot is not None
+        if not job.begin(slot):
+            self._pool.give_back(slot)
+        return True
+
+    def _finish_jobs(self) -> bool:
+        over = [job for job in self._jobs if job.is_over]
+        if over:
+            self._loads = [job for job in self._loads if job not in over]
+            self._saves = [job for job in self._saves if job not in over]
+        for job in over:
+            job.finish()
+        return bool(over)
+
+
+def _next(jobs: list[J]) -> J | None:
+    """The first job that can begin a message, which takes its turn after the others from now on."""
+    job = next((job for job in jobs if job.ready()), None)
+    if job is not None:
+        jobs.remove(job)
+        jobs.append(job)
+    return job

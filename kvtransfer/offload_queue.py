@@ -1,0 +1,118 @@
+"""The calls to one store below host memory, on threads of their own, because each may take long or never end."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from baton.core.kv_entries import EntryKey
+from kvtransfer.stores.store import Store, StoreCounters
+
+T = TypeVar("T")
+
+log = logging.getLogger("baton")
+
+_READERS = 4
+# A store whose oldest call is older than this counts as stuck until that call has ended.
+STUCK_AFTER_S = 2.0
+
+
+class StoreQueue:
+    """Calls one store. Reads run next to each other; writes and drops run one by one in their order, so an entry that
+    was dropped is not written afterwards.
+
+    The threads are daemons: a call that never ends does not keep the process from ending.
+
+    Attributes:
+        writes_pending: puts that have not ended.
+    """
+
+    def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = store.name
+        self.writes_pending = 0
+        self._store = store
+        self._clock = clock
+        self._counters = StoreCounters()
+        self._begun_s: dict[Future[Any], float] = {}
+        self._reads = _Threads(f"{store.name}-reads", _READERS)
+        self._writes = _Threads(f"{store.name}-writes", 1)
+
+    @property
+    def is_stuck(self) -> bool:
+        oldest_s = min(list(self._begun_s.values()), default=None)
+        return oldest_s is not None and self._clock() - oldest_s > STUCK_AFTER_S
+
+    @property
+    def counters(self) -> StoreCounters:
+        """The store's totals after its last call; asking for them never waits."""
+        return self._counters
+
+    def has(self, keys: tuple[EntryKey, ...]) -> "Future[int]":
+        return self._run(self._reads, lambda: self._store.has(keys), 0)
+
+    def get(self, key: EntryKey, into: memoryview) -> "Future[bool]":
+        return self._run(self._reads, lambda: self._store.get(key, into), False)
+
+    def put(self, key: EntryKey, entry: memoryview) -> "Future[bool]":
+        return self._run(self._writes, lambda: self._store.put(key, entry), False)
+
+    def drop(self, keys: tuple[EntryKey, ...]) -> "Future[None]":
+        return self._run(self._writes, lambda: self._store.drop(keys), None)
+
+    def drop_root(self, root: bytes) -> "Future[int]":
+        return self._run(self._writes, lambda: self._store.drop_root(root), 0)
+
+    def close(self, *, timeout_s: float) -> bool:
+        """Waits for the calls and closes the store. Returns whether all threads ended in time."""
+        end_s = time.monotonic() + timeout_s
+        self._run(self._writes, self._store.close, None)
+        ended = [threads.close(end_s) for threads in (self._writes, self._reads)]
+        return all(ended)
+
+    def _run(self, threads: "_Threads", call: Callable[[], T], otherwise: T) -> "Future[T]":
+        future: Future[T] = Future()
+        self._begun_s[future] = self._clock()
+
+        def run() -> None:
+            result = otherwise
+            try:
+                result = call()
+                self._counters = self._store.counters()
+            except Exception:
+                log.exception("the store %s failed; this counts as a miss", self.name)
+            self._begun_s.pop(future, None)
+            future.set_result(result)
+
+        threads.add(run)
+        return future
+
+
+class _Threads:
+    """Runs calls in their order, on threads that start with the first call."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._name = name
+        self._count = count
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started: list[threading.Thread] = []
+
+    def add(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+        while len(self._started) < self._count:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._started.append(thread)
+            thread.start()
+
+    def close(self, end_s: float) -> bool:
+        for _ in self._started:
+            self._calls.put(None)
+        for thread in self._started:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._started)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()

@@ -1,0 +1,411 @@
+"""Where a rank keeps entries: host memory and the stores below it. Knows no cache and no layout.
+
+It outlives transfer threads, because KV of the same model stays valid; one transfer thread at a time uses it.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from baton.core.errors import ConfigError, DeadlineExceeded
+from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
+from kvtransfer.movers.host_pages import HostPages
+from kvtransfer.offload_queue import StoreQueue
+from kvtransfer.records import EntryCounters
+from kvtransfer.settings import TransferSettings
+from kvtransfer.stores.entry import EntryLayout
+from kvtransfer.stores.host_memory import HostMemory, HostPlace
+
+HOST = "host"
+
+# The share of host memory's entries that may wait to be written to one store: they stay in host memory until then.
+_WRITES_SHARE = 1 / 4
+# Where there are stores, this share of host memory, but no more than these places, only passes entries on to loads.
+# So a sequence that is longer than host memory can be loaded from a store, and places in use never end a load.
+_PASSING_SHARE = 1 / 8
+_PASSING_MAX = 8
+# `find` answers without a store that takes longer.
+FIND_LIMIT_S = 0.5
+# `drop` fails if a store takes longer.
+DROP_LIMIT_S = 10.0
+_CLOSE_TIMEOUT_S = 5.0
+# At about this position attention costs as much as the rest of a model: Llama-8B's does at 30k tokens.
+_ATTENTION_EVEN_AT = 32768
+
+
+@dataclass(eq=False)
+class PassingPlace:
+    """The place of an entry that goes from a store to loads and is not kept."""
+
+    tensor: Tensor
+    users: int = 0
+
+    @property
+    def memory(self) -> memoryview:
+        return self.tensor.numpy().data
+
+
+@dataclass(eq=False)
+class Fetch:
+    """An entry that a load waits for or reads, and whose place stays as it is meanwhile.
+
+    Attributes:
+        done: whether it is known if some store has the entry.
+        place: where it is; None: no store has it.
+        source: `host`, or the name of the store that it came from.
+    """
+
+    key: EntryKey
+    done: bool = False
+    place: HostPlace | PassingPlace | None = None
+    source: str = HOST
+
+
+@dataclass(eq=False)
+class _Read:
+    """An entry on its way from a store to host memory. Its place stays taken until the store has answered, even if
+    nothing waits for it any more."""
+
+    key: EntryKey
+    place: HostPlace | PassingPlace
+    store: StoreQueue
+    answer: Future[bool]
+    others: list[StoreQueue]
+    waiting: list[Fetch] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Write:
+    place: HostPlace
+    store: StoreQueue
+    answer: Future[bool]
+
+
+@dataclass(eq=False)
+class _Find:
+    keys: tuple[EntryKey, ...]
+    future: Future[int]
+    end_s: float
+    found: int
+    answer: Future[int]
+    others: list[StoreQueue]
+
+
+@dataclass(eq=False)
+class _Drop:
+    future: Future[None]
+    end_s: float
+    answers: dict[str, Future[None] | Future[int]]
+
+
+class EntryTiers:
+    """The entries of one rank.
+
+    Args:
+        layout: of the rank's entries.
+        settings: sizes and stores.
+        clock: monotonic seconds, for the limits of calls to stores.
+
+    Raises:
+        ConfigError: the host cache has no room for one entry, or for two if there are stores below it.
+    """
+
+    def __init__(
+        self, layout: EntryLayout, settings: TransferSettings, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        least = layout.entry_bytes * (2 if settings.stores else 1)
+        if settings.host_cache_bytes < least:
+            raise ConfigError(
+                f"the host cache has {settings.host_cache_bytes} bytes, and {ENTRY_TOKENS} tokens of KV have "
+                f"{layout.entry_bytes}",
+                field="host_cache_gib",
+                value=settings.host_cache_bytes,
+                allowed=("0", f"at least {least}"),
+            )
+        self.layout = layout
+        self._settings = settings
+        self._clock = clock
+        self._pages: HostPages | None = None
+        self._host: HostMemory
+        self._stores: list[StoreQueue] = []
+        self._writes_max = 0
+        self._passing: list[PassingPlace] = []
+        # The places that saves fill.
+        self._saving: dict[EntryKey, HostPlace] = {}
+        self._reads: dict[EntryKey, _Read] = {}
+        self._writes: list[_Write] = []
+        self._finds: list[_Find] = []
+        self._drops: list[_Drop] = []
+        self._saved = self._damaged = self._failed = self._not_written = 0
+        self._loaded: Counter[str] = Counter()
+
+    def open(self, open_host_memory: Callable[[int], HostPages]) -> None:
+        """Allocates host memory and opens the stores, once."""
+        if self._pages is not None:
+            return
+        layout, settings = self.layout, self._settings
+        places, size = settings.host_cache_bytes // layout.entry_bytes, layout.entry_bytes
+        passing = min(_PASSING_MAX, max(1, int(places * _PASSING_SHARE))) if settings.stores else 0
+        pages = open_host_memory(places * size)
+        passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size :]
+        self._passing = [PassingPlace(tensor) for tensor in passed.split(size)] if passing else []
+        self._pages, self._host = pages, HostMemory(kept, size)
+        self._writes_max = max(1, int((places - passing) * _WRITES_SHARE))
+        for open_store in settings.stores:
+            self._stores.append(StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock))
+
+    def close(self) -> None:
+        """Waits for the stores, but not for those that hang. No transfer thread uses the tiers any more."""
+        if self._pages is None:
+            return
+        end_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        for store in self._stores:
+            store.close(timeout_s=max(0.0, end_s - time.monotonic()))
+        self._pages.close()
+
+    # ---- for saves
+
+    def has(self, key: EntryKey) -> bool:
+        """Whether host memory has an entry, or is about to."""
+        coming = self._saving.get(key), self._reads[key].place if key in self._reads else None
+        is_coming = any(isinstance(place, HostPlace) and not place.is_forgotten for place in coming)
+        return is_coming or self._host.find((key,)) == 1
+
+    def take(self, key: EntryKey) -> HostPlace | None:
+        """Makes room for a new entry, which ends with `commit` or `abandon`. None: there is none now."""
+        place = self._host.take(key, _cost(key))
+        if place is not None:
+            self._saving[key] = place
+        return place
+
+    def commit(self, place: HostPlace) -> None:
+        """Keeps an entry, unless it has been dropped meanwhile, and writes it behind."""
+        self._end_saving(place)
+        self._host.commit(place)
+        if not place.is_forgotten:
+            self._saved += 1
+            self._write_behind(place.key)
+
+    def abandon(self, place: HostPlace) -> None:
+        """Gives a place back whose entry is not complete. Nothing writes to it any more."""
+        self._end_saving(place)
+        self._host.abandon(place)
+
+    def no_room(self, entries: int) -> None:
+        """Counts entries that were not saved."""
+        self._failed += entries
+
+    # ---- for loads
+
+    def fetch(self, key: EntryKey) -> Fetch | None:
+        """Finds an entry, in host memory or else in a store. Ends with `release`. None: not now, because the entry is
+        being saved or there is no room to read it into."""
+        place: HostPlace | PassingPlace | None
+        place = self._host.pin(key)
+        if place is not None:
+            return Fetch(key, True, place)
+        if key in self._saving:
+            return None
+        read = self._reads.get(key)
+        if read is None:
+            stores = self._usable_stores()
+            if not stores:
+                return Fetch(key, True)
+            place = self._host.take(key, _cost(key)) or (self._passing.pop() if self._passing else None)
+            if place is None:
+                return None
+            store, *others = stores
+            read = self._reads[key] = _Read(key, place, store, store.get(key, place.memory), others)
+        elif read.store.is_stuck:
+            return Fetch(key, True)
+        fetch = Fetch(key)
+        read.waiting.append(fetch)
+        return fetch
+
+    def release(self, fetch: Fetch) -> None:
+        """Ends a load's interest in an entry. Nothing reads its place any more."""
+        if isinstance(fetch.place, HostPlace):
+            self._host.unpin(fetch.place)
+        elif fetch.place is not None:
+            fetch.place.users -= 1
+            self._free(fetch.place)
+        elif not fetch.done:
+            self._reads[fetch.key].waiting.remove(fetch)
+
+    def loaded(self, fetches: Iterable[Fetch]) -> None:
+        """Counts entries that a load has read."""
+        self._loaded.update(fetch.source for fetch in fetches)
+
+    def missing(self) -> None:
+        """Counts an entry that ended a load because it was not there, or not in time."""
+        self._failed += 1
+
+    def damaged(self, fetch: Fetch) -> None:
+        """Counts a damaged entry and forgets it where it came from."""
+        self._damaged += 1
+        self._host.drop((fetch.key,))
+        for store in self._stores:
+            if store.name == fetch.source:
+                store.drop((fetch.key,))
+
+    # ---- for callers
+
+    def find(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
+        """The future gets the number of leading keys that host memory or a store has."""
+        find = _Find(keys, future, self._clock() + FIND_LIMIT_S, 0, Future(), self._usable_stores())
+        self._finds.append(find)
+        find.answer.set_result(0)
+        self._advance_find(find)
+
+    def drop(self, keys: tuple[EntryKey, ...], future: "Future[None]") -> None:
+        """Forgets entries. The future is done when all stores have."""
+        self._host.drop(keys)
+        self._await_drop({store.name: store.drop(keys) for store in self._stores}, future)
+
+    def drop_root(self, root: bytes, future: "Future[None]") -> None:
+        """Forgets every entry with this root. The future is done when all stores have."""
+        self._host.drop_root(root)
+        self._await_drop({store.name: store.drop_root(root) for store in self._stores}, future)
+
+    def take_evicted(self) -> tuple[bytes, ...]:
+        """Digests of the entries that have left host memory for others since the last call."""
+        return self._host.take_evicted()
+
+    def step(self) -> bool:
+        """Takes the answers of the stores. Returns whether there was one."""
+        if not self.is_busy:
+            return False
+        reads = [read for read in self._reads.values() if read.answer.done()]
+        for read in reads:
+            self._advance_read(read)
+        writes = [write for write in self._writes if write.answer.done()]
+        for write in writes:
+            self._writes.remove(write)
+            write.store.writes_pending -= 1
+            self._host.unpin(write.place)
+        found = [self._advance_find(find) for find in tuple(self._finds)]
+        dropped = [self._advance_drop(drop) for drop in tuple(self._drops)]
+        return bool(reads or writes) or any(found) or any(dropped)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a store has not answered yet."""
+        return bool(self._reads or self._writes or self._finds or self._drops)
+
+    @property
+    def calls_waiting(self) -> int:
+        """How many calls of `find` and `drop` have not ended."""
+        return len(self._finds) + len(self._drops)
+
+    def stop_waiting(self) -> None:
+        """Ends calls of `find` with what they have found. Those of `drop` get no answer, though stores still drop."""
+        for find in self._finds:
+            find.future.set_result(find.found)
+        self._finds.clear()
+        self._drops.clear()
+
+    def counters(self) -> EntryCounters:
+        """Totals; any thread may call it."""
+        if self._pages is None:
+            return EntryCounters()
+        host = self._host.counters
+        return EntryCounters(
+            entries=host.entries,
+            bytes=host.bytes,
+            saved=self._saved,
+            loaded=self._loaded.copy(),
+            evicted=host.evicted,
+            damaged=self._damaged,
+            failed=self._failed,
+            not_written=self._not_written,
+            stores={store.name: store.counters for store in self._stores},
+        )
+
+    def _end_saving(self, place: HostPlace) -> None:
+        if self._saving.get(place.key) is place:
+            del self._saving[place.key]
+
+    def _free(self, place: HostPlace | PassingPlace) -> None:
+        if isinstance(place, PassingPlace) and not place.users:
+            self._passing.append(place)
+
+    def _usable_stores(self) -> list[StoreQueue]:
+        return [store for store in self._stores if not store.is_stuck]
+
+    def _write_behind(self, key: EntryKey) -> None:
+        for store in self._stores:
+            place = self._host.pin(key) if store.writes_pending < self._writes_max else None
+            if place is None:
+                self._not_written += 1
+                continue
+            store.writes_pending += 1
+            self._writes.append(_Write(place, store, store.put(key, place.memory)))
+
+    def _advance_read(self, read: _Read) -> None:
+        place, is_dropped = read.place, isinstance(read.place, HostPlace) and read.place.is_forgotten
+        found = read.answer.result() and not is_dropped
+        if not found and read.others and not is_dropped:
+            read.store = read.others.pop(0)
+            read.answer = read.store.get(read.key, place.memory)
+            return
+        del self._reads[read.key]
+        if isinstance(place, HostPlace):
+            end = self._host.commit if found else self._host.abandon
+            end(place)
+        for fetch in read.waiting:
+            fetch.done = True
+            fetch.source = read.store.name
+            if found and isinstance(place, HostPlace):
+                fetch.place = self._host.pin(read.key)
+            elif found and isinstance(place, PassingPlace):
+                place.users += 1
+                fetch.place = place
+        self._free(place)
+
+    def _advance_find(self, find: _Find) -> bool:
+        """Goes on where a find stands, because host memory and stores may have entries in turn. Returns whether it has
+        ended."""
+        is_late = self._clock() >= find.end_s
+        if not find.answer.done() and not is_late:
+            return False
+        more = find.answer.result() if find.answer.done() else 0
+        if more:
+            find.others = self._usable_stores()
+        find.found += more
+        in_host = self._host.find(find.keys[find.found :])
+        if in_host:
+            find.found += in_host
+            find.others = self._usable_stores()
+        if find.found < len(find.keys) and find.others and not is_late:
+            find.answer = find.others.pop(0).has(find.keys[find.found :])
+            return False
+        self._finds.remove(find)
+        find.future.set_result(find.found)
+        return True
+
+    def _await_drop(self, answers: "dict[str, Future[None] | Future[int]]", future: "Future[None]") -> None:
+        drop = _Drop(future, self._clock() + DROP_LIMIT_S, answers)
+        self._drops.append(drop)
+        self._advance_drop(drop)
+
+    def _advance_drop(self, drop: _Drop) -> bool:
+        waiting = [name for name, answer in drop.answers.items() if not answer.done()]
+        if waiting and self._clock() < drop.end_s:
+            return False
+        self._drops.remove(drop)
+        if waiting:
+            drop.future.set_exception(
+                DeadlineExceeded(f"the store {waiting[0]} has not dropped the entries within {DROP_LIMIT_S:g} s")
+            )
+        else:
+            drop.future.set_result(None)
+        return True
+
+
+def _cost(key: EntryKey) -> float:
+    """The cost to compute an entry again, relative to one at the start of a prompt."""
+    return 1 + key.token_start / _ATTENTION_EVEN_AT

@@ -1,0 +1,106 @@
+"""The files of a store that are there or being written, and which of them leaves next. Pure."""
+
+from kvtransfer.stores.eviction import GreedyDual, RefusedKeys
+from kvtransfer.stores.file_format import EntryFileName
+
+# Tokens attend to all before them: at about 30,000 tokens this takes an 8B model as long as everything else.
+_ENTRIES_OF_DOUBLE_COST = 512
+
+
+class FileWrite:
+    """One attempt to write a file."""
+
+    def __init__(self, name: EntryFileName) -> None:
+        self.name = name
+
+
+class FileIndex:
+    """Names of files, by the digests of their entries."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, EntryFileName] = {}
+        self._writes: dict[bytes, FileWrite] = {}
+        self._order = GreedyDual()
+        self._refused = RefusedKeys()
+
+    def __len__(self) -> int:
+        """How many files are there or being written."""
+        return len(self._order)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    def add(self, name: EntryFileName) -> None:
+        """Adds a file that was found. A file whose digest is known changes nothing."""
+        if name.digest not in self._order:
+            self._enter(name)
+            self._kept[name.digest] = name
+
+    def touch(self, name: EntryFileName) -> None:
+        """Adds a file, or marks it as used."""
+        self.add(name)
+        self._order.touch(name.digest)
+
+    def begin(self, name: EntryFileName) -> FileWrite | None:
+        """Begins to write a file. Returns None if its digest's file is being written."""
+        if name.digest in self._writes:
+            return None
+        self.lose(name)  # somebody has removed the file, else nobody would write it
+        write = self._writes[name.digest] = FileWrite(name)
+        self._enter(name)
+        # So the entries before it stay too.
+        self._order.pin(name.digest)
+        self._refused.discard(name.digest)
+        return write
+
+    def refuse(self, write: FileWrite) -> None:
+        """Ends a write for which there is no room."""
+        self.end(write, is_kept=False)
+        self._refused.add(write.name.digest)
+
+    def is_wanted(self, write: FileWrite) -> bool:
+        """Whether its entry was not dropped since it began."""
+        return self._writes.get(write.name.digest) is write
+
+    def end(self, write: FileWrite, *, is_kept: bool) -> None:
+        """Ends a write, of which there is a file or not."""
+        digest = write.name.digest
+        if not self.is_wanted(write):
+            return
+        del self._writes[digest]
+        if is_kept:
+            self._kept[digest] = write.name
+            self._order.unpin(digest)
+        else:
+            self._order.remove(digest)
+
+    def lose(self, name: EntryFileName) -> None:
+        """Forgets a file that is not there any more."""
+        if self._kept.pop(name.digest, None) is not None:
+            self._order.remove(name.digest)
+
+    def drop(self, name: EntryFileName) -> None:
+        """Forgets a file, also one that is being written."""
+        self.lose(name)
+        if self._writes.pop(name.digest, None) is not None:
+            self._order.remove(name.digest)
+
+    def drop_root(self, root: bytes) -> None:
+        """As `drop`, for all files with this root."""
+        names = (*self._kept.values(), *(write.name for write in self._writes.values()))
+        for name in names:
+            if name.root == root:
+                self.drop(name)
+
+    def may_displace(self, write: FileWrite) -> bool:
+        """Whether others may leave for this write: not if the entry before it was refused."""
+        return write.name.parent not in self._refused
+
+    def evict(self) -> EntryFileName | None:
+        """Forgets the file that is to leave next, and returns it; None if none may leave."""
+        digest = self._order.evict()
+        return None if digest is None else self._kept.pop(digest)
+
+    def _enter(self, name: EntryFileName) -> None:
+        self._order.add(name.digest, 1 + name.number / _ENTRIES_OF_DOUBLE_COST, name.parent)

@@ -1,0 +1,336 @@
+"""A store in files: one file for each entry, in a directory that survives its processes. Any thread may call it.
+
+The names of the files are the index. A file is used only if its size and header are exactly what they must be, but the
+entry in it is not checked here: whoever reads it checks its digest. Several processes may share a directory: each one
+counts all files that it finds, and a file that another one removed is a miss.
+"""
+
+import errno
+import mmap
+import os
+import secrets
+import stat
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Condition, Lock
+
+from baton.core.kv_entries import EntryKey
+from kvtransfer.stores.file_format import HEADER_BYTES, TEMPORARY, EntryFileName, FileHeader
+from kvtransfer.stores.file_index import FileIndex, FileWrite
+from kvtransfer.stores.file_io import read_whole, write_whole
+from kvtransfer.stores.leftovers import Leftovers, namespace_folder, open_locked
+from kvtransfer.stores.store import StoreCounters
+
+# How long opening may look for files. Writes find the others, a few each.
+_OPEN_S = 1.0
+# A round through all names ends before the store has written a part in so many of its files. That bounds how far
+# processes that share a directory exceed its size.
+_NAMES_A_WRITE = 32
+# More than a write adds, so that a store that was made smaller shrinks.
+_REMOVED_A_WRITE = 8
+# A temporary file of this age has no writer any more.
+_ABANDONED_S = 3600.0
+
+
+class FileStore:
+    """Keeps entries in the files of a directory.
+
+    Opening it never fails: calls count as failed while the directory cannot be used.
+
+    Args:
+        directory: may be shared by all ranks and nodes of a host.
+        namespace: a digest of all that must be equal for an entry to be of use: spec, dtype, heads, entry size.
+        max_bytes: of the files of this namespace and of namespaces that no process has open.
+    """
+
+    def __init__(
+        self, directory: Path, *, namespace: bytes, entry_bytes: int, max_bytes: int, name: str = "file"
+    ) -> None:
+        self.name = name
+        self._directory = directory
+        self._folder = str(directory / namespace_folder(namespace))
+        self._namespace = namespace
+        self._entry_bytes = entry_bytes
+        self._file_bytes = HEADER_BYTES + entry_bytes
+        self._max_bytes = max_bytes
+        self._lock = Lock()  # of what follows, but for the names
+        self._ended = Condition(self._lock)
+        self._index = FileIndex()
+        self._leftovers: Leftovers | None = None
+        self._totals = Counter[str]()
+        self._calls = 0
+        self._is_closed = False
+        self._folder_fd = -1
+        self._names_lock = Lock()
+        self._names = self._found_names()
+        self._open_folder()
+        self._find_first_names()
+
+    def has(self, keys: Sequence[EntryKey]) -> int:
+        # The index does not know what other processes add and remove.
+        for number, key in enumerate(keys):
+            if not self._is_there(EntryFileName.of(key)):
+                return number
+        return len(keys)
+
+    def get(self, key: EntryKey, into: memoryview) -> bool:
+        assert into.nbytes == self._entry_bytes
+        with self._call() as is_open:
+            return is_open and self._read(key, into)
+
+    def put(self, key: EntryKey, entry: memoryview) -> bool:
+        assert entry.nbytes == self._entry_bytes
+        with self._call() as is_open:
+            if not is_open:
+                return False
+            name = EntryFileName.of(key)
+            if self._is_there(name):
+                with self._lock:
+                    self._index.touch(name)
+                return True
+            return self._write(name, key, entry)
+
+    def drop(self, keys: Sequence[EntryKey]) -> None:
+        for key in keys:
+            name = EntryFileName.of(key)
+            with self._lock:
+                self._index.drop(name)
+            self._unlink(self._path(name))
+
+    def drop_root(self, root: bytes) -> int:
+        with self._lock:
+            self._index.drop_root(root)
+        # All names, also of files that other processes have written.
+        paths = [
+            self._path(name)
+            for each in self._found_names()
+            if (name := EntryFileName.parse(each.name)) and name.root == root
+        ]
+        return sum(map(self._unlink, paths))
+
+    def counters(self) -> StoreCounters:
+        with self._lock:
+            entries = self._index.num_kept
+            return StoreCounters(entries=entries, bytes=entries * self._file_bytes, **self._totals)
+
+    def close(self) -> None:
+        with self._ended:
+            self._is_closed = True
+            self._ended.wait_for(lambda: not self._calls)
+        with self._names_lock:
+            self._names.close()
+        if self._folder_fd >= 0:
+            os.close(self._folder_fd)
+            self._folder_fd = -1
+
+    @contextmanager
+    def _call(self) -> Iterator[bool]:
+        """A call that `close` waits for. Gives whether the store is open."""
+        with self._lock:
+            is_open = not self._is_closed
+            self._calls += 1
+        try:
+            yield is_open
+        finally:
+            with self._ended:
+                self._calls -= 1
+                self._ended.notify_all()
+
+    # ---- reading
+
+    def _is_there(self, name: EntryFileName) -> bool:
+        try:
+            found = os.lstat(self._path(name))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            self._count("failed")
+            return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == self._file_bytes
+
+    def _read(self, key: EntryKey, into: memoryview) -> bool:
+        name = EntryFileName.of(key)
+        try:
+            page = _page()
+            is_whole = read_whole(self._path(name), (page, into))
+        except FileNotFoundError:
+            return self._missed(name)
+        except OSError:
+            return self._missed(name, "failed")
+        if not is_whole or page != self._header(key):
+            self._unlink(self._path(name))
+            return self._missed(name, "damaged")
+        with self._lock:
+            self._totals["hits"] += 1
+            self._index.touch(name)
+        return True
+
+    def _missed(self, name: EntryFileName, *why: str) -> bool:
+        self._count("misses", *why)
+        with self._lock:
+            self._index.lose(name)
+        return False
+
+    # ---- writing
+
+    def _write(self, name: EntryFileName, key: EntryKey, entry: memoryview) -> bool:
+        self._find_more_names()
+        write, leaving = self._begin(name)
+        for path in leaving:
+            self._evict(path)
+        if write is None:
+            return False
+        temporary = f"{self._folder}/{TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            page = _page()
+            page[:] = self._header(key)
+            write_whole(temporary, (page, entry))
+            return self._end(write, temporary)
+        except OSError as error:
+            self._end_failed(write, temporary, error)
+            return False
+
+    def _begin(self, name: EntryFileName) -> tuple[FileWrite | None, list[str]]:
+        """Makes room for a file. Returns the write, or None if there is no room, and the files that must leave."""
+        with self._lock:
+            write = self._index.begin(name)
+            leaving: list[str] = []
+            while write is not None and self._is_too_large() and len(leaving) < _REMOVED_A_WRITE:
+                path = self._next_to_leave() if self._index.may_displace(write) else None
+                if path is None:
+                    self._index.refuse(write)
+                    write = None
+                else:
+                    leaving.append(path)
+            return write, leaving
+
+    def _is_too_large(self) -> bool:
+        leftover_bytes = self._leftovers.bytes if self._leftovers else 0
+        return len(self._index) * self._file_bytes + leftover_bytes > self._max_bytes
+
+    def _next_to_leave(self) -> str | None:
+        path = self._leftovers.pop() if self._leftovers else None
+        if path is not None:
+            return path
+        name = self._index.evict()
+        return None if name is None else self._path(name)
+
+    def _end(self, write: FileWrite, temporary: str) -> bool:
+        with self._lock:
+            # Under the lock, so that a drop sees either the file or the write.
+            is_wanted = self._index.is_wanted(write)
+            if is_wanted:
+                os.rename(temporary, self._path(write.name))
+                self._index.end(write, is_kept=True)
+                self._totals["written"] += 1
+        if not is_wanted:
+            self._unlink(temporary)
+        return is_wanted
+
+    def _end_failed(self, write: FileWrite, temporary: str, error: OSError) -> None:
+        self._count("failed")
+        with self._lock:
+            self._index.end(write, is_kept=False)
+            # Another user of the disk has filled it: this store goes on with what it has.
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            leaving = self._next_to_leave() if is_full else None
+        with suppress(OSError):
+            os.unlink(temporary)
+        if leaving is not None:
+            self._evict(leaving)
+        if isinstance(error, FileNotFoundError):
+            self._open_folder()
+
+    def _evict(self, path: str) -> None:
+        if self._unlink(path):
+            self._count("evicted")
+
+    # ---- names
+
+    def _find_first_names(self) -> None:
+        """Looks for files until _OPEN_S have passed, and adds them so that the oldest leave first."""
+        end_s = time.monotonic() + _OPEN_S
+        found = []
+        for each in self._names:
+            with suppress(OSError):
+                found.append((each.stat(follow_symlinks=False).st_mtime, each.name))
+            if time.monotonic() > end_s:
+                break
+        for _, name in sorted(found):
+            self._add(name)
+
+    def _find_more_names(self) -> None:
+        """Looks at the next files of a round, and begins another round after the last one."""
+        if not self._names_lock.acquire(blocking=False):
+            return  # another thread does
+        try:
+            if self._leftovers is None:
+                # Not when the store is opened: the ranks of a node open their namespaces at about the same time.
+                leftovers = Leftovers(self._directory, timeout_s=_OPEN_S)
+                with self._lock:
+                    self._leftovers = leftovers
+            for _ in range(_NAMES_A_WRITE):
+                each = next(self._names, None)
+                if each is None:
+                    self._names = self._found_names()
+                    return
+                self._add(each.name)
+        finally:
+            self._names_lock.release()
+
+    def _found_names(self) -> Generator[os.DirEntry[str], None, None]:
+        with suppress(OSError), os.scandir(self._folder) as found:
+            yield from found
+
+    def _add(self, name: str) -> None:
+        parsed = EntryFileName.parse(name)
+        if parsed is not None:
+            with self._lock:
+                self._index.add(parsed)
+        elif name.startswith(TEMPORARY):
+            with suppress(OSError):
+                path = f"{self._folder}/{name}"
+                if time.time() - os.lstat(path).st_mtime > _ABANDONED_S:
+                    os.unlink(path)
+
+    # ---- files
+
+    def _open_folder(self) -> None:
+        """Makes the folder and locks it. Forgets what was in one that somebody has removed."""
+        with self._lock:
+            if self._folder_fd >= 0:
+                os.close(self._folder_fd)
+                self._folder_fd = -1
+            self._index = FileIndex()
+            with suppress(OSError):
+                self._folder_fd = open_locked(Path(self._folder))
+
+    def _path(self, name: EntryFileName) -> str:
+        # As text: making a Path takes as long as asking the filesystem.
+        return f"{self._folder}/{name}"
+
+    def _header(self, key: EntryKey) -> bytes:
+        return FileHeader(self._namespace, key, self._entry_bytes).encode()
+
+    def _unlink(self, path: str) -> bool:
+        """Removes a file. Returns whether this call did."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            self._count("failed")
+            return False
+        return True
+
+    def _count(self, *names: str) -> None:
+        with self._lock:
+            self._totals.update(names)
+
+
+def _page() -> memoryview:
+    """Memory for a header, at the begin of a page."""
+    return memoryview(mmap.mmap(-1, HEADER_BYTES))

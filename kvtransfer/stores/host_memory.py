@@ -1,0 +1,191 @@
+"""Entries in host memory: a bounded number of equal places in one tensor, and what is in each. Used by one thread.
+
+It moves no bytes. The caller gets a place, fills or reads it, and gives it back.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.core.kv_entries import EntryKey
+from kvtransfer.stores.eviction import GreedyDual, RefusedKeys
+from kvtransfer.stores.store import StoreCounters
+
+
+@dataclass(slots=True, eq=False)
+class HostPlace:
+    """The place of one entry, between `take` and `commit` or `abandon`, and between `pin` and `unpin`.
+
+    Attributes:
+        number: of the place in the tensor.
+        tensor: the entry's bytes, uint8.
+        users: one for the writer, and one for each pin. Nothing else is written to the place before they are gone.
+        is_written: committed.
+        is_forgotten: dropped: nobody finds the entry any more, and the place is free when its last user is gone.
+    """
+
+    key: EntryKey
+    number: int
+    tensor: Tensor
+    users: int = 1
+    is_written: bool = False
+    is_forgotten: bool = False
+
+    @property
+    def memory(self) -> memoryview:
+        """The entry's bytes, of the same memory as the tensor."""
+        return self.tensor.numpy().data
+
+
+class HostMemory:
+    """Keeps entries of one size in host memory, and evicts those that are cheapest to compute again.
+
+    Args:
+        tensor: uint8, one dimension, on the CPU; pinned where a GPU copies from it. Its caller made it and frees it.
+        entry_bytes: size of an entry. The tensor has room for at least one.
+    """
+
+    def __init__(self, tensor: Tensor, entry_bytes: int) -> None:
+        assert tensor.ndim == 1
+        assert tensor.itemsize == 1
+        assert tensor.numel() >= entry_bytes > 0
+        self._tensor = tensor
+        self._entry_bytes = entry_bytes
+        self._places: dict[bytes, HostPlace] = {}
+        self._unused = list(range(tensor.numel() // entry_bytes))[::-1]
+        self._order = GreedyDual()
+        self._refused = RefusedKeys()
+        self._unwritten = 0
+        self._totals = Counter[str]()
+        self._evicted: list[bytes] = []
+
+    @property
+    def counters(self) -> StoreCounters:
+        """Totals so far. Its entries are those that can be found; its hits and misses are of `pin`."""
+        entries = len(self._places) - self._unwritten
+        return StoreCounters(entries=entries, bytes=entries * self._entry_bytes, **self._totals)
+
+    def find(self, keys: Sequence[EntryKey]) -> int:
+        """How many of the first keys it has."""
+        for number, key in enumerate(keys):
+            if self._written(key) is None:
+                return number
+        return len(keys)
+
+    def take(self, key: EntryKey, cost: float) -> HostPlace | None:
+        """Returns a place to write a new entry to; others leave if none is free. End it by `commit` or `abandon`.
+
+        Returns None if the digest's entry is kept or being written. Returns None too if no place is free, and every
+        other entry is in use or comes before an entry that is, or the entry before this one got None for that.
+
+        Args:
+            cost: of computing the entry's tokens again, relative to other entries.
+        """
+        digest = key.block.digest
+        if digest in self._places:
+            return None
+        # Pinned before another leaves, so that none of the entries before it does.
+        self._order.add(digest, cost, key.block.parent)
+        self._order.pin(digest)
+        if not self._unused and (key.block.parent in self._refused or not self._evict()):
+            self._order.remove(digest)
+            self._refused.add(digest)
+            return None
+        self._refused.discard(digest)
+        number = self._unused.pop()
+        start = number * self._entry_bytes
+        place = HostPlace(key, number, self._tensor[start : start + self._entry_bytes])
+        self._places[digest] = place
+        self._unwritten += 1
+        return place
+
+    def commit(self, place: HostPlace) -> None:
+        """Ends a `take`: the entry is whole and can be found."""
+        assert not place.is_written
+        place.is_written = True
+        if not place.is_forgotten:
+            self._unwritten -= 1
+            self._totals["written"] += 1
+        self._leave(place)
+
+    def abandon(self, place: HostPlace) -> None:
+        """Ends a `take`: the place may hold anything."""
+        assert not place.is_written
+        self._forget(place)
+        self._leave(place)
+
+    def pin(self, key: EntryKey) -> HostPlace | None:
+        """Returns the place of an entry, for reading until `unpin`; None if there is no such entry."""
+        place = self._written(key)
+        if place is None:
+            self._totals["misses"] += 1
+            return None
+        self._totals["hits"] += 1
+        place.users += 1
+        self._order.touch(key.block.digest)
+        self._order.pin(key.block.digest)
+        return place
+
+    def unpin(self, place: HostPlace) -> None:
+        """Ends one `pin`."""
+        assert place.is_written
+        self._leave(place)
+
+    def take_evicted(self) -> tuple[bytes, ...]:
+        """Digests of the entries that were evicted since the last call."""
+        if not self._evicted:
+            return ()
+        evicted, self._evicted = tuple(self._evicted), []
+        return evicted
+
+    def drop(self, keys: Sequence[EntryKey]) -> None:
+        """Forgets entries at once, also those that are in use or being written; these places are free after that."""
+        for key in keys:
+            place = self._places.get(key.block.digest)
+            if place is not None and place.key == key:
+                self._forget(place)
+
+    def drop_root(self, root: bytes) -> int:
+        """As `drop`, for every entry with this root. Returns their number."""
+        found = [place for place in self._places.values() if place.key.root == root]
+        for place in found:
+            self._forget(place)
+        return len(found)
+
+    def _written(self, key: EntryKey) -> HostPlace | None:
+        # A digest may be another entry's, by chance or by an attacker's work: then tokens, parent or root differ.
+        place = self._places.get(key.block.digest)
+        return place if place is not None and place.is_written and place.key == key else None
+
+    def _evict(self) -> bool:
+        digest = self._order.evict()
+        if digest is None:
+            return False
+        place = self._places.pop(digest)
+        assert not place.users
+        self._unused.append(place.number)
+        self._totals["evicted"] += 1
+        self._evicted.append(digest)
+        return True
+
+    def _forget(self, place: HostPlace) -> None:
+        if place.is_forgotten:
+            return
+        place.is_forgotten = True
+        self._unwritten -= not place.is_written
+        del self._places[place.key.block.digest]
+        self._order.remove(place.key.block.digest)
+        if not place.users:
+            self._unused.append(place.number)
+
+    def _leave(self, place: HostPlace) -> None:
+        assert place.users
+        place.users -= 1
+        if place.users:
+            return
+        if place.is_forgotten:
+            self._unused.append(place.number)
+        else:
+            self._order.unpin(place.key.block.digest)

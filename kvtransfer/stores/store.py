@@ -1,0 +1,71 @@
+"""The Protocol of stores below host memory. Several threads call them, and each call may take long.
+
+A store may always answer "no". It is never trusted: whoever reads an entry checks the digest in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.core.kv_entries import EntryKey
+
+
+@dataclass(frozen=True)
+class StoreCounters:
+    """Totals of a store.
+
+    Attributes:
+        entries, bytes: kept now.
+        hits, misses: of `get`.
+        written, evicted: entries.
+        damaged: entries that were there and could not be used: truncated, foreign, of another format.
+        failed: calls that an error of the disk or network ended.
+    """
+
+    entries: int = 0
+    bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    written: int = 0
+    evicted: int = 0
+    damaged: int = 0
+    failed: int = 0
+
+
+class Store(Protocol):
+    """Keeps entries of one size for one rank. No method raises for what a disk, a peer or another process does: that is
+    a miss, and is counted.
+
+    Attributes:
+        name: in metrics and log lines, such as `file`.
+    """
+
+    name: str
+
+    def has(self, keys: Sequence[EntryKey]) -> int:
+        """How many of the first keys it has. A later `get` may fail all the same."""
+        ...
+
+    def get(self, key: EntryKey, into: memoryview) -> bool:
+        """Reads an entry into `into`, which has its size. Returns whether all of it is there."""
+        ...
+
+    def put(self, key: EntryKey, entry: memoryview) -> bool:
+        """Keeps a copy of an entry. Returns whether it did; an entry that it has already is not written again."""
+        ...
+
+    def drop(self, keys: Sequence[EntryKey]) -> None:
+        """Forgets these entries."""
+        ...
+
+    def drop_root(self, root: bytes) -> int:
+        """Forgets every entry with this root. Returns their number."""
+        ...
+
+    def counters(self) -> StoreCounters:
+        """Totals since it was opened."""
+        ...
+
+    def close(self) -> None:
+        """Waits for its own writes, and releases what it holds."""
+        ...

@@ -1,0 +1,63 @@
+"""Entries of a cache on a GPU: copied by the GPU to page-locked memory and back, into another layout and block size."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.core.kv_entries import ENTRY_TOKENS
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvtransfer.movers.cpu import CpuMover
+from kvtransfer.movers.cuda import CudaMover
+from kvtransfer.movers.mover import Mover
+from tests.conformance.kv import as_bytes, tokens_of
+from tests.unit.kvtransfer.offloading import World, blocks_of, fill_randomly, keys_of
+
+pytestmark = pytest.mark.gpu
+
+LLAMA = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+DEEPSEEK = KVCacheSpec(KVKind.MLA, num_layers=3, num_kv_heads=1, head_dim=576, dtype="bfloat16")
+INDEX = KVCacheSpec(KVKind.MLA, num_layers=3, num_kv_heads=1, head_dim=128, dtype="float32")
+SPECS = {
+    "gqa": LLAMA,
+    "fp8": replace(LLAMA, dtype="float8_e4m3fn"),
+    "mla": DEEPSEEK,
+    "sparse": replace(DEEPSEEK, index=INDEX),
+}
+ENTRIES = 7
+
+
+def gpu_mover(cache: PagedKVCache, _: object) -> Mover:
+    return CudaMover(cache)
+
+
+@pytest.mark.parametrize("to_gpu", [True, False])
+@pytest.mark.parametrize("name", SPECS)
+def test_entries_of_a_gpu_come_back_bit_for_bit_on_a_gpu_or_cpu(name: str, to_gpu: bool) -> None:
+    spec = SPECS[name]
+    layouts = [KVCacheLayout.HND, KVCacheLayout.BLNHC]
+    if spec.kind is KVKind.MLA:
+        layouts = [KVCacheLayout.LBNC, KVCacheLayout.BLNC]
+    source_cache = PagedKVCache(spec, KVCacheShape(layouts[0], 16, 80), "cuda")
+    target_cache = PagedKVCache(spec, KVCacheShape(layouts[1], 128, 12), "cuda" if to_gpu else "cpu")
+    on_cpu = PagedKVCache(spec, source_cache.shape)
+    fill_randomly(on_cpu)
+    for part, filled in zip(source_cache.parts, on_cpu.parts, strict=True):
+        part.storage.copy_(filled.storage)
+    world = World(spec)
+    source = world.user(source_cache, gpu_mover)
+    target = world.user(target_cache, gpu_mover if to_gpu else CpuMover)
+    keys = keys_of(ENTRIES)
+    there, here = blocks_of(source_cache, ENTRIES, 1), blocks_of(target_cache, ENTRIES, 2)
+    assert source.save(keys, there) == ENTRIES
+    for part in source_cache.parts:
+        part.storage.zero_()
+    torch.cuda.synchronize()
+    assert target.load(keys, here) == ENTRIES
+    for part, wanted in zip(target_cache.parts, on_cpu.parts, strict=True):
+        loaded = tokens_of(part, here, ENTRIES * ENTRY_TOKENS).cpu()
+        assert torch.equal(as_bytes(loaded), as_bytes(tokens_of(wanted, there, ENTRIES * ENTRY_TOKENS)))
+    world.check_nothing_is_left()
+    world.tiers.close()

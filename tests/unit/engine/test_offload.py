@@ -1,0 +1,304 @@
+"""Which entries the scheduler offers to the stores outside of its cache, and which blocks it holds for copies."""
+
+from array import array
+
+from baton.core.block_keys import KeyChain
+from baton.core.errors import InternalError
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
+from baton.engine.request import EngineRequest
+from baton.engine.scheduling.offload import LoadPlan, Offload, entries_of
+from baton.engine.scheduling.scheduler import Scheduler
+from tests.unit.engine.scheduling import BLOCK_SIZE, launch, make, request, step
+
+BLOCKS_PER_ENTRY = ENTRY_TOKENS // BLOCK_SIZE
+PROMPT = tuple(range(100, 100 + 2 * ENTRY_TOKENS + 10))
+
+
+def tiered(*, num_blocks: int = 256, owners: int = 1, window: int = 0, align: int | None = None) -> Scheduler:
+    return make(
+        num_blocks=num_blocks, tokens=256, context=1000, owners=owners, window=window, align=align, offloads=True
+    )
+
+
+def offload(scheduler: Scheduler) -> Offload:
+    assert scheduler.offload is not None
+    return scheduler.offload
+
+
+def decode_all(scheduler: Scheduler, name: str, prompt: tuple[int, ...] = PROMPT, *, tokens: int = 1) -> None:
+    """Runs one request to its end."""
+    scheduler.submit(request(name, prompt, sampling=ResolvedSampling(max_tokens=tokens, temperature=0.0)), 0.0)
+    while scheduler.load().requests_running + scheduler.load().requests_waiting:
+        step(scheduler)
+
+
+def save_all(scheduler: Scheduler) -> list[EntryBlocks]:
+    """Takes what was offered as saved."""
+    finished = offload(scheduler).take_finished()
+    for entries in finished:
+        offload(scheduler).saved(entries, len(entries.keys))
+    return finished
+
+
+def plan_for(scheduler: Scheduler, wanted_by: EngineRequest, *, found: int, pool: int = 0) -> LoadPlan | None:
+    wanted = scheduler.wanted(wanted_by)
+    assert wanted is not None
+    return scheduler.begin_load(wanted, pool, stop=wanted.starts[pool] + found)
+
+
+def free_blocks(scheduler: Scheduler) -> int:
+    return scheduler.load().blocks_free
+
+
+def test_each_entry_is_offered_once_when_its_last_token_is_computed() -> None:
+    scheduler = tiered()
+    decode_all(scheduler, "a")
+    (entries,) = offload(scheduler).take_finished()
+    assert [key.number for key in entries.keys] == [0, 1]
+    assert entries.token_stop == 2 * ENTRY_TOKENS
+    assert len(entries.block_ids) == 2 * BLOCKS_PER_ENTRY
+    assert offload(scheduler).take_finished() == []
+
+
+def test_keys_are_those_of_a_chain_of_entries_so_block_sizes_do_not_matter() -> None:
+    scheduler = tiered()
+    decode_all(scheduler, "a")
+    (entries,) = offload(scheduler).take_finished()
+    chain = KeyChain(identity="m", cache_salt="", block_size=ENTRY_TOKENS)
+    assert [key.block for key in entries.keys] == [chain.key(index, array("i", PROMPT)) for index in (0, 1)]
+    assert {key.root for key in entries.keys} == {chain.root}
+
+
+def test_decoded_tokens_are_offered_too() -> None:
+    scheduler = tiered()
+    decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS - 3], tokens=5)
+    (entries,) = offload(scheduler).take_finished()
+    assert [key.number for key in entries.keys] == [0]
+
+
+def test_batch_invariant_mode_offers_no_decoded_tokens() -> None:
+    scheduler = tiered(align=16)
+    decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS - 3], tokens=5)
+    assert offload(scheduler).take_finished() == []
+
+
+def test_what_came_from_the_cache_is_not_offered_again() -> None:
+    scheduler = tiered()
+    decode_all(scheduler, "a")
+    save_all(scheduler)
+    decode_all(scheduler, "b", PROMPT + tuple(range(ENTRY_TOKENS)))
+    (entries,) = save_all(scheduler)
+    assert [key.number for key in entries.keys] == [2]
+
+
+def test_offered_blocks_stay_held_until_they_are_saved() -> None:
+    scheduler = tiered()
+    decode_all(scheduler, "a")
+    (entries,) = offload(scheduler).take_finished()
+    assert free_blocks(scheduler) == 256 - 2 * BLOCKS_PER_ENTRY
+    assert scheduler.leaked_blocks(lambda _: True) == 0
+    offload(scheduler).saved(entries, 2)
+    assert free_blocks(scheduler) == 256
+    assert scheduler.leaked_blocks(lambda _: True) == 0
+
+
+def test_saves_hold_at_most_a_share_of_the_blocks() -> None:
+    scheduler = tiered(num_blocks=3 * BLOCKS_PER_ENTRY)
+    decode_all(scheduler, "a")
+    (entries,) = offload(scheduler).take_finished()
+    assert [key.number for key in entries.keys] == [0]
+    assert offload(scheduler).skipped == 1
+    assert free_blocks(scheduler) == 2 * BLOCKS_PER_ENTRY
+
+
+def test_blocks_whose_windows_are_missing_are_not_offered() -> None:
+    scheduler = tiered(window=8)
+    reserved = request("a", PROMPT)
+    scheduler.reserve(reserved, 0.0)
+    scheduler.admit("a", TokenOutput(5, 0))
+    assert offload(scheduler).take_finished() == []
+
+
+def test_received_tokens_are_offered() -> None:
+    scheduler = tiered()
+    scheduler.reserve(request("a", PROMPT), 0.0)
+    scheduler.admit("a", TokenOutput(5, 0))
+    (entries,) = offload(scheduler).take_finished()
+    assert [key.number for key in entries.keys] == [0, 1]
+
+
+def test_nothing_is_wanted_where_the_cache_has_it() -> None:
+    scheduler = tiered()
+    decode_all(scheduler, "a")
+    assert scheduler.wanted(request("b", PROMPT)) is None
+    assert scheduler.wanted(request("b", PROMPT[: ENTRY_TOKENS - 1])) is None
+
+
+def test_the_last_token_is_never_wanted() -> None:
+    wanted = tiered().wanted(request("b", PROMPT[: 2 * ENTRY_TOKENS]))
+    assert wanted is not None
+    assert (wanted.starts, wanted.stop) == ((0,), 1)
+
+
+def test_prompt_logprobs_need_every_token_computed() -> None:
+    scored = ResolvedSampling(max_tokens=5, temperature=0.0, prompt_logprobs=1)
+    assert tiered().wanted(request("b", PROMPT, sampling=scored)) is None
+
+
+def test_a_request_finds_what_was_loaded_in_the_cache() -> None:
+    scheduler = tiered()
+    plan = plan_for(scheduler, request("a", PROMPT), found=2)
+    assert plan is not None
+    assert [key.number for key in plan.entries.keys] == [0, 1]
+    assert free_blocks(scheduler) == 256 - 2 * BLOCKS_PER_ENTRY
+    assert offload(scheduler).end_load(plan, 2) == 2 * ENTRY_TOKENS
+    assert free_blocks(scheduler) == 256
+    scheduler.submit(request("a", PROMPT), 0.0)
+    computed, events = step(scheduler)
+    assert computed == {"a": len(PROMPT) - 2 * ENTRY_TOKENS}
+    assert events.started[0].cached_tokens == 2 * ENTRY_TOKENS
+
+
+def test_what_was_loaded_is_not_offered_again() -> None:
+    scheduler = tiered()
+    plan = plan_for(scheduler, request("a", PROMPT), found=2)
+    assert plan is not None
+    offload(scheduler).end_load(plan, 2)
+    decode_all(scheduler, "a")
+    assert offload(scheduler).take_finished() == []
+
+
+def test_only_the_entries_that_arrived_are_cached() -> None:
+    scheduler = tiered()
+    plan = plan_for(scheduler, request("a", PROMPT), found=2)
+    assert plan is not None
+    assert offload(scheduler).end_load(plan, 1) == ENTRY_TOKENS
+    scheduler.submit(request("a", PROMPT), 0.0)
+    computed, _ = step(scheduler)
+    assert computed == {"a": len(PROMPT) - ENTRY_TOKENS}
+
+
+def test_a_load_that_failed_leaves_nothing() -> None:
+    scheduler = tiered()
+    plan = plan_for(scheduler, request("a", PROMPT), found=2)
+    assert plan is not None
+    assert offload(scheduler).end_load(plan, 0) == 0
+    assert free_blocks(scheduler) == 256
+    scheduler.submit(request("a", PROMPT), 0.0)
+    computed, _ = step(scheduler)
+    assert computed == {"a": len(PROMPT)}
+
+
+def test_a_load_continues_what_is_cached_and_holds_it() -> None:
+    scheduler = tiered()
+    decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS + 1])
+    save_all(scheduler)
+    plan = plan_for(scheduler, request("b", PROMPT), found=1)
+    assert plan is not None
+    assert [key.number for key in plan.entries.keys] == [1]
+    assert len(plan.cached) == BLOCKS_PER_ENTRY
+    assert free_blocks(scheduler) == 256 - 2 * BLOCKS_PER_ENTRY
+    assert offload(scheduler).end_load(plan, 1) == ENTRY_TOKENS
+
+
+def test_a_load_takes_no_more_than_is_free() -> None:
+    scheduler = tiered(num_blocks=BLOCKS_PER_ENTRY + 3)
+    plan = plan_for(scheduler, request("a", PROMPT), found=2)
+    assert plan is not None
+    assert len(plan.entries.keys) == 1
+    offload(scheduler).end_load(plan, 1)
+    assert plan_for(tiered(num_blocks=BLOCKS_PER_ENTRY - 1), request("a", PROMPT), found=2) is None
+
+
+def test_what_was_found_is_useless_when_the_cache_has_lost_what_comes_before() -> None:
+    scheduler = tiered(num_blocks=4 * BLOCKS_PER_ENTRY)
+    decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS + 1])
+    save_all(scheduler)
+    wanted = scheduler.wanted(request("b", PROMPT))
+    assert wanted is not None
+    assert wanted.starts == (1,)
+    decode_all(scheduler, "other", tuple(range(500, 500 + 4 * ENTRY_TOKENS - 4)))
+    assert scheduler.begin_load(wanted, 0, stop=2) is None
+
+
+def test_each_rank_loads_into_its_own_pool() -> None:
+    scheduler = tiered(owners=2)
+    plan = plan_for(scheduler, request("a", PROMPT), found=2, pool=1)
+    assert plan is not None
+    assert plan.entries.owner == 1
+    offload(scheduler).end_load(plan, 2)
+    wanted = scheduler.wanted(request("a", PROMPT))
+    assert wanted is not None
+    assert wanted.starts == (0, 2)
+
+
+def test_entries_of_logits_that_are_not_finite_are_dropped() -> None:
+    scheduler = tiered()
+    scheduler.submit(request("a", PROMPT), 0.0)
+    launch(scheduler)
+    scheduler.complete([InternalError("its logits are not finite")], 0.0)
+    assert [key.number for key in offload(scheduler).take_forgotten()] == []
+    scheduler.submit(request("b", PROMPT), 0.0)
+    step(scheduler)
+    save_all(scheduler)
+    launch(scheduler)
+    scheduler.complete([InternalError("its logits are not finite")], 0.0)
+    assert [key.number for key in offload(scheduler).take_forgotten()] == [0, 1]
+    assert offload(scheduler).take_forgotten() == ()
+
+
+# ---- what followers of the cache see
+
+
+def seen(scheduler: Scheduler) -> set[bytes]:
+    return {key.digest for key in scheduler.prefix_cache.cached_keys()}
+
+
+def test_a_block_that_the_cache_lost_is_seen_while_a_store_has_it() -> None:
+    scheduler = tiered(num_blocks=3 * BLOCKS_PER_ENTRY + 20)
+    decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS + 2])
+    save_all(scheduler)
+    before = seen(scheduler)
+    assert len(before) == BLOCKS_PER_ENTRY
+    decode_all(scheduler, "other", tuple(range(500, 500 + 3 * ENTRY_TOKENS + 78)))
+    assert before <= seen(scheduler)
+    offload(scheduler).kept.lost([key.block.digest for key in entries_at(PROMPT[:ENTRY_TOKENS])])
+    assert not before & seen(scheduler)
+
+
+def test_followers_get_the_changes_of_stores_and_cache_together() -> None:
+    scheduler = tiered(num_blocks=3 * BLOCKS_PER_ENTRY + 20)
+    cache = scheduler.prefix_cache
+    cache.follow()
+    decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS + 2])
+    save_all(scheduler)
+    changes = cache.take_changes()
+    assert changes is not None
+    assert set(changes) == seen(scheduler)
+    decode_all(scheduler, "other", tuple(range(500, 500 + 3 * ENTRY_TOKENS + 78)))
+    changes = cache.take_changes()
+    assert changes is not None
+    assert None not in changes.values()
+    (key,) = entries_at(PROMPT[:ENTRY_TOKENS])
+    offload(scheduler).kept.lost([key.block.digest])
+    changes = cache.take_changes()
+    assert changes is not None
+    assert len(changes) == BLOCKS_PER_ENTRY
+    assert set(changes.values()) == {None}
+
+
+def test_what_could_not_be_saved_is_seen_only_while_the_cache_has_it() -> None:
+    scheduler = tiered(num_blocks=3 * BLOCKS_PER_ENTRY + 20)
+    decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS + 2])
+    (entries,) = offload(scheduler).take_finished()
+    offload(scheduler).saved(entries, 0)
+    assert len(seen(scheduler)) == BLOCKS_PER_ENTRY
+    decode_all(scheduler, "other", tuple(range(500, 500 + 3 * ENTRY_TOKENS + 78)))
+    assert not {key.digest for key in scheduler.prefix_cache.cached_keys() if key.tokens[:4] == b"d\0\0\0"}
+
+
+def entries_at(prompt: tuple[int, ...]) -> tuple[EntryKey, ...]:
+    chain = KeyChain(identity="m", cache_salt="", block_size=ENTRY_TOKENS)
+    return entries_of(chain, array("i", prompt), 0, len(prompt) // ENTRY_TOKENS)

@@ -1,0 +1,587 @@
+"""Entries leave a cache for host memory and stores, and come back bit for bit, or not at all."""
+
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.errors import ConfigError, DeadlineExceeded, InternalError
+from baton.core.kv_entries import ENTRY_TOKENS
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec, KVKind
+from kvtransfer.offload import SLOTS
+from kvtransfer.offload_tiers import DROP_LIMIT_S, FIND_LIMIT_S, EntryTiers
+from kvtransfer.parts import parts_of
+from kvtransfer.records import EntryCounters
+from kvtransfer.segments import TRAILER_BYTES
+from kvtransfer.stores.entry import EntryLayout
+from kvtransfer.stores.store import StoreCounters
+from tests.conformance.kv import as_bytes, make_cache, tokens_of
+from tests.conformance.late import Script, late
+from tests.unit.kvtransfer.offloading import (
+    LIMIT_S,
+    SPEC,
+    MemoryStore,
+    World,
+    blocks_of,
+    fill_randomly,
+    keys_of,
+    transfer_settings,
+)
+
+GQA = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
+MLA = KVCacheSpec(KVKind.MLA, num_layers=3, num_kv_heads=1, head_dim=6, dtype="bfloat16")
+INDEX = KVCacheSpec(KVKind.MLA, num_layers=3, num_kv_heads=1, head_dim=3, dtype="float32")
+STATE = KVCacheSpec(KVKind.STATE, num_layers=2, num_kv_heads=2, head_dim=5, dtype="float32")
+SPECS = {
+    "gqa": GQA,
+    "fp8": replace(GQA, dtype="float8_e4m3fn"),
+    "mla": MLA,
+    "sparse": replace(MLA, index=INDEX),
+    "gqa with index": replace(GQA, index=INDEX),
+}
+ENTRIES = 5
+BLOCK_SIZES = [(16, 128), (128, 8), (48, 64)]
+CASES = [
+    (name, layouts, BLOCK_SIZES[number % 3])
+    for name, spec in SPECS.items()
+    for number, layouts in enumerate(product(GQA_LAYOUTS if spec.kind is KVKind.GQA else MLA_LAYOUTS, repeat=2))
+]
+
+
+def cache_of(
+    spec: KVCacheSpec, layout: KVCacheLayout = KVCacheLayout.NHD, block_size: int = 16, entries: int = ENTRIES
+) -> PagedKVCache:
+    return make_cache(spec, layout, block_size, (entries + 2) * ENTRY_TOKENS)
+
+
+def kv_of(cache: PagedKVCache, blocks: tuple[int, ...], entries: int) -> list[Tensor]:
+    """The bytes of a sequence in every part of a cache."""
+    return [as_bytes(tokens_of(part, blocks, entries * ENTRY_TOKENS)) for part in cache.parts]
+
+
+def clone_of(cache: PagedKVCache) -> list[Tensor]:
+    return [part.storage.clone().view(torch.uint8) for part in cache.parts]
+
+
+def is_unchanged(cache: PagedKVCache, before: list[Tensor]) -> bool:
+    return all(torch.equal(part.storage.view(torch.uint8), was) for part, was in zip(cache.parts, before, strict=True))
+
+
+def equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize(("name", "layouts", "sizes"), CASES)
+def test_entries_come_back_bit_for_bit_into_another_layout_and_block_size(
+    name: str, layouts: tuple[KVCacheLayout, KVCacheLayout], sizes: tuple[int, int]
+) -> None:
+    spec = SPECS[name]
+    world = World(spec)
+    movers = [late(Script(seed=seed)) for seed in range(2)]
+    caches = [cache_of(spec, layout, size) for layout, size in zip(layouts, sizes, strict=True)]
+    source, target = (world.user(cache, mover) for cache, mover in zip(caches, movers, strict=True))
+    keys = keys_of(ENTRIES)
+    there, here = blocks_of(source.cache, ENTRIES, 1), blocks_of(target.cache, ENTRIES, 2)
+    fill_randomly(source.cache)
+    fill_randomly(target.cache, seed=5)
+    wanted = kv_of(source.cache, there, ENTRIES)
+    before = clone_of(source.cache)
+    assert source.save(keys, there) == ENTRIES
+    assert is_unchanged(source.cache, before)
+    source.cache.memory.zero_()  # the blocks are another request's now
+    others = set(range(target.cache.shape.num_blocks)) - set(here)
+    kept = [part.view[:, :, sorted(others)].clone() for part in target.cache.parts]
+    assert target.load(keys, here) == ENTRIES
+    assert equal(kv_of(target.cache, here, ENTRIES), wanted)
+    for part, was in zip(target.cache.parts, kept, strict=True):
+        assert torch.equal(as_bytes(part.view[:, :, sorted(others)]), as_bytes(was))
+    world.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_load_that_begins_within_a_sequence_leaves_the_tokens_before_it(name: str) -> None:
+    spec = SPECS[name]
+    world = World(spec)
+    user = world.user(cache_of(spec, block_size=128))
+    keys, blocks = keys_of(3), blocks_of(user.cache, 3, 1)
+    fill_randomly(user.cache)
+    user.save(keys, blocks)
+    wanted = kv_of(user.cache, blocks, 3)
+    for part in user.cache.parts:
+        part.view[:, :, blocks[0], ENTRY_TOKENS:] = 0
+        part.view[:, :, blocks[1]] = 0
+    assert user.load(keys[1:], blocks) == 2
+    assert equal(kv_of(user.cache, blocks, 3), wanted)
+
+
+def test_what_is_there_is_not_saved_again() -> None:
+    world = World()
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(4), blocks_of(user.cache, 4, 1)
+    assert user.save(keys[:3], blocks) == 3
+    assert user.save(keys, blocks) == 1
+    assert world.find(keys) == 4
+    assert world.find(keys_of(2, salt="another tenant")) == 0
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_flipped_bit_anywhere_in_a_message_is_never_scattered(part: int) -> None:
+    spec = replace(SPEC, index=replace(INDEX, num_layers=1, head_dim=1))
+    world = World(spec)
+    user = world.user(cache_of(spec, entries=1))
+    (key,) = keys_of(1)
+    blocks = blocks_of(user.cache, 1, 1)
+    fill_randomly(user.cache)
+    other = blocks_of(user.cache, 1, 2)
+    start, size = world.layout.place(world.layout.parts[part])
+    for number in range(size):
+        assert user.save((key,), blocks) == 1
+        before = clone_of(user.cache)
+        world.tiers._host._places[key.block.digest].tensor[start + number] ^= 1 << number % 8
+        assert user.load((key,), other) == 0
+        if part == 0:  # the other part's message is whole, and may be scattered
+            assert torch.equal(user.cache.storage.view(torch.uint8), before[0]), number
+        assert user.cache.index is not None
+        if part == 1:
+            assert torch.equal(user.cache.index.storage.view(torch.uint8), before[1]), number
+        assert world.find((key,)) == 0, "it is forgotten"
+    assert size > TRAILER_BYTES
+    assert world.tiers.counters().damaged == size
+    world.check_nothing_is_left()
+
+
+def test_another_entrys_bytes_in_the_right_place_are_refused() -> None:
+    world = World()
+    user = world.user(cache_of(SPEC))
+    keys, others = keys_of(2), keys_of(2, seed=1)
+    blocks = blocks_of(user.cache, 2, 1)
+    fill_randomly(user.cache)
+    for names in (keys, others):
+        user.save(names, blocks)
+    places = world.tiers._host._places
+    for wrong in (keys[0], others[1]):  # of another position, and of another prefix
+        places[keys[1].block.digest].tensor.copy_(places[wrong.block.digest].tensor)
+        before = clone_of(user.cache)
+        target = blocks_of(user.cache, 2, 3)
+        assert user.load((keys[1],), target) == 0
+        assert is_unchanged(user.cache, before)
+        user.save(keys, blocks)
+    assert world.tiers.counters().damaged == 2
+
+
+def test_the_first_missing_or_damaged_entry_ends_a_load() -> None:
+    world = World(places=16)
+    user = world.user(cache_of(SPEC, entries=8))
+    keys, blocks, target = keys_of(8), blocks_of(user.cache, 8, 1), blocks_of(user.cache, 8, 2)
+    fill_randomly(user.cache)
+    user.save(keys, blocks)
+    world.tiers._host._places[keys[5].block.digest].tensor[0] ^= 1
+    assert user.load(keys, target) == 5
+    world.forget_host(keys[3:4])
+    assert user.load(keys, target) == 3
+    world.check_nothing_is_left()
+    counters = world.tiers.counters()
+    assert (counters.damaged, counters.failed, counters.loaded) == (1, 1, {"host": 8})
+    assert (counters.saved, counters.entries) == (8, 6)
+    assert counters.bytes == 6 * world.layout.entry_bytes
+
+
+def test_more_entries_than_host_memory_has_room_for_leave_the_first_ones() -> None:
+    world = World(places=3)
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(5), blocks_of(user.cache, 5, 1)
+    fill_randomly(user.cache)
+    wanted = kv_of(user.cache, blocks, 5)
+    user.save(keys, blocks)
+    found = world.find(keys)
+    assert 0 < found <= 3
+    target = blocks_of(user.cache, 5, 2)
+    assert user.load(keys, target) == found
+    assert equal(kv_of(user.cache, target, found), [part[:, :, : found * ENTRY_TOKENS] for part in wanted])
+    world.check_nothing_is_left()
+
+
+def test_two_loads_of_the_same_entries_at_once_both_get_them() -> None:
+    world = World()
+    user = world.user(cache_of(SPEC), late(Script(seed=3)))
+    keys = keys_of(2)
+    source, *targets = (blocks_of(user.cache, 7, 1)[start : start + 8] for start in (0, 8, 16))
+    fill_randomly(user.cache)
+    user.save(keys, source)
+    wanted = kv_of(user.cache, source, 2)
+    loads = [user.begin_load(keys, target) for target in targets]
+    assert [world.result(load) for load in loads] == [2, 2]
+    for target in targets:
+        assert equal(kv_of(user.cache, target, 2), wanted)
+    world.check_nothing_is_left()
+
+
+def test_a_stopped_load_is_over_when_nothing_writes_to_its_blocks_any_more() -> None:
+    script = Script(held=frozenset({"scatter"}))
+    world = World()
+    user = world.user(cache_of(SPEC), late(script))
+    keys, blocks, target = keys_of(5), blocks_of(user.cache, 5, 1), blocks_of(user.cache, 5, 2)
+    fill_randomly(user.cache)
+    wanted = kv_of(user.cache, blocks, 5)
+    user.save(keys, blocks)
+    load = user.begin_load(keys, target)
+    world.run_until(lambda: len(script.waiting()) == SLOTS)
+    user.offloader.stop(load)
+    world.run()
+    assert not load.done()
+    script.release_all()
+    assert world.result(load) == SLOTS
+    assert equal(kv_of(user.cache, target, SLOTS), [part[:, :, : SLOTS * ENTRY_TOKENS] for part in wanted])
+    world.check_nothing_is_left()
+
+
+def test_after_the_time_limit_no_entry_begins() -> None:
+    script = Script(held=frozenset({"scatter"}))
+    world = World()
+    user = world.user(cache_of(SPEC), late(script))
+    keys, blocks, target = keys_of(5), blocks_of(user.cache, 5, 1), blocks_of(user.cache, 5, 2)
+    user.save(keys, blocks)
+    load = user.begin_load(keys, target)
+    world.run_until(lambda: len(script.waiting()) == SLOTS)
+    world.clock.now_s += LIMIT_S
+    script.release_all()
+    assert world.result(load) == SLOTS
+    assert user.begin_load(keys, target, timeout_s=0.0).done() is False
+    world.run()
+    assert user.offloader.in_flight == 0
+    world.check_nothing_is_left()
+
+
+def test_a_stopped_save_keeps_whole_entries_only() -> None:
+    spec = SPECS["sparse"]
+    script = Script(held=frozenset({"copy_out"}))
+    world = World(spec)
+    user = world.user(cache_of(spec), late(script))
+    keys, blocks, target = keys_of(5), blocks_of(user.cache, 5, 1), blocks_of(user.cache, 5, 2)
+    fill_randomly(user.cache)
+    save = user.begin_save(keys, blocks)
+    while len(script.waiting()) < 3:  # an entry and a half
+        user.offloader.step()
+    user.offloader.stop(save)
+    world.run()
+    assert not save.done()
+    script.release_all()
+    kept = world.result(save)
+    assert (kept, world.find(keys)) == (1, 1)
+    assert user.load(keys, target) == 1
+    world.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("by_root", [False, True])
+def test_entries_that_are_dropped_while_they_are_saved_are_not_kept(by_root: bool) -> None:
+    script = Script(held=frozenset({"copy_out"}))
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC, entries=8), late(script))
+    keys, others = keys_of(8), keys_of(1, salt="another tenant")
+    save = user.begin_save(keys, blocks_of(user.cache, 8, 1))
+    other = user.begin_save(others, blocks_of(user.cache, 1, 2))
+    world.run_until(lambda: len(script.waiting()) == SLOTS)
+    dropped: Future[None] = Future()
+    if by_root:
+        user.offloader.drop_root(keys[0].root, dropped)
+    else:
+        user.offloader.drop(keys, dropped)
+    script.release_all()
+    assert world.result(save) == 0
+    assert world.result(other) == 1
+    world.result(dropped)
+    world.settle()
+    assert list(store.kept) == list(others)
+    assert (world.find(keys), world.find(others)) == (0, 1)
+    world.check_nothing_is_left()
+
+
+def test_an_entry_that_is_dropped_while_it_is_saved_can_be_saved_again_at_once() -> None:
+    script = Script(held=frozenset({"copy_out"}))
+    world = World()
+    user = world.user(cache_of(SPEC), late(script))
+    keys, blocks = keys_of(1), blocks_of(user.cache, 1, 1)
+    saves = [user.begin_save(keys, blocks)]
+    world.run_until(lambda: len(script.waiting()) == 1)
+    user.offloader.drop(keys, Future())
+    saves.append(user.begin_save(keys, blocks))
+    world.run_until(lambda: len(script.waiting()) == 2)
+    script.release_all()
+    assert [world.result(save) for save in saves] == [0, 1]
+    assert world.find(keys) == 1
+    world.check_nothing_is_left()
+
+
+def test_blocks_that_do_not_exist_or_are_too_few_are_errors_and_leave_nothing() -> None:
+    world = World()
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(2), blocks_of(user.cache, 2, 1)
+    for begin in (user.begin_save, user.begin_load):
+        with pytest.raises(InternalError, match="block"):
+            world.result(begin(keys, (user.cache.shape.num_blocks,)))
+    user.save(keys, blocks)
+    world.check_nothing_is_left()
+
+
+# ---- stores below host memory
+
+
+def test_entries_are_written_behind_and_read_back_from_the_first_store_that_has_them() -> None:
+    first, second = MemoryStore("first"), MemoryStore("second")
+    world = World(stores=[first, second])
+    user = world.user(cache_of(SPEC))
+    keys, blocks, target = keys_of(5), blocks_of(user.cache, 5, 1), blocks_of(user.cache, 5, 2)
+    fill_randomly(user.cache)
+    wanted = kv_of(user.cache, blocks, 5)
+    user.save(keys, blocks)
+    assert set(first.kept) == set(second.kept) == set(keys)
+    world.forget_host(keys[1:])
+    del first.kept[keys[2]]
+    assert world.find(keys) == 5
+    assert user.load(keys, target) == 5
+    assert equal(kv_of(user.cache, target, 5), [part[:, :, : 5 * ENTRY_TOKENS] for part in wanted])
+    counters = world.tiers.counters()
+    assert counters.loaded == {"host": 1, "first": 3, "second": 1}
+    assert counters.stores["second"].entries == 5
+    world.check_nothing_is_left()
+
+
+def test_a_sequence_longer_than_host_memory_is_loaded_from_a_store() -> None:
+    store = MemoryStore()
+    keys = keys_of(8)
+    writer = World(places=8, stores=[store])
+    source = writer.user(cache_of(SPEC, entries=8))
+    blocks = blocks_of(source.cache, 8, 1)
+    fill_randomly(source.cache)
+    source.save(keys, blocks)
+    world = World(places=2, stores=[store])
+    users = [world.user(cache_of(SPEC, entries=8), late(Script(seed=seed))) for seed in range(2)]
+    targets = [blocks_of(user.cache, 8, 2) for user in users]
+    loads = [user.begin_load(keys, target) for user, target in zip(users, targets, strict=True)]
+    assert [world.result(load) for load in loads] == [8, 8]
+    for user, target in zip(users, targets, strict=True):
+        assert equal(kv_of(user.cache, target, 8), kv_of(source.cache, blocks, 8))
+    assert world.find(keys[:2]) == 2
+    world.check_nothing_is_left()
+
+
+def test_a_find_follows_a_prefix_from_store_to_store() -> None:
+    first, second = MemoryStore("first"), MemoryStore("second")
+    world = World(stores=[first, second])
+    user = world.user(cache_of(SPEC, entries=7))
+    keys = keys_of(7)
+    user.save(keys, blocks_of(user.cache, 7, 1))
+    for store, numbers in ((first, (0, 3, 5)), (second, (1, 2, 5))):
+        for number in set(range(7)) - set(numbers):
+            del store.kept[keys[number]]
+    world.forget_host([keys[number] for number in (0, 1, 2, 3, 5, 6)])
+    assert world.find(keys) == 6
+
+
+def test_two_loads_of_an_entry_read_it_once_from_a_store() -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(1), blocks_of(user.cache, 1, 1)
+    user.save(keys, blocks)
+    world.forget_host(keys)
+    store.gate.clear()
+    loads = [user.begin_load(keys, blocks_of(user.cache, 1, seed)) for seed in (2, 3)]
+    world.run()
+    store.gate.set()
+    assert [world.result(load) for load in loads] == [1, 1]
+    assert store.calls.count("get") == 1
+    world.check_nothing_is_left()
+
+
+def test_a_damaged_entry_of_a_store_is_forgotten_there_too() -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(3), blocks_of(user.cache, 3, 1)
+    user.save(keys, blocks)
+    world.forget_host(keys)
+    store.kept[keys[1]] = bytes([store.kept[keys[1]][0] ^ 4]) + store.kept[keys[1]][1:]
+    assert user.load(keys, blocks_of(user.cache, 3, 2)) == 1
+    world.run_until(lambda: keys[1] not in store.kept)
+    assert world.find(keys) == 1
+    world.check_nothing_is_left()
+
+
+def test_a_store_that_hangs_costs_a_load_its_time_limit_and_keeps_the_place_until_it_answers() -> None:
+    store = MemoryStore()
+    world = World(places=2, stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(2), blocks_of(user.cache, 2, 1)
+    fill_randomly(user.cache)
+    user.save(keys, blocks)
+    world.forget_host(keys[1:])
+    store.gate.clear()
+    load = user.begin_load(keys, blocks_of(user.cache, 2, 2))
+    world.run()
+    assert not load.done()
+    # The thread goes on with others meanwhile.
+    assert user.load(keys[:1], blocks_of(user.cache, 1, 3)) == 1
+    world.clock.now_s += LIMIT_S
+    world.run()
+    assert load.result(timeout=0) == 1
+    assert user.offloader.in_flight == 0
+    # The store may still write to the second place, so no other entry gets it.
+    assert world.result(user.begin_save(keys_of(2, salt="other"), blocks)) <= 1
+    # The store is not asked any more, so a second load does not wait.
+    assert user.load(keys[1:], blocks_of(user.cache, 2, 2)) == 0
+    assert world.find(keys[1:]) == 0
+    store.gate.set()
+    world.settle()
+    assert user.load(keys[1:], blocks_of(user.cache, 2, 2)) == 1
+    world.check_nothing_is_left()
+
+
+def test_a_find_and_a_drop_do_not_wait_for_ever_for_a_store() -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(2), blocks_of(user.cache, 2, 1)
+    user.save(keys, blocks)
+    world.forget_host(keys[1:])
+    store.gate.clear()
+    found: Future[int] = Future()
+    user.offloader.find(keys, found)
+    world.run()
+    assert not found.done()
+    world.clock.now_s += FIND_LIMIT_S
+    assert world.result(found) == 1
+    dropped: Future[None] = Future()
+    user.offloader.drop(keys, dropped)
+    world.run()
+    assert not dropped.done()
+    world.clock.now_s += DROP_LIMIT_S
+    with pytest.raises(DeadlineExceeded, match="memory"):
+        world.result(dropped)
+    store.gate.set()
+    world.run_until(lambda: not store.kept)
+
+
+def test_writes_that_a_slow_store_cannot_follow_are_left_out_and_counted() -> None:
+    store = MemoryStore()
+    store.gate.clear()
+    world = World(places=8, stores=[store])
+    user = world.user(cache_of(SPEC, entries=6))
+    keys, blocks = keys_of(6), blocks_of(user.cache, 6, 1)
+    assert world.result(user.begin_save(keys, blocks)) == 6
+    # A quarter of host memory may wait.
+    assert world.tiers.counters().not_written == 4
+    store.gate.set()
+    world.settle()
+    assert set(store.kept) == set(keys[:2])
+    world.check_nothing_is_left()
+
+
+def test_a_store_that_raises_is_a_miss() -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(2), blocks_of(user.cache, 2, 1)
+    store.error = RuntimeError("a bug")
+    assert user.save(keys, blocks) == 2
+    world.forget_host(keys)
+    assert world.find(keys) == 0
+    assert user.load(keys, blocks) == 0
+    world.check_nothing_is_left()
+
+
+def test_an_entry_that_is_dropped_while_a_store_reads_it_is_not_kept() -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(1), blocks_of(user.cache, 1, 1)
+    user.save(keys, blocks)
+    world.forget_host(keys)
+    store.gate.clear()
+    load = user.begin_load(keys, blocks)
+    world.run()
+    dropped: Future[None] = Future()
+    user.offloader.drop(keys, dropped)
+    store.gate.set()
+    assert world.result(load) == 0
+    world.result(dropped)
+    assert world.find(keys) == 0
+    world.check_nothing_is_left()
+
+
+def test_closing_waits_for_writes_but_not_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hung = MemoryStore("a"), MemoryStore("b")
+    hung.gate.clear()
+    world = World(stores=[store, hung])
+    user = world.user(cache_of(SPEC))
+    world.result(user.begin_save(keys_of(2), blocks_of(user.cache, 2, 1)))
+    monkeypatch.setattr("kvtransfer.offload_tiers._CLOSE_TIMEOUT_S", 0.2)
+    world.tiers.close()
+    assert len(store.kept) == 2
+    assert store.is_closed
+    assert not hung.is_closed
+    hung.gate.set()
+
+
+# ---- turns
+
+
+def test_a_save_has_a_slot_while_loads_have_all_others() -> None:
+    script = Script(held=frozenset({"scatter", "copy_out"}))
+    world = World()
+    user = world.user(cache_of(SPEC, entries=8), late(script))
+    keys, blocks = keys_of(8), blocks_of(user.cache, 8, 1)
+    other = world.user(cache_of(SPEC, entries=8))
+    other.save(keys[:6], blocks)
+    loads = [user.begin_load(keys[:6], blocks_of(user.cache, 6, seed)) for seed in (2, 3)]
+    save = user.begin_save(keys[6:], blocks)
+    world.run_until(lambda: len(script.waiting()) == SLOTS)
+    assert sorted(operation.kind for operation in script.waiting()) == ["copy_out", *["scatter"] * (SLOTS - 1)]
+    script.release_all()
+    assert [world.result(load) for load in loads] == [6, 6]
+    world.result(save)
+    world.check_nothing_is_left()
+
+
+# ---- settings, names and sums
+
+
+def test_a_host_cache_without_room_for_one_entry_is_an_error() -> None:
+    settings = replace(transfer_settings(GQA, places=1), host_cache_bytes=100)
+    with pytest.raises(ConfigError, match="host cache has 100 bytes") as error:
+        EntryTiers(EntryLayout(parts_of(GQA)), settings)
+    assert error.value.allowed == ("0", f"at least {EntryLayout(parts_of(GQA)).entry_bytes}")
+    with_store = replace(
+        settings, host_cache_bytes=EntryLayout(parts_of(GQA)).entry_bytes, stores=(lambda *_: MemoryStore(),)
+    )
+    with pytest.raises(ConfigError, match="host cache"):
+        EntryTiers(EntryLayout(parts_of(GQA)), with_store)
+
+
+def test_namespaces_differ_where_entries_mean_something_else() -> None:
+    others = [
+        replace(GQA, dtype="float16"),
+        replace(GQA, num_layers=4),
+        replace(GQA, num_kv_heads=4),
+        replace(GQA, head_dim=8),
+        replace(GQA, index=INDEX),
+        MLA,
+    ]
+    names = [EntryLayout(parts_of(spec)).namespace for spec in (GQA, *others)]
+    names.append(EntryLayout(parts_of(GQA, (range(2, 4),))).namespace)
+    assert len(set(names)) == len(names)
+    assert EntryLayout(parts_of(replace(GQA))).namespace == names[0]
+
+
+def test_counters_of_ranks_are_added_up() -> None:
+    one = EntryCounters(1, 2, 3, {"host": 4, "file": 5}, 6, 7, 8, 9, {"file": StoreCounters(hits=1)})
+    other = EntryCounters(10, 20, 30, {"host": 40}, 60, 70, 80, 90, {"file": StoreCounters(hits=2, failed=3)})
+    assert EntryCounters.of_ranks([one, other]) == EntryCounters(
+        11, 22, 33, {"host": 44, "file": 5}, 66, 77, 88, 99, {"file": StoreCounters(hits=3, failed=3)}
+    )

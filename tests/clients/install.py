@@ -19,7 +19,8 @@ CLIENTS = ROOT / ".clients"
 def main() -> None:
     for wanted in sorted(WANTED.glob("*.in")):
         install_python(wanted)
-    _install("node", [WANTED / "package.json", WANTED / "package-lock.json"], _npm)
+    for name, wanted in (("node", WANTED), ("agents", WANTED / "agents")):
+        _install(name, [wanted / "package.json", wanted / "package-lock.json"], _npm)
 
 
 def install_python(wanted: Path) -> Path:

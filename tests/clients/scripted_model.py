@@ -55,7 +55,7 @@ class Call:
     """What the model writes if the request has this tool."""
 
     tool: str
-    arguments: dict[str, str]
+    arguments: dict[str, object]
 
 
 def write_scripted_model(directory: Path, calls: list[Call], answer: str) -> Path:

@@ -93,7 +93,7 @@ MAY_IMPORT = {
     | {"baton.models.loading"}
     | {f"baton.gateway.{room}" for room in ("core", "text", "request", "observe", "serving", "http", "grpc")},
     # tools
-    "baton.cli": BASE | {"baton.security", "baton.rpc", "baton.client"},
+    "baton.cli": BASE | {"baton.security", "baton.rpc", "baton.client", "baton.gateway.text"},  # for doctor
     "baton.__main__": {"baton.core", "baton.cli"},
     "baton.load": BASE | {"baton.security", "baton.client", "baton.cli"},
     "baton.planner": BASE

@@ -24,7 +24,8 @@ def main() -> None:
     for wanted in sorted(WANTED.glob("*.in")):
         install_python(wanted)
     install_mooncake()
-    _install("node", [WANTED / "package.json", WANTED / "package-lock.json"], _npm)
+    for name, wanted in (("node", WANTED), ("agents", WANTED / "agents")):
+        _install(name, [wanted / "package.json", wanted / "package-lock.json"], _npm)
 
 
 def install_mooncake() -> Path:

@@ -31,6 +31,7 @@ class Block:
     def at(self, *, grpc: str, http: str) -> str:
         """The code with the addresses of a running cluster in place of the default ones, and free ports for others."""
         code = self.code.replace("127.0.0.1:7000", grpc).replace("127.0.0.1:8000", http)
+        code = code.replace("Client()", f'Client("{grpc}")')
         for port in _OTHER_PORTS:
             code = code.replace(port, str(free_port()))
         return code
@@ -50,7 +51,7 @@ def _blocks(text: str) -> list[Block]:
 
 def command(runs_with: str, code: str, folder: Path) -> list[str]:
     """The command that runs a block in `folder`, which gets what the page expects in the current directory."""
-    for name in ("protos", "tests"):
+    for name in ("baton", "protos", "tests"):
         (folder / name).symlink_to(ROOT / name)
     if runs_with == "python":
         return [str(CLIENTS / "python" / "bin" / "python"), "-W", "error::DeprecationWarning:__main__", "-c", code]

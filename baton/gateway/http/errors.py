@@ -64,13 +64,18 @@ def headers_of(error: BatonError) -> dict[str, str]:
     headers = dict(error.headers) if isinstance(error, HttpRefusal) else {}
     if status_of(error) == 401:
         headers["www-authenticate"] = "Bearer"
-    retry_after_s = error.retry_after_s
-    if retry_after_s is None and code_of(error).retryable:
-        retry_after_s = _RETRY_AFTER_S
-    if retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
-        headers["retry-after-ms"] = str(max(1, math.ceil(1000 * retry_after_s)))
+    wait_s = retry_after_s(error)
+    if wait_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(wait_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(1000 * wait_s)))
     return headers
+
+
+def retry_after_s(error: BatonError) -> float | None:
+    """Returns when to try again; None: waiting does not help."""
+    if error.retry_after_s is None and code_of(error).retryable:
+        return _RETRY_AFTER_S
+    return error.retry_after_s
 
 
 def openai_error(error: BatonError, request_id: str) -> dict[str, Any]:

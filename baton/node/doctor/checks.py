@@ -3,7 +3,7 @@
 import argparse
 import importlib
 import importlib.metadata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import combinations_with_replacement
 
@@ -21,10 +21,17 @@ from baton.settings.reader import read_settings
 
 _COLORS = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "red"}
 _MOST_GPUS_LINKED = 2
+_TEMPLATE_CURE = "give the gateway a template in a known format by --chat-template: docs/chat.md lists the formats"
 
 
-def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
-    """All verdicts. Each check comes after the checks that it depends on."""
+def checks(pairs: int, floor_gigabytes_per_s: float, template_warnings: Sequence[str] = ()) -> Iterator[Verdict]:
+    """All verdicts. Each check comes after the checks that it depends on.
+
+    Args:
+        template_warnings: what a gateway would say about the model's chat templates.
+    """
+    for found in template_warnings:
+        yield warn("chat template", found, _TEMPLATE_CURE)
     settings = read_settings(DecodeSettings, "baton doctor", [])
     on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and visible_gpus() > 0)
     cache_bytes = 0 if on_gpu else cache_bytes_of(settings)
@@ -80,13 +87,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="baton doctor", description=__doc__)
     parser.add_argument("--pairs", type=int, required=True, help="number of peers of a node here")
     parser.add_argument("--min-gb-per-s", type=float, required=True, help="slowest acceptable link")
+    parser.add_argument("--template-warning", action="append", default=[], help="what a gateway says about the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args()
+    verdicts = checks(given.pairs, given.min_gb_per_s, given.template_warning)
     if given.json:
-        return _print_json(checks(given.pairs, given.min_gb_per_s))
+        return _print_json(verdicts)
     console = Console(highlight=False, soft_wrap=True)
     failed = 0
-    for verdict in checks(given.pairs, given.min_gb_per_s):
+    for verdict in verdicts:
         failed += verdict.grade is Grade.FAIL
         color = _COLORS[verdict.grade]
         console.print(f"[{color}]{verdict.grade.value:4}[/] {escape(verdict.check)}: {escape(verdict.found)}")

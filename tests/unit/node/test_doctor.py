@@ -1,5 +1,6 @@
 """The doctor's verdicts on described machines, and on the machine of the test."""
 
+import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.cli.doctor import template_warnings
 from baton.models.families.reader import read_config
 from baton.models.loading.needs import kv_cache_spec
 from baton.node.doctor import link
@@ -17,6 +19,7 @@ from baton.node.doctor.machine import MIB, Host, Wanted, check_machine, read_hos
 from baton.node.doctor.verdict import Grade, Verdict
 from baton.settings.config import DEMO_MODELS
 from baton.settings.node_config import CPU_CACHE_MIB, DecodeSettings
+from tests.unit.gateway.chat.checkpoints import TEMPLATES
 from tests.warm import BATON, run_warm
 
 HEALTHY = {"dev/shm/.keep": "", "sys/fs/cgroup/memory.max": "max\n"}
@@ -114,6 +117,28 @@ def test_the_command_prints_a_verdict_per_line_and_exits_with_the_worst() -> Non
     ill = doctor("--min-gb-per-s=1000000")
     assert ill.returncode == 1
     assert ill.stdout.splitlines()[-1] == "1 failed"
+
+
+@pytest.mark.slow
+def test_a_template_whose_tool_calls_nobody_reads_is_a_warning(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATES["unknown"])
+    ended = run_warm(BATON, "doctor", "--json", "--min-gb-per-s=0.000001", BATON_CHAT_TEMPLATE=str(template))
+    found = json.loads(ended.stdout)
+    (verdict,) = [check for check in found["checks"] if check["check"] == "chat template"]
+    assert (ended.returncode, verdict["grade"]) == (0, "warn")
+    assert "calls come out as text" in verdict["found"]
+    assert "--chat-template" in verdict["cure"]
+
+
+def test_a_template_that_cannot_be_read_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CHAT_TEMPLATE", str(tmp_path / "missing.jinja"))
+    (warning,) = template_warnings()
+    assert "missing.jinja" in warning
+
+
+def test_the_demo_models_template_is_no_warning() -> None:
+    assert template_warnings() == ()
 
 
 class FakeTransport:

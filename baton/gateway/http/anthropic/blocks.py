@@ -27,9 +27,11 @@ Effort = Literal["low", "medium", "high", "xhigh", "max"]
 _TEXT_ONLY = "the model reads text only: send the content as text, or leave it out"
 _DOCUMENT_TEXT = "the model reads text only: send the document's text as a source of type text"
 
-# Types that share a shape, by the type whose name is their tag.
+_REFUSED = "|"  # a tag that no error lists as allowed
+
+# Types that share a shape, by their tag: the name of one of them, if errors list it as allowed.
 _FAMILIES: Mapping[str, Sequence[str]] = {
-    "image": ("image", "browser_state"),
+    _REFUSED: ("image", "browser_state"),
     "server_tool_use": (
         "server_tool_use",
         "web_search_tool_result",
@@ -89,7 +91,9 @@ TextOrTexts = Annotated[
 TextOrPictures = Annotated[
     Annotated[str, tag("text")]
     | Annotated[
-        Items[Annotated[Annotated[TextBlock, tag("text")] | Annotated[ImageBlock, tag("image")], by_type()]],
+        Items[
+            Annotated[Annotated[TextBlock, tag("text")] | Annotated[ImageBlock, tag(_REFUSED)], by_type(family=_family)]
+        ],
         tag("list"),
     ],
     TEXT_OR_LIST,
@@ -114,7 +118,7 @@ class DocumentFile(OpenObject):
 
 
 def _source(kind: str) -> str:
-    return "base64" if kind in ("url", "file") else kind
+    return _REFUSED if kind in ("base64", "url", "file") else kind
 
 
 class DocumentBlock(Model):
@@ -124,7 +128,7 @@ class DocumentBlock(Model):
     source: Annotated[
         Annotated[PlainText, tag("text")]
         | Annotated[DocumentContent, tag("content")]
-        | Annotated[DocumentFile, tag("base64")],
+        | Annotated[DocumentFile, tag(_REFUSED)],
         by_type(family=_source),
     ]
     title: str | None = None
@@ -191,7 +195,7 @@ ResultBlock = Annotated[
     | Annotated[DocumentBlock, tag("document")]
     | Annotated[SearchResultBlock, tag("search_result")]
     | Annotated[ToolReference, tag("tool_reference")]
-    | Annotated[ImageBlock, tag("image")],
+    | Annotated[ImageBlock, tag(_REFUSED)],
     by_type(family=_family),
 ]
 
@@ -247,7 +251,7 @@ Block = Annotated[
     | Annotated[ToolSearchResult, tag("tool_search_tool_result")]
     | Annotated[ToolAddition, tag("tool_addition")]
     | Annotated[ServerBlock, tag("server_tool_use")]
-    | Annotated[ImageBlock, tag("image")],
+    | Annotated[ImageBlock, tag(_REFUSED)],
     by_type(family=_family),
 ]
 TextOrBlocks = Annotated[Annotated[str, tag("text")] | Annotated[Items[Block], tag("list")], TEXT_OR_LIST]

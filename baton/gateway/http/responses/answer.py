@@ -1,5 +1,6 @@
 """Writes the object `response` with its output items, whole or at the beginning of a stream. Pure."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 from baton.core.error_codes import code_of
 from baton.core.errors import BatonError, ContextOverflow, InvalidRequest, Overloaded
 from baton.gateway.http.answer_parts import AnswerPart, OutputParts
+from baton.gateway.http.errors import retry_after_s
 from baton.gateway.http.responses.client_tools import CLIENT_TOOLS
 from baton.gateway.http.responses.custom_input import CustomInput
 from baton.gateway.http.responses.items import sealed
@@ -149,16 +151,26 @@ class ResponseObject:
 
     def failed(self, answer: OutputParts, error: BatonError) -> bytes:
         items = [self.item(part, "incomplete") for part in answer.parts]
-        failure = {"code": failure_code(error), "message": str(error)}
-        return self._write("failed", items, {"error": failure, "usage": None})
+        return self._write("failed", items, {"error": failure(error), "usage": None})
 
     def _write(self, status: Status, output: list[dict[str, Any]], rest: dict[str, Any]) -> bytes:
         changing = {"status": status, "error": None, "incomplete_details": None, "output": output, **rest}
         return self._constant[:-1] + b"," + orjson.dumps(changing)[1:]
 
 
-def failure_code(error: BatonError) -> str:
-    """Returns the code of a failed response, from OpenAI's list. Codex shortens its conversation by the first one."""
+def failure(error: BatonError) -> dict[str, str]:
+    """Returns code and message of a failed response.
+
+    Codex reads from the message of `rate_limit_exceeded` alone how long to wait, in these words.
+    """
+    code, wait_s = _failure_code(error), retry_after_s(error)
+    if code != "rate_limit_exceeded" or wait_s is None:
+        return {"code": code, "message": str(error)}
+    return {"code": code, "message": f"{error}. Please try again in {max(1, math.ceil(wait_s))}s."}
+
+
+def _failure_code(error: BatonError) -> str:
+    """Returns a code from OpenAI's list. Codex shortens its conversation by the first one."""
     if isinstance(error, ContextOverflow):
         return code_of(error).openai_code
     if isinstance(error, InvalidRequest):

@@ -8,7 +8,7 @@ import orjson
 from baton.core.errors import BatonError, ContextOverflow
 from baton.gateway.http.answer_parts import AnswerPart, AnswerStream, Growth, event
 from baton.gateway.http.errors import row_of
-from baton.gateway.http.responses.answer import ResponseObject, Status, failure_code
+from baton.gateway.http.responses.answer import ResponseObject, Status, failure
 from baton.gateway.http.responses.custom_input import CustomInput
 from baton.protos.v1 import common_pb2
 
@@ -61,7 +61,7 @@ class ResponsesStream(AnswerStream):
 
     def _error(self, error: BatonError) -> bytes:
         """Returns the event `error` in both of its forms: OpenAI's library raises what `error` has."""
-        named = {"code": failure_code(error), "message": str(error), "param": error.field or None}
+        named = {**failure(error), "param": error.field or None}
         return self._event("error", {**named, "error": {"type": row_of(error).openai_type, **named}})
 
     def _begin(self) -> list[bytes]:

@@ -117,7 +117,8 @@ class Dialect:
             raise InvalidRequest(
                 "the model's chat template takes no tools",
                 field="tools",
-                cure="set tool_choice to required or to a function, which forces a call, or to none",
+                cure="set tool_choice to required or to a function, which forces a call, or to none; agents need a "
+                "model whose template takes tools, or such a template by --chat-template",
             )
 
     def render(self, request: ChatRequest) -> str:

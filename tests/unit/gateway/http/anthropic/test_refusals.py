@@ -1,5 +1,6 @@
 """What the Messages API refuses, and the field that it names."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,3 +134,25 @@ def test_an_unknown_type_of_tool_lists_all_types_that_are_served(kind: str) -> N
         "'custom'", "'bash_*'", "'text_editor_*'", "'memory_*'", "'web_search_*'", "'web_fetch_*'",
         "'code_execution_*'", "'tool_search_tool_*'", "'advisor_*'", "'mcp_toolset'",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda block: block,
+        lambda block: {"type": "tool_result", "tool_use_id": "a", "content": [block]},
+        lambda block: {"type": "document", "source": {"type": "content", "content": [block]}},
+        lambda block: {"type": "document", "source": block},
+    ],
+)
+def test_an_unknown_block_lists_only_what_is_accepted(wrap: Callable[[dict[str, str]], dict[str, Any]]) -> None:
+    error = refused(messages=blocks(wrap({"type": "hologram"})))
+    assert "'text'" in error.allowed
+    assert {"'image'", "'base64'", "'url'", "'file'", "''"}.isdisjoint(error.allowed)
+
+
+@pytest.mark.parametrize("kind", ["base64", "url", "file"])
+def test_a_document_that_is_no_text_is_refused_with_the_cure(kind: str) -> None:
+    error = refused(messages=blocks({"type": "document", "source": {"type": kind, "data": "x"}}))
+    assert error.field == "messages[0].content[0].source.type"
+    assert "text" in str(error.cure)

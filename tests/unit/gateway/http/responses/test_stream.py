@@ -1,5 +1,6 @@
 """Streams and whole answers of the Responses API, read with the types of OpenAI's client."""
 
+import re
 from typing import Any
 
 import pytest
@@ -206,7 +207,25 @@ def test_an_error_ends_the_stream_with_the_text_so_far() -> None:
     failed = Response.model_validate(last.data["response"])
     assert (last.name, failed.status, failed.output_text) == ("response.failed", "failed", "Hel")
     assert failed.error is not None
-    assert (failed.error.code, failed.error.message) == ("rate_limit_exceeded", "no room; try later")
+    assert failed.error.code == "rate_limit_exceeded"
+    assert failed.error.message.startswith("no room; try later. ")
+
+
+# As in Codex's public source, codex-api's handling of `response.failed`.
+CODEX_WAITS = re.compile(r"(?i)try again in\s*(\d+(?:\.\d+)?)\s*(s|ms|seconds?)")
+
+
+@pytest.mark.parametrize(("wait_s", "said_s"), [(None, 1), (0.01, 1), (4.2, 5), (3600.0, 3600)])
+def test_codex_reads_how_long_to_wait_from_the_message_of_an_overload(wait_s: float | None, said_s: float) -> None:
+    found = events(ResponsesStream(response()).error(Overloaded("no room", retry_after_s=wait_s)))
+    wait = CODEX_WAITS.search(found[-1].data["response"]["error"]["message"])
+    assert wait is not None
+    assert (float(wait[1]), wait[2]) == (said_s, "s")
+
+
+def test_the_message_of_another_failure_is_unchanged() -> None:
+    found = events(ResponsesStream(response()).error(InternalError("broken", retry_after_s=4.0)))
+    assert found[-1].data["response"]["error"] == {"code": "server_error", "message": "broken"}
 
 
 def test_an_error_before_the_first_message_still_begins_the_stream() -> None:

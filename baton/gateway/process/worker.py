@@ -26,6 +26,7 @@ from baton.gateway.process import process
 from baton.gateway.process.worker_channel import Message, WorkerChannel
 from baton.gateway.serving.serving import AnswerAbout, Serving
 from baton.gateway.text.model import read_served_model
+from baton.security.limit_table import LimitTable
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.reader import fail
 
@@ -34,13 +35,14 @@ log = logging.getLogger("baton")
 _PR_SET_PDEATHSIG = 1
 
 
-def main(channel_fd: int, counters_fd: int, row: int) -> None:
+def main(channel_fd: int, counters_fd: int, limits_fd: int, row: int) -> None:
     """Serves until SIGTERM, or until the parent ends.
 
     Args:
         channel_fd: descriptor of the socket to the parent, which sends the settings first.
         counters_fd: descriptor of the shared counters' memory.
-        row: index of this worker's row in the shared counters.
+        limits_fd: descriptor of the memory with what clients have used of their limits.
+        row: index of this worker's row in both.
     """
     # If the parent ended before this call, `follow` notices the closed socket.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -53,14 +55,15 @@ def main(channel_fd: int, counters_fd: int, row: int) -> None:
     program = f"gateway/{row}"
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
     try:
-        uvloop.run(_run(settings, end, SharedCounters(settings.workers, row, counters_fd)))
+        counters = SharedCounters(settings.processes, row, counters_fd)
+        uvloop.run(_run(settings, end, counters, LimitTable(settings.processes, row, limits_fd)))
     except ConfigError as error:
         fail(program, error)
     except KeyboardInterrupt:
         log.info("interrupted")
 
 
-async def _run(settings: GatewaySettings, end: socket.socket, counters: SharedCounters) -> None:
+async def _run(settings: GatewaySettings, end: socket.socket, counters: SharedCounters, limits: LimitTable) -> None:
     model = read_served_model(
         settings.model,
         settings.model_name,
@@ -70,7 +73,7 @@ async def _run(settings: GatewaySettings, end: socket.socket, counters: SharedCo
     )
     other_workers = _OtherWorkers(end, counters)
     following = asyncio.create_task(other_workers.follow(), name="other_workers")
-    await process.run(settings, model, None, other_workers.ready, other_workers=other_workers)
+    await process.run(settings, model, None, other_workers.ready, other_workers=other_workers, limit_table=limits)
     following.cancel()
 
 

@@ -48,6 +48,8 @@ from baton.protos.v1 import generation_pb2, node_status_pb2
 _GONE = "it has changed its role, or is no longer listed"
 
 Write = Callable[[generation_pb2.GenerateResponse], Awaitable[object]]
+OnMerged = Callable[[int, bool], object]
+"""Gets the number of tokens that share a message with an earlier one, and whether they waited for the client."""
 
 
 class RequestDriver:
@@ -61,12 +63,14 @@ class RequestDriver:
         scheduler: WriteScheduler,
         write: Write,
         journal: Journal,
+        on_merged: OnMerged,
     ) -> None:
         self._request = request
         self._journal = journal
         self._machine = machine
         self._connections = connections
         self._write_to_client = write
+        self._on_merged = on_merged
         self._loop = asyncio.get_running_loop()
         self._scheduler = scheduler
         self._events: list[Event] = []
@@ -95,6 +99,8 @@ class RequestDriver:
         self._events.append(Started())
         try:
             while True:
+                if self._tokens is not None and len(self._tokens) > 1:
+                    self._on_merged(len(self._tokens) - 1, self._slow)
                 events, self._events, self._tokens, self._urgent = self._events, [], None, False
                 commands = machine.handle(events, monotonic())  # finer than uvloop's clock of milliseconds
                 if machine.waits_for_fleet is not self._listening:

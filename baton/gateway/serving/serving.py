@@ -127,7 +127,7 @@ class Serving:
         tracer: Tracer | None = None,
     ) -> None:
         self.model = model
-        self.texts = TextWork(held_bytes=text_budget(memory_limit_bytes(), processes=settings.workers))
+        self.texts = TextWork(held_bytes=text_budget(memory_limit_bytes(), processes=settings.processes))
         self.other_workers = other_workers or SingleWorker()
         self.shared_counters = self.other_workers.shared_counters
         self.meter = RequestMeter(self.shared_counters.tally)

@@ -21,8 +21,8 @@ class Count(IntEnum):
     """The first columns of a row.
 
     RUNNING and WAITING are current numbers of outputs. FINISHED to LOCAL count outputs, and the refusals count
-    requests, both since the start of the gateway. BUSY and TOKENS are of the last seconds (`baton.gateway.observe.load`).
-    STORED is what the process keeps of answers of /v1/responses.
+    requests, both since the start of the gateway. BUSY and TOKENS are of the last seconds
+    (`baton.gateway.observe.load`). STORED is what the process keeps of answers of /v1/responses.
     """
 
     RUNNING = 0  # includes waiting outputs

@@ -8,7 +8,6 @@ import grpc
 from baton.core.version import __version__
 from baton.gateway.grpc.call import answering
 from baton.gateway.http.view import View
-from baton.gateway.observe.load import worker_loads
 from baton.gateway.request.connections import Connections
 from baton.gateway.request.role_change import switch_role
 from baton.gateway.serving.serving import Serving
@@ -55,7 +54,7 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):
                     tokens_per_s=load.tokens_per_s,
                     limit_tokens_per_s=load.limit_tokens_per_s or 0,
                 )
-                for load in worker_loads(self._serving.shared_counters)
+                for load in self._serving.worker_loads
             ],
         )
 

@@ -19,7 +19,7 @@ from baton.gateway.core.shared_counters import REFUSALS, Count
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.observe.latencies import STEP_S, WINDOW_STEPS, Latencies
-from baton.gateway.observe.load import LoadMeter, worker_loads
+from baton.gateway.observe.load import LoadMeter
 from baton.gateway.observe.metrics import state_of
 from baton.gateway.observe.node_history import HISTORY_STEP_S, NodeHistory
 from baton.gateway.observe.recent import Shown
@@ -159,7 +159,7 @@ def _workers(serving: Serving) -> list[dict[str, Any]]:
             "tokens_per_s": load.tokens_per_s,
             "limit_tokens_per_s": load.limit_tokens_per_s,
         }
-        for load in worker_loads(serving.shared_counters)
+        for load in serving.worker_loads
     ]
 
 

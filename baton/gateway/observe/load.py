@@ -6,6 +6,7 @@ cost less. A client with few connections may keep one process busy while others 
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,10 +30,11 @@ class WorkerLoad:
 
     @property
     def limit_tokens_per_s(self) -> int | None:
-        """Estimate of the tokens that it can send a second, each in its own message; None: it has too little work."""
+        """Estimate of the tokens that it can send a second with such requests, to two digits; None: it has too little
+        work."""
         if self.busy_share < _BUSY_MIN or not self.tokens_per_s:
             return None
-        return round(self.tokens_per_s / self.busy_share)
+        return int(float(f"{self.tokens_per_s / self.busy_share:.1e}"))
 
 
 class _Reading(NamedTuple):
@@ -42,15 +44,26 @@ class _Reading(NamedTuple):
 
 
 class LoadMeter:
-    """Measures this process, for all processes to read. `read` must be called on the event loop, in equal steps."""
+    """Measures this process, for all processes to read. `read` must be called on the event loop, in equal steps.
 
-    def __init__(self, counters: SharedCounters) -> None:
+    Args:
+        clock, loop_clock: the time, and the CPU time of the current thread.
+    """
+
+    def __init__(
+        self,
+        counters: SharedCounters,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        loop_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock, self._loop_clock = clock, loop_clock
         self._counters = counters
         self._cell = counters.layout.first(_TOKENS, ())
         self._readings: deque[_Reading] = deque(maxlen=WINDOW_STEPS + 1)
 
     def read(self) -> None:
-        now = _Reading(time.monotonic(), time.thread_time(), self._counters.own_cell(self._cell))
+        now = _Reading(self._clock(), self._loop_clock(), self._counters.own_cell(self._cell))
         self._readings.append(now)
         before = self._readings[0]
         passed_s = now.at_s - before.at_s

@@ -109,7 +109,7 @@ class RequestMeter:
         self._gap.observe(seconds / tokens, tokens)
         self._tokens.add(tokens)
 
-    def merged(self, tokens: int, slow_client: bool) -> None:  # noqa: FBT001 (called for messages with several tokens)
+    def merged(self, tokens: int, slow_client: bool) -> None:
         """Counts tokens that shared a message with an earlier one, by who was behind."""
         self._merged["client" if slow_client else "gateway"].add(tokens)
 

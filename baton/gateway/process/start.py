@@ -46,11 +46,7 @@ def start(settings: GatewaySettings) -> None:
 
 
 def _with_workers(settings: GatewaySettings) -> GatewaySettings:
-    """The settings with a number of workers; one that was set stays.
-
-    Raises:
-        ConfigError: a setting that lists nodes has another form.
-    """
+    """The settings with a number of workers; one that was set stays."""
     if settings.workers is not None:
         return settings
     host = Host.of_this_process(settings)

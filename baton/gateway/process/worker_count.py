@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from baton.core.cores import usable_cores
 from baton.core.memory import memory_limit_bytes
-from baton.gateway.fleet.discovery.sources import parse_places
-from baton.rpc.server import ListenAddress
 from baton.settings.config import MIB
 from baton.settings.environment import visible_gpus
 from baton.settings.gateway_config import GatewaySettings
@@ -15,7 +13,7 @@ from baton.settings.gateway_config import GatewaySettings
 WORKERS_MAX = 8  # each one has its own streams with every node
 # A worker with many streams takes 1.1 to 1.2 cores; the rest of the second one tokenizes and compiles constraints.
 _CORES_PER_WORKER = 2
-# A worker takes 115 MiB, an index of a million blocks 200 more, and large bodies up to an eighth of all memory.
+# A worker takes 90 MiB, an index of a million blocks 200 more, and large bodies up to an eighth of all memory.
 _MEMORY_PER_WORKER = 512 * MIB
 # Of a node on the same host: the loop that queues its steps, KV transfer, messages, and the ranks' own threads.
 _CORES_PER_NODE = 4
@@ -41,14 +39,10 @@ class Host:
 
     @classmethod
     def of_this_process(cls, settings: GatewaySettings) -> "Host":
-        """Looks at the machine.
-
-        Raises:
-            ConfigError: a setting that lists nodes has another form.
-        """
-        listed = (*parse_places(settings.prefill, field="prefill"), *parse_places(settings.decode, field="decode"))
-        nodes = sum(is_of_this_host(each.host) for each in listed if isinstance(each, ListenAddress))
-        return cls(usable_cores(), memory_limit_bytes(), visible_gpus(), nodes)
+        """Looks at the machine. Of the places that list nodes, only addresses say whether a node is here."""
+        places = f"{settings.prefill},{settings.decode}".split(",")
+        hosts = [place.strip().rpartition(":")[0] for place in places if "://" not in place]
+        return cls(usable_cores(), memory_limit_bytes(), visible_gpus(), sum(map(is_of_this_host, hosts)))
 
     def __str__(self) -> str:
         here = f", {self.nodes} node(s) and {self.gpus} GPU(s) here" if self.nodes else ""
@@ -82,8 +76,8 @@ def choose_workers(host: Host) -> WorkerCount:
 
 def is_of_this_host(host: str) -> bool:
     """Whether an address is one of this machine's own. Asks no name server."""
-    if host in ("localhost", socket.gethostname()):
-        return True
+    if not host or host in ("localhost", socket.gethostname()):
+        return bool(host)
     host = host.removeprefix("[").removesuffix("]")
     with suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)

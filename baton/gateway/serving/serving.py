@@ -16,6 +16,7 @@ from baton.core.memory import memory_limit_bytes
 from baton.core.types import AdapterRef
 from baton.gateway.core.request import Outputs
 from baton.gateway.core.shared_counters import Count, Counters, SharedCounters
+from baton.gateway.observe.load import WorkerLoad, worker_loads
 from baton.gateway.observe.meter import CHAT, COMPLETION, RequestMeter
 from baton.gateway.observe.metrics import GatewayMetrics
 from baton.gateway.observe.recent import Recent, Shown, newest_of
@@ -154,6 +155,11 @@ class Serving:
     def running(self) -> int:
         """Number of outputs that run or wait now in the whole gateway."""
         return self.shared_counters.total(Count.RUNNING)
+
+    @property
+    def worker_loads(self) -> list[WorkerLoad]:
+        """How busy each process of the gateway is."""
+        return worker_loads(self.shared_counters)
 
     @property
     def draining(self) -> bool:

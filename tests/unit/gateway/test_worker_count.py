@@ -13,7 +13,16 @@ GIB = 1024 * MIB
 
 @pytest.mark.parametrize(
     ("cores", "memory_mib", "workers"),
-    [(0.5, 8192, 1), (1, 8192, 1), (2, 8192, 1), (4, 8192, 2), (8, 8192, 4), (64, 65536, 8), (64, 512, 1), (64, 2048, 4)],
+    [
+        (0.5, 8192, 1),
+        (1, 8192, 1),
+        (2, 8192, 1),
+        (4, 8192, 2),
+        (8, 8192, 4),
+        (64, 65536, 8),
+        (64, 512, 1),
+        (64, 2048, 4),
+    ],
 )
 def test_a_gateway_alone_has_a_worker_for_every_two_cores_and_512_mib(
     cores: float, memory_mib: int, workers: int

@@ -13,7 +13,7 @@ from baton.settings.gateway_config import GatewaySettings
 WORKERS_MAX = 8  # each one has its own streams with every node
 # A worker with many streams takes 1.1 to 1.2 cores; the rest of the second one tokenizes and compiles constraints.
 _CORES_PER_WORKER = 2
-# A worker takes 90 MiB, an index of a million blocks 200 more, and large bodies up to an eighth of all memory.
+# A worker takes 100 MiB, an index of a million blocks 200 more, and large bodies up to an eighth of all memory.
 _MEMORY_PER_WORKER = 512 * MIB
 # Of a node on the same host: the loop that queues its steps, KV transfer, messages, and the ranks' own threads.
 _CORES_PER_NODE = 4

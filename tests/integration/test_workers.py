@@ -18,7 +18,7 @@ import pytest
 
 from baton.cli.processes import Process, Processes
 from baton.core.errors import ConfigError
-from baton.gateway.process.worker_count import Host, choose_workers
+from baton.gateway.process.worker_count import GatewayHost, choose_workers
 from baton.gateway.text.model import read_served_model
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1 import operations_pb2
@@ -177,7 +177,7 @@ async def test_each_worker_reports_the_load_of_all(start: Machines) -> None:
 async def test_a_gateway_without_the_setting_starts_as_many_workers_as_suit_the_machine(start: Machines) -> None:
     async with scripted_decode() as decode:
         gateway = await asyncio.to_thread(start.gateway, [], [decode], local_policy="local")
-        suit = choose_workers(Host.of_this_process(GatewaySettings(decode=decode.address))).workers
+        suit = choose_workers(GatewayHost.of_this_process(GatewaySettings(decode=decode.address))).workers
         async with connect(gateway.address) as channel:
             status = await OperationsStub(channel).ClusterStatus(operations_pb2.ClusterStatusRequest())
         assert len(status.workers) == suit

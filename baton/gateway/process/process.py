@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.core.logs import count_dropped_lines, show_name
+from baton.gateway.core.shared_sends import SharedSends
 from baton.gateway.grpc.services import SERVICE_NAMES, add_services
 from baton.gateway.http.cors import AllowedOrigins
 from baton.gateway.http.server import HttpServer, bind
@@ -74,6 +75,19 @@ class Addresses:
     metrics: str | None
 
 
+@dataclass(frozen=True)
+class SharedMemory:
+    """What all workers of a gateway write, besides their counters.
+
+    Attributes:
+        limits: what clients have used of their limits.
+        sends: what was sent to each node.
+    """
+
+    limits: LimitTable
+    sends: SharedSends
+
+
 OnReady = Callable[[Addresses], None]
 
 
@@ -135,7 +149,7 @@ async def run(
     on_ready: OnReady,
     *,
     other_workers: OtherWorkers | None = None,
-    limit_table: LimitTable | None = None,
+    shared: SharedMemory | None = None,
 ) -> None:
     """Serves until SIGTERM, and then until requests have ended.
 
@@ -143,7 +157,7 @@ async def run(
         bound: the ports; None: this process is a worker, which binds its ports once it can serve.
         on_ready: called once, when nodes can serve.
         other_workers: connection to the other workers; None: there are none.
-        limit_table: where all workers count what clients use of their limits.
+        shared: what all workers write, besides their counters.
 
     Raises:
         ConfigError: a node address is malformed, or a chat template is invalid or takes too long or too much memory.
@@ -155,12 +169,15 @@ async def run(
         stack.callback(checking.cancel)
         if bound is not None:
             await stack.enter_async_context(bound.server)
-        connections = await stack.enter_async_context(Connections(settings, model))
+        connections = Connections(settings, model)
+        if shared is not None:
+            connections.fleet.share_sends(shared.sends)
+        await stack.enter_async_context(connections)
         if bound is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_NODES_TIMEOUT_S):
                     await connections.until_serves()
-            bound = bind_ports(settings, shared=True, limit_table=limit_table)
+            bound = bind_ports(settings, shared=True, limit_table=shared and shared.limits)
             await stack.enter_async_context(bound.server)
         await _until_stopped(stop, checking)
         server = bound.server

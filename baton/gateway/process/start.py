@@ -11,7 +11,7 @@ from baton.core.logs import set_up_logging
 from baton.core.ready_file import check_ready_file, write_ready_file
 from baton.core.supervisor import Supervisor
 from baton.gateway.process import process, workers
-from baton.gateway.process.worker_count import Host, choose_workers
+from baton.gateway.process.worker_count import GatewayHost, choose_workers
 from baton.gateway.text.model import read_served_model
 from baton.models.loading.gguf.view import model_directory
 from baton.rpc.server import ListenAddress, check_advertised
@@ -49,7 +49,7 @@ def _with_workers(settings: GatewaySettings) -> GatewaySettings:
     """The settings with a number of workers; one that was set stays."""
     if settings.workers is not None:
         return settings
-    host = Host.of_this_process(settings)
+    host = GatewayHost.of_this_process(settings)
     chosen = choose_workers(host)
     log.info("workers: %d, by default; %s; %s", chosen.workers, host, chosen.why)
     return settings.model_copy(update={"workers": chosen.workers})

@@ -21,6 +21,7 @@ import uvloop
 from baton.core.errors import ConfigError
 from baton.core.logs import set_up_logging
 from baton.gateway.core.shared_counters import SharedCounters
+from baton.gateway.core.shared_sends import SharedSends
 from baton.gateway.observe.recent import Shown
 from baton.gateway.process import process
 from baton.gateway.process.worker_channel import Message, WorkerChannel
@@ -35,14 +36,15 @@ log = logging.getLogger("baton")
 _PR_SET_PDEATHSIG = 1
 
 
-def main(channel_fd: int, counters_fd: int, limits_fd: int, row: int) -> None:
+def main(channel_fd: int, counters_fd: int, limits_fd: int, sends_fd: int, row: int) -> None:
     """Serves until SIGTERM, or until the parent ends.
 
     Args:
         channel_fd: descriptor of the socket to the parent, which sends the settings first.
         counters_fd: descriptor of the shared counters' memory.
         limits_fd: descriptor of the memory with what clients have used of their limits.
-        row: index of this worker's row in both.
+        sends_fd: descriptor of the memory with what was sent to each node.
+        row: index of this worker's row in all three.
     """
     # If the parent ended before this call, `follow` notices the closed socket.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -55,15 +57,18 @@ def main(channel_fd: int, counters_fd: int, limits_fd: int, row: int) -> None:
     program = f"gateway/{row}"
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
     try:
-        counters = SharedCounters(settings.processes, row, counters_fd)
-        uvloop.run(_run(settings, end, counters, LimitTable(settings.processes, row, limits_fd)))
+        rows = settings.processes
+        shared = process.SharedMemory(LimitTable(rows, row, limits_fd), SharedSends(rows, row, sends_fd))
+        uvloop.run(_run(settings, end, SharedCounters(rows, row, counters_fd), shared))
     except ConfigError as error:
         fail(program, error)
     except KeyboardInterrupt:
         log.info("interrupted")
 
 
-async def _run(settings: GatewaySettings, end: socket.socket, counters: SharedCounters, limits: LimitTable) -> None:
+async def _run(
+    settings: GatewaySettings, end: socket.socket, counters: SharedCounters, shared: process.SharedMemory
+) -> None:
     model = read_served_model(
         settings.model,
         settings.model_name,
@@ -73,7 +78,7 @@ async def _run(settings: GatewaySettings, end: socket.socket, counters: SharedCo
     )
     other_workers = _OtherWorkers(end, counters)
     following = asyncio.create_task(other_workers.follow(), name="other_workers")
-    await process.run(settings, model, None, other_workers.ready, other_workers=other_workers, limit_table=limits)
+    await process.run(settings, model, None, other_workers.ready, other_workers=other_workers, shared=shared)
     following.cancel()
 
 

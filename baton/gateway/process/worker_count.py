@@ -22,7 +22,7 @@ _WORKERS_PER_GPU = 2
 
 
 @dataclass(frozen=True)
-class Host:
+class GatewayHost:
     """What the rule must know of the machine.
 
     Attributes:
@@ -38,7 +38,7 @@ class Host:
     nodes: int = 0
 
     @classmethod
-    def of_this_process(cls, settings: GatewaySettings) -> "Host":
+    def of_this_process(cls, settings: GatewaySettings) -> "GatewayHost":
         """Looks at the machine. Of the places that list nodes, only addresses say whether a node is here."""
         places = f"{settings.prefill},{settings.decode}".split(",")
         hosts = [place.strip().rpartition(":")[0] for place in places if "://" not in place]
@@ -57,7 +57,7 @@ class WorkerCount:
     why: str = field(compare=False)
 
 
-def choose_workers(host: Host) -> WorkerCount:
+def choose_workers(host: GatewayHost) -> WorkerCount:
     """Chooses the number of workers: one for every two cores and 512 MiB, at least 1 and at most 8.
 
     Where nodes run on the same host, it leaves them four cores for each node or GPU, and two workers for each GPU
@@ -95,5 +95,5 @@ def _can_bind(family: int, address: object) -> bool:
     return True
 
 
-def _for_memory(host: Host) -> int:
+def _for_memory(host: GatewayHost) -> int:
     return host.memory_bytes // _MEMORY_PER_WORKER

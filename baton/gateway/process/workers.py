@@ -18,6 +18,7 @@ from baton.core.errors import ConfigError
 from baton.core.ready_file import write_ready_file
 from baton.core.supervisor import Supervisor
 from baton.gateway.core.shared_counters import SharedCounters
+from baton.gateway.core.shared_sends import SharedSends
 from baton.gateway.process.process import check_doors
 from baton.gateway.process.worker_channel import Message, WorkerChannel
 from baton.rpc.server import (
@@ -104,8 +105,9 @@ class _Workers:
         self.addresses: Message = {}  # as a worker reported them
         self.all_ready = asyncio.Event()
         self._settings = settings
-        self._counters, self._counters_fd = SharedCounters.create(settings.processes)
-        self._limits, self._limits_fd = LimitTable.create(settings.processes)
+        self._counters, counters_fd = SharedCounters.create(settings.processes)
+        self._limits, limits_fd = LimitTable.create(settings.processes)
+        self._fds = (counters_fd, limits_fd, SharedSends.create(settings.processes))
         self._channels: dict[int, WorkerChannel] = {}  # by row
         self._processes: dict[int, Process] = {}
         self._ready: set[int] = set()
@@ -124,8 +126,8 @@ class _Workers:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            os.close(self._counters_fd)
-            os.close(self._limits_fd)
+            for fd in self._fds:
+                os.close(fd)
 
     def stop(self) -> None:
         """Lets all workers drain."""
@@ -162,9 +164,9 @@ class _Workers:
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "baton.gateway.process.worker"),
-                *map(str, (theirs.fileno(), self._counters_fd, self._limits_fd, row)),
+                *map(str, (theirs.fileno(), *self._fds, row)),
                 stdin=asyncio.subprocess.DEVNULL, env=child_environment(),
-                pass_fds=(theirs.fileno(), self._counters_fd, self._limits_fd),
+                pass_fds=(theirs.fileno(), *self._fds),
                 start_new_session=True,  # Ctrl-C reaches the parent, which lets the workers drain
             )  # fmt: skip
         self._processes[row] = process

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from baton.gateway.process.worker_count import WORKERS_MAX, Host, choose_workers, is_of_this_host
+from baton.gateway.process.worker_count import WORKERS_MAX, GatewayHost, choose_workers, is_of_this_host
 from baton.settings.config import MIB
 from baton.settings.gateway_config import GatewaySettings
 
@@ -27,7 +27,7 @@ GIB = 1024 * MIB
 def test_a_gateway_alone_has_a_worker_for_every_two_cores_and_512_mib(
     cores: float, memory_mib: int, workers: int
 ) -> None:
-    assert choose_workers(Host(cores, memory_mib * MIB)).workers == workers
+    assert choose_workers(GatewayHost(cores, memory_mib * MIB)).workers == workers
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ def test_a_gateway_alone_has_a_worker_for_every_two_cores_and_512_mib(
     ],
 )
 def test_nodes_on_the_same_host_keep_their_cores(cores: float, gpus: int, nodes: int, workers: int) -> None:
-    assert choose_workers(Host(cores, 256 * GIB, gpus, nodes)).workers == workers
+    assert choose_workers(GatewayHost(cores, 256 * GIB, gpus, nodes)).workers == workers
 
 
 def test_the_reason_names_the_bound_that_holds() -> None:
-    assert choose_workers(Host(64, 512 * MIB)).why == "one for every 512 MiB"
-    assert choose_workers(Host(4, 64 * GIB)).why == "one for every two cores"
-    assert choose_workers(Host(16, 64 * GIB, nodes=2)).why == "two for each GPU of this host"
-    assert choose_workers(Host(10, 64 * GIB, gpus=2, nodes=2)).why == "nodes on this host share its cores"
+    assert choose_workers(GatewayHost(64, 512 * MIB)).why == "one for every 512 MiB"
+    assert choose_workers(GatewayHost(4, 64 * GIB)).why == "one for every two cores"
+    assert choose_workers(GatewayHost(16, 64 * GIB, nodes=2)).why == "two for each GPU of this host"
+    assert choose_workers(GatewayHost(10, 64 * GIB, gpus=2, nodes=2)).why == "nodes on this host share its cores"
 
 
 def test_addresses_of_this_machine_are_known_without_a_name_server() -> None:
@@ -63,7 +63,7 @@ def test_addresses_of_this_machine_are_known_without_a_name_server() -> None:
 
 def test_only_nodes_with_an_address_of_this_machine_count_as_here() -> None:
     settings = GatewaySettings(prefill="127.0.0.1:1,192.0.2.1:1", decode="localhost:2,k8s://a/b:c,file:///list")
-    assert Host.of_this_process(settings).nodes == 2
+    assert GatewayHost.of_this_process(settings).nodes == 2
 
 
 def test_a_gateway_that_has_not_chosen_yet_counts_as_one_process() -> None:

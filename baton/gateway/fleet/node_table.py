@@ -85,10 +85,6 @@ class NodeTable:
         self._sends: SharedSends | None = None
         self._costs_at_s = -inf  # time of the last comparison of the nodes' costs
 
-    def share_sends(self, sends: SharedSends) -> None:
-        """Counts what other processes of this gateway send to nodes that are added from now on."""
-        self._sends = sends
-
     def nodes(self) -> Iterator[FleetNode]:
         yield from self.prefills.values()
         yield from self.decodes.values()

@@ -11,6 +11,7 @@ from functools import partial
 
 from baton.core.logs import count_dropped_lines, show_name
 from baton.gateway.core.shared_sends import SharedSends
+from baton.gateway.core.shared_sessions import SharedSessions
 from baton.gateway.grpc.services import SERVICE_NAMES, add_services
 from baton.gateway.http.cors import AllowedOrigins
 from baton.gateway.http.server import HttpServer, bind
@@ -82,10 +83,12 @@ class SharedMemory:
     Attributes:
         limits: what clients have used of their limits.
         sends: what was sent to each node.
+        sessions: nodes that served each session last.
     """
 
     limits: LimitTable
     sends: SharedSends
+    sessions: SharedSessions
 
 
 OnReady = Callable[[Addresses], None]
@@ -171,7 +174,7 @@ async def run(
             await stack.enter_async_context(bound.server)
         connections = Connections(settings, model)
         if shared is not None:
-            connections.fleet.share_sends(shared.sends)
+            connections.fleet.share(shared.sends, shared.sessions)
         await stack.enter_async_context(connections)
         if bound is None:
             with suppress(TimeoutError):

@@ -22,6 +22,7 @@ from baton.core.errors import ConfigError
 from baton.core.logs import set_up_logging
 from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.core.shared_sends import SharedSends
+from baton.gateway.core.shared_sessions import SharedSessions
 from baton.gateway.observe.recent import Shown
 from baton.gateway.process import process
 from baton.gateway.process.worker_channel import Message, WorkerChannel
@@ -36,7 +37,7 @@ log = logging.getLogger("baton")
 _PR_SET_PDEATHSIG = 1
 
 
-def main(channel_fd: int, counters_fd: int, limits_fd: int, sends_fd: int, row: int) -> None:
+def main(channel_fd: int, counters_fd: int, limits_fd: int, sends_fd: int, sessions_fd: int, row: int) -> None:
     """Serves until SIGTERM, or until the parent ends.
 
     Args:
@@ -44,7 +45,8 @@ def main(channel_fd: int, counters_fd: int, limits_fd: int, sends_fd: int, row: 
         counters_fd: descriptor of the shared counters' memory.
         limits_fd: descriptor of the memory with what clients have used of their limits.
         sends_fd: descriptor of the memory with what was sent to each node.
-        row: index of this worker's row in all three.
+        sessions_fd: descriptor of the memory with the nodes of each session.
+        row: index of this worker's row in the other memories.
     """
     # If the parent ended before this call, `follow` notices the closed socket.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -58,7 +60,8 @@ def main(channel_fd: int, counters_fd: int, limits_fd: int, sends_fd: int, row: 
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
     try:
         rows = settings.processes
-        shared = process.SharedMemory(LimitTable(rows, row, limits_fd), SharedSends(rows, row, sends_fd))
+        limits, sends = LimitTable(rows, row, limits_fd), SharedSends(rows, row, sends_fd)
+        shared = process.SharedMemory(limits, sends, SharedSessions(sessions_fd))
         uvloop.run(_run(settings, end, SharedCounters(rows, row, counters_fd), shared))
     except ConfigError as error:
         fail(program, error)

@@ -19,6 +19,7 @@ from baton.core.ready_file import write_ready_file
 from baton.core.supervisor import Supervisor
 from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.core.shared_sends import SharedSends
+from baton.gateway.core.shared_sessions import SharedSessions
 from baton.gateway.process.process import check_doors
 from baton.gateway.process.worker_channel import Message, WorkerChannel
 from baton.rpc.server import (
@@ -107,7 +108,7 @@ class _Workers:
         self._settings = settings
         self._counters, counters_fd = SharedCounters.create(settings.processes)
         self._limits, limits_fd = LimitTable.create(settings.processes)
-        self._fds = (counters_fd, limits_fd, SharedSends.create(settings.processes))
+        self._fds = (counters_fd, limits_fd, SharedSends.create(settings.processes), SharedSessions.create())
         self._channels: dict[int, WorkerChannel] = {}  # by row
         self._processes: dict[int, Process] = {}
         self._ready: set[int] = set()

@@ -142,10 +142,10 @@ class GatewaySettings(CommonSettings):
         None,
         ge=1,
         le=64,
-        description="processes that serve the same ports as one gateway; default: one for every two cores and 512 MiB "
-        "that its affinity and its container's limits allow, from 1 to 8. Where nodes of prefill and decode are on the "
-        "same host, each of them or each GPU keeps four cores, and two processes for each GPU suffice, so 1 without "
-        "GPUs",
+        description="processes that serve the same ports as one gateway; auto, the default: one for every two cores "
+        "and 512 MiB that its affinity and its container's limits allow, from 1 to 8. Where nodes of prefill and "
+        "decode are on the same host, each of them or each GPU keeps four cores, and two processes for each GPU "
+        "suffice, so 1 without GPUs",
     )
     max_concurrent_requests: int = Field(
         1024, ge=1, le=COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
@@ -182,6 +182,11 @@ class GatewaySettings(CommonSettings):
     balance_cool_down_s: float = internal(
         120.0, "how long balance_roles moves no node after one has changed its role, or nodes came or went"
     )
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _is_chosen(cls, given: object) -> object:
+        return None if given == "auto" else given
 
     @field_validator("model_name")
     @classmethod

@@ -176,7 +176,7 @@ async def test_each_worker_reports_the_load_of_all(start: Machines) -> None:
 
 async def test_a_gateway_without_the_setting_starts_as_many_workers_as_suit_the_machine(start: Machines) -> None:
     async with scripted_decode() as decode:
-        gateway = await asyncio.to_thread(start.gateway, [], [decode], local_policy="local")
+        gateway = await asyncio.to_thread(start.gateway, [], [decode], local_policy="local", workers="auto")
         suit = choose_workers(GatewayHost.of_this_process(GatewaySettings(decode=decode.address))).workers
         async with connect(gateway.address) as channel:
             status = await OperationsStub(channel).ClusterStatus(operations_pb2.ClusterStatusRequest())

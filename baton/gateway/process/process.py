@@ -180,7 +180,7 @@ async def run(
             with suppress(TimeoutError):
                 async with asyncio.timeout(_NODES_TIMEOUT_S):
                     await connections.until_serves()
-            bound = bind_ports(settings, shared=True, limit_table=shared and shared.limits)
+            bound = bind_ports(settings, shared=True, limit_table=None if shared is None else shared.limits)
             await stack.enter_async_context(bound.server)
         await _until_stopped(stop, checking)
         server = bound.server

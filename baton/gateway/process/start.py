@@ -51,7 +51,8 @@ def _with_workers(settings: GatewaySettings) -> GatewaySettings:
         return settings
     host = GatewayHost.of_this_process(settings)
     chosen = choose_workers(host)
-    log.info("workers: %d, by default; %s; %s", chosen.workers, host, chosen.why)
+    level = logging.INFO if chosen.workers > 1 else logging.DEBUG
+    log.log(level, "workers: %d, by default; %s; %s", chosen.workers, host, chosen.why)
     return settings.model_copy(update={"workers": chosen.workers})
 
 

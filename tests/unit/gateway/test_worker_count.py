@@ -7,6 +7,7 @@ import pytest
 from baton.gateway.process.worker_count import WORKERS_MAX, GatewayHost, choose_workers, is_of_this_host
 from baton.settings.config import MIB
 from baton.settings.gateway_config import GatewaySettings
+from baton.settings.reader import read_settings
 
 GIB = 1024 * MIB
 
@@ -69,3 +70,19 @@ def test_only_nodes_with_an_address_of_this_machine_count_as_here() -> None:
 def test_a_gateway_that_has_not_chosen_yet_counts_as_one_process() -> None:
     assert GatewaySettings().processes == 1
     assert GatewaySettings(workers=3).processes == 3
+
+
+def test_auto_is_the_default_and_can_take_the_place_of_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_WORKERS", "6")
+    assert read_settings(GatewaySettings, "gateway", []).workers == 6
+    assert read_settings(GatewaySettings, "gateway", ["--workers", "auto"]).workers is None
+    monkeypatch.setenv("BATON_WORKERS", "auto")
+    assert read_settings(GatewaySettings, "gateway", []).workers is None
+    assert read_settings(GatewaySettings, "gateway", ["--workers", "2"]).workers == 2
+
+
+@pytest.mark.parametrize("wrong", ["0", "65", "many", ""])
+def test_another_word_or_number_names_the_setting(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(GatewaySettings, "gateway", ["--workers", wrong])
+    assert "workers" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import NamedTuple
 _NUMBER_BYTES = 8
 _ENTRIES = 1 << 14  # each node that was ever listed has one, in each role in which it was used
 _PROBES = 64
-_COLUMNS = 3  # of each process, after the key
+_COLUMNS = 3  # of each process
 
 
 class SentWork(NamedTuple):
@@ -32,28 +32,37 @@ NOTHING = SentWork(0, 0, 0)
 
 
 class NodeSends:
-    """What was sent to one node. Each process writes only its own numbers.
+    """What was sent to one node. Each process writes only its own numbers, and the version.
 
     Args:
-        numbers: those of all processes.
+        numbers: the version, then the numbers of each process.
         row: index of this process.
     """
 
     def __init__(self, numbers: memoryview, row: int) -> None:
         self._numbers = numbers
-        self._own = row * _COLUMNS
+        self._own = 1 + row * _COLUMNS
+
+    @property
+    def version(self) -> int:
+        """Changes with the numbers, and costs a tenth of `by_others`. Of two changes at the same moment, the second may
+        show only with the next one."""
+        number: int = self._numbers[0]
+        return number
 
     def add_request(self, tokens: int) -> None:
         self._numbers[self._own] += 1
         self._numbers[self._own + 1] += tokens
+        self._numbers[0] += 1
 
     def add_prompt(self, seconds: float) -> None:
         self._numbers[self._own + 2] += int(seconds * 1e9)
+        self._numbers[0] += 1
 
     def by_others(self) -> SentWork:
         """What all other processes have sent."""
         numbers, own = self._numbers.tolist(), self._own
-        return SentWork(*(sum(numbers[column::_COLUMNS]) - numbers[own + column] for column in range(_COLUMNS)))
+        return SentWork(*(sum(numbers[1 + column :: _COLUMNS]) - numbers[own + column] for column in range(_COLUMNS)))
 
 
 class SharedSends:
@@ -67,7 +76,7 @@ class SharedSends:
 
     def __init__(self, rows: int, row: int, fd: int) -> None:
         self._row = row
-        self._width = 1 + rows * _COLUMNS
+        self._width = _width(rows)
         self._numbers = memoryview(mmap.mmap(fd, _bytes(rows))).cast("q")
 
     @staticmethod
@@ -90,5 +99,9 @@ class SharedSends:
         return None
 
 
+def _width(rows: int) -> int:
+    return 2 + rows * _COLUMNS  # key and version
+
+
 def _bytes(rows: int) -> int:
-    return _ENTRIES * (1 + rows * _COLUMNS) * _NUMBER_BYTES
+    return _ENTRIES * _width(rows) * _NUMBER_BYTES

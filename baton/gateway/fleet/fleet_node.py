@@ -71,6 +71,7 @@ class FleetNode:
         self._costs: StepCosts | None = None  # used to choose the node, see `use_costs`
         self._choices = choices
         self._sends = sends
+        self._sends_version = 0  # of those that were looked at
         self._sent_by_others = NOTHING if sends is None else sends.by_others()  # as the view and the backlog have it
         self._last_choice = self._requests_since = self._tokens_since = 0
         self._open_blocks = [0]  # open blocks of each pool, less those of requests sent since the status
@@ -122,7 +123,8 @@ class FleetNode:
 
     def view(self) -> NodeView:
         """The view of the node in its role."""
-        if self._sends is not None:
+        if self._sends is not None and self._sends.version != self._sends_version:
+            self._sends_version = self._sends.version
             self._note_others(self._sends.by_others())
         view = self._view
         if view is None or view.open != self.open:

@@ -80,9 +80,11 @@ class Workers:
 
 
 @asynccontextmanager
-async def workers(start: Machines, *, key: str = "", **flags: Any) -> AsyncIterator[tuple[Workers, Process]]:
-    (decode,) = start.nodes(("decode", {}), paused_engine=("decode",))
-    gateway = start.gateway([], [decode], workers=2, local_policy="local", **flags)
+async def workers(
+    start: Machines, *, key: str = "", decodes: int = 1, **flags: Any
+) -> AsyncIterator[tuple[Workers, Process]]:
+    decode, *more = start.nodes(*[("decode", {})] * decodes, paused_engine=("decode",))
+    gateway = start.gateway([], [decode, *more], workers=2, local_policy="local", **flags)
     async with AsyncExitStack() as channels:
         found = Workers(gateway, channels, key)
         await found.reach(found.pids)
@@ -161,6 +163,23 @@ async def test_the_limits_of_a_client_hold_for_all_workers_together(start: Machi
         for stub in (first, second):
             with pytest.raises(grpc.aio.AioRpcError, match="3 requests per minute"):
                 await stub.Tokenize(asked, metadata=found.metadata)
+
+
+async def test_a_session_stays_on_its_node_at_any_worker(start: Machines) -> None:
+    async with workers(start, decodes=2) as (found, _):
+        start.let_all_go()
+        one, other = found.stubs.values()
+        nodes = [await served_on(one, f"session {number}") for number in range(6)]
+        assert len(set(nodes)) == 2
+        assert [await served_on(other, f"session {number}") for number in range(6)] == nodes
+
+
+async def served_on(stub: "GenerationAsyncStub", session: str) -> str:
+    """The node that served a request of the session; its prompt is shorter than a block, so no node has cached it."""
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(1, 9)), session_id=session)
+    request.sampling.max_tokens = 2
+    messages = [message async for message in stub.Generate(request)]
+    return messages[-1].receipt.decode_node
 
 
 async def test_each_worker_reports_the_load_of_all(start: Machines) -> None:

@@ -9,6 +9,7 @@ import socket
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,11 +169,24 @@ async def test_the_limits_of_a_client_hold_for_all_workers_together(start: Machi
 async def test_a_session_stays_on_its_node_at_any_worker(start: Machines) -> None:
     async with workers(start, decodes=2) as (found, _):
         start.let_all_go()
-        one, other = found.stubs.values()
-        nodes = {session: await served_on(one, session) for session in "abcdef"}
+        one, other = found.stubs
+        nodes: dict[str, str] = {}
+        for session in "abcdef":
+            await found.until(one, partial(_all_idle, len(nodes)))
+            nodes[session] = await served_on(found.stubs[one], session)
         assert len(set(nodes.values())) == 2
-        # In another order: idle nodes take turns, which would lead sessions in the first order to the same nodes.
-        assert {session: await served_on(other, session) for session in "fedcba"} == nodes
+        again: dict[str, str] = {}
+        for session in "fedcba":  # in the first order, idle nodes that take turns would lead them to the same nodes
+            await found.until(other, partial(_all_idle, len(nodes) + len(again)))
+            again[session] = await served_on(found.stubs[other], session)
+        assert again == nodes
+
+
+def _all_idle(served: int, status: operations_pb2.ClusterStatusResponse) -> bool:
+    """Whether the nodes have reported the end of so many requests."""
+    statuses = [node.status for node in status.nodes]
+    busy = any(each.requests_running or each.requests_waiting for each in statuses)
+    return not busy and sum(each.requests_total for each in statuses) == served
 
 
 async def served_on(stub: "GenerationAsyncStub", session: str) -> str:

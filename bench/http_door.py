@@ -240,7 +240,7 @@ def measure(workers: int, progress: Callable[[str], None]) -> list[Row]:
     try:
         with Processes(progress) as processes:
             flags = ["--model", str(MODEL), "--decode", ours.recv(), "--local-policy", "local"]
-            gateway = processes.start("gateway", [*flags, *(["--workers", str(workers)] if workers > 1 else [])])
+            gateway = processes.start("gateway", [*flags, "--workers", str(workers)])
             processes.wait_ready([gateway])
             return uvloop.run(_measure(gateway, workers, pace, progress))
     finally:

@@ -90,6 +90,14 @@ class Totals(_Shown):
     workers: int = 1
 
 
+class ShownWorker(_Shown):
+    """One process of the gateway in the last seconds; `limit_tokens_per_s` is None while it has too little work."""
+
+    busy_share: float = 0.0
+    tokens_per_s: int = 0
+    limit_tokens_per_s: int | None = None
+
+
 class Charts(_Shown):
     """Time series: one value per window, the newest last; None if nothing happened in the window."""
 
@@ -111,6 +119,7 @@ class ClusterView(_Shown):
     draining: bool = False
     mixed: Sentence = ""
     totals: Totals = Totals()
+    workers: tuple[ShownWorker, ...] = ()
     nodes: tuple[ShownNode, ...] = ()
     links: tuple[ShownLink, ...] = ()
     charts: Charts = Charts()

@@ -80,7 +80,7 @@ class Frame:
             f"  {totals.finished} finished  ",
             (f"{totals.failed} failed", "red" if totals.failed else ""),
             f"  {totals.refused} refused  {totals.remote} remote  {totals.local} local  ",
-            f"{totals.workers} worker{'' if totals.workers == 1 else 's'}",
+            f"{totals.workers} worker{'' if totals.workers == 1 else 's'}{_busy(view)}",
         )
         charts = view.charts
         yield _percentiles("TTFT", charts.ttft_p50, charts.ttft_p99)
@@ -89,6 +89,13 @@ class Frame:
         yield _line(f"{rate or 0.0:.0f} tokens/s, as the percentiles in the last {charts.window_s:.0f} s")
         if view.mixed:
             yield _line((view.mixed, "yellow"))
+
+
+def _busy(view: ClusterView) -> str:
+    """How busy the busiest worker is; empty for a gateway that does not report it."""
+    if not view.workers:
+        return ""
+    return f" {100 * max(worker.busy_share for worker in view.workers):.0f} % busy"
 
 
 def shares(room: int, wanted: Sequence[int]) -> list[int]:

@@ -17,6 +17,14 @@ def to_json(cluster: operations_pb2.ClusterStatusResponse) -> dict[str, object]:
         "remote_total": cluster.remote_total,
         "local_total": cluster.local_total,
         "warnings": list(cluster.warnings),
+        "workers": [
+            {
+                "busy_share": worker.busy_share,
+                "tokens_per_s": worker.tokens_per_s,
+                "limit_tokens_per_s": worker.limit_tokens_per_s or None,
+            }
+            for worker in cluster.workers
+        ],
         "nodes": [_node_to_json(node) for node in cluster.nodes],
     }
 

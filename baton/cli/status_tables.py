@@ -1,6 +1,6 @@
 """Formats a cluster's status as tables and lines for a terminal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from google.protobuf.message import Message
 from rich.console import Group, RenderableType
@@ -32,6 +32,7 @@ def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
             f"{cluster.requests_failed} failed\n"
             f"prompts prefilled remotely {cluster.remote_total}, locally {cluster.local_total}"
         ),
+        *map(Text, _workers(cluster.workers)),
         Text(),
         _nodes_table(nodes),
         Text(),
@@ -62,6 +63,17 @@ def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
         for item in peer.mismatches:
             parts.append(Text(f"{both}: {item.field}: {item.ours} and {item.theirs}; {item.cure}", style="red"))
     return Group(*parts)
+
+
+def _workers(workers: Sequence[operations_pb2.WorkerLoad]) -> Iterator[str]:
+    """Describes the gateway's processes in one line; nothing for a gateway that does not report them."""
+    if not workers:
+        return
+    busiest = max(workers, key=lambda worker: worker.busy_share)
+    number = "1 worker" if len(workers) == 1 else f"{len(workers)} workers, the busiest"
+    rate = sum(worker.tokens_per_s for worker in workers)
+    limit = f"; one worker's limit: about {busiest.limit_tokens_per_s:,}" if busiest.limit_tokens_per_s else ""
+    yield f"{number} {100 * busiest.busy_share:.0f} % busy, {rate:,} tokens/s{limit}"
 
 
 def _escaped(cluster: operations_pb2.ClusterStatusResponse) -> operations_pb2.ClusterStatusResponse:

@@ -102,6 +102,8 @@ LOST = "LOST"
 # The label value that stands for the name of the served model.
 SERVED_MODEL = "{model_name}"
 
+_WORKER = Label("worker", "number of the gateway's process, from 0")
+_BEHIND = Label("behind", "whom the tokens waited for", ("client", "gateway"))
 _OPERATION = Label(
     "gen_ai_operation_name",
     "what the client asked for; embeddings: scores of pairs too",
@@ -249,6 +251,12 @@ METRICS: tuple[Metric, ...] = (
            "Revisions of the weights that serve at once. Above 1 while one takes the place of another", GATEWAY),
     Metric("baton_workers", G, "processes",
            "Processes of this gateway (`--workers`); every metric is the sum of all", GATEWAY),
+    Metric("baton_worker_busy_ratio", G, "",
+           "Share of the last 10 s in which the event loop of one process of this gateway worked. Near 1, its tokens "
+           "wait for it", GATEWAY, (_WORKER,)),
+    Metric("baton_generation_tokens_merged_total", C, "tokens",
+           "Tokens that were sent in a message with an earlier one, by who was behind. gateway: this process had too "
+           "much work; more `--workers` or gateways help", GATEWAY, (_BEHIND,)),
     Metric("baton_ready", G, "",
            "1 if new requests can be served: the nodes for them are there, and the gateway does not drain", GATEWAY),
     # ---- endpoint picker

@@ -9,6 +9,7 @@ from baton.security.authorize import Right
 from baton.security.exposure import is_loopback
 from baton.security.identity import Caller
 from baton.security.keys import KeyFile, Owner, read_keys
+from baton.security.limit_table import LimitTable
 from baton.security.limits import Budget, Limits
 from baton.security.watched import Watched
 
@@ -39,11 +40,15 @@ class AuthenticatorSettings(Protocol):
 class Authenticator:
     """Finds the client that a credential belongs to.
 
+    Args:
+        limit_table: where all processes of the gateway count what clients use; None: there is only this process.
+
     Raises:
         ConfigError: a file of the settings cannot be used.
     """
 
-    def __init__(self, settings: AuthenticatorSettings) -> None:
+    def __init__(self, settings: AuthenticatorSettings, limit_table: LimitTable | None = None) -> None:
+        self._limit_table = limit_table
         self._insecure = settings.insecure
         self._keys: Watched[KeyFile] | None = None
         self._tokens: Watched[Tokens] | None = None
@@ -87,7 +92,7 @@ class Authenticator:
     def _budget(self, name: str, limits: Limits) -> Budget:
         known = self._budgets.pop(name, None)
         if known is None or known.limits != limits:
-            known = Budget(limits, name)
+            known = Budget(limits, name, table=self._limit_table)
         self._budgets[name] = known
         if len(self._budgets) > _BUDGETS_MAX:
             # Drops the budget that was unused the longest; its owner starts with a full one.

@@ -138,7 +138,15 @@ class GatewaySettings(CommonSettings):
         "together; 0: none is stored",
     )
     access_log: bool = Field(False, description="log one line with measurements for each request that has ended")
-    workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
+    workers: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="processes that serve the same ports as one gateway; auto, the default: one for every two cores "
+        "and 512 MiB that its affinity and its container's limits allow, from 1 to 8. Where nodes of prefill and "
+        "decode are on the same host, each of them or each GPU keeps four cores, and two processes for each GPU "
+        "suffice, so 1 without GPUs",
+    )
     max_concurrent_requests: int = Field(
         1024, ge=1, le=COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
     )
@@ -175,10 +183,20 @@ class GatewaySettings(CommonSettings):
         120.0, "how long balance_roles moves no node after one has changed its role, or nodes came or went"
     )
 
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _is_chosen(cls, given: object) -> object:
+        return None if given == "auto" else given
+
     @field_validator("model_name")
     @classmethod
     def _is_model_name(cls, name: str | None) -> str | None:
         return check_printable(name)
+
+    @property
+    def processes(self) -> int:
+        """The number of workers; a gateway that has not chosen it yet counts as one process."""
+        return self.workers or 1
 
     @property
     def locked(self) -> bool:

@@ -38,6 +38,7 @@ _STEADY: dict[str, Flags] = {
     "prefill": {**_STEADY_NODE, "connect_timeout_s": 2 * DEADLINE_S},
     "decode": {**_STEADY_NODE, "lease_s": 2 * DEADLINE_S, "local_prefill_tokens": 32},
     "gateway": {
+        "workers": 1,  # also on hosts with GPUs: what `prepare` changes holds in one process only
         "local_policy": "prefer",
         "drain_grace_s": 2 * DEADLINE_S,
         "keepalive_s": 2 * DEADLINE_S,

@@ -1,6 +1,7 @@
 """`gateway --workers`: several processes on one port answer as one gateway, and one that crashes is replaced."""
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -8,6 +9,8 @@ import socket
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,6 +19,7 @@ import pytest
 
 from baton.cli.processes import Process, Processes
 from baton.core.errors import ConfigError
+from baton.gateway.process.worker_count import GatewayHost, choose_workers
 from baton.gateway.text.model import read_served_model
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1 import operations_pb2
@@ -24,6 +28,7 @@ from baton.protos.v1.operations_pb2_grpc import OperationsStub
 from baton.rpc.channels import connect
 from baton.rpc.server import ListenAddress, why_taken
 from baton.settings.config import DEMO_MODELS
+from baton.settings.gateway_config import GatewaySettings
 
 if TYPE_CHECKING:
     from baton.protos.v1.generation_pb2_grpc import GenerationAsyncStub
@@ -39,8 +44,9 @@ ENDED = {"r1": "cancelled", "r2": "refused"}
 class Workers:
     """A channel to each worker of a gateway."""
 
-    def __init__(self, gateway: Process, channels: AsyncExitStack) -> None:
+    def __init__(self, gateway: Process, channels: AsyncExitStack, key: str) -> None:
         self.gateway = gateway
+        self.metadata = (("authorization", f"Bearer {key}"),)
         self.stubs: dict[int, GenerationAsyncStub] = {}  # by pid
         self.operations: dict[int, OperationsAsyncStub] = {}
         self._channels = channels
@@ -56,7 +62,7 @@ class Workers:
                 channel = await self._channels.enter_async_context(connect(self.gateway.address))
                 stub = GenerationStub(channel)
                 before = {pid: _connections(pid, self.gateway.address) for pid in pids}
-                await stub.ListModels(pb.ListModelsRequest(), wait_for_ready=True)
+                await stub.ListModels(pb.ListModelsRequest(), wait_for_ready=True, metadata=self.metadata)
                 for pid, count in before.items():
                     if _connections(pid, self.gateway.address) > count:
                         self.stubs[pid], self.operations[pid] = stub, OperationsStub(channel)
@@ -67,18 +73,21 @@ class Workers:
         """Asks this worker until what it knows of the gateway fulfils the condition."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                status = await self.operations[pid].ClusterStatus(operations_pb2.ClusterStatusRequest())
+                asked = operations_pb2.ClusterStatusRequest()
+                status = await self.operations[pid].ClusterStatus(asked, metadata=self.metadata)
                 if condition(status):
                     return status
                 await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
-async def workers(start: Machines, **flags: Any) -> AsyncIterator[tuple[Workers, Process]]:
-    (decode,) = start.nodes(("decode", {}), paused_engine=("decode",))
-    gateway = start.gateway([], [decode], workers=2, local_policy="local", **flags)
+async def workers(
+    start: Machines, *, key: str = "", decodes: int = 1, **flags: Any
+) -> AsyncIterator[tuple[Workers, Process]]:
+    decode, *more = start.nodes(*[("decode", {})] * decodes, paused_engine=("decode",))
+    gateway = start.gateway([], [decode, *more], workers=2, local_policy="local", **flags)
     async with AsyncExitStack() as channels:
-        found = Workers(gateway, channels)
+        found = Workers(gateway, channels, key)
         await found.reach(found.pids)
         for pid in found.stubs:
             await found.until(pid, lambda status: all(node.reachable for node in status.nodes))
@@ -97,12 +106,14 @@ def _read(url: str) -> str:
         return str(answer.read().decode())
 
 
-def generate(stub: "GenerationAsyncStub", request_id: str) -> "asyncio.Task[list[pb.GenerateResponse]]":
+def generate(
+    stub: "GenerationAsyncStub", request_id: str, metadata: tuple[tuple[str, str], ...] = ()
+) -> "asyncio.Task[list[pb.GenerateResponse]]":
     request = pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=range(1, 20)))
     request.sampling.max_tokens = 4
 
     async def collect() -> list[pb.GenerateResponse]:
-        return [message async for message in stub.Generate(request)]
+        return [message async for message in stub.Generate(request, metadata=metadata)]
 
     return asyncio.create_task(collect())
 
@@ -132,6 +143,80 @@ async def test_any_worker_answers_for_the_whole_gateway(start: Machines) -> None
         for outcome, number in (("cancelled", 1), ("refused", 1), ("failed", 0)):
             series = f'baton_requests_total{{model_name="llama",outcome="{outcome}",role="gateway"}}'
             assert f"{series} {number}.0\n" in ended
+
+
+async def test_the_limits_of_a_client_hold_for_all_workers_together(start: Machines, tmp_path: Path) -> None:
+    file, key = tmp_path / "keys.toml", "a key of a client"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    file.write_text(f'[keys.ann]\nsha256 = "{digest}"\noperator = true\nrequests_per_minute = 3\nconcurrent = 1\n')
+    async with workers(start, key=key, api_keys=file) as (found, _):
+        (one, first), (_, second) = found.stubs.items()
+        running = generate(first, "r1", metadata=found.metadata)
+        await found.until(one, lambda status: status.requests_running == 1)
+        asked = pb.TokenizeRequest(text="a")
+        with pytest.raises(grpc.aio.AioRpcError, match="1 requests at once"):
+            await second.Tokenize(asked, metadata=found.metadata)
+        await second.Abort(pb.AbortRequest(request_ids=["r1"]), metadata=found.metadata)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await running
+        for stub in (first, second):
+            await stub.Tokenize(asked, metadata=found.metadata)
+        for stub in (first, second):
+            with pytest.raises(grpc.aio.AioRpcError, match="3 requests per minute"):
+                await stub.Tokenize(asked, metadata=found.metadata)
+
+
+async def test_a_session_stays_on_its_node_at_any_worker(start: Machines) -> None:
+    async with workers(start, decodes=2) as (found, _):
+        start.let_all_go()
+        one, other = found.stubs
+        nodes: dict[str, str] = {}
+        for session in "abcdef":
+            await found.until(one, partial(_all_idle, len(nodes)))
+            nodes[session] = await served_on(found.stubs[one], session)
+        assert len(set(nodes.values())) == 2
+        again: dict[str, str] = {}
+        for session in "fedcba":  # in the first order, idle nodes that take turns would lead them to the same nodes
+            await found.until(other, partial(_all_idle, len(nodes) + len(again)))
+            again[session] = await served_on(found.stubs[other], session)
+        assert again == nodes
+
+
+def _all_idle(served: int, status: operations_pb2.ClusterStatusResponse) -> bool:
+    """Whether the nodes have reported the end of so many requests."""
+    statuses = [node.status for node in status.nodes]
+    busy = any(each.requests_running or each.requests_waiting for each in statuses)
+    return not busy and sum(each.requests_total for each in statuses) == served
+
+
+async def served_on(stub: "GenerationAsyncStub", session: str) -> str:
+    """The node that served a request of the session; its prompt is shorter than a block, so no node has cached it."""
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(1, 9)), session_id=session)
+    request.sampling.max_tokens = 2
+    messages = [message async for message in stub.Generate(request)]
+    return messages[-1].receipt.decode_node
+
+
+async def test_each_worker_reports_the_load_of_all(start: Machines) -> None:
+    async with workers(start) as (found, decode):
+        one, other = found.stubs
+        start.let_go(decode)
+        await generate(found.stubs[one], "r1")
+        for pid in (one, other):
+            status = await found.until(pid, lambda status: sum(each.tokens_per_s for each in status.workers) > 0)
+            assert len(status.workers) == 2
+            assert all(0 <= each.busy_share <= 1 for each in status.workers)
+
+
+async def test_a_gateway_without_the_setting_starts_as_many_workers_as_suit_the_machine(start: Machines) -> None:
+    async with scripted_decode() as decode:
+        gateway = await asyncio.to_thread(start.gateway, [], [decode], local_policy="local", workers="auto")
+        suit = choose_workers(GatewayHost.of_this_process(GatewaySettings(decode=decode.address))).workers
+        async with connect(gateway.address) as channel:
+            status = await OperationsStub(channel).ClusterStatus(operations_pb2.ClusterStatusRequest())
+        assert len(status.workers) == suit
+        children = psutil.Process(gateway.pid).children()
+        assert sum("baton.gateway.process.worker" in child.cmdline() for child in children) == (suit if suit > 1 else 0)
 
 
 async def test_a_crashed_worker_is_replaced_and_the_others_drain(start: Machines) -> None:

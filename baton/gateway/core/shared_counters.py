@@ -21,7 +21,8 @@ class Count(IntEnum):
     """The first columns of a row.
 
     RUNNING and WAITING are current numbers of outputs. FINISHED to LOCAL count outputs, and the refusals count
-    requests, both since the start of the gateway.
+    requests, both since the start of the gateway. BUSY and TOKENS are of the last seconds
+    (`baton.gateway.observe.load`). STORED is what the process keeps of answers of /v1/responses.
     """
 
     RUNNING = 0  # includes waiting outputs
@@ -34,6 +35,9 @@ class Count(IntEnum):
     REFUSED_DEADLINE = 7
     SHED = 8
     WAITING = 9
+    BUSY = 10  # share of the event loop's time in which it worked, in thousandths
+    TOKENS = 11  # tokens a second
+    STORED = 12  # bytes
 
 
 REFUSALS = MappingProxyType(
@@ -79,6 +83,18 @@ class SharedCounters:
         """Adds to a column of this process's row."""
         self._numbers[self._row_start + count] += number
 
+    def set(self, count: Count, number: int) -> None:
+        """Sets a column of this process's row."""
+        self._numbers[self._row_start + count] = number
+
+    def of_each(self, count: Count) -> list[int]:
+        """The column in the rows of all processes."""
+        return self._numbers[count :: self._width].tolist()
+
+    def own_cell(self, index: int) -> int:
+        """A cell of the metrics of this process alone."""
+        return self._numbers[self._row_start + len(Count) + index]
+
     def total(self, count: Count) -> int:
         return sum(self._numbers[count :: self._width])
 
@@ -93,7 +109,8 @@ class SharedCounters:
         first = row * self._width
         ran = self._numbers[first + Count.RUNNING]
         self._numbers[first + Count.FAILED] += ran
-        self._numbers[first + Count.RUNNING] = self._numbers[first + Count.WAITING] = 0
+        for current in (Count.RUNNING, Count.WAITING, Count.BUSY, Count.TOKENS, Count.STORED):
+            self._numbers[first + current] = 0
         failed = self.layout.first("baton_requests_total", (Outcome.FAILED,))
         self._numbers[first + len(Count) + failed] += ran
 

@@ -24,6 +24,10 @@ class Backlog:
         self._drainable_s -= self._drained_s(now_s)
         self._at_s = now_s
 
+    def add_earlier(self, seconds: float) -> None:
+        """Adds work that was sent to the node since its last report, at an unknown time."""
+        self._seconds += seconds
+
     def at(self, now_s: float) -> float:
         return max(0.0, self._seconds - self._drained_s(now_s))
 

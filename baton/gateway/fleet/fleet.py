@@ -1,12 +1,14 @@
 """All nodes that this gateway knows, and the choice of nodes for requests. Pure: no clock, task or socket."""
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from baton.core.types import AdapterRef, LocalPolicy
 from baton.gateway.core.request import Request
+from baton.gateway.core.shared_sends import SharedSends
+from baton.gateway.core.shared_sessions import SharedSessions
 from baton.gateway.fleet.adapters import serving_adapters
+from baton.gateway.fleet.affinity import Affinity, OwnAffinity, SharedAffinity
 from baton.gateway.fleet.fleet_node import FleetNode, settled
 from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
@@ -15,31 +17,6 @@ from baton.gateway.fleet.router import NodeView, RoutedRequest, least_pooling, p
 from baton.protos.v1 import node_status_pb2, operations_pb2
 
 _COSTS_EACH_S = 0.1  # nodes report about as often
-
-
-class Affinity:
-    """The last prefill and decode node of each session.
-
-    Args:
-        max_sessions: number of sessions kept; beyond it the least recently used one is dropped.
-    """
-
-    def __init__(self, max_sessions: int = 65536) -> None:
-        self._max_sessions = max_sessions
-        self._nodes: OrderedDict[str, dict[int, str]] = OrderedDict()
-
-    def nodes(self, session_id: str) -> frozenset[str]:
-        """The addresses of the nodes that served the session last."""
-        return frozenset(self._nodes.get(session_id, {}).values())
-
-    def note(self, session_id: str, role: int, address: str) -> None:
-        """Records that a request of the session goes to this node."""
-        if not session_id:
-            return
-        self._nodes.setdefault(session_id, {})[role] = address
-        self._nodes.move_to_end(session_id)
-        if len(self._nodes) > self._max_sessions:
-            self._nodes.popitem(last=False)
 
 
 class Fleet(NodeTable):
@@ -64,7 +41,13 @@ class Fleet(NodeTable):
         self._max_context_tokens = max_context_tokens
         self._policy = policy
         self._generates = generates
-        self._affinity = Affinity()
+        self._affinity: Affinity = OwnAffinity()
+
+    def share(self, sends: SharedSends, sessions: SharedSessions) -> None:
+        """Shares sessions, and what is sent to nodes, with the other processes of this gateway. Call it before nodes
+        are added."""
+        self._sends = sends
+        self._affinity = SharedAffinity(sessions, lambda: (node.address for node in self.nodes()))
 
     # ---- choices for one request
 

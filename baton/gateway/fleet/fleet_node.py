@@ -14,6 +14,7 @@ from baton.core.costs import StepCosts
 from baton.core.errors import shortened
 from baton.core.pools import blocks_for, take_from_roomiest
 from baton.core.types import AdapterRef
+from baton.gateway.core.shared_sends import NOTHING, NodeSends, SentWork
 from baton.gateway.fleet.backlog import Backlog
 from baton.gateway.fleet.cache_position import CachePosition
 from baton.gateway.fleet.node_costs import DECODE_STEP, PROMPT_STEP, NodeCosts
@@ -40,6 +41,7 @@ class FleetNode:
         role: role in which the node is used.
         listed: role of the address list that contains the node.
         choices: counter of node choices, shared by all nodes.
+        sends: what all processes of this gateway send to the node; None: there is only this process.
 
     Attributes:
         loading: whether the node is connected but does not serve yet; `detail` says what it is doing.
@@ -47,7 +49,9 @@ class FleetNode:
         costs: step costs that the node reports, and their age.
     """
 
-    def __init__(self, role: Role, address: str, listed: Role, choices: Iterator[int]) -> None:
+    def __init__(
+        self, role: Role, address: str, listed: Role, choices: Iterator[int], sends: NodeSends | None = None
+    ) -> None:
         self.role = role
         self.listed = listed
         self.claimed_incarnation = 0
@@ -66,6 +70,9 @@ class FleetNode:
         self.costs = NodeCosts(PROMPT_STEP if role == node_status_pb2.ROLE_PREFILL else DECODE_STEP)
         self._costs: StepCosts | None = None  # used to choose the node, see `use_costs`
         self._choices = choices
+        self._sends = sends
+        self._sends_version = 0  # of those that were looked at
+        self._sent_by_others = NOTHING if sends is None else sends.by_others()  # as the view and the backlog have it
         self._last_choice = self._requests_since = self._tokens_since = 0
         self._open_blocks = [0]  # open blocks of each pool, less those of requests sent since the status
         self._backlog = Backlog()
@@ -116,6 +123,9 @@ class FleetNode:
 
     def view(self) -> NodeView:
         """The view of the node in its role."""
+        if self._sends is not None and self._sends.version != self._sends_version:
+            self._sends_version = self._sends.version
+            self._note_others(self._sends.by_others())
         view = self._view
         if view is None or view.open != self.open:
             view = self._view = replace(
@@ -147,7 +157,10 @@ class FleetNode:
 
     def note_prompt(self, start: int, stop: int, now_s: float) -> None:
         """Adds the prompt tokens from `start` to `stop`, which the node will compute, to its backlog."""
-        self._backlog.add(prompt_s(self.view(), start, stop), now_s)
+        seconds = prompt_s(self.view(), start, stop)
+        self._backlog.add(seconds, now_s)
+        if self._sends is not None:
+            self._sends.add_prompt(seconds)
 
     def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:
         """Records that a request was sent to the node, which has cached `cached_tokens` of its tokens."""
@@ -156,6 +169,22 @@ class FleetNode:
         self._tokens_since += num_tokens - cached_tokens
         # The node counts one more token too: the first decoded one.
         take_from_roomiest(self._open_blocks, blocks_for(num_tokens + 1 - cached_tokens, self._block_size))
+        self._view = None
+        if self._sends is not None:
+            self._sends.add_request(num_tokens - cached_tokens)
+
+    def _note_others(self, sent: SentWork) -> None:
+        """Counts what other processes of this gateway have sent to the node since its last status."""
+        before = self._sent_by_others
+        if sent == before:
+            return
+        self._sent_by_others = sent
+        requests, tokens = sent.requests - before.requests, sent.tokens - before.tokens
+        self._requests_since += requests
+        self._tokens_since += tokens
+        for _ in range(requests):  # in equal parts, because only their sum is known
+            take_from_roomiest(self._open_blocks, blocks_for(tokens // requests + 1, self._block_size))
+        self._backlog.add_earlier((sent.prompt_ns - before.prompt_ns) / 1e9)
         self._view = None
 
     def use_costs(self, costs: StepCosts | None) -> None:
@@ -182,6 +211,8 @@ class FleetNode:
         self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
         self.reachable, self.loading, self.detail = True, False, detail
         self._requests_since = self._tokens_since = 0
+        if self._sends is not None:
+            self._sent_by_others = self._sends.by_others()
         self._open_blocks = list(status.blocks_open) or [status.blocks_free]
         self._view = None
         self._backlog.reported(_seconds(status.backlog_s), now_s)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import inf
 
+from baton.gateway.core.shared_sends import SharedSends
 from baton.gateway.fleet.breaker import Breakers
 from baton.gateway.fleet.cache_position import CachePosition
 from baton.gateway.fleet.copies import Copies
@@ -81,6 +82,7 @@ class NodeTable:
         self._copies = Copies()
         self._unconfirmed: dict[str, _UnconfirmedRole] = {}  # by address
         self._choices = count(1)  # numbers the choices of nodes
+        self._sends: SharedSends | None = None
         self._costs_at_s = -inf  # time of the last comparison of the nodes' costs
 
     def nodes(self) -> Iterator[FleetNode]:
@@ -93,7 +95,8 @@ class NodeTable:
         return self._add(role, address, listed=role)
 
     def _add(self, role: Role, address: str, *, listed: Role) -> FleetNode:
-        node = self._of(role)[address] = FleetNode(role, address, listed, self._choices)
+        sends = None if self._sends is None else self._sends.of(role, address)
+        node = self._of(role)[address] = FleetNode(role, address, listed, self._choices, sends)
         return node
 
     def remove(self, role: Role, address: str) -> None:

@@ -48,6 +48,14 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):
             local_total=counters.local,
             warnings=self._serving.model.chat.warnings,
             package_version=__version__,
+            workers=[
+                pb.WorkerLoad(
+                    busy_share=load.busy_share,
+                    tokens_per_s=load.tokens_per_s,
+                    limit_tokens_per_s=load.limit_tokens_per_s or 0,
+                )
+                for load in self._serving.worker_loads
+            ],
         )
 
     async def ClusterView(

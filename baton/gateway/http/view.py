@@ -20,6 +20,7 @@ from baton.gateway.core.shared_counters import REFUSALS, Count
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.observe.latencies import STEP_S, WINDOW_STEPS, Latencies
+from baton.gateway.observe.load import LoadMeter
 from baton.gateway.observe.metrics import state_of
 from baton.gateway.observe.node_history import HISTORY_STEP_S, NodeHistory
 from baton.gateway.observe.recent import Shown
@@ -42,7 +43,7 @@ _CLUSTER = rights_for("/baton.v1.Operations/ClusterView")
 
 
 class View:
-    """Builds the JSON for each caller. Samples the charts' latencies during its `async with` block.
+    """Builds the JSON for each caller. Samples the charts' latencies and this process's load in its `async with` block.
 
     Attributes:
         name: the gateway's name.
@@ -54,6 +55,7 @@ class View:
         self._serving = serving
         self._fleet = fleet
         self._latencies = Latencies(serving.shared_counters)
+        self._load = LoadMeter(serving.shared_counters)
         self._history = NodeHistory()
         self._answers: dict[str | None, tuple[float, bytes]] = {}  # by client; None: callers who see everything
 
@@ -69,6 +71,7 @@ class View:
 
     async def _read(self) -> None:
         while True:
+            self._load.read()
             self._latencies.read()
             self._history.read(self._fleet.nodes(), time.monotonic())
             await asyncio.sleep(STEP_S)
@@ -108,6 +111,7 @@ class View:
         if sees == "cluster":
             found |= {
                 "totals": _totals(serving),
+                "workers": _workers(serving),
                 "mixed": self._mixed(),
                 "history_step_s": HISTORY_STEP_S,
                 **_nodes_and_links(self._fleet, self._history),
@@ -148,6 +152,17 @@ def _totals(serving: Serving) -> dict[str, int]:
         "local": total(Count.LOCAL),
         "workers": serving.shared_counters.rows,
     }
+
+
+def _workers(serving: Serving) -> list[dict[str, Any]]:
+    return [
+        {
+            "busy_share": load.busy_share,
+            "tokens_per_s": load.tokens_per_s,
+            "limit_tokens_per_s": load.limit_tokens_per_s,
+        }
+        for load in serving.worker_loads
+    ]
 
 
 def _charts(latencies: Latencies) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class RequestMeter:
         self._gap = tally.histogram("baton_inter_token_latency_seconds")
         self._tokens = tally.counter("baton_generation_tokens_total")
         self._prompt_tokens = tally.counter("baton_prompt_tokens_total")
+        self._merged = tally.counters("baton_generation_tokens_merged_total")
         self._requests = tally.counters("baton_requests_total")
         self._errors = tally.counters("baton_request_errors_total")
         self._door_errors = tally.counters("baton_http_errors_total")
@@ -107,6 +108,10 @@ class RequestMeter:
         """Counts a further message, `seconds` after the one before it."""
         self._gap.observe(seconds / tokens, tokens)
         self._tokens.add(tokens)
+
+    def merged(self, tokens: int, slow_client: bool) -> None:
+        """Counts tokens that shared a message with an earlier one, by who was behind."""
+        self._merged["client" if slow_client else "gateway"].add(tokens)
 
     # ---- requests
 

@@ -7,6 +7,7 @@ from baton.gateway.core.shared_counters import REFUSALS, Count, SharedCounters
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.fleet.revisions import serving_revisions, serving_versions
+from baton.gateway.observe.load import worker_loads
 from baton.metrics.declared import ProcessRole
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import join
@@ -40,6 +41,8 @@ class GatewayMetrics:
         yield Figure("baton_num_requests_waiting", waiting)
         yield Figure("baton_ready", int(self._ready()))
         yield Figure("baton_workers", self._counters.rows)
+        for row, load in enumerate(worker_loads(self._counters)):
+            yield Figure("baton_worker_busy_ratio", load.busy_share, (str(row),))
         for reason, count in REFUSALS.items():
             yield Figure("baton_requests_refused_total", total(count), (reason,))
         for role, nodes in (("prefill", self._fleet.prefills), ("decode", self._fleet.decodes)):

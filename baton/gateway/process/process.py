@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.core.logs import count_dropped_lines, show_name
+from baton.gateway.core.shared_sends import SharedSends
+from baton.gateway.core.shared_sessions import SharedSessions
 from baton.gateway.grpc.services import SERVICE_NAMES, add_services
 from baton.gateway.http.cors import AllowedOrigins
 from baton.gateway.http.server import HttpServer, bind
@@ -26,6 +28,7 @@ from baton.rpc.secure_server import protect_client_server, watch_client_pems
 from baton.rpc.server import GrpcServer, ListenAddress, stop_on_signals
 from baton.security.authenticator import Authenticator
 from baton.security.exposure import check_exposed
+from baton.security.limit_table import LimitTable
 from baton.security.pem import Files, Pems
 from baton.security.watched import Watched
 from baton.settings.config import MIB
@@ -73,19 +76,37 @@ class Addresses:
     metrics: str | None
 
 
+@dataclass(frozen=True)
+class SharedMemory:
+    """What all workers of a gateway write, besides their counters.
+
+    Attributes:
+        limits: what clients have used of their limits.
+        sends: what was sent to each node.
+        sessions: nodes that served each session last.
+    """
+
+    limits: LimitTable
+    sends: SharedSends
+    sessions: SharedSessions
+
+
 OnReady = Callable[[Addresses], None]
 
 
-def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> BoundSockets:
+def bind_ports(
+    settings: GatewaySettings, *, shared: bool = False, limit_table: LimitTable | None = None
+) -> BoundSockets:
     """Binds all ports. Needs a running event loop.
 
     Args:
         shared: whether other workers bind the same ports, which their parent has reserved.
+        limit_table: where all workers count what clients use; None: there are no others.
 
     Raises:
         ConfigError: an address cannot be bound, or other machines could reach a port without TLS.
     """
-    door, pems = Authenticator(settings), watch_client_pems(_client_files(settings))
+    door, pems = Authenticator(settings, limit_table), watch_client_pems(_client_files(settings))
     check_doors(settings)
     server = GrpcServer(
         settings.listen,
@@ -131,6 +152,7 @@ async def run(
     on_ready: OnReady,
     *,
     other_workers: OtherWorkers | None = None,
+    shared: SharedMemory | None = None,
 ) -> None:
     """Serves until SIGTERM, and then until requests have ended.
 
@@ -138,6 +160,7 @@ async def run(
         bound: the ports; None: this process is a worker, which binds its ports once it can serve.
         on_ready: called once, when nodes can serve.
         other_workers: connection to the other workers; None: there are none.
+        shared: what all workers write, besides their counters.
 
     Raises:
         ConfigError: a node address is malformed, or a chat template is invalid or takes too long or too much memory.
@@ -149,12 +172,15 @@ async def run(
         stack.callback(checking.cancel)
         if bound is not None:
             await stack.enter_async_context(bound.server)
-        connections = await stack.enter_async_context(Connections(settings, model))
+        connections = Connections(settings, model)
+        if shared is not None:
+            connections.fleet.share(shared.sends, shared.sessions)
+        await stack.enter_async_context(connections)
         if bound is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_NODES_TIMEOUT_S):
                     await connections.until_serves()
-            bound = bind_ports(settings, shared=True)
+            bound = bind_ports(settings, shared=True, limit_table=None if shared is None else shared.limits)
             await stack.enter_async_context(bound.server)
         await _until_stopped(stop, checking)
         server = bound.server

@@ -1,4 +1,4 @@
-"""Starts the gateway from its settings, in one process or, with `workers`, in several."""
+"""Starts the gateway from its settings, in one process or in several workers."""
 
 import asyncio
 import logging
@@ -11,6 +11,7 @@ from baton.core.logs import set_up_logging
 from baton.core.ready_file import check_ready_file, write_ready_file
 from baton.core.supervisor import Supervisor
 from baton.gateway.process import process, workers
+from baton.gateway.process.worker_count import GatewayHost, choose_workers
 from baton.gateway.text.model import read_served_model
 from baton.models.loading.gguf.view import model_directory
 from baton.rpc.server import ListenAddress, check_advertised
@@ -31,9 +32,10 @@ def start(settings: GatewaySettings) -> None:
         check_ready_file(settings.ready_file)
         ListenAddress.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
+        settings = _with_workers(settings)
         supervisor = Supervisor(settings.supervisor)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            if settings.workers > 1:
+            if settings.processes > 1:
                 _serve_with_workers(runner, settings, supervisor)
             else:
                 _serve_alone(runner, settings, supervisor)
@@ -41,6 +43,17 @@ def start(settings: GatewaySettings) -> None:
         fail(PROGRAM, error, supervisor)
     except KeyboardInterrupt:
         log.info("interrupted")
+
+
+def _with_workers(settings: GatewaySettings) -> GatewaySettings:
+    """The settings with a number of workers; one that was set stays."""
+    if settings.workers is not None:
+        return settings
+    host = GatewayHost.of_this_process(settings)
+    chosen = choose_workers(host)
+    level = logging.INFO if chosen.workers > 1 else logging.DEBUG
+    log.log(level, "workers: %d, by default; %s; %s", chosen.workers, host, chosen.why)
+    return settings.model_copy(update={"workers": chosen.workers})
 
 
 def _serve_alone(runner: asyncio.Runner, settings: GatewaySettings, supervisor: Supervisor) -> None:

@@ -21,11 +21,14 @@ import uvloop
 from baton.core.errors import ConfigError
 from baton.core.logs import set_up_logging
 from baton.gateway.core.shared_counters import SharedCounters
+from baton.gateway.core.shared_sends import SharedSends
+from baton.gateway.core.shared_sessions import SharedSessions
 from baton.gateway.observe.recent import Shown
 from baton.gateway.process import process
 from baton.gateway.process.worker_channel import Message, WorkerChannel
 from baton.gateway.serving.serving import AnswerAbout, Serving
 from baton.gateway.text.model import read_served_model
+from baton.security.limit_table import LimitTable
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.reader import fail
 
@@ -34,13 +37,16 @@ log = logging.getLogger("baton")
 _PR_SET_PDEATHSIG = 1
 
 
-def main(channel_fd: int, counters_fd: int, row: int) -> None:
+def main(channel_fd: int, counters_fd: int, limits_fd: int, sends_fd: int, sessions_fd: int, row: int) -> None:
     """Serves until SIGTERM, or until the parent ends.
 
     Args:
         channel_fd: descriptor of the socket to the parent, which sends the settings first.
         counters_fd: descriptor of the shared counters' memory.
-        row: index of this worker's row in the shared counters.
+        limits_fd: descriptor of the memory with what clients have used of their limits.
+        sends_fd: descriptor of the memory with what was sent to each node.
+        sessions_fd: descriptor of the memory with the nodes of each session.
+        row: index of this worker's row in the other memories.
     """
     # If the parent ended before this call, `follow` notices the closed socket.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -53,14 +59,19 @@ def main(channel_fd: int, counters_fd: int, row: int) -> None:
     program = f"gateway/{row}"
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
     try:
-        uvloop.run(_run(settings, end, SharedCounters(settings.workers, row, counters_fd)))
+        rows = settings.processes
+        limits, sends = LimitTable(rows, row, limits_fd), SharedSends(rows, row, sends_fd)
+        shared = process.SharedMemory(limits, sends, SharedSessions(sessions_fd))
+        uvloop.run(_run(settings, end, SharedCounters(rows, row, counters_fd), shared))
     except ConfigError as error:
         fail(program, error)
     except KeyboardInterrupt:
         log.info("interrupted")
 
 
-async def _run(settings: GatewaySettings, end: socket.socket, counters: SharedCounters) -> None:
+async def _run(
+    settings: GatewaySettings, end: socket.socket, counters: SharedCounters, shared: process.SharedMemory
+) -> None:
     model = read_served_model(
         settings.model,
         settings.model_name,
@@ -70,7 +81,7 @@ async def _run(settings: GatewaySettings, end: socket.socket, counters: SharedCo
     )
     other_workers = _OtherWorkers(end, counters)
     following = asyncio.create_task(other_workers.follow(), name="other_workers")
-    await process.run(settings, model, None, other_workers.ready, other_workers=other_workers)
+    await process.run(settings, model, None, other_workers.ready, other_workers=other_workers, shared=shared)
     following.cancel()
 
 

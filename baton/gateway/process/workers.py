@@ -1,4 +1,5 @@
-"""The parent process of `gateway --workers N`: reserves the ports, starts N workers on them, and restarts crashed ones.
+"""The parent process of a gateway of several workers: reserves the ports, starts the workers on them, and restarts
+crashed ones.
 
 The parent serves no requests. Its workers share counters and reach each other through it.
 """
@@ -17,6 +18,8 @@ from baton.core.errors import ConfigError
 from baton.core.ready_file import write_ready_file
 from baton.core.supervisor import Supervisor
 from baton.gateway.core.shared_counters import SharedCounters
+from baton.gateway.core.shared_sends import SharedSends
+from baton.gateway.core.shared_sessions import SharedSessions
 from baton.gateway.process.process import check_doors
 from baton.gateway.process.worker_channel import Message, WorkerChannel
 from baton.rpc.server import (
@@ -27,6 +30,7 @@ from baton.rpc.server import (
     stop_on_signals,
     why_taken,
 )
+from baton.security.limit_table import LimitTable
 from baton.settings.environment import child_environment
 from baton.settings.gateway_config import GatewaySettings
 
@@ -102,7 +106,9 @@ class _Workers:
         self.addresses: Message = {}  # as a worker reported them
         self.all_ready = asyncio.Event()
         self._settings = settings
-        self._counters, self._counters_fd = SharedCounters.create(settings.workers)
+        self._counters, counters_fd = SharedCounters.create(settings.processes)
+        self._limits, limits_fd = LimitTable.create(settings.processes)
+        self._fds = (counters_fd, limits_fd, SharedSends.create(settings.processes), SharedSessions.create())
         self._channels: dict[int, WorkerChannel] = {}  # by row
         self._processes: dict[int, Process] = {}
         self._ready: set[int] = set()
@@ -116,12 +122,13 @@ class _Workers:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                for row in range(self._settings.workers):
+                for row in range(self._settings.processes):
                     group.create_task(self._keep_running(row), name=f"worker-{row}")
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            os.close(self._counters_fd)
+            for fd in self._fds:
+                os.close(fd)
 
     def stop(self) -> None:
         """Lets all workers drain."""
@@ -141,6 +148,7 @@ class _Workers:
             was_ready = row in self._ready
             self._ready.discard(row)
             self._counters.retire_row(row)
+            self._limits.retire_row(row)
             if self._stopped.is_set():
                 return
             if code == _CONFIG_ERROR and not self.all_ready.is_set():
@@ -157,9 +165,9 @@ class _Workers:
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "baton.gateway.process.worker"),
-                *map(str, (theirs.fileno(), self._counters_fd, row)),
+                *map(str, (theirs.fileno(), *self._fds, row)),
                 stdin=asyncio.subprocess.DEVNULL, env=child_environment(),
-                pass_fds=(theirs.fileno(), self._counters_fd),
+                pass_fds=(theirs.fileno(), *self._fds),
                 start_new_session=True,  # Ctrl-C reaches the parent, which lets the workers drain
             )  # fmt: skip
         self._processes[row] = process
@@ -180,7 +188,7 @@ class _Workers:
         if "ready" in question:
             self.addresses = question["ready"]
             self._ready.add(row)
-            if len(self._ready) == self._settings.workers:
+            if len(self._ready) == self._settings.processes:
                 self.all_ready.set()
             return {}
         others = [channel for other, channel in self._channels.items() if other != row]
@@ -193,7 +201,7 @@ async def _report_readiness(settings: GatewaySettings, workers: _Workers, superv
     await workers.all_ready.wait()
     address, http = workers.addresses["address"], workers.addresses["http"]
     write_ready_file(settings.ready_file, address=address, http=http, metrics=workers.addresses["metrics"])
-    log.info("ready on %s, %d workers", address, settings.workers)
+    log.info("ready on %s, %d workers", address, settings.processes)
     supervisor.report("ready", address=address, http=http, metrics=workers.addresses["metrics"])
 
 

@@ -41,13 +41,15 @@ from baton.gateway.request.decode_session import DecodeSession, TokenReceiver
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
 from baton.gateway.request.node_clients import PrefillStream
-from baton.gateway.request.write_scheduler import WriteScheduler
+from baton.gateway.request.write_scheduler import SLOW_S, WriteScheduler
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.protos.v1 import generation_pb2, node_status_pb2
 
 _GONE = "it has changed its role, or is no longer listed"
 
 Write = Callable[[generation_pb2.GenerateResponse], Awaitable[object]]
+OnMerged = Callable[[int, bool], object]
+"""Gets the number of tokens that share a message with an earlier one, and whether they waited for the client."""
 
 
 class RequestDriver:
@@ -61,16 +63,19 @@ class RequestDriver:
         scheduler: WriteScheduler,
         write: Write,
         journal: Journal,
+        on_merged: OnMerged,
     ) -> None:
         self._request = request
         self._journal = journal
         self._machine = machine
         self._connections = connections
         self._write_to_client = write
+        self._on_merged = on_merged
         self._loop = asyncio.get_running_loop()
         self._scheduler = scheduler
         self._events: list[Event] = []
         self._tokens: list[decode_pb2.StepToken] | None = None  # of the last event, if tokens may still join it
+        self._joined = 0  # tokens that joined those of an event
         self._urgent = False  # whether an event must not wait for a turn
         self._waiter: asyncio.Future[None] | None = None  # set while `run` waits for an event, and perhaps for its turn
         self._timer: asyncio.TimerHandle | None = None
@@ -78,7 +83,8 @@ class RequestDriver:
         self._task: asyncio.Task[object] | None = None  # the task that executes `run`
         self._round = 0  # round of the last turn
         self._writing = False  # whether a message to the client is being written
-        self._slow = False  # whether the last message had to wait for the client
+        self._slow = False  # whether the last message had to wait for the client while others waited for a turn
+        self._behind_client = False  # whether events came while the last message had to wait for the client
         self._ended_by: BatonError | None = None  # set by `end` during a write
         self._listening = False
         self._attempt: tuple[DecodeSession, int] | None = None  # the session and the request's key
@@ -95,8 +101,12 @@ class RequestDriver:
         self._events.append(Started())
         try:
             while True:
+                if self._joined:
+                    self._on_merged(self._joined, self._behind_client)
+                    self._joined = 0
                 events, self._events, self._tokens, self._urgent = self._events, [], None, False
-                commands = machine.handle(events, monotonic())  # finer than uvloop's clock of milliseconds
+                now_s = monotonic()  # finer than uvloop's clock of milliseconds
+                commands = machine.handle(events, now_s)
                 if machine.waits_for_fleet is not self._listening:
                     self._listen(listening=machine.waits_for_fleet)
                 for command in commands:
@@ -110,6 +120,7 @@ class RequestDriver:
                         finally:
                             self._slow = scheduler.end(period)
                         self._writing = False
+                        self._behind_client = bool(self._events) and monotonic() - now_s > SLOW_S
                     elif isinstance(command, Finish):
                         if command.error is not None:
                             raise command.error
@@ -218,6 +229,7 @@ class RequestDriver:
     def _token_came(self, attempt: int, step_token: decode_pb2.StepToken) -> None:
         if self._tokens is not None:
             self._tokens.append(step_token)
+            self._joined += 1
             return
         self._tokens = [step_token]
         if self._waiter is not None and not self._events:

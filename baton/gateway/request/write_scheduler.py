@@ -15,7 +15,7 @@ _TURNS_PER_PASS = 8
 # Without a limit, a token costs three to four times as much at 256 busy gRPC streams; 16, 32 and 64 cost the same.
 _WRITES_MAX = 64
 # A write that takes longer waits for a slow client, not for this process, and no longer counts.
-_SLOW_S = 0.02
+SLOW_S = 0.02
 
 
 class WriteScheduler:
@@ -100,7 +100,7 @@ class WriteScheduler:
 
     def _await_write(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_later(_SLOW_S, self._end_period)
+            self._timer = self._loop.call_later(SLOW_S, self._end_period)
 
     def _end_period(self) -> None:
         self._timer = None

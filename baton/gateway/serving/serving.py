@@ -16,6 +16,7 @@ from baton.core.memory import memory_limit_bytes
 from baton.core.types import AdapterRef
 from baton.gateway.core.request import Outputs
 from baton.gateway.core.shared_counters import Count, Counters, SharedCounters
+from baton.gateway.observe.load import WorkerLoad, worker_loads
 from baton.gateway.observe.meter import CHAT, COMPLETION, RequestMeter
 from baton.gateway.observe.metrics import GatewayMetrics
 from baton.gateway.observe.recent import Recent, Shown, newest_of
@@ -127,7 +128,7 @@ class Serving:
         tracer: Tracer | None = None,
     ) -> None:
         self.model = model
-        self.texts = TextWork(held_bytes=text_budget(memory_limit_bytes(), processes=settings.workers))
+        self.texts = TextWork(held_bytes=text_budget(memory_limit_bytes(), processes=settings.processes))
         self.other_workers = other_workers or SingleWorker()
         self.shared_counters = self.other_workers.shared_counters
         self.meter = RequestMeter(self.shared_counters.tally)
@@ -154,6 +155,11 @@ class Serving:
     def running(self) -> int:
         """Number of outputs that run or wait now in the whole gateway."""
         return self.shared_counters.total(Count.RUNNING)
+
+    @property
+    def worker_loads(self) -> list[WorkerLoad]:
+        """How busy each process of the gateway is."""
+        return worker_loads(self.shared_counters)
 
     @property
     def draining(self) -> bool:

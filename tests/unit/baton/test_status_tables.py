@@ -1,5 +1,7 @@
-"""`baton status` shows the gateway's warnings and the KV that nodes keep; no text of them controls the terminal."""
+"""`baton status` shows the gateway's processes and warnings, and the KV that nodes keep. No text of these controls the
+terminal."""
 
+import pytest
 from rich.console import Console
 
 from baton.cli.status_json import to_json
@@ -37,3 +39,29 @@ def test_kv_that_is_kept_outside_of_the_cache_is_shown_by_store() -> None:
     shown = to_json(cluster)["nodes"]
     assert isinstance(shown, list)
     assert [store["name"] for store in shown[0]["stores"]] == ["host", "file"]
+
+
+WORKERS = {
+    (): "",
+    ((0.034, 120, 0),): "1 worker 3 % busy, 120 tokens/s",
+    ((0.1, 800, 8000), (0.52, 4700, 9000)): (
+        "2 workers, the busiest 52 % busy, 5,500 tokens/s; one worker's limit: about 9,000"
+    ),
+}
+
+
+@pytest.mark.parametrize(("loads", "line"), WORKERS.items())
+def test_the_load_and_the_limit_of_the_busiest_worker_are_shown(
+    loads: tuple[tuple[float, int, int], ...], line: str
+) -> None:
+    workers = [
+        operations_pb2.WorkerLoad(busy_share=busy_share, tokens_per_s=rate, limit_tokens_per_s=limit)
+        for busy_share, rate, limit in loads
+    ]
+    cluster = operations_pb2.ClusterStatusResponse(gateway="gw", workers=workers)
+    console = Console(width=160, force_terminal=False, color_system=None)
+    with console.capture() as captured:
+        console.print(render(cluster))
+    assert captured.get().splitlines()[2].strip() == line
+    shown = [{"busy_share": each[0], "tokens_per_s": each[1], "limit_tokens_per_s": each[2] or None} for each in loads]
+    assert to_json(cluster)["workers"] == shown

@@ -137,3 +137,12 @@ def test_the_standard_histograms_know_what_was_asked_for_and_how_it_failed() -> 
     for name in ("time_to_first_token", "time_per_output_token"):
         assert metered.observed(f"gen_ai_server_{name}_seconds", *chat) == 1
         assert metered.observed(f"gen_ai_server_{name}_seconds", *completion) == 0
+
+
+def test_tokens_that_share_a_message_count_by_who_was_behind() -> None:
+    metered = Metered()
+    metered.meter.merged(3, slow_client=True)
+    metered.meter.merged(1, slow_client=False)
+    metered.meter.merged(1, slow_client=False)
+    merged = [metered.counter("baton_generation_tokens_merged_total", behind) for behind in ("client", "gateway")]
+    assert merged == [3, 2]

@@ -71,9 +71,14 @@ class ResponseStore:
     def size_bytes(self) -> int:
         return sum(self._bytes.values())
 
-    def put(self, owner: str, response: StoredResponse) -> bool:
-        """Stores a response, in place of one with the same key. Returns False if its conversation is too large."""
-        if response.conversation_bytes > self.bytes_max:
+    def put(self, owner: str, response: StoredResponse, *, room_bytes: int | None = None) -> bool:
+        """Stores a response, in place of one with the same key. Returns False if its conversation is too large.
+
+        Args:
+            room_bytes: all responses shall take no more, except for this one's conversation; None: `bytes_max`.
+        """
+        conversation_bytes = response.conversation_bytes
+        if conversation_bytes > self.bytes_max:
             return False
         mine = self._by_owner.setdefault(owner, OrderedDict())
         self._hold(owner, response)
@@ -81,9 +86,13 @@ class ResponseStore:
         mine[response.key] = response
         if replaced is not None:
             self._release(owner, replaced)
-        while self.size_bytes > self.bytes_max:
-            self._evict()
+        self.fit(self.bytes_max if room_bytes is None else max(room_bytes, conversation_bytes))
         return True
+
+    def fit(self, room_bytes: int) -> None:
+        """Forgets responses until the others take no more than that."""
+        while self.size_bytes > room_bytes:
+            self._evict()
 
     def get(self, owner: str, key: str) -> StoredResponse | None:
         """Returns the owner's response, which counts as a use of it."""

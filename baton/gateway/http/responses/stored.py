@@ -1,16 +1,19 @@
 """Stored responses of the whole gateway: those of this process, and those that another worker process has.
 
-A conversation's next request may reach another worker than the last one did. That worker fetches the conversation once
-and then has it too.
+A conversation's next request may reach another worker than the last one did. That worker fetches the conversation once,
+in pieces, and then has it too. All workers share one number of bytes: each may use what the others leave, and at least
+an equal share.
 """
 
+import asyncio
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import orjson
 
 from baton.core.errors import BatonError, InvalidRequest
+from baton.gateway.core.shared_counters import Count
 from baton.gateway.http.errors import HttpRefusal
 from baton.gateway.http.responses.answer import response_id
 from baton.gateway.http.responses.store import ResponseStore, StoredResponse
@@ -23,7 +26,7 @@ Json = dict[str, Any]
 
 _SEND_ALL = "send the whole conversation in `input`"
 _TOPIC = "stored response"
-_MOVED_BYTES_MAX = 8 * MIB  # of one conversation; a message between processes is limited to 16 MiB, in base64
+_PIECE_BYTES = 1 << 18  # of a moved conversation: encoding and decoding one delays streams by under a millisecond
 _PREFIX = response_id("")
 
 
@@ -35,8 +38,11 @@ class StoredResponses:
     """
 
     def __init__(self, settings: GatewaySettings, other_workers: OtherWorkers) -> None:
-        self._store = ResponseStore(int(settings.response_store_mib * MIB / settings.workers))
+        self._store = ResponseStore(int(settings.response_store_mib * MIB))
+        self._least_bytes = self._store.bytes_max // settings.processes
         self._others = other_workers
+        self._counters = other_workers.shared_counters
+        self._asking: set[asyncio.Task[object]] = set()
         other_workers.answer_about(_TOPIC, self._answer)
 
     @property
@@ -56,7 +62,7 @@ class StoredResponses:
 
     def keep(self, response: StoredResponse) -> None:
         """Stores a response; older ones make room. One that is larger than the whole store is not kept."""
-        self._store.put(_owner(), response)
+        self._put(_owner(), response)
 
     async def previous(self, given: str) -> StoredResponse:
         """Returns the response with this id, which a request continues.
@@ -78,11 +84,7 @@ class StoredResponses:
         return found
 
     async def find(self, given: str) -> StoredResponse | None:
-        """Returns the response with this id; None: there is none.
-
-        Raises:
-            InvalidRequest: another worker process has it, and it is too large to be fetched.
-        """
+        """Returns the response with this id, of whichever worker process; None: there is none."""
         if not given.startswith(_PREFIX):
             return None
         owner, key = _owner(), given.removeprefix(_PREFIX)
@@ -92,33 +94,49 @@ class StoredResponses:
     async def delete(self, given: str) -> None:
         """Deletes a response. Raises HttpRefusal (404) if there is none."""
         owner, key = _owner(), given.removeprefix(_PREFIX)
-        deleted = given.startswith(_PREFIX) and self._store.delete(owner, key)
+        deleted = given.startswith(_PREFIX) and self._delete(owner, key)
         others = await self._ask({"delete": key, "owner": owner}) if given.startswith(_PREFIX) else []
         if not deleted and not any(other.get("deleted") for other in others):
             raise _not_found(given, 404, "not_found")
 
     async def _fetch(self, owner: str, key: str) -> StoredResponse | None:
-        """Copies a response and its conversation from another worker process."""
-        sizes = [answer for answer in await self._ask({"find": key, "owner": owner}) if "row" in answer]
-        if not sizes:
+        """Copies a response and its conversation from another worker process; None: none has it (any more)."""
+        offers = [answer for answer in await self._ask({"find": key, "owner": owner}) if "row" in answer]
+        if not offers:
             return None
-        if sizes[0]["bytes"] > _MOVED_BYTES_MAX:
-            raise InvalidRequest(
-                f"{response_id(key)} belongs to another worker process, and its conversation of "
-                f"{sizes[0]['bytes'] / MIB:.0f} MiB is too large to move",
-                field="previous_response_id",
-                value=response_id(key),
-                cure=f"{_SEND_ALL}, or start the gateway with --workers 1",
-            )
-        answers = await self._ask({"fetch": key, "owner": owner, "row": sizes[0]["row"]})
-        moved: list[Json] = next((answer["responses"] for answer in answers if "responses" in answer), [])
-        found: StoredResponse | None = None
-        for each in moved:
-            body, inputs, outputs = (base64.b64decode(each[name]) for name in ("body", "inputs", "outputs"))
-            found = StoredResponse(each["key"], body, inputs, outputs, found)
+        moved, size_bytes = bytearray(), sum(sum(sizes) for _, *sizes in offers[0]["responses"])
+        while len(moved) < size_bytes:
+            question = {"fetch": key, "owner": owner, "row": offers[0]["row"], "start": len(moved)}
+            pieces = [answer["piece"] for answer in await self._ask(question) if "piece" in answer]
+            if not pieces or not (piece := base64.b64decode(pieces[0])):
+                return None  # it made room for others meanwhile
+            moved += piece
+        texts, found = memoryview(moved), None
+        for each_key, *sizes in offers[0]["responses"]:
+            body, inputs, outputs = _cut(texts, sizes)
+            texts = texts[sum(sizes) :]
+            found = StoredResponse(each_key, body, inputs, outputs, found)
         if found is not None:
-            self._store.put(owner, found)
+            self._put(owner, found)
         return found
+
+    def _put(self, owner: str, response: StoredResponse) -> None:
+        self._store.put(owner, response, room_bytes=self._room_bytes())
+        self._counters.set(Count.STORED, self._store.size_bytes)
+        if self._counters.total(Count.STORED) > self._store.bytes_max:
+            task = asyncio.get_running_loop().create_task(self._ask({"fit": True, "owner": owner}))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    def _delete(self, owner: str, key: str) -> bool:
+        deleted = self._store.delete(owner, key)
+        self._counters.set(Count.STORED, self._store.size_bytes)
+        return deleted
+
+    def _room_bytes(self) -> int:
+        """How much this process may store beside what the others have."""
+        others = self._counters.total(Count.STORED) - self._store.size_bytes
+        return max(self._least_bytes, self._store.bytes_max - others)
 
     async def _ask(self, question: Json) -> list[Json]:
         return await self._others.ask_about(_TOPIC, question)
@@ -127,15 +145,20 @@ class StoredResponses:
         """Answers another worker process."""
         owner = question["owner"]
         if "delete" in question:
-            return {"deleted": self._store.delete(owner, question["delete"])}
+            return {"deleted": self._delete(owner, question["delete"])}
+        if "fit" in question:
+            self._store.fit(self._room_bytes())
+            self._counters.set(Count.STORED, self._store.size_bytes)
+            return {}
         found = self._store.get(owner, question["find" if "find" in question else "fetch"])
         if found is None:
             return {}
         if "find" in question:
-            return {"row": row, "bytes": _moved_bytes(found)}
-        if question["row"] != row or _moved_bytes(found) > _MOVED_BYTES_MAX:
+            return {"row": row, "responses": [(each.key, *map(len, texts)) for each, texts in _moved(found)]}
+        if question["row"] != row:
             return {}
-        return {"responses": [_moved(each, with_body=each is found) for each in found.conversation()]}
+        texts = [text for _, texts in _moved(found) for text in texts]
+        return {"piece": base64.b64encode(_piece(texts, question["start"])).decode()}
 
 
 def items_of(found: StoredResponse, *, before_answer: bool = False) -> list[Json]:
@@ -164,14 +187,31 @@ def encoded(items: list[Json]) -> bytes:
     return orjson.dumps(items)[1:-1]
 
 
-def _moved_bytes(response: StoredResponse) -> int:
-    return response.items_bytes + len(response.body)
+def _moved(response: StoredResponse) -> list[tuple[StoredResponse, tuple[bytes, bytes, bytes]]]:
+    """The texts of each response of the conversation. Earlier ones need no object, because nobody finds them there."""
+    return [
+        (each, (each.body if each is response else b"", each.inputs, each.outputs)) for each in response.conversation()
+    ]
 
 
-def _moved(response: StoredResponse, *, with_body: bool) -> Json:
-    """Returns a response as JSON. Earlier ones of its conversation need no object, because nobody finds them there."""
-    texts = {"body": response.body if with_body else b"", "inputs": response.inputs, "outputs": response.outputs}
-    return {"key": response.key, **{name: base64.b64encode(text).decode() for name, text in texts.items()}}
+def _piece(texts: Iterable[bytes], start: int) -> bytes:
+    """The bytes from `start` of the texts one after another, at most `_PIECE_BYTES`."""
+    piece = bytearray()
+    for text in texts:
+        if start < len(text):
+            piece += memoryview(text)[start : start + _PIECE_BYTES - len(piece)]
+        start = max(0, start - len(text))
+        if len(piece) == _PIECE_BYTES:
+            break
+    return bytes(piece)
+
+
+def _cut(texts: memoryview, sizes: Iterable[int]) -> Iterator[bytes]:
+    """The parts of these sizes, one after another."""
+    start = 0
+    for size in sizes:
+        yield bytes(texts[start : start + size])
+        start += size
 
 
 def _owner() -> str:

@@ -1,5 +1,5 @@
 // Asks for the state every two seconds, one request at a time, and shows it. A hidden or paused page does not ask.
-import { $, count, make, show as fill } from "./dom.js";
+import { $, count, make, percent, plural, show as fill } from "./dom.js";
 import { setUpCharts, showCharts } from "./charts.js";
 import { showLinks, takeRates } from "./links.js";
 import { setUpNodes, showNodes } from "./nodes.js";
@@ -52,6 +52,14 @@ function lock() {
   $("key").focus();
 }
 
+// The gateway's processes: their number, and how busy the busiest one is.
+function busiest(workers) {
+  if (!workers.length) return null;
+  const [first] = [...workers].sort((a, b) => b.busy_share - a.busy_share);
+  const limit = Number.isFinite(first.limit_tokens_per_s) ? `One worker's limit: about ${count(first.limit_tokens_per_s)} tokens/s` : undefined;
+  return make("span", { class: "total", title: limit }, make("b", {}, percent(first.busy_share)), ` busy, of ${plural(workers.length, "worker")}`);
+}
+
 function show(state) {
   last = state;
   $("locked").hidden = true;
@@ -68,7 +76,7 @@ function show(state) {
   else pill("good", "serving");
   const totals = all ? state.totals ?? {} : {};
   fill($("totals"), Object.keys(totals).filter((name) => ["running", "waiting", "finished", "failed", "refused"].includes(name)).map((name) =>
-    make("span", { class: name === "failed" && totals[name] > 0 ? "total bad" : "total" }, make("b", {}, count(totals[name])), ` ${name}`)));
+    make("span", { class: name === "failed" && totals[name] > 0 ? "total bad" : "total" }, make("b", {}, count(totals[name])), ` ${name}`)), busiest(all ? state.workers ?? [] : []));
   if (all) {
     takeRates(state);
     showCluster();

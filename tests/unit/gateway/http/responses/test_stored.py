@@ -1,8 +1,10 @@
 """Stored answers on real connections: continued, listed, deleted, kept apart by caller, and switched off."""
 
+import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Mapping
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -217,8 +219,8 @@ async def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
 class Colleagues(SingleWorker):
     """The workers of one gateway, in one process."""
 
-    def __init__(self, all_of_them: "list[Colleagues]") -> None:
-        self.shared_counters = SharedCounters(2, len(all_of_them))
+    def __init__(self, all_of_them: "list[Colleagues]", fd: int | None = None) -> None:
+        self.shared_counters = SharedCounters(2, len(all_of_them), fd)
         self._all = all_of_them
         self._answers: dict[str, AnswerAbout] = {}
         all_of_them.append(self)
@@ -231,6 +233,16 @@ class Colleagues(SingleWorker):
         sent = json.loads(json.dumps(question))
         found = [each._answers[topic](sent, each.shared_counters.row) for each in self._all if each is not self]
         return [dict(json.loads(json.dumps(each))) for each in found]
+
+
+@pytest.fixture
+def two_workers() -> Iterator[tuple[StoredResponses, StoredResponses]]:
+    """The stores of two workers that share 2 MiB."""
+    _, fd = SharedCounters.create(2)
+    settings, workers = GatewaySettings(workers=2, response_store_mib=2.0), list[Colleagues]()
+    one, other = (StoredResponses(settings, Colleagues(workers, fd)) for _ in range(2))
+    yield one, other
+    os.close(fd)
 
 
 async def test_a_conversation_goes_on_at_another_worker() -> None:
@@ -255,9 +267,42 @@ async def test_other_workers_are_asked_about_any_id(given: str) -> None:
     assert await other.find(given) is None
 
 
-async def test_a_conversation_that_is_too_large_to_move_names_the_cure() -> None:
-    settings, workers = GatewaySettings(workers=2), list[Colleagues]()
-    one, other = (StoredResponses(settings, Colleagues(workers)) for _ in range(2))
-    one.keep(StoredResponse("a", b"x" * (9 << 20), b"", b""))
-    with pytest.raises(Exception, match="--workers 1"):
-        await other.find("resp_a")
+async def test_a_large_conversation_moves_in_pieces(two_workers: tuple[StoredResponses, StoredResponses]) -> None:
+    one, other = two_workers
+    texts = [bytes([65 + number]) * (1 << 17) for number in range(6)]
+    first = StoredResponse("a", b"dropped", texts[0], texts[1])
+    one.keep(StoredResponse("c", texts[2], texts[3], texts[4], StoredResponse("b", b"", b"", texts[5], first)))
+    found = await other.find("resp_c")
+    assert found is not None
+    assert found.body == texts[2]
+    moved = [(each.key, each.inputs, each.outputs) for each in found.conversation()]
+    assert moved == [("a", texts[0], texts[1]), ("b", b"", texts[5]), ("c", texts[3], texts[4])]
+
+
+async def test_a_worker_may_use_all_the_room_that_others_leave(
+    two_workers: tuple[StoredResponses, StoredResponses],
+) -> None:
+    one, other = two_workers
+    large = StoredResponse("large", b"x" * 1_900_000, b"", b"")
+    assert one.has_room_for(b"x" * 1_900_000, None)
+    one.keep(large)
+    assert await one.find("resp_large") is large
+    other.keep(StoredResponse("own", b"y" * 900_000, b"", b""))
+    await asyncio.sleep(0)  # `one` is asked to make room
+    await asyncio.sleep(0)
+    assert await one.find("resp_large") is None
+    assert await other.find("resp_own") is not None
+
+
+async def test_a_worker_keeps_its_share_however_much_another_stores(
+    two_workers: tuple[StoredResponses, StoredResponses],
+) -> None:
+    one, other = two_workers
+    other.keep(StoredResponse("own", b"y" * 900_000, b"", b""))
+    for number in range(10):
+        one.keep(StoredResponse(f"{number}", b"x" * 500_000, b"", b""))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert await other.find("resp_own") is not None
+    kept = [number for number in range(10) if await one.find(f"resp_{number}") is not None]
+    assert kept == [8, 9]

@@ -1,7 +1,7 @@
 """All nodes that this gateway knows, and the choice of nodes for requests. Pure: no clock, task or socket."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from baton.core.types import AdapterRef, LocalPolicy
@@ -10,6 +10,7 @@ from baton.gateway.fleet.adapters import serving_adapters
 from baton.gateway.fleet.fleet_node import FleetNode, settled
 from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
+from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
 from baton.gateway.fleet.placement import Placement, place
 from baton.gateway.fleet.router import NodeView, RoutedRequest, least_pooling, pick_prefill, usable_prefills
 from baton.protos.v1 import node_status_pb2, operations_pb2
@@ -65,6 +66,8 @@ class Fleet(NodeTable):
         self._policy = policy
         self._generates = generates
         self._affinity = Affinity()
+        self._pairs_of: tuple[list[FleetNode], list[FleetNode], list[Candidate], list[Candidate]] = [], [], [], []
+        self._pairs: Sequence[tuple[FleetNode, FleetNode]] = ()
 
     # ---- choices for one request
 
@@ -168,16 +171,19 @@ class Fleet(NodeTable):
 
     # ---- state of the fleet
 
-    def reachable_pairs(self) -> list[tuple[FleetNode, FleetNode]]:
-        """All pairs of a reachable prefill node and a reachable decode node."""
-        decodes = [decode for decode in self.decodes.values() if decode.reachable]
-        return [(prefill, decode) for prefill in self.prefills.values() if prefill.reachable for decode in decodes]
+    def pairs(self) -> Sequence[tuple[FleetNode, FleetNode]]:
+        """The pairs of reachable nodes that are made before traffic; another object after every change."""
+        prefills = [node for node in self.prefills.values() if node.reachable]
+        decodes = [node for node in self.decodes.values() if node.reachable]
+        chosen_of = prefills, decodes, [node.candidate for node in prefills], [node.candidate for node in decodes]
+        if chosen_of != self._pairs_of:
+            self._pairs_of = chosen_of
+            self._pairs = [(prefills[row], decodes[column]) for row, column in choose_pairs(*chosen_of[2:])]
+        return self._pairs
 
     def pairs_under_way(self) -> bool:
         """Whether some pair of usable nodes is still being connected: neither ready nor refused."""
-        return any(
-            prefill.open and decode.open and not settled(prefill, decode) for prefill, decode in self.reachable_pairs()
-        )
+        return any(prefill.open and decode.open and not settled(prefill, decode) for prefill, decode in self.pairs())
 
     def nodes_load(self) -> bool:
         """Whether a node is still loading or is being reached for the first time."""
@@ -189,11 +195,8 @@ class Fleet(NodeTable):
             return any(node.open for node in self.prefills.values())
         if self._policy is not LocalPolicy.STRICT:
             return any(node.open for node in self.decoding_nodes())
-        return any(
-            decode.incarnation in prefill.view().ready_peers
-            for prefill, decode in self.reachable_pairs()
-            if prefill.open and decode.open
-        )
+        open_decodes = {node.incarnation for node in self.decodes.values() if node.open}
+        return any(not open_decodes.isdisjoint(node.ready_peers) for node in self.prefills.values() if node.open)
 
     @property
     def max_context_tokens(self) -> int:
@@ -207,7 +210,7 @@ class Fleet(NodeTable):
 
     def adapters(self) -> dict[str, AdapterRef]:
         """The adapters that requests can name as their model, by name."""
-        return serving_adapters(self.nodes(), self.reachable_pairs())
+        return serving_adapters(self.nodes(), self.pairs())
 
     def may_have(self, revision: str, adapter: AdapterRef | None = None) -> bool:
         """Whether some node has, or may turn out to have, this revision of the weights, and the adapter."""

@@ -58,6 +58,12 @@ class NodeCosts:
         self.profile, self.kind = profile, kind
 
 
+    def still(self, *, works: bool, now_s: float) -> None:
+        """Records that the last report is true still."""
+        if works:
+            self.worked_at_s = now_s
+
+
 @dataclass(frozen=True)
 class _Weighted:
     """Costs of a node, the seconds of its typical step, and the weight of its measured costs, from 0 to 1."""

@@ -4,8 +4,7 @@ A gateway cannot tell them from idle nodes. They serve no requests.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,17 +23,8 @@ from baton.rpc.channels import channel_options
 
 # Step costs as a GPU node reports them: one point for each group of token counts.
 _POINTS = tuple((1 << power, 0.005 + 2.5e-5 * (1 << power)) for power in range(13))
-_CHANGES_S = 0.02
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(frozen=True)
-class LightCounts:
-    """What all nodes of a process have done so far."""
-
-    connects: int
-    statuses: int
 
 
 class _EmptyCache:
@@ -96,8 +86,8 @@ class LightNodes:
         for peer in prefill.peers:
             if peer.address == decode_address:
                 return peer
-        decode.peers.append(_ready(prefill.info))
-        prefill.peers.append(_ready(decode.info))
+        decode.peers.append(ready_peer(prefill.info))
+        prefill.peers.append(ready_peer(decode.info))
         return prefill.peers[-1]
 
 
@@ -111,9 +101,7 @@ class _LightPrefill(prefill_pb2_grpc.PrefillServicer):
         return self._nodes.pair(self._status, request.decode_address)
 
 
-def idle_status(
-    model: pb.ModelIdentity, role: pb.Role.ValueType, address: str, *, incarnation: int
-) -> pb.NodeStatus:
+def idle_status(model: pb.ModelIdentity, role: pb.Role.ValueType, address: str, *, incarnation: int) -> pb.NodeStatus:
     """The status of an idle node with one GPU, as large as a real one's."""
     costs = pb.StepCosts(
         points=[pb.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in _POINTS],
@@ -130,9 +118,7 @@ def idle_status(
             incarnation=incarnation,
             package_version="1.0.0",
             model=model,
-            cache_spec=pb.CacheSpec(
-                kind=pb.KV_KIND_GQA, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"
-            ),
+            cache_spec=pb.CacheSpec(kind=pb.KV_KIND_GQA, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
             cache_shape=pb.CacheShape(layout="NHD", block_size=16, num_blocks=30_000),
             wire=pb.WireVersions(oldest=1, newest=6),
             max_context_tokens=100_000,
@@ -150,7 +136,10 @@ def idle_status(
         max_batch_tokens=8192,
         gpus=[
             pb.GpuState(
-                name="NVIDIA H100 80GB HBM3", memory_total_bytes=85 * 10**9, memory_used_bytes=70 * 10**9, busy_share=0.0
+                name="NVIDIA H100 80GB HBM3",
+                memory_total_bytes=85 * 10**9,
+                memory_used_bytes=70 * 10**9,
+                busy_share=0.0,
             )
         ],
         prompt_tokens_total=0,
@@ -158,7 +147,8 @@ def idle_status(
     )
 
 
-def _ready(info: pb.NodeInfo) -> pb.PeerState:
+def ready_peer(info: pb.NodeInfo) -> pb.PeerState:
+    """A ready pair with this node, as the other node's status has it."""
     return pb.PeerState(
         name=info.name,
         address=info.address,
@@ -210,6 +200,3 @@ def serve(model: bytes, prefills: int, decodes: int, parent: Connection) -> None
             await nodes.close()
 
     uvloop.run(served())
-
-
-Started = Callable[[], Awaitable[None]]

@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
+from random import Random
 
 from baton.core.types import AdapterRef, LocalPolicy
 from baton.gateway.core.request import Request
@@ -13,9 +15,11 @@ from baton.gateway.fleet.node_table import NodeTable
 from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
 from baton.gateway.fleet.placement import Placement, place
 from baton.gateway.fleet.router import NodeView, RoutedRequest, least_pooling, pick_prefill, usable_prefills
+from baton.gateway.fleet.shortlist import ALL_UP_TO, Candidates, shortlist
 from baton.protos.v1 import node_status_pb2, operations_pb2
 
 _COSTS_EACH_S = 0.1  # nodes report about as often
+_COSTS_EACH_NODE_S = 1e-3  # in a large cluster: an update takes 40 us for each node
 
 
 class Affinity:
@@ -66,6 +70,9 @@ class Fleet(NodeTable):
         self._policy = policy
         self._generates = generates
         self._affinity = Affinity()
+        self._random = Random()
+        self._costs_updated_at_s = -inf
+        self._decode_of: Mapping[int, FleetNode] = {}  # decode nodes that have pairs, by incarnation
         self._pairs_of: tuple[list[FleetNode], list[FleetNode], list[Candidate], list[Candidate]] = [], [], [], []
         self._pairs: Sequence[tuple[FleetNode, FleetNode]] = ()
 
@@ -79,12 +86,33 @@ class Fleet(NodeTable):
         wanted = self._of_session(wanted)
         self._update_costs(now_s)
         cached = self._cached_tokens(self.nodes(), wanted)
-        decodes = [_at(node.decode_view(), cached, node.queue_s(now_s)) for node in self.decoding_nodes()]
-        prefills = [_at(node.view(), cached, node.queue_s(now_s)) for node in self.prefills.values()]
-        placement = place(decodes, prefills, wanted)
+        everything = Candidates(self.prefills.values(), self.decodes.values())
+        few = everything if len(everything.prefills) + len(everything.decodes) <= ALL_UP_TO else None
+        placement = self._place(wanted, few or self._shortlist(wanted, cached, now_s), cached, now_s)
+        if placement is None and few is None:
+            placement = self._place(wanted, everything, cached, now_s)
         if placement is not None:
             self._picked(self.decoding_node(placement.decode), placement.decode, wanted)
         return placement
+
+    def _place(
+        self, wanted: RoutedRequest, candidates: Candidates, cached: Mapping[str, int], now_s: float
+    ) -> Placement | None:
+        decoding = [*candidates.decodes, *(node for node in candidates.prefills if node.also_decodes)]
+        decodes = [_at(node.decode_view(), cached, node.queue_s(now_s)) for node in decoding]
+        prefills = [_at(node.view(), cached, node.queue_s(now_s)) for node in candidates.prefills]
+        return place(decodes, prefills, wanted)
+
+    def _shortlist(self, wanted: RoutedRequest, cached: Mapping[str, int], now_s: float) -> Candidates:
+        def soonest(node: FleetNode) -> tuple[bool, float]:
+            view, known = node.view(), cached.get(node.address, 0)
+            if view.costs is None:
+                return True, view.tokens_waiting + view.tokens_since - known
+            return False, node.queue_s(now_s) + view.prompt_s(known, wanted.num_tokens)
+
+        if not self._decode_of:
+            self.pairs()
+        return shortlist(self.prefills, self.decodes, self._decode_of, wanted, cached, soonest, self._random)
 
     def pick_prefill(
         self, decode: FleetNode, wanted: RoutedRequest, now_s: float, *, placed: int | None = None
@@ -95,7 +123,10 @@ class Fleet(NodeTable):
             placed: incarnation of the node that `place` chose, which is preferred while it is usable.
         """
         wanted = self._of_session(wanted)
-        views = self.prefill_views(wanted, now_s)
+        self._update_costs(now_s)
+        partners = [node for node in self.prefills.values() if decode.incarnation in node.ready_peers]
+        cached = self._cached_tokens(partners, wanted)
+        views = [_at(node.view(), cached, node.queue_s(now_s)) for node in partners]
         first = [view for view in views if view.incarnation == placed]
         picked = pick_prefill(first, decode.view(), wanted) or pick_prefill(views, decode.view(), wanted)
         return None if picked is None else self._picked(self.prefills[picked.address], picked, wanted)
@@ -122,7 +153,10 @@ class Fleet(NodeTable):
         """Updates the step costs of all nodes: costs of idle nodes age (`baton.gateway.fleet.node_costs`)."""
         if now_s - self._costs_at_s < _COSTS_EACH_S:
             return
-        self._costs_at_s = now_s
+        num_nodes = len(self.prefills) + len(self.decodes)
+        if num_nodes > ALL_UP_TO and now_s - self._costs_updated_at_s < _COSTS_EACH_NODE_S * num_nodes:
+            return
+        self._costs_at_s = self._costs_updated_at_s = now_s
         nodes = [node for node in self.nodes() if node.serves]  # not those with another model
         for node, costs in zip(nodes, current_costs([node.costs for node in nodes]), strict=True):
             node.use_costs(costs)
@@ -178,6 +212,7 @@ class Fleet(NodeTable):
         chosen_of = prefills, decodes, [node.candidate for node in prefills], [node.candidate for node in decodes]
         if chosen_of != self._pairs_of:
             self._pairs_of = chosen_of
+            self._decode_of = {node.incarnation: node for node in decodes}
             self._pairs = [(prefills[row], decodes[column]) for row, column in choose_pairs(*chosen_of[2:])]
         return self._pairs
 

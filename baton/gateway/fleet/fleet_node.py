@@ -56,6 +56,7 @@ class FleetNode:
         self.reachable = self.loading = False
         self.detail = _NEVER_CONNECTED  # why the node cannot be used; empty if it can
         self.status = node_status_pb2.NodeStatus()
+        self.incarnation = 0  # of `status`, kept because it is read often
         self.peers: dict[int, node_status_pb2.PeerState] = {}  # by incarnation; another dict after every change
         self.ready_peers: frozenset[int] = frozenset()  # incarnations
         self.refused: frozenset[int] = frozenset()  # incarnations that can never be its peers
@@ -79,10 +80,6 @@ class FleetNode:
     @property
     def name(self) -> str:
         return self.status.info.name or self.address
-
-    @property
-    def incarnation(self) -> int:
-        return self.status.info.incarnation
 
     @property
     def revision_name(self) -> str:
@@ -200,7 +197,7 @@ class FleetNode:
         )
         self.revision = revision_of(status.info.model)
         self.adapters = frozenset(AdapterRef(each.name, each.revision) for each in status.adapters)
-        self.status = status
+        self.status, self.incarnation = status, status.info.incarnation
         if self._peers_answered or status.peers != before.peers:
             self._take_peers({peer.incarnation: peer for peer in status.peers if peer.incarnation})
             self._peers_answered = False
@@ -212,7 +209,7 @@ class FleetNode:
 
     def take_loading(self, status: node_status_pb2.NodeStatus) -> None:
         """Records a status of a node that has started but does not serve yet."""
-        self.status = status
+        self.status, self.incarnation = status, status.info.incarnation
         self.reachable, self.loading, self.detail = False, True, describe_loading(status.loading)
         self._view = None
 

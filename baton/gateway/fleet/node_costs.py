@@ -57,7 +57,6 @@ class NodeCosts:
             self.reported = costs
         self.profile, self.kind = profile, kind
 
-
     def still(self, *, works: bool, now_s: float) -> None:
         """Records that the last report is true still."""
         if works:

@@ -271,6 +271,9 @@ class SimulatedCluster:
 
     Args:
         pair_s: time of both nodes that one pair takes.
+
+    Attributes:
+        unplaced: number of requests that found no pair of nodes.
     """
 
     def __init__(self, prefills: int, decodes: int, gateways: int, *, pair_s: float, seed: int = 1) -> None:
@@ -279,6 +282,7 @@ class SimulatedCluster:
         self.pair_s = pair_s
         self.nodes: dict[str, SimulatedNode] = {}
         self.incarnations: set[int] = set()
+        self.unplaced = 0
         for role, count in ((pb.ROLE_PREFILL, prefills), (pb.ROLE_DECODE, decodes)):
             for number in range(count):
                 self.start(role, f"10.{role}.{number // 250}.{number % 250}:7001")
@@ -289,6 +293,11 @@ class SimulatedCluster:
         self.incarnations.add(incarnation)
         node = self.nodes[address] = SimulatedNode(self, role, address, incarnation)
         return node
+
+    def add_gateway(self) -> SimulatedGateway:
+        """Starts one more gateway."""
+        self.gateways.append(SimulatedGateway(self, 1000 + len(self.gateways)))
+        return self.gateways[-1]
 
     def restart(self, addresses: list[str], *, down_s: float) -> None:
         """Ends these nodes; new ones come at their addresses."""
@@ -310,15 +319,13 @@ class SimulatedCluster:
         for gateway in self.gateways:
             self.clock.after(0.1 * self.random.random(), partial(gateway.open, address, pace))
 
-    def serve(self, requests_per_s: float, seconds: float, *, prefill_s: float, decode_s: float) -> int:
-        """Requests at random times through random gateways. Returns how many found no pair of nodes."""
-        refused = 0
+    def serve(self, requests_per_s: float, seconds: float, *, prefill_s: float, decode_s: float) -> None:
+        """Sends requests at random times through random gateways."""
         until_s = self.clock.now_s + seconds
 
         def come() -> None:
-            nonlocal refused
             placed = self.random.choice(self.gateways).place(2000)
-            refused += placed is None
+            self.unplaced += placed is None
             for address, took_s in zip(placed or (), (prefill_s, prefill_s + decode_s), strict=False):
                 self._work(self.nodes[address], +1)
                 self.clock.after(took_s, partial(self._work, self.nodes[address], -1))
@@ -327,7 +334,6 @@ class SimulatedCluster:
 
         come()
         self.clock.run(until_s=until_s)
-        return refused
 
     def _work(self, node: SimulatedNode, change: int) -> None:
         node.status.requests_running += change

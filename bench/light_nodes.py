@@ -4,7 +4,7 @@ A gateway cannot tell them from idle nodes. They serve no requests.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,7 +50,7 @@ class LightNodes:
     def __init__(self, model: pb.ModelIdentity) -> None:
         self.model = model
         self.statuses: dict[str, pb.NodeStatus] = {}
-        self.connects = 0
+        self.connects = self.messages = 0
         self._servers: list[grpc.aio.Server] = []
 
     async def start(self, role: pb.Role.ValueType) -> str:
@@ -58,14 +58,14 @@ class LightNodes:
         server = grpc.aio.server(options=channel_options())
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         status = self.statuses[address] = idle_status(self.model, role, address, incarnation=1 + len(self.statuses))
-        service = NodeService(partial(_never, status))
+        service = _CountingService(self, partial(_never, status))
         parts = NodeParts(
             status=partial(_copied, status),
-            drain=lambda grace_s: None,
+            drain=_nothing,
             switch=_no_switch,
             cache=CacheEvents(_EmptyCache(), incarnation=status.info.incarnation),
             load_adapter=_no_adapter,
-            unload_adapter=lambda name: None,
+            unload_adapter=_nothing,
             expert_load=_no_load,
         )
         service.serve(parts)
@@ -89,6 +89,19 @@ class LightNodes:
         decode.peers.append(ready_peer(prefill.info))
         prefill.peers.append(ready_peer(decode.info))
         return prefill.peers[-1]
+
+
+class _CountingService(NodeService):
+    """The Node service, which counts the statuses that it sends."""
+
+    def __init__(self, nodes: LightNodes, loading: Callable[[], pb.NodeStatus]) -> None:
+        super().__init__(loading)
+        self._nodes = nodes
+
+    async def Watch(self, request: node_pb2.WatchRequest, context: Context) -> AsyncIterator[pb.NodeStatus]:  # noqa: N802
+        async for status in super().Watch(request, context):
+            self._nodes.messages += 1
+            yield status
 
 
 class _LightPrefill(prefill_pb2_grpc.PrefillServicer):
@@ -160,6 +173,10 @@ def ready_peer(info: pb.NodeInfo) -> pb.PeerState:
     )
 
 
+def _nothing(_: object) -> None:
+    """Light nodes do not drain, and have no adapters."""
+
+
 def _copied(status: pb.NodeStatus) -> pb.NodeStatus:
     copy = pb.NodeStatus()
     copy.CopyFrom(status)
@@ -185,7 +202,7 @@ async def _no_load() -> node_pb2.GetExpertLoadResponse:
 
 def serve(model: bytes, prefills: int, decodes: int, parent: Connection) -> None:
     """Serves nodes in this process until the parent closes the connection. Sends the addresses of prefill and decode
-    nodes first, then, for every message, the counts so far."""
+    nodes first, then, for every message, the numbers of Connect calls and of statuses so far."""
 
     async def served() -> None:
         nodes = LightNodes(pb.ModelIdentity.FromString(model))
@@ -195,7 +212,7 @@ def serve(model: bytes, prefills: int, decodes: int, parent: Connection) -> None
         try:
             while True:
                 await loop.run_in_executor(None, parent.recv)
-                parent.send(nodes.connects)
+                parent.send((nodes.connects, nodes.messages))
         except EOFError:
             await nodes.close()
 

@@ -236,8 +236,8 @@ class FleetNode:
             self.refused |= refused
 
     def take_description(self, status: node_status_pb2.NodeStatus, now_s: float) -> None:
-        """Records a status that the node was asked for. It counts only if its load is as in the last status: a later one
-        is on its way."""
+        """Records a status that the node was asked for. It counts only if its load is as in the last status; otherwise a
+        later one is on its way."""
         if self.reachable and _load(status) == _load(self.status):
             self.take_confirmation(now_s)
 

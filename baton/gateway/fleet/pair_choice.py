@@ -1,9 +1,9 @@
 """Chooses which prefill and decode nodes are paired before there is traffic. Pure.
 
 In a small cluster every prefill node is paired with every decode node. A pair holds memory and connections on both
-nodes and takes time to make, so in a large cluster each node chooses a few partners, whose number does not grow with the
-cluster. A hash of both nodes ranks the partners: all gateways choose alike without agreement, and a node that comes or
-goes changes few pairs.
+nodes and takes time to make. So in a large cluster each node chooses a few partners, whose number does not grow with
+the cluster. A hash of both nodes ranks the partners: all gateways choose alike without agreement, and a node that comes
+or goes changes few pairs.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from baton.core.types import AdapterRef
 
 # If one role has at most so many nodes, each of them is paired with all nodes of the other role.
 ALL_UP_TO = 16
-# Number of partners that each node chooses otherwise. Most choices are mutual: 500 nodes of each role have 9.6 on average.
+# Number of partners that each node chooses otherwise. Most choices are mutual: 500 nodes of each role have 9.6 each on
+# average.
 PARTNERS = 8
 
 Matrix = NDArray[np.bool_]  # one row for each prefill node, one column for each decode node

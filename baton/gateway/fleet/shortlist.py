@@ -1,8 +1,8 @@
 """Chooses the few nodes of a large cluster among which one request is placed. Pure, except for its randomness.
 
-A comparison of all nodes takes 30 ms for 1,000 nodes, and the best of some random nodes is nearly as good as the best of
-all. So a request is placed among random prefill nodes, those that have most of its prompt cached, those of its session,
-and the decode nodes that are paired with the best of these.
+A comparison of all nodes takes 30 ms for 1,000 nodes, and the best of some random nodes is nearly as good as the best
+of all. So a request is placed among random prefill nodes, those that have most of its prompt cached, those of its
+session, and the decode nodes that are paired with the best of these.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -18,6 +18,7 @@ ALL_UP_TO = 64
 _DRAWN = 24
 _MOST_CACHED = 4
 _BEST = 4
+_PARTNERS_OF_LIKED = 2
 _ENOUGH = 8
 
 
@@ -50,7 +51,11 @@ def shortlist(
     partners = (by_incarnation.get(number) for node in chosen for number in node.ready_peers)
     present = (node for node in partners if node is not None and decodes.get(node.address) is node)
     paired = {node for node in present if _usable(node, wanted, wanted.excluded_decode)}
-    paired |= set(_liked(decodes, wanted, cached, wanted.excluded_decode))
+    for decode in _liked(decodes, wanted, cached, wanted.excluded_decode):
+        paired.add(decode)
+        of_it = (node for node in prefills.values() if decode.incarnation in node.ready_peers)
+        usable = (node for node in of_it if _usable(node, wanted, wanted.excluded_prefill))
+        chosen.update(nsmallest(_PARTNERS_OF_LIKED, usable, key=soonest))
     if len(paired) < _ENOUGH:
         paired |= set(_draw(list(decodes.values()), wanted, wanted.excluded_decode, random))
     return Candidates(chosen, paired)

@@ -30,7 +30,7 @@ GATEWAYS = 20
 # Time of both nodes for one pair: the warm-up's budget of 0.2 s, and the handshake.
 PAIR_S = 0.25
 _MODEL = DEMO_MODELS / "llama"
-_SETTLE_S, _MEASURED_S = 20.0, 30.0
+_SETTLE_S, _SETTLED_WITHIN_S, _MEASURED_S = 10.0, 180.0, 30.0
 _GATEWAY_LIMIT = 10.0  # % of a core
 
 Progress = Callable[[str], None]
@@ -65,7 +65,7 @@ def watch(progress: Progress, nodes_of_a_role: int = NODES_OF_A_ROLE) -> Iterato
             gateway = processes.start("gateway", ("--model", str(_MODEL), "--log-level", "error", *lists))
             processes.wait_ready([gateway])
             yield Row("from the gateway's start until it serves", work, time.monotonic() - begun_s, "s")
-            time.sleep(_SETTLE_S)
+            _until_settled(ours)
             process = psutil.Process(gateway.pid)
             before_s, counts = sum(process.cpu_times()[:2]), _counts(ours)
             begun_s = time.monotonic()
@@ -80,6 +80,15 @@ def watch(progress: Progress, nodes_of_a_role: int = NODES_OF_A_ROLE) -> Iterato
     finally:
         ours.close()
         serving.join()
+
+
+def _until_settled(ours: Connection) -> None:
+    """Waits until the gateway asks for no more pairs."""
+    deadline_s = time.monotonic() + _SETTLED_WITHIN_S
+    connects, before = _counts(ours)[0], -1
+    while connects != before and time.monotonic() < deadline_s:
+        time.sleep(_SETTLE_S)
+        connects, before = _counts(ours)[0], connects
 
 
 def _counts(ours: Connection) -> tuple[int, int]:
@@ -128,12 +137,12 @@ def simulation(
     yield Row("CPU that it needs for that", work, gateway.cpu_s, "s")
 
 
-def _rolling_update(work: str, cluster: SimulatedCluster, share: int = 5) -> Iterator[Row]:
+def _rolling_update(work: str, cluster: SimulatedCluster, share: int = 10, rounds: int = 3) -> Iterator[Row]:
     """Replaces a part of the nodes at a time, once the pairs of those before are ready."""
     addresses = list(cluster.nodes)
     before = sum(gateway.connects for gateway in cluster.gateways)
     times_s = []
-    for first in range(share):
+    for first in range(rounds):
         cluster.restart(addresses[first::share], down_s=1.0)
         cluster.clock.run(until_s=cluster.clock.now_s + 1.2)
         times_s.append(cluster.until(lambda: all(each.settled for each in cluster.gateways), within_s=600.0))

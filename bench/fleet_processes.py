@@ -1,5 +1,5 @@
-"""Ten prefill nodes, ten decode nodes and two gateways as real processes with a tiny model, on a CPU: how soon all pairs
-serve, and what each process costs while it is idle and under a trickle of requests.
+"""Ten prefill nodes, ten decode nodes and two gateways as real processes with a tiny model, on a CPU: how soon all
+pairs serve, and what each process costs while it is idle and under a trickle of requests.
 """
 
 import asyncio
@@ -38,6 +38,7 @@ class _Watched:
     """A node, and what a gateway receives from it."""
 
     process: Process
+    on_status: Callable[[], None]
     status: pb.NodeStatus = field(default_factory=pb.NodeStatus)
     messages: int = 0
     num_bytes: int = 0
@@ -52,6 +53,7 @@ class _Watched:
                     self.num_bytes += status.ByteSize()
                     take_unchanged(status, self.status)
                     self.status = status
+                    self.on_status()
             except grpc.aio.AioRpcError:
                 return
 
@@ -63,6 +65,7 @@ class _Nodes:
         self.processes = processes
         self.watched: dict[str, _Watched] = {}
         self._tasks = tasks
+        self._reported = asyncio.Event()
         self._ports = {role: _free_ports(count) for role, count in (("prefill", PREFILLS), ("decode", DECODES))}
 
     def addresses(self, role: str) -> list[str]:
@@ -78,7 +81,7 @@ class _Nodes:
                 started.append(self.processes.start(f"{role}_node", flags, name=name))
         await asyncio.to_thread(self.processes.wait_bound, started)
         for process in started:
-            watched = self.watched[process.address] = _Watched(process)
+            watched = self.watched[process.address] = _Watched(process, self._reported.set)
             self._tasks.create_task(watched.follow())
 
     async def replace(self, roles: dict[str, Sequence[str]]) -> None:
@@ -104,7 +107,8 @@ class _Nodes:
     async def until_paired(self) -> None:
         async with asyncio.timeout(_DEADLINE_S):
             while self.num_ready_pairs < PREFILLS * DECODES:
-                await asyncio.sleep(0.02)
+                self._reported.clear()
+                await self._reported.wait()
 
 
 def run(progress: Callable[[str], None]) -> Iterator[Row]:

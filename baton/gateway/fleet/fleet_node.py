@@ -189,8 +189,8 @@ class FleetNode:
         if started:
             self.costs = NodeCosts(self.costs.typical)
         self.costs.report(
-            costs_from_proto(status.step_costs),
-            costs_from_proto(status.step_profile),
+            self._costs_of(status, "step_costs", None if started else self.costs.reported),
+            self._costs_of(status, "step_profile", None if started else self.costs.profile),
             kind=(self.role, status.info.also_decodes, status.info.tensor_parallel_size, status.max_batch_tokens),
             works=works or (not started and status.requests_total > before.requests_total),
             now_s=now_s,
@@ -206,6 +206,12 @@ class FleetNode:
         self._open_blocks = list(status.blocks_open) or [status.blocks_free]
         self._view = None
         self._backlog.reported(_seconds(status.backlog_s), now_s)
+
+    def _costs_of(self, status: node_status_pb2.NodeStatus, field: str, known: StepCosts | None) -> StepCosts | None:
+        """The step costs in a field of the status: those that are known, if the last status had the same."""
+        message = getattr(status, field)
+        same = known is not None and status is not self.status and message == getattr(self.status, field)
+        return known if same else costs_from_proto(message)
 
     def take_loading(self, status: node_status_pb2.NodeStatus) -> None:
         """Records a status of a node that has started but does not serve yet."""
@@ -236,8 +242,8 @@ class FleetNode:
             self.refused |= refused
 
     def take_description(self, status: node_status_pb2.NodeStatus, now_s: float) -> None:
-        """Records a status that the node was asked for. It counts only if its load is as in the last status; otherwise a
-        later one is on its way."""
+        """Records a status that the node was asked for. It counts only if its load is as in the last status; otherwise
+        a later one is on its way."""
         if self.reachable and _load(status) == _load(self.status):
             self.take_confirmation(now_s)
 

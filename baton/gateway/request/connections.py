@@ -190,6 +190,8 @@ class Connections:
     async def _follow_directory(self, listed: Listed) -> None:
         """Connects to new nodes; drops nodes that are no longer listed, once their requests are done."""
         self._watch_pace.num_nodes = sum(map(len, listed.values()))
+        for known in (client for clients in self._clients.values() for client in clients.values()):
+            known.follow_pace()
         for role, addresses in listed.items():
             members = self._members[role]
             for address in addresses - members.keys():

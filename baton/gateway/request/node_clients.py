@@ -123,6 +123,7 @@ class NodeClient:
         self._connect = partial(connect, address, keepalive_s=keepalive_s, dial=dial)
         self._pace = pace or ConnectPace()
         self._watch_pace = watch_pace or WatchPace()
+        self._repeat_s = 0.0  # of the present Watch stream
         self._answered = False  # whether the node has ever sent a status
         self._silent = False
         self._open()
@@ -284,6 +285,12 @@ class NodeClient:
         if self._watching is not None:
             self._watching.cancel()
 
+    def follow_pace(self) -> None:
+        """Opens another Watch stream if the cluster has become so much larger or smaller that its pace is wrong."""
+        wanted_s = self._watch_pace.repeat_s
+        if self._status_received and not self._repeat_s / 2 <= wanted_s <= 2 * self._repeat_s:
+            self.end_watch()
+
     def watch_cache(
         self, request: node_pb2.WatchCacheRequest
     ) -> grpc.aio.UnaryStreamCall[node_pb2.WatchCacheRequest, node_pb2.WatchCacheResponse]:
@@ -300,9 +307,10 @@ class NodeClient:
         try:
             async with self._pace.turn(answered=self._answered):
                 self._used = True
+                self._repeat_s = self._watch_pace.repeat_s
                 wanted = node_pb2.WatchRequest(
                     interval_s=self._watch_pace.interval_s,
-                    repeat_s=self._watch_pace.repeat_s,
+                    repeat_s=self._repeat_s,
                     while_loading=True,
                     without_unchanged=True,
                 )

@@ -92,7 +92,8 @@ def test_the_only_nodes_with_an_adapter_are_found() -> None:
     assert fleet.adapters() == {"sql": SQL}
     for _ in range(20):
         placement = placed(fleet, adapter=SQL)
-        assert (placement.prefill is not None) and (placement.prefill.address, placement.decode.address) == ("p7", "d33")
+        assert placement.prefill is not None
+        assert (placement.prefill.address, placement.decode.address) == ("p7", "d33")
 
 
 def test_the_last_open_nodes_are_found() -> None:

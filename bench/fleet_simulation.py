@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
+from numpy.random import default_rng
+
 from baton.core.types import LocalPolicy
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import settled
@@ -171,8 +173,8 @@ class SimulatedGateway:
     def __init__(self, cluster: "SimulatedCluster", seed: int) -> None:
         self.cluster = cluster
         self.alive = True
-        self.fleet = Fleet(MODEL, 100_000, LocalPolicy.STRICT)
-        self.pairing = Pairing(self.fleet, 60.0, Random(seed))
+        self.fleet = Fleet(MODEL, 100_000, LocalPolicy.STRICT, random=default_rng(seed))
+        self.pairing = Pairing(self.fleet, 60.0, default_rng(seed))
         self.messages = self.bytes = self.connects = 0
         self.cpu_s = 0.0
         self._blocks = 0

@@ -4,7 +4,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from random import Random
+
+from numpy.random import Generator, default_rng
 
 from baton.core.types import AdapterRef, LocalPolicy
 from baton.gateway.core.request import Request
@@ -55,6 +56,7 @@ class Fleet(NodeTable):
         max_context_tokens: the model's limit.
         policy: policy on where prompts may be prefilled.
         generates: whether the model generates; one that only pools hidden states needs no decode node.
+        random: draws nodes in large clusters; a different one for each gateway, so that they choose different nodes.
     """
 
     def __init__(
@@ -64,13 +66,14 @@ class Fleet(NodeTable):
         policy: LocalPolicy,
         *,
         generates: bool = True,
+        random: Generator | None = None,
     ) -> None:
         super().__init__(model)
         self._max_context_tokens = max_context_tokens
         self._policy = policy
         self._generates = generates
         self._affinity = Affinity()
-        self._random = Random()
+        self._random = default_rng(0) if random is None else random
         self._costs_updated_at_s = -inf
         self._decode_of: Mapping[int, FleetNode] = {}  # decode nodes that have pairs, by incarnation
         self._pairs_of: tuple[list[FleetNode], list[FleetNode], list[Candidate], list[Candidate]] = [], [], [], []

@@ -1,4 +1,4 @@
-"""Chooses the few nodes of a large cluster among which one request is placed. Pure, except for its randomness.
+"""Chooses the few nodes of a large cluster among which one request is placed. Pure.
 
 A comparison of all nodes takes 30 ms for 1,000 nodes, and the best of some random nodes is nearly as good as the best
 of all. So a request is placed among random prefill nodes, those that have most of its prompt cached, those of its
@@ -7,8 +7,9 @@ session, and the decode nodes that are paired with the best of these.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from heapq import nlargest, nsmallest
-from random import Random
 from typing import NamedTuple
+
+from numpy.random import Generator
 
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.fleet.router import RoutedRequest
@@ -36,7 +37,7 @@ def shortlist(
     wanted: RoutedRequest,
     cached: Mapping[str, int],
     soonest: Callable[[FleetNode], tuple[bool, float]],
-    random: Random,
+    random: Generator,
 ) -> Candidates:
     """The candidates for a request.
 
@@ -61,14 +62,18 @@ def shortlist(
     return Candidates(chosen, paired)
 
 
-def _draw(nodes: Sequence[FleetNode], wanted: RoutedRequest, excluded: Set[int], random: Random) -> list[FleetNode]:
+def _draw(nodes: Sequence[FleetNode], wanted: RoutedRequest, excluded: Set[int], random: Generator) -> list[FleetNode]:
     """Random usable nodes."""
-    drawn = random.sample(nodes, min(_DRAWN, len(nodes)))
-    usable = [node for node in drawn if _usable(node, wanted, excluded)]
+    usable = [node for node in _sample(nodes, random) if _usable(node, wanted, excluded)]
     if len(usable) >= _ENOUGH:
         return usable
     usable = [node for node in nodes if _usable(node, wanted, excluded)]
-    return random.sample(usable, min(_DRAWN, len(usable)))
+    return _sample(usable, random)
+
+
+def _sample(nodes: Sequence[FleetNode], random: Generator) -> list[FleetNode]:
+    places = random.choice(len(nodes), min(_DRAWN, len(nodes)), replace=False)
+    return [nodes[place] for place in places.tolist()]
 
 
 def _liked(

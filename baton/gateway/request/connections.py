@@ -10,6 +10,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from numpy.random import default_rng
+
 from baton.core.errors import BatonError, ConfigError, Draining
 from baton.core.types import LocalPolicy
 from baton.gateway.fleet.connect_pace import ConnectPace
@@ -72,7 +74,14 @@ class Connections:
         if not prefill and settings.local_policy is LocalPolicy.STRICT:
             cure = "give prefill nodes, or another local policy"
             raise ConfigError("BATON_PREFILL (--prefill) is empty under policy strict", field="prefill", cure=cure)
-        self.fleet = Fleet(model.identity, model.max_context_tokens, settings.local_policy, generates=model.generates)
+        random = default_rng()
+        self.fleet = Fleet(
+            model.identity,
+            model.max_context_tokens,
+            settings.local_policy,
+            generates=model.generates,
+            random=random,
+        )
         self._wants_prefill = bool(prefill) and bool(decode) and settings.local_policy is not LocalPolicy.LOCAL
         tls = InternalTls.read(settings, certified.Role.GATEWAY)
         # A peer is accepted only in a role that its certificate allows.
@@ -86,7 +95,7 @@ class Connections:
         self._clients: dict[Role, dict[str, NodeClient]] = {_PREFILL: {}, _DECODE: {}}  # by address
         self._members: dict[Role, dict[str, _Member]] = {_PREFILL: {}, _DECODE: {}}  # by list and address
         self._watches: dict[NodeClient, asyncio.Task[None]] = {}
-        self._pairing = Pairing(self.fleet, settings.link_retry_s)
+        self._pairing = Pairing(self.fleet, settings.link_retry_s, random)
         self._listeners: set[Callable[[], None]] = set()
         self._tasks = asyncio.TaskGroup()
         # Tasks run in this context: a reconnection may be started from inside a request, but does not belong to it.

@@ -7,7 +7,8 @@ number of gateways may ask.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from random import Random
+
+from numpy.random import Generator, default_rng
 
 from baton.core.errors import BatonError
 from baton.gateway.fleet.fleet import Fleet
@@ -51,12 +52,12 @@ class Pairing:
 
     Attributes:
         link_retry_s: interval at which a link that was too slow is measured again, because it may have been busy.
-        random: for the order of requests.
+        random: for the order of requests; a different one for each gateway.
     """
 
     fleet: Fleet
     link_retry_s: float
-    random: Random = field(default_factory=Random)
+    random: Generator = field(default_factory=lambda: default_rng(0))
     _chosen: Sequence[tuple[FleetNode, FleetNode]] = ()
     _of_prefill: dict[FleetNode, list[FleetNode]] = field(default_factory=dict)
     _seen_peers: dict[FleetNode, object] = field(default_factory=dict)  # the peers at the last look at the node
@@ -112,8 +113,10 @@ class Pairing:
 
     def _ask(self, now_s: float) -> list[ConnectNodes]:
         due = [pair for pair in self._open - self._asking if now_s >= self._pairs[pair].next_at_s]
+        due.sort()
         room = _ASKING_MAX - len(self._asking)
-        due = self.random.sample(due, room) if len(due) > room else sorted(due)
+        if len(due) > room:
+            due = [due[place] for place in self.random.choice(len(due), room, replace=False).tolist()]
         self._asking.update(due)
         states = ((pair, self._pairs[pair]) for pair in due)
         return [ConnectNodes(pair, each.prefill.address, each.decode.status.info.address) for pair, each in states]

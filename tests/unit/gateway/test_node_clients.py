@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from baton.gateway.fleet.watch_pace import WatchPace
 from baton.gateway.request import node_clients
 from baton.gateway.request.decode_session import TokenReceiver
-from baton.gateway.fleet.watch_pace import WatchPace
 from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
 from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2

@@ -65,7 +65,7 @@ class StatusLog:
             message.CopyFrom(self.status)
             for field, _ in message.ListFields():
                 if self._part_versions.get(field.name, math.inf) <= version:
-                    message.ClearField(field.name)
+                    message.ClearField(field.name)  # type: ignore[arg-type]  # the stubs know literals only
                     message.unchanged_fields.append(field.number)
         return message
 

@@ -210,12 +210,12 @@ class Fleet(NodeTable):
 
     def pairs(self) -> Sequence[tuple[FleetNode, FleetNode]]:
         """The pairs of reachable nodes that are made before traffic; another object after every change."""
-        prefills = [node for node in self.prefills.values() if node.reachable]
-        decodes = [node for node in self.decodes.values() if node.reachable]
+        prefills = [node for node in self.prefills.values() if node.expected]
+        decodes = [node for node in self.decodes.values() if node.expected]
         chosen_of = prefills, decodes, [node.candidate for node in prefills], [node.candidate for node in decodes]
         if chosen_of != self._pairs_of:
             self._pairs_of = chosen_of
-            self._decode_of = {node.incarnation: node for node in decodes}
+            self._decode_of = {node.incarnation: node for node in decodes if node.reachable}
             self._pairs = [(prefills[row], decodes[column]) for row, column in choose_pairs(*chosen_of[2:])]
         return self._pairs
 

@@ -116,7 +116,15 @@ class FleetNode:
     @property
     def candidate(self) -> Candidate:
         """What the choice of pairs needs to know about the node."""
-        return Candidate(self.incarnation, self.revision, self.open, self.adapters, self.refused)
+        may_take = self.open if self.reachable else not self.retired
+        return Candidate(
+            self.address, self.incarnation, self.revision, may_take, self.reachable, self.adapters, self.refused
+        )
+
+    @property
+    def expected(self) -> bool:
+        """Whether the node is reachable or probably will be soon."""
+        return self.reachable or self.loading or self.never_connected
 
     @property
     def unconfirmed(self) -> bool:

@@ -14,7 +14,10 @@ SQL = AdapterRef("sql", "1" * 32)
 
 def nodes(count: int, seed: int, revision: str = "r") -> list[Candidate]:
     random = Random(seed)
-    return [Candidate(random.getrandbits(64), revision, open=True) for _ in range(count)]
+    return [
+        Candidate(f"10.{seed}.0.{number}:7001", random.getrandbits(64), revision, open=True, reachable=True)
+        for number in range(count)
+    ]
 
 
 def pairs(prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> set[tuple[int, int]]:
@@ -76,3 +79,25 @@ def test_nodes_with_a_rare_adapter_are_paired_with_each_other() -> None:
             candidates[number] = candidates[number]._replace(adapters=frozenset({SQL}))
     rare = {(prefills[one].incarnation, decodes[other].incarnation) for one in (3, 50) for other in (3, 50)}
     assert rare <= pairs(prefills, decodes)
+
+
+def test_a_cluster_that_starts_makes_no_pairs_that_it_would_not_choose_in_the_end() -> None:
+    prefills, decodes = nodes(100, 1), nodes(100, 2)
+    unknown = [each._replace(incarnation=0, revision="", reachable=False) for each in decodes]
+    made: set[tuple[int, int]] = set()
+    for known in range(0, 101, 10):
+        made |= pairs(prefills, decodes[:known] + unknown[known:])
+    final = pairs(prefills, decodes)
+    assert final <= made
+    assert len(made - final) <= 10
+
+
+def test_nodes_that_are_not_reachable_are_not_paired_and_the_others_have_partners() -> None:
+    prefills, decodes = nodes(60, 1), nodes(60, 2)
+    there = [each._replace(reachable=number < 5) for number, each in enumerate(decodes)]
+    chosen = pairs(prefills, there)
+    assert {decode for _, decode in chosen} == {each.incarnation for each in decodes[:5]}
+    assert min(Counter(decode for _, decode in chosen).values()) >= PARTNERS
+    both = [each._replace(reachable=number < 5) for number, each in enumerate(prefills)]
+    chosen = pairs(both, there)
+    assert {decode for _, decode in chosen} == {each.incarnation for each in decodes[:5]}

@@ -113,6 +113,21 @@ class _LightPrefill(prefill_pb2_grpc.PrefillServicer):
     async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> pb.PeerState:  # noqa: ARG002, N802
         return self._nodes.pair(self._status, request.decode_address)
 
+    async def Prefill(  # noqa: N802
+        self,
+        request: prefill_pb2.PrefillRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{self._status.info.name} has no engine")
+        yield prefill_pb2.PrefillEvent()  # makes it a generator, as gRPC expects of a streaming method
+
+    async def Pool(  # noqa: N802
+        self,
+        request: prefill_pb2.PoolRequest,
+        context: Context,  # noqa: ARG002
+    ) -> prefill_pb2.PoolResponse:
+        raise NotImplementedError(f"{self._status.info.name} has no engine")
+
 
 def idle_status(model: pb.ModelIdentity, role: pb.Role.ValueType, address: str, *, incarnation: int) -> pb.NodeStatus:
     """The status of an idle node with one GPU, as large as a real one's."""

@@ -62,7 +62,7 @@ def take_unchanged(status: pb.NodeStatus, last: pb.NodeStatus) -> None:
         theirs = getattr(last, field.name)
         if field.is_repeated:
             getattr(status, field.name).MergeFrom(theirs)
-        elif last.HasField(field.name):
+        elif last.HasField(field.name):  # type: ignore[arg-type]  # the stubs know literals only
             getattr(status, field.name).CopyFrom(theirs)
     status.ClearField("unchanged_fields")
 

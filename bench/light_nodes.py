@@ -115,8 +115,8 @@ class _LightPrefill(prefill_pb2_grpc.PrefillServicer):
 
     async def Prefill(  # noqa: N802
         self,
-        request: prefill_pb2.PrefillRequest,
-        context: Context,  # noqa: ARG002
+        request: prefill_pb2.PrefillRequest,  # noqa: ARG002
+        context: Context,
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{self._status.info.name} has no engine")
         yield prefill_pb2.PrefillEvent()  # makes it a generator, as gRPC expects of a streaming method
@@ -124,7 +124,7 @@ class _LightPrefill(prefill_pb2_grpc.PrefillServicer):
     async def Pool(  # noqa: N802
         self,
         request: prefill_pb2.PoolRequest,
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> prefill_pb2.PoolResponse:
         raise NotImplementedError(f"{self._status.info.name} has no engine")
 

@@ -8,6 +8,7 @@ and `decode_view` for requests that it serves alone.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import is_
 from typing import TypeAlias
 
 from baton.core.costs import StepCosts
@@ -73,6 +74,8 @@ class FleetNode:
         self._costs: StepCosts | None = None  # used to choose the node, see `use_costs`
         self._choices = choices
         self._last_choice = self._requests_since = self._tokens_since = 0
+        self._candidate_state: tuple[object, ...] = (None,) * 5
+        self._candidate = Candidate(address, 0, "", open=False, reachable=False)
         self._peers_answered = False  # whether `peers` has answers to Connect calls, newer than the status
         self._open_blocks = [0]  # open blocks of each pool, less those of requests sent since the status
         self._backlog = Backlog()
@@ -116,10 +119,14 @@ class FleetNode:
     @property
     def candidate(self) -> Candidate:
         """What the choice of pairs needs to know about the node."""
-        may_take = self.open if self.reachable else not self.retired
-        return Candidate(
-            self.address, self.incarnation, self.revision, may_take, self.reachable, self.adapters, self.refused
-        )
+        state = self.status, self.reachable, self.detail, self.retired, self.refused
+        if not all(map(is_, state, self._candidate_state)):
+            may_take = self.open if self.reachable else not self.retired
+            self._candidate_state = state
+            self._candidate = Candidate(
+                self.address, self.incarnation, self.revision, may_take, self.reachable, self.adapters, self.refused
+            )
+        return self._candidate
 
     @property
     def expected(self) -> bool:

@@ -108,7 +108,8 @@ def _adapter_masks(prefills: Sequence[Candidate], decodes: Sequence[Candidate]) 
 
 def _both(prefills: Sequence[bool], decodes: Sequence[bool]) -> Matrix:
     """The pairs of which both nodes are so."""
-    return np.array(prefills, bool)[:, None] & np.array(decodes, bool)[None, :]
+    both: Matrix = np.array(prefills, bool)[:, None] & np.array(decodes, bool)[None, :]
+    return both
 
 
 def _best(ranks: NDArray[np.uint64], usable: Matrix, count: int) -> Matrix:

@@ -29,6 +29,7 @@ BENCHMARKS = (
     ("tracing", "What traces cost a gateway", "bench.tracing_served"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
     ("overload", "Overload", "bench.overload"),
+    ("fleet", "Large clusters", "bench.fleet"),
     ("connects", "Connects that fail, and killed prefill nodes", "bench.connects"),
     ("loading", "Loading a model from disk", "bench.loading"),
     ("attention", "Attention kernels", "bench.attention.run"),

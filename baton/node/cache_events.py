@@ -1,7 +1,7 @@
 """The content of a node's prefix cache, for gateways that watch it: numbered batches of changes, and snapshots.
 
-Watchers collect the changes at intervals, so a cache without watchers costs next to nothing. The latest batches are
-kept; a watcher that lacks older ones gets a snapshot.
+While there are watchers, the changes are collected at intervals, once for all of them, so a cache without watchers
+costs next to nothing. The latest batches are kept; a watcher that lacks older ones gets a snapshot.
 """
 
 import asyncio
@@ -86,23 +86,38 @@ class CacheEvents:
         self._log = CacheLog(cache)
         self._incarnation = incarnation
         self._closed = False
+        self._changed = asyncio.Event()
+        self._num_watchers = 0
+        self._collecting: asyncio.Task[None] | None = None
 
     def renew(self, incarnation: int) -> None:
-        """Begins another incarnation of the node. Streams end within an interval, and their watchers begin again."""
+        """Begins another incarnation of the node. Streams end, and their watchers begin again."""
         self._incarnation = incarnation
+        self._wake()
 
     def close(self) -> None:
-        """Ends every stream, within an interval."""
+        """Ends every stream."""
         self._closed = True
+        self._wake()
 
     async def watch(self, request: pb.WatchCacheRequest) -> AsyncIterator[pb.WatchCacheResponse]:
         """The changes after `request.after_sequence`, or a snapshot and the changes after it, until `close`."""
+        self._num_watchers += 1
+        try:
+            async for batch in self._watch(request):
+                yield batch
+        finally:
+            self._num_watchers -= 1
+
+    async def _watch(self, request: pb.WatchCacheRequest) -> AsyncIterator[pb.WatchCacheResponse]:
         log, incarnation = self._log, self._incarnation
         position = request.after_sequence if request.incarnation == incarnation else -1
+        log.collect()
         while not self._closed and incarnation == self._incarnation:
-            log.collect()
-            batches = log.after(position)
+            self._keep_collecting()
+            woken, batches = self._changed, log.after(position)
             if batches is None:
+                log.collect()  # the snapshot is of the cache now
                 position = log.last
                 for part, keys in self._snapshot(position, log.cached_keys()):
                     yield self._with_keys(part, keys, with_tokens=request.with_tokens)
@@ -113,7 +128,30 @@ class CacheEvents:
                 )
                 yield self._with_keys(changed, batch.stored, with_tokens=request.with_tokens)
                 position = batch.sequence
+            if position == log.last:
+                await woken.wait()
+
+    def _keep_collecting(self) -> None:
+        if self._collecting is not None and self._collecting.done():
+            ended, self._collecting = self._collecting, None
+            ended.result()  # its error is this watcher's
+        if self._collecting is None:
+            self._collecting = asyncio.create_task(self._collect(), name="cache-events")
+            self._collecting.add_done_callback(lambda _: self._wake())
+
+    async def _collect(self) -> None:
+        """Collects changes for all watchers while there are any."""
+        announced = self._log.last
+        while self._num_watchers and not self._closed:
             await asyncio.sleep(_INTERVAL_S)
+            self._log.collect()
+            if self._log.last != announced:
+                announced = self._log.last
+                self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _snapshot(
         self, sequence: int, keys: Sequence[BlockKey]

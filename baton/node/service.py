@@ -3,10 +3,7 @@
 It starts before the node can serve, so that others see how far the node's start is. Other parts make its messages.
 """
 
-import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import grpc
 from baton.core.errors import Draining
 from baton.core.types import AdapterRef
 from baton.node.cache_events import CacheEvents
+from baton.node.status_feed import StatusFeed
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.internal.v1 import node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
@@ -23,7 +21,7 @@ from baton.rpc.convert_node import describe_loading
 
 SERVICE_NAME = "baton.internal.v1.Node"
 
-_INTERVAL_S_MIN = 0.02
+_INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.02, 3600.0
 # NOTE: an unchanged status is sent again. Gateways add the requests that they send to a node's last status. If those
 # requests end up elsewhere, the status does not change: an idle node would seem full for ever and get no requests.
 _REPEAT_S = 1.0
@@ -62,7 +60,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     def __init__(self, loading: Callable[[], node_status_pb2.NodeStatus]) -> None:
         self._loading = loading
         self._parts: NodeParts | None = None
-        self._closed = asyncio.Event()
+        self._feed = StatusFeed(self._status)
 
     def serve(self, parts: NodeParts) -> None:
         """Serves these parts from now on."""
@@ -72,7 +70,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Ends every stream."""
         if self._parts is not None:
             self._parts.cache.close()
-        self._closed.set()
+        self._feed.close()
 
     @property
     def _served(self) -> NodeParts:
@@ -99,18 +97,16 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Watch(
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext[pb.WatchRequest, node_status_pb2.NodeStatus]
     ) -> AsyncIterator[node_status_pb2.NodeStatus]:
-        interval_s = max(_INTERVAL_S_MIN, request.interval_s) if request.HasField("interval_s") else 1.0
-        last, sent_at_s = None, 0.0
-        while not self._closed.is_set():
+        interval_s = _bounded_s(request.interval_s) if request.HasField("interval_s") else 1.0
+        feed = self._feed.watch(
+            interval_s=interval_s,
+            repeat_s=_bounded_s(request.repeat_s) if request.HasField("repeat_s") else _REPEAT_S,
             # NOTE: a gateway of an older release would take a loading node for one that serves another model.
-            if self._parts is not None or request.while_loading:
-                status = self._status()
-                now_s = time.monotonic()
-                if status != last or now_s - sent_at_s >= _REPEAT_S:
-                    yield status
-                    last, sent_at_s = status, now_s
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), interval_s)
+            while_loading=request.while_loading,
+            without_unchanged=request.without_unchanged,
+        )
+        async for status in feed:
+            yield status
 
     async def Drain(
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]
@@ -156,3 +152,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> AsyncIterator[pb.WatchCacheResponse]:
         async for batch in self._served.cache.watch(request):
             yield batch
+
+
+def _bounded_s(wanted_s: float) -> float:
+    """An interval that a caller wants, within bounds; NaN is the shortest."""
+    return min(max(_INTERVAL_S_MIN, wanted_s), _INTERVAL_S_MAX)

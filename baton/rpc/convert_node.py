@@ -53,6 +53,20 @@ def costs_from_proto(message: pb.StepCosts) -> StepCosts | None:
     return StepCosts(points, *others)
 
 
+def take_unchanged(status: pb.NodeStatus, last: pb.NodeStatus) -> None:
+    """Completes a status of a Watch stream in place: takes the fields that it leaves out from the stream's last one."""
+    for number in status.unchanged_fields:
+        field = pb.NodeStatus.DESCRIPTOR.fields_by_number.get(number)
+        if field is None or field.message_type is None:
+            continue  # a part that only a newer version knows
+        theirs = getattr(last, field.name)
+        if field.is_repeated:
+            getattr(status, field.name).MergeFrom(theirs)
+        elif last.HasField(field.name):  # type: ignore[arg-type]  # the stubs know literals only
+            getattr(status, field.name).CopyFrom(theirs)
+    status.ClearField("unchanged_fields")
+
+
 def describe_loading(loading: node_status_pb2.Loading) -> str:
     """The stage of a node's start in words, such as "loading weights, 40 %"."""
     stage = shortened(loading.stage, _TEXT_MAX) or "starting"

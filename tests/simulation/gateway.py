@@ -355,7 +355,7 @@ class GatewayProcess:
 
     def _ask_for_pairs(self) -> None:
         """Asks a prefill node to connect to each decode node that it is not paired with."""
-        for prefill, decode in self.fleet.reachable_pairs():
+        for prefill, decode in self.fleet.pairs():
             peer = prefill.peers.get(decode.incarnation)
             key = (prefill.incarnation, decode.incarnation)
             if (peer is None or peer.phase != _READY) and key not in self._asking:

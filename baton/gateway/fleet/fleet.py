@@ -1,7 +1,10 @@
 """All nodes that this gateway knows, and the choice of nodes for requests. Pure: no clock, task or socket."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
+
+from numpy.random import Generator, default_rng
 
 from baton.core.types import AdapterRef, LocalPolicy
 from baton.gateway.core.request import Request
@@ -12,11 +15,14 @@ from baton.gateway.fleet.affinity import Affinity, OwnAffinity, SharedAffinity
 from baton.gateway.fleet.fleet_node import FleetNode, settled
 from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
+from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
 from baton.gateway.fleet.placement import Placement, place
 from baton.gateway.fleet.router import NodeView, RoutedRequest, least_pooling, pick_prefill, usable_prefills
+from baton.gateway.fleet.shortlist import ALL_UP_TO, Candidates, shortlist
 from baton.protos.v1 import node_status_pb2, operations_pb2
 
 _COSTS_EACH_S = 0.1  # nodes report about as often
+_COSTS_EACH_NODE_S = 1e-3  # in a large cluster: an update takes 40 us for each node
 
 
 class Fleet(NodeTable):
@@ -27,6 +33,7 @@ class Fleet(NodeTable):
         max_context_tokens: the model's limit.
         policy: policy on where prompts may be prefilled.
         generates: whether the model generates; one that only pools hidden states needs no decode node.
+        random: draws nodes in large clusters; a different one for each gateway, so that they choose different nodes.
     """
 
     def __init__(
@@ -36,12 +43,18 @@ class Fleet(NodeTable):
         policy: LocalPolicy,
         *,
         generates: bool = True,
+        random: Generator | None = None,
     ) -> None:
         super().__init__(model)
         self._max_context_tokens = max_context_tokens
         self._policy = policy
         self._generates = generates
         self._affinity: Affinity = OwnAffinity()
+        self._random = default_rng(0) if random is None else random
+        self._costs_updated_at_s = -inf
+        self._decode_of: Mapping[int, FleetNode] = {}  # decode nodes that have pairs, by incarnation
+        self._pairs_of: tuple[list[FleetNode], list[FleetNode], list[Candidate], list[Candidate]] = [], [], [], []
+        self._pairs: Sequence[tuple[FleetNode, FleetNode]] = ()
 
     def share(self, sends: SharedSends, sessions: SharedSessions) -> None:
         """Shares sessions, and what is sent to nodes, with the other processes of this gateway. Call it before nodes
@@ -59,12 +72,33 @@ class Fleet(NodeTable):
         wanted = self._of_session(wanted)
         self._update_costs(now_s)
         cached = self._cached_tokens(self.nodes(), wanted)
-        decodes = [_at(node.decode_view(), cached, node.queue_s(now_s)) for node in self.decoding_nodes()]
-        prefills = [_at(node.view(), cached, node.queue_s(now_s)) for node in self.prefills.values()]
-        placement = place(decodes, prefills, wanted)
+        everything = Candidates(self.prefills.values(), self.decodes.values())
+        few = everything if len(everything.prefills) + len(everything.decodes) <= ALL_UP_TO else None
+        placement = self._place(wanted, few or self._shortlist(wanted, cached, now_s), cached, now_s)
+        if placement is None and few is None:
+            placement = self._place(wanted, everything, cached, now_s)
         if placement is not None:
             self._picked(self.decoding_node(placement.decode), placement.decode, wanted)
         return placement
+
+    def _place(
+        self, wanted: RoutedRequest, candidates: Candidates, cached: Mapping[str, int], now_s: float
+    ) -> Placement | None:
+        decoding = [*candidates.decodes, *(node for node in candidates.prefills if node.also_decodes)]
+        decodes = [_at(node.decode_view(), cached, node.queue_s(now_s)) for node in decoding]
+        prefills = [_at(node.view(), cached, node.queue_s(now_s)) for node in candidates.prefills]
+        return place(decodes, prefills, wanted)
+
+    def _shortlist(self, wanted: RoutedRequest, cached: Mapping[str, int], now_s: float) -> Candidates:
+        def soonest(node: FleetNode) -> tuple[bool, float]:
+            view, known = node.view(), cached.get(node.address, 0)
+            if view.costs is None:
+                return True, view.tokens_waiting + view.tokens_since - known
+            return False, node.queue_s(now_s) + view.prompt_s(known, wanted.num_tokens)
+
+        if not self._decode_of:
+            self.pairs()
+        return shortlist(self.prefills, self.decodes, self._decode_of, wanted, cached, soonest, self._random)
 
     def pick_prefill(
         self, decode: FleetNode, wanted: RoutedRequest, now_s: float, *, placed: int | None = None
@@ -75,7 +109,10 @@ class Fleet(NodeTable):
             placed: incarnation of the node that `place` chose, which is preferred while it is usable.
         """
         wanted = self._of_session(wanted)
-        views = self.prefill_views(wanted, now_s)
+        self._update_costs(now_s)
+        partners = [node for node in self.prefills.values() if decode.incarnation in node.ready_peers]
+        cached = self._cached_tokens(partners, wanted)
+        views = [_at(node.view(), cached, node.queue_s(now_s)) for node in partners]
         first = [view for view in views if view.incarnation == placed]
         picked = pick_prefill(first, decode.view(), wanted) or pick_prefill(views, decode.view(), wanted)
         return None if picked is None else self._picked(self.prefills[picked.address], picked, wanted)
@@ -102,7 +139,10 @@ class Fleet(NodeTable):
         """Updates the step costs of all nodes: costs of idle nodes age (`baton.gateway.fleet.node_costs`)."""
         if now_s - self._costs_at_s < _COSTS_EACH_S:
             return
-        self._costs_at_s = now_s
+        num_nodes = len(self.prefills) + len(self.decodes)
+        if num_nodes > ALL_UP_TO and now_s - self._costs_updated_at_s < _COSTS_EACH_NODE_S * num_nodes:
+            return
+        self._costs_at_s = self._costs_updated_at_s = now_s
         nodes = [node for node in self.nodes() if node.serves]  # not those with another model
         for node, costs in zip(nodes, current_costs([node.costs for node in nodes]), strict=True):
             node.use_costs(costs)
@@ -151,16 +191,20 @@ class Fleet(NodeTable):
 
     # ---- state of the fleet
 
-    def reachable_pairs(self) -> list[tuple[FleetNode, FleetNode]]:
-        """All pairs of a reachable prefill node and a reachable decode node."""
-        decodes = [decode for decode in self.decodes.values() if decode.reachable]
-        return [(prefill, decode) for prefill in self.prefills.values() if prefill.reachable for decode in decodes]
+    def pairs(self) -> Sequence[tuple[FleetNode, FleetNode]]:
+        """The pairs of reachable nodes that are made before traffic; another object after every change."""
+        prefills = [node for node in self.prefills.values() if node.expected]
+        decodes = [node for node in self.decodes.values() if node.expected]
+        chosen_of = prefills, decodes, [node.candidate for node in prefills], [node.candidate for node in decodes]
+        if chosen_of != self._pairs_of:
+            self._pairs_of = chosen_of
+            self._decode_of = {node.incarnation: node for node in decodes if node.reachable}
+            self._pairs = [(prefills[row], decodes[column]) for row, column in choose_pairs(*chosen_of[2:])]
+        return self._pairs
 
     def pairs_under_way(self) -> bool:
         """Whether some pair of usable nodes is still being connected: neither ready nor refused."""
-        return any(
-            prefill.open and decode.open and not settled(prefill, decode) for prefill, decode in self.reachable_pairs()
-        )
+        return any(prefill.open and decode.open and not settled(prefill, decode) for prefill, decode in self.pairs())
 
     def nodes_load(self) -> bool:
         """Whether a node is still loading or is being reached for the first time."""
@@ -172,11 +216,8 @@ class Fleet(NodeTable):
             return any(node.open for node in self.prefills.values())
         if self._policy is not LocalPolicy.STRICT:
             return any(node.open for node in self.decoding_nodes())
-        return any(
-            decode.incarnation in prefill.view().ready_peers
-            for prefill, decode in self.reachable_pairs()
-            if prefill.open and decode.open
-        )
+        open_decodes = {node.incarnation for node in self.decodes.values() if node.open}
+        return any(not open_decodes.isdisjoint(node.ready_peers) for node in self.prefills.values() if node.open)
 
     @property
     def max_context_tokens(self) -> int:
@@ -190,7 +231,7 @@ class Fleet(NodeTable):
 
     def adapters(self) -> dict[str, AdapterRef]:
         """The adapters that requests can name as their model, by name."""
-        return serving_adapters(self.nodes(), self.reachable_pairs())
+        return serving_adapters(self.nodes(), self.pairs())
 
     def may_have(self, revision: str, adapter: AdapterRef | None = None) -> bool:
         """Whether some node has, or may turn out to have, this revision of the weights, and the adapter."""

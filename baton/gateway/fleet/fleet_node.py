@@ -6,8 +6,9 @@ and `decode_view` for requests that it serves alone.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
+from operator import is_
 from typing import TypeAlias
 
 from baton.core.costs import StepCosts
@@ -18,6 +19,7 @@ from baton.gateway.core.shared_sends import NOTHING, NodeSends, SentWork
 from baton.gateway.fleet.backlog import Backlog
 from baton.gateway.fleet.cache_position import CachePosition
 from baton.gateway.fleet.node_costs import DECODE_STEP, PROMPT_STEP, NodeCosts
+from baton.gateway.fleet.pair_choice import Candidate
 from baton.gateway.fleet.prediction import prompt_s
 from baton.gateway.fleet.router import NodeView
 from baton.protos.v1 import node_status_pb2
@@ -59,10 +61,15 @@ class FleetNode:
         self.reachable = self.loading = False
         self.detail = _NEVER_CONNECTED  # why the node cannot be used; empty if it can
         self.status = node_status_pb2.NodeStatus()
-        self.peers: dict[int, node_status_pb2.PeerState] = {}  # by incarnation
+        self.incarnation = 0  # of `status`, kept because it is read often
+        self.peers: dict[int, node_status_pb2.PeerState] = {}  # by incarnation; another dict after every change
+        self.ready_peers: frozenset[int] = frozenset()  # incarnations
+        self.refused: frozenset[int] = frozenset()  # incarnations that can never be its peers
+        self._peer_bytes_per_s: dict[int, float] = {}
         self.last_message_at_s = 0.0  # time of the last changed status or message about a request
         self.retired = False  # no longer listed: removed once its requests are done
         self.cache = CachePosition()
+        self.adapters: frozenset[AdapterRef] = frozenset()
         self.revision = ""  # of the node's weights; requests continue only on nodes of their revision; empty: unknown
         self.cached_tokens = 0  # cached part of the prompt for which the node was last chosen
         self._view: NodeView | None = _UNKNOWN  # None: outdated
@@ -74,16 +81,15 @@ class FleetNode:
         self._sends_version = 0  # of those that were looked at
         self._sent_by_others = NOTHING if sends is None else sends.by_others()  # as the view and the backlog have it
         self._last_choice = self._requests_since = self._tokens_since = 0
+        self._candidate_state: tuple[object, ...] = (None,) * 5
+        self._candidate = Candidate(address, 0, "", open=False, reachable=False)
+        self._peers_answered = False  # whether `peers` has answers to Connect calls, newer than the status
         self._open_blocks = [0]  # open blocks of each pool, less those of requests sent since the status
         self._backlog = Backlog()
 
     @property
     def name(self) -> str:
         return self.status.info.name or self.address
-
-    @property
-    def incarnation(self) -> int:
-        return self.status.info.incarnation
 
     @property
     def revision_name(self) -> str:
@@ -118,6 +124,28 @@ class FleetNode:
         return self.reachable and not (self.detail or self.status.draining or self.retired)
 
     @property
+    def candidate(self) -> Candidate:
+        """What the choice of pairs needs to know about the node."""
+        state = self.status, self.reachable, self.detail, self.retired, self.refused
+        if not all(map(is_, state, self._candidate_state)):
+            may_take = self.open if self.reachable else not self.retired
+            self._candidate_state = state
+            self._candidate = Candidate(
+                self.address, self.incarnation, self.revision, may_take, self.reachable, self.adapters, self.refused
+            )
+        return self._candidate
+
+    @property
+    def expected(self) -> bool:
+        """Whether the node is reachable or probably will be soon."""
+        return self.reachable or self.loading or self.never_connected
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether requests were sent to the node since its last status."""
+        return self._requests_since > 0
+
+    @property
     def never_connected(self) -> bool:
         return self.detail == _NEVER_CONNECTED
 
@@ -129,8 +157,11 @@ class FleetNode:
         view = self._view
         if view is None or view.open != self.open:
             view = self._view = replace(
-                _to_view(self.address, self.revision, self.status, self.peers, self._costs),
+                _to_view(self.address, self.revision, self.status, self._costs),
                 open=self.open,
+                ready_peers=self.ready_peers,
+                peer_bytes_per_s=self._peer_bytes_per_s,
+                adapters=self.adapters,
                 requests_since=self._requests_since,
                 tokens_since=self._tokens_since,
                 room_tokens=max(self._open_blocks) * self._block_size,
@@ -196,19 +227,24 @@ class FleetNode:
         """Records a status of a reachable node; `detail` says why it cannot be used, "" if it can."""
         before = self.status
         started = before.info.incarnation != status.info.incarnation
-        works = bool(status.requests_running or status.requests_waiting or status.decode_rows)
+        if started:
+            self.refused = frozenset()
+        works = _works(status)
         if started:
             self.costs = NodeCosts(self.costs.typical)
         self.costs.report(
-            costs_from_proto(status.step_costs),
-            costs_from_proto(status.step_profile),
+            self._costs_of(status, "step_costs", None if started else self.costs.reported),
+            self._costs_of(status, "step_profile", None if started else self.costs.profile),
             kind=(self.role, status.info.also_decodes, status.info.tensor_parallel_size, status.max_batch_tokens),
             works=works or (not started and status.requests_total > before.requests_total),
             now_s=now_s,
         )
         self.revision = revision_of(status.info.model)
-        self.status = status
-        self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
+        self.adapters = frozenset(AdapterRef(each.name, each.revision) for each in status.adapters)
+        self.status, self.incarnation = status, status.info.incarnation
+        if self._peers_answered or status.peers != before.peers:
+            self._take_peers({peer.incarnation: peer for peer in status.peers if peer.incarnation})
+            self._peers_answered = False
         self.reachable, self.loading, self.detail = True, False, detail
         self._requests_since = self._tokens_since = 0
         if self._sends is not None:
@@ -217,9 +253,15 @@ class FleetNode:
         self._view = None
         self._backlog.reported(_seconds(status.backlog_s), now_s)
 
+    def _costs_of(self, status: node_status_pb2.NodeStatus, field: str, known: StepCosts | None) -> StepCosts | None:
+        """The step costs in a field of the status: those that are known, if the last status had the same."""
+        message = getattr(status, field)
+        same = known is not None and status is not self.status and message == getattr(self.status, field)
+        return known if same else costs_from_proto(message)
+
     def take_loading(self, status: node_status_pb2.NodeStatus) -> None:
         """Records a status of a node that has started but does not serve yet."""
-        self.status = status
+        self.status, self.incarnation = status, status.info.incarnation
         self.reachable, self.loading, self.detail = False, True, describe_loading(status.loading)
         self._view = None
 
@@ -229,9 +271,41 @@ class FleetNode:
         self.reachable, self.loading, self.detail = False, False, reason
 
     def take_peer(self, state: node_status_pb2.PeerState) -> None:
+        """Records the node's answer to a Connect call. It counts until the node's next status."""
         if state.incarnation:
-            self.peers[state.incarnation] = state
+            self._take_peers({**self.peers, state.incarnation: state})
+            self._peers_answered = True
             self._view = None
+
+    def _take_peers(self, peers: dict[int, node_status_pb2.PeerState]) -> None:
+        self.peers = peers
+        ready = (number for number, peer in peers.items() if peer.phase == node_status_pb2.PEER_PHASE_READY)
+        self.ready_peers = frozenset(ready)
+        self._peer_bytes_per_s = {number: 1e9 * peer.gigabytes_per_s for number, peer in peers.items()}
+        # NOTE: a node lists only its latest refused peers, and those that are gone from its list would be asked again.
+        refused = {number for number, peer in peers.items() if _refuses_for_good(peer)}
+        if not refused <= self.refused:
+            self.refused |= refused
+
+    def take_description(self, status: node_status_pb2.NodeStatus, now_s: float) -> None:
+        """Records a status that the node was asked for. It counts only if its load is as in the last status; otherwise
+        a later one is on its way."""
+        if self.reachable and _load(status) == _load(self.status):
+            self.take_confirmation(now_s)
+
+    def confirms(self, status: node_status_pb2.NodeStatus, detail: str) -> bool:
+        """Whether the status of the reachable node says nothing new, except that it has all requests sent before."""
+        known = self.reachable and self.detail == detail and not self._peers_answered
+        return known and status == self.status
+
+    def take_confirmation(self, now_s: float) -> None:
+        """Records that the last status is true still: requests sent since have not changed the node's load."""
+        if self._requests_since:
+            self._requests_since = self._tokens_since = 0
+            self._open_blocks = list(self.status.blocks_open) or [self.status.blocks_free]
+            self._view = None
+        self.costs.still(works=_works(self.status), now_s=now_s)
+        self._backlog.reported(_seconds(self.status.backlog_s), now_s)
 
     def explain(self) -> str:
         """Says why the node is not chosen for a request."""
@@ -253,7 +327,25 @@ class FleetNode:
 def settled(prefill: FleetNode, decode: FleetNode) -> bool:
     """Whether the pair is ready or refused."""
     peer = prefill.peers.get(decode.incarnation)
-    return peer is not None and peer.phase in SETTLED
+    return decode.incarnation in prefill.refused if peer is None else peer.phase in SETTLED
+
+
+def too_slow(peer: node_status_pb2.PeerState) -> bool:
+    """Whether the pair was refused only for its slow link, which may be faster later."""
+    return peer.phase == node_status_pb2.PEER_PHASE_REFUSED and all(item.field == "link" for item in peer.mismatches)
+
+
+def _refuses_for_good(peer: node_status_pb2.PeerState) -> bool:
+    return peer.phase == node_status_pb2.PEER_PHASE_REFUSED and not too_slow(peer)
+
+
+def _load(status: node_status_pb2.NodeStatus) -> tuple[object, ...]:
+    work = status.requests_running, status.requests_waiting, status.tokens_waiting, status.requests_total
+    return status.info.incarnation, *work, status.decode_rows, status.blocks_free, list(status.blocks_open)
+
+
+def _works(status: node_status_pb2.NodeStatus) -> bool:
+    return bool(status.requests_running or status.requests_waiting or status.decode_rows)
 
 
 def _seconds(reported: float) -> float:
@@ -265,12 +357,10 @@ def _to_view(
     address: str,
     revision: str,
     status: node_status_pb2.NodeStatus,
-    peers: Mapping[int, node_status_pb2.PeerState],
     costs: StepCosts | None,
 ) -> NodeView:
     info = status.info
     per_token, per_request = kept_bytes(info.cache_spec)
-    ready = (number for number, peer in peers.items() if peer.phase == node_status_pb2.PEER_PHASE_READY)
     return NodeView(
         address=address,
         incarnation=info.incarnation,
@@ -281,15 +371,13 @@ def _to_view(
         room_tokens=0,
         requests=status.requests_running + status.requests_waiting,
         tokens_waiting=status.tokens_waiting,
-        ready_peers=frozenset(ready),
+        ready_peers=frozenset(),
         costs=costs,
         backlog_s=_seconds(status.backlog_s),
         decode_rows=status.decode_rows,
         context_tokens=status.context_tokens,
         max_batch_requests=status.max_batch_requests,
         max_batch_tokens=status.max_batch_tokens,
-        adapters=frozenset(AdapterRef(each.name, each.revision) for each in status.adapters),
         kv_bytes_per_token=per_token,
         state_bytes=per_request,
-        peer_bytes_per_s={number: 1e9 * peer.gigabytes_per_s for number, peer in peers.items()},
     )

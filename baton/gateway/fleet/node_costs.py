@@ -57,6 +57,11 @@ class NodeCosts:
             self.reported = costs
         self.profile, self.kind = profile, kind
 
+    def still(self, *, works: bool, now_s: float) -> None:
+        """Records that the last report is true still."""
+        if works:
+            self.worked_at_s = now_s
+
 
 @dataclass(frozen=True)
 class _Weighted:

@@ -138,6 +138,9 @@ class NodeTable:
         commands: list[FleetCommand] = []
         copy_mismatch = self._copies.mismatch(role, address, info.name, info.model, now_s)
         mismatch = self._model_mismatch(info.model) or copy_mismatch
+        if node.confirms(status, mismatch):
+            node.take_confirmation(now_s)
+            return []
         restarted = info.incarnation != node.incarnation
         if restarted or not node.reachable:
             shape = info.cache_shape

@@ -23,7 +23,7 @@ from baton.gateway.fleet.prediction import (
     prefill_s,
     transfer_s,
 )
-from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_decode, pick_prefill, usable_decodes
+from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_decode, pick_pair, usable_decodes
 
 # Share of the TTFT that a first token from a prefill node may take before other routes are tried.
 _PRESSED = 0.25
@@ -73,12 +73,11 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Rou
         decodes: decode nodes, and prefill nodes that serve requests alone (`NodeView.also_prefills`).
     """
     paired = [node for node in decodes if not node.also_prefills]
-    decode = pick_decode(paired, prefills, wanted)
+    decode, prefill = pick_pair(paired, prefills, wanted)
     if decode is None:
         return _on_prefill_node([node for node in decodes if node.also_prefills], wanted)
     if wanted.policy is LocalPolicy.LOCAL:
         return _local_by_policy(decode, "the policy is local", wanted)
-    prefill = pick_prefill(prefills, decode, wanted)
     if prefill is None:
         missing = f"is paired with {decode.label}" if any(node.open for node in prefills) else "is available"
         return _local_by_policy(decode, f"no prefill node {missing}", wanted)

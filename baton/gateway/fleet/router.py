@@ -26,6 +26,8 @@ _WORK_WEIGHT_IN_TIME = 20.0
 _SLO_SHARE = 0.5
 # A session stays on its node while that takes at most this much longer.
 _SESSION_FACTOR, _SESSION_S = 1.15, 5e-3
+# A prefill node that is no partner of the picked decode node must need less than this share of the partner's time.
+_FAR_BETTER = 0.8
 # Weigh a decode node's steps against the KV that it has cached: length of a typical output, and transfer time per token
 # on a fast network.
 OUTPUT_TOKENS = 200
@@ -214,6 +216,52 @@ def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: RoutedR
     return min(usable, key=cost, default=None)
 
 
+def pick_pair(
+    decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest
+) -> tuple[NodeView | None, NodeView | None]:
+    """Picks the decode node, then the best prefill node among its partners.
+
+    Where not all nodes are paired with all, a prefill node that is no partner may be far better, because it has the
+    prompt in its cache or has no queue. The request then goes to it and to one of its own partners.
+    """
+    decode = pick_decode(decodes, prefills, wanted)
+    if decode is None or wanted.policy is LocalPolicy.LOCAL:
+        return decode, None
+    prefill = pick_prefill(prefills, decode, wanted)
+    others = [] if prefill is None else [node for node in prefills if decode.incarnation not in node.ready_peers]
+    if prefill is None or not others:
+        return decode, prefill
+    best = _far_better(prefill, _usable(others, wanted, wanted.excluded_prefill), wanted)
+    if best is None:
+        return decode, prefill
+    partner = pick_decode([node for node in decodes if node.incarnation in best.ready_peers], [best], wanted)
+    if partner is None or not partner.has_room(wanted.num_tokens + 1):
+        return decode, prefill
+    if partner.costs is not None and decode.costs is not None and best.costs is not None:
+        saved_s = prefill.prefill_s(prefill.cached_tokens, wanted.num_tokens)
+        saved_s -= best.prefill_s(best.cached_tokens, wanted.num_tokens)
+        is_better = _output_s(partner, wanted) - _output_s(decode, wanted) < saved_s
+    else:
+        is_better = partner.load <= decode.load + 1
+    return (partner, best) if is_better else (decode, prefill)
+
+
+def _far_better(prefill: NodeView, others: Sequence[NodeView], wanted: RoutedRequest) -> NodeView | None:
+    """The best of the others if the prompt is computed far sooner there than on the picked node."""
+    if all(node.costs is not None for node in (prefill, *others)):
+        best = _least_work([prefill, *others], wanted)
+        assert best is not None
+        sooner_s = best.prefill_s(best.cached_tokens, wanted.num_tokens)
+        own_s = prefill.prefill_s(prefill.cached_tokens, wanted.num_tokens)
+        return best if sooner_s < _FAR_BETTER * own_s - _EQUAL_S else None
+
+    def tokens(node: NodeView) -> int:
+        return wanted.num_tokens + node.tokens_waiting + node.tokens_since - node.cached_tokens
+
+    found = min(others, key=lambda node: (tokens(node), node.turn), default=None)
+    return found if found is not None and tokens(found) < _FAR_BETTER * tokens(prefill) else None
+
+
 def usable_prefills(prefills: Sequence[NodeView], wanted: RoutedRequest) -> list[NodeView]:
     """The prefill nodes that could compute the prompt, with or without a decode node."""
     return _usable(prefills, wanted, wanted.excluded_prefill)
@@ -247,12 +295,11 @@ def _usable(nodes: Sequence[NodeView], wanted: RoutedRequest, excluded: Set[int]
 
 def _paired(decodes: list[NodeView], partners: list[NodeView]) -> list[NodeView]:
     """The decode nodes that are paired with at least one of the prefill nodes."""
-    first = partners[0].ready_peers if partners else frozenset()  # usually contains all decode nodes
-    return [
-        node
-        for node in decodes
-        if node.incarnation in first or any(node.incarnation in each.ready_peers for each in partners)
-    ]
+    first = partners[0].ready_peers if partners else frozenset[int]()
+    if all(node.incarnation in first for node in decodes):  # usual where all are paired with all
+        return decodes
+    having = first.union(*(node.ready_peers for node in partners))
+    return [node for node in decodes if node.incarnation in having]
 
 
 def _output_s(node: NodeView, wanted: RoutedRequest) -> float:

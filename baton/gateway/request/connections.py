@@ -10,14 +10,17 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from numpy.random import default_rng
+
 from baton.core.errors import BatonError, ConfigError, Draining
 from baton.core.types import LocalPolicy
 from baton.gateway.fleet.connect_pace import ConnectPace
 from baton.gateway.fleet.discovery.directory import Directory
 from baton.gateway.fleet.discovery.sources import parse_places
 from baton.gateway.fleet.fleet import Fleet
-from baton.gateway.fleet.fleet_node import Role
+from baton.gateway.fleet.fleet_node import FleetNode, Role
 from baton.gateway.fleet.node_table import ChangeRole, DropSession, FleetCommand, LogLine
+from baton.gateway.fleet.watch_pace import WatchPace
 from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
 from baton.gateway.request.pairing import ConnectNodes, Pairing, PairingCommand
 from baton.gateway.text.model import ServedModel
@@ -30,6 +33,7 @@ from baton.settings.gateway_config import GatewaySettings
 log = logging.getLogger("baton")
 
 _PAIR_CHECK_S = 0.2
+_CONFIRM_S = 1.0
 _SETTLE_TIMEOUT_S = 5.0
 
 _PREFILL, _DECODE = node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE
@@ -70,13 +74,20 @@ class Connections:
         if not prefill and settings.local_policy is LocalPolicy.STRICT:
             cure = "give prefill nodes, or another local policy"
             raise ConfigError("BATON_PREFILL (--prefill) is empty under policy strict", field="prefill", cure=cure)
-        self.fleet = Fleet(model.identity, model.max_context_tokens, settings.local_policy, generates=model.generates)
+        random = default_rng()
+        self.fleet = Fleet(
+            model.identity,
+            model.max_context_tokens,
+            settings.local_policy,
+            generates=model.generates,
+            random=random,
+        )
         self._wants_prefill = bool(prefill) and bool(decode) and settings.local_policy is not LocalPolicy.LOCAL
         tls = InternalTls.read(settings, certified.Role.GATEWAY)
         # A peer is accepted only in a role that its certificate allows.
         self._dials = {role: None if tls is None else tls.to_role(named) for role, named in _CERTIFIED.items()}
         self._keepalive_s = settings.keepalive_s
-        self._pace = ConnectPace()
+        self._pace, self._watch_pace = ConnectPace(), WatchPace()
         self._resolve_s = settings.resolve_s
         self._listing_changed = asyncio.Event()
         places = {_PREFILL: prefill, _DECODE: decode}
@@ -84,7 +95,7 @@ class Connections:
         self._clients: dict[Role, dict[str, NodeClient]] = {_PREFILL: {}, _DECODE: {}}  # by address
         self._members: dict[Role, dict[str, _Member]] = {_PREFILL: {}, _DECODE: {}}  # by list and address
         self._watches: dict[NodeClient, asyncio.Task[None]] = {}
-        self._pairing = Pairing(self.fleet, settings.link_retry_s)
+        self._pairing = Pairing(self.fleet, settings.link_retry_s, random)
         self._listeners: set[Callable[[], None]] = set()
         self._tasks = asyncio.TaskGroup()
         # Tasks run in this context: a reconnection may be started from inside a request, but does not belong to it.
@@ -164,14 +175,15 @@ class Connections:
             return
 
     def _settled(self) -> bool:
-        paired = not self._wants_prefill or self._pairing.settled()
-        return paired and all(node.reachable for node in self.fleet.nodes())
+        reachable = all(node.reachable for node in self.fleet.nodes())
+        return reachable and (not self._wants_prefill or self._pairing.settled())
 
     # ---- finding nodes
 
     async def _keep_up(self, listed: Listed) -> None:
         async with self._tasks as tasks:
             tasks.create_task(self._keep_pairing(), name="pairing")
+            tasks.create_task(self._keep_confirming(), name="confirming")
             while True:
                 await self._follow_directory(listed)
                 with suppress(TimeoutError):
@@ -186,6 +198,9 @@ class Connections:
 
     async def _follow_directory(self, listed: Listed) -> None:
         """Connects to new nodes; drops nodes that are no longer listed, once their requests are done."""
+        self._watch_pace.num_nodes = sum(map(len, listed.values()))
+        for known in (client for clients in self._clients.values() for client in clients.values()):
+            known.follow_pace()
         for role, addresses in listed.items():
             members = self._members[role]
             for address in addresses - members.keys():
@@ -238,6 +253,7 @@ class Connections:
             keepalive_s=self._keepalive_s,
             dial=self._dials[role],
             pace=self._pace,
+            watch_pace=self._watch_pace,
         )
         self._clients[role][address] = client
         self._watches[client] = self._tasks.create_task(
@@ -311,6 +327,28 @@ class Connections:
         else:
             node.take_peer(state)
             self._execute(self._pairing.answered(connect.pair, state, self._now_s()))
+            self._notify()
+
+    # ---- requests that a node has not reported
+
+    async def _keep_confirming(self) -> None:
+        """Asks nodes whose status has not changed since requests were sent to them: those requests may have ended
+        elsewhere, and the node would seem to have them until its status is repeated."""
+        waiting: dict[FleetNode, node_status_pb2.NodeStatus] = {}
+        while True:
+            await asyncio.sleep(_CONFIRM_S)
+            nodes = [node for node in self.fleet.nodes() if node.unconfirmed and node.reachable]
+            for node in nodes:
+                if waiting.get(node) is node.status and self._watch_pace.repeat_s > 2 * _CONFIRM_S:
+                    self._tasks.create_task(self._confirm(node), name="confirm")
+            waiting = {node: node.status for node in nodes}
+
+    async def _confirm(self, node: FleetNode) -> None:
+        client = self._clients[node.role].get(node.address)
+        if client is None:
+            return
+        with suppress(BatonError):  # the Watch stream finds a node that is lost
+            node.take_description(await client.describe(), self._now_s())
             self._notify()
 
     # ----

@@ -14,17 +14,18 @@ import grpc
 
 from baton.core.errors import BatonError
 from baton.gateway.fleet.connect_pace import ConnectPace
+from baton.gateway.fleet.watch_pace import WatchPace
 from baton.gateway.request.decode_session import DecodeSession
 from baton.protos.internal.v1 import decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.channels import connect
+from baton.rpc.convert_node import take_unchanged
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.tls import Dial
 from baton.settings.gateway_config import GATEWAY_KEEPALIVE_S
 
 log = logging.getLogger("baton")
 
-_WATCH_INTERVAL_S = 0.1
 _SILENT_S = 1.0  # a connected node without a first status counts as silent after this time
 _FIRST_STATUS_TIMEOUT_S = 5.0
 _RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0
@@ -103,6 +104,7 @@ class NodeClient:
         keepalive_s: time without an answer to a ping after which the node is lost.
         dial: credentials of the channel.
         pace: limits attempts to connect; shared with other clients.
+        watch_pace: how often nodes report; shared with other clients.
     """
 
     def __init__(
@@ -114,11 +116,14 @@ class NodeClient:
         keepalive_s: float = GATEWAY_KEEPALIVE_S,
         dial: Dial | None = None,
         pace: ConnectPace | None = None,
+        watch_pace: WatchPace | None = None,
     ) -> None:
         self._address = address
         # Pings are answered outside of Python, so a node that computes, loads or compiles is not lost.
         self._connect = partial(connect, address, keepalive_s=keepalive_s, dial=dial)
         self._pace = pace or ConnectPace()
+        self._watch_pace = watch_pace or WatchPace()
+        self._repeat_s = 0.0  # of the present Watch stream
         self._answered = False  # whether the node has ever sent a status
         self._silent = False
         self._open()
@@ -201,6 +206,17 @@ class NodeClient:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 
+    async def describe(self) -> node_status_pb2.NodeStatus:
+        """The node's present status.
+
+        Raises:
+            BatonError: the call failed.
+        """
+        try:
+            return await self._stub.Describe(node_pb2.DescribeRequest(), timeout=_FIRST_STATUS_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
     async def switch_role(
         self, role: node_status_pb2.Role.ValueType, *, grace_s: float | None, dwell_s: float
     ) -> AsyncGenerator[node_status_pb2.RoleSwitchProgress, None]:
@@ -269,6 +285,12 @@ class NodeClient:
         if self._watching is not None:
             self._watching.cancel()
 
+    def follow_pace(self) -> None:
+        """Opens another Watch stream if the cluster has become so much larger or smaller that its pace is wrong."""
+        wanted_s = self._watch_pace.repeat_s
+        if self._status_received and not self._repeat_s / 2 <= wanted_s <= 2 * self._repeat_s:
+            self.end_watch()
+
     def watch_cache(
         self, request: node_pb2.WatchCacheRequest
     ) -> grpc.aio.UnaryStreamCall[node_pb2.WatchCacheRequest, node_pb2.WatchCacheResponse]:
@@ -285,7 +307,14 @@ class NodeClient:
         try:
             async with self._pace.turn(answered=self._answered):
                 self._used = True
-                call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S, while_loading=True))
+                self._repeat_s = self._watch_pace.repeat_s
+                wanted = node_pb2.WatchRequest(
+                    interval_s=self._watch_pace.interval_s,
+                    repeat_s=self._repeat_s,
+                    while_loading=True,
+                    without_unchanged=True,
+                )
+                call = self._stub.Watch(wanted)
                 try:
                     status = await self._first_status(call)
                 except (grpc.aio.AioRpcError, TimeoutError):
@@ -293,9 +322,12 @@ class NodeClient:
                     await self._replace_channel()  # closes the connection before the next address gets the slot
                     raise
             following = asyncio.create_task(self._follow_cache(), name="follow-cache")
+            last = node_status_pb2.NodeStatus()
             while isinstance(status, node_status_pb2.NodeStatus):
                 self._status_received = self._answered = True
                 self._set_silent(silent=False)
+                take_unchanged(status, last)
+                last = status
                 self._callbacks.status(status)
                 status = await call.read()
         except grpc.aio.AioRpcError as error:

@@ -24,7 +24,8 @@ OLD, NEW, OTHER = AdapterRef("sql", "1" * 32), AdapterRef("sql", "2" * 32), Adap
 def give(fleet: SmallFleet, address: str, *adapters: AdapterRef) -> None:
     """The node's next status has these adapters."""
     nodes = fleet.decodes if address.startswith("d") else fleet.prefills
-    status = nodes[address].status
+    status = node_status_pb2.NodeStatus()
+    status.CopyFrom(nodes[address].status)
     del status.adapters[:]
     status.adapters.extend(node_status_pb2.Adapter(name=each.name, revision=each.revision) for each in adapters)
     fleet.status_received(DECODE if address.startswith("d") else PREFILL, address, status, 1.0)

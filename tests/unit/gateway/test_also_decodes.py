@@ -46,7 +46,7 @@ def test_it_is_listed_once_and_pairs_as_a_prefill_node_only() -> None:
     assert [(load.address, load.role) for load in fleet.loads()] == [("p1", PREFILL), ("p2", PREFILL), ("d1", DECODE)]
     assert [report.address for report in fleet.report()] == ["p1", "p2", "d1"]
     assert fleet.explain().count("node-11") == 1
-    assert [(p.address, d.address) for p, d in fleet.reachable_pairs()] == [("p1", "d1"), ("p2", "d1")]
+    assert [(p.address, d.address) for p, d in fleet.pairs()] == [("p1", "d1"), ("p2", "d1")]
     for node in fleet.prefills.values():
         node.peers.clear()
     asked = [command for command in Pairing(fleet, 10.0).check(1.0) if isinstance(command, ConnectNodes)]

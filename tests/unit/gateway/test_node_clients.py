@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from baton.gateway.fleet.watch_pace import WatchPace
 from baton.gateway.request import node_clients
 from baton.gateway.request.decode_session import TokenReceiver
 from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
@@ -24,10 +25,12 @@ class Publishing(node_pb2_grpc.NodeServicer):
 
     def __init__(self) -> None:
         self.asked_after: list[int] = []
+        self.watches: list[node_pb2.WatchRequest] = []
 
     async def Watch(  # noqa: N802
         self, request: node_pb2.WatchRequest, context: object
     ) -> AsyncIterator[node_status_pb2.NodeStatus]:
+        self.watches.append(request)
         yield status(DECODE, 1)
         await asyncio.Event().wait()
 
@@ -89,7 +92,9 @@ class Ending(Publishing, decode_pb2_grpc.DecodeServicer):
 
 
 @asynccontextmanager
-async def watched(node: Publishing | None, callbacks: WatchCallbacks) -> AsyncIterator[NodeClient]:
+async def watched(
+    node: Publishing | None, callbacks: WatchCallbacks, pace: WatchPace | None = None
+) -> AsyncIterator[NodeClient]:
     """A client that watches this node, on a server of its own; None: a server without our services."""
     server = grpc.aio.server(options=channel_options())
     if node is not None:
@@ -98,7 +103,7 @@ async def watched(node: Publishing | None, callbacks: WatchCallbacks) -> AsyncIt
         decode_pb2_grpc.add_DecodeServicer_to_server(node, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    client = NodeClient(address, callbacks, lambda: None)
+    client = NodeClient(address, callbacks, lambda: None, watch_pace=pace)
     watching = asyncio.create_task(client.watch())
     try:
         yield client
@@ -159,3 +164,38 @@ async def test_a_node_of_an_older_release_is_lost_with_the_page_that_says_what_t
     async with watched(None, WatchCallbacks(lambda _: None, reasons.put_nowait, lambda _: True, lambda: None)):
         assert "docs/upgrades.md" in (reason := await asyncio.wait_for(reasons.get(), BOUND_S))
         assert "docs/upgrades.md" in reason
+
+
+async def test_a_cluster_that_grows_much_makes_its_nodes_report_less_often() -> None:
+    node, pace, received = Publishing(), WatchPace(10), asyncio.Queue[object]()
+    lost: list[str] = []
+    callbacks = WatchCallbacks(received.put_nowait, lost.append, lambda batch: True, lambda: None)
+    async with asyncio.timeout(BOUND_S), watched(node, callbacks, pace) as client:
+        await received.get()
+        pace.num_nodes = 150
+        client.follow_pace()  # no reason for another stream
+        pace.num_nodes = 1000
+        client.follow_pace()
+        await received.get()
+    assert [(request.interval_s, request.repeat_s) for request in node.watches] == [(0.1, 1.0), (0.5, 10.0)]
+    assert all(request.without_unchanged for request in node.watches)
+    assert lost == []
+
+
+class Partial(Publishing):
+    """A node that leaves out what has not changed."""
+
+    async def Watch(  # noqa: N802
+        self, request: node_pb2.WatchRequest, context: object
+    ) -> AsyncIterator[node_status_pb2.NodeStatus]:
+        yield status(DECODE, 1)
+        yield node_status_pb2.NodeStatus(blocks_free=7, unchanged_fields=[1])
+        await asyncio.Event().wait()
+
+
+async def test_a_status_without_unchanged_parts_is_completed() -> None:
+    received = asyncio.Queue[node_status_pb2.NodeStatus]()
+    callbacks = WatchCallbacks(received.put_nowait, lambda reason: None, lambda batch: True, lambda: None)
+    async with asyncio.timeout(BOUND_S), watched(Partial(), callbacks):
+        first, second = await received.get(), await received.get()
+    assert (second.info, second.blocks_free, len(second.unchanged_fields)) == (first.info, 7, 0)

@@ -4,7 +4,7 @@ from baton.core.errors import NoNode
 from baton.gateway.fleet.node_table import LogLine
 from baton.gateway.request.pairing import ConnectNodes, Pairing, PairingCommand
 from baton.protos.v1 import node_status_pb2
-from tests.unit.gateway.fleets import SmallFleet, peer
+from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, status
 
 PAIR = (11, 21)
 CONNECTING = node_status_pb2.PeerState(incarnation=21, phase=node_status_pb2.PEER_PHASE_CONNECTING, detail="dialling")
@@ -105,3 +105,55 @@ def test_a_lost_node_is_asked_for_nothing() -> None:
     fleet.lose("d1")
     assert pairs.check(0.0) == []
     assert pairs.settled()
+
+
+def test_a_refusal_counts_after_the_node_has_forgotten_it() -> None:
+    pairs = pairing()
+    prefill = pairs.fleet.prefills["p1"]
+    prefill.take_peer(refused("kind"))
+    pairs.check(0.0)
+    prefill.take_status(status(PREFILL, 11), "", 1.0)  # a node lists only its latest refused peers
+    assert not prefill.peers
+    assert pairs.check(1.0) == []
+    assert pairs.settled()
+
+
+def test_in_a_large_cluster_a_gateway_asks_for_some_pairs_at_a_time() -> None:
+    pairs = pairing(40, 40)
+    chosen = {(prefill.incarnation, decode.incarnation) for prefill, decode in pairs.fleet.pairs()}
+    asked: set[tuple[int, int]] = set()
+    now_s = 0.0
+    while not pairs.settled():
+        commands = connects(pairs.check(now_s))
+        assert 0 < len(commands) <= 256
+        for command in commands:
+            assert command.pair not in asked
+            asked.add(command.pair)
+            state = peer(command.pair[1])
+            pairs.fleet.prefills[command.prefill_address].take_peer(state)
+            pairs.answered(command.pair, state, now_s)
+        now_s += 0.2
+    assert asked == chosen
+    assert len(chosen) < 40 * 40 / 2
+
+
+def test_a_gateway_does_not_ask_for_pairs_that_other_gateways_have_made() -> None:
+    pairs = pairing(40, 40)
+    first = connects(pairs.check(0.0))
+    for prefill, decode in pairs.fleet.pairs():
+        prefill.take_peer(peer(decode.incarnation))
+    for command in first:
+        pairs.answered(command.pair, peer(command.pair[1]), 0.1)
+    assert connects(pairs.check(10.0)) == []
+    assert pairs.settled()
+
+
+def test_a_lost_pair_is_asked_for_again_and_others_are_left_alone() -> None:
+    fleet = unpaired(1, 2)
+    pairs = Pairing(fleet, link_retry_s=60.0)
+    prefill = fleet.prefills["p1"]
+    for number in (21, 22):
+        prefill.take_peer(peer(number))
+    assert connects(pairs.check(0.0)) == []
+    prefill.take_status(status(PREFILL, 11, peer(21, node_status_pb2.PEER_PHASE_LOST), peer(22)), "", 1.0)
+    assert [command.pair for command in connects(pairs.check(1.0))] == [PAIR]

@@ -83,6 +83,8 @@ class DecodeSide:
                 if self._on_lease is None:
                     violated("I3", f"{self._node.life.address} receives no KV, and has a lease: {command}")
                 self._on_lease(command)
+            case c.Prefetch():
+                raise AssertionError("simulated nodes have no stores outside of their caches")
             case _:
                 answer = self._ask_engine(command)
                 if answer is not None:

@@ -60,7 +60,7 @@ def value_of(key: EntryKey) -> float:
 
 def write(user: User, keys: tuple[EntryKey, ...], blocks: tuple[int, ...]) -> None:
     for key in keys:
-        for block in blocks[key.index * EACH : (key.index + 1) * EACH]:
+        for block in blocks[key.number * EACH : (key.number + 1) * EACH]:
             user.cache.view[:, :, block] = value_of(key)
 
 
@@ -69,7 +69,7 @@ def check(begun: Begun, taken: set[int]) -> None:
     assert 0 <= count <= len(begun.keys)
     if begun.is_load:
         for key in begun.keys[:count]:
-            for block in begun.blocks[key.index * EACH : (key.index + 1) * EACH]:
+            for block in begun.blocks[key.number * EACH : (key.number + 1) * EACH]:
                 assert bool((begun.user.cache.view[:, :, block] == value_of(key)).all())
     taken.difference_update(begun.blocks)
     for block in begun.blocks:  # the blocks are another request's at once

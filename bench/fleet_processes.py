@@ -7,7 +7,7 @@ import json
 import socket
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 
@@ -71,7 +71,7 @@ class _Nodes:
     def addresses(self, role: str) -> list[str]:
         return [f"127.0.0.1:{port}" for port in self._ports[role]]
 
-    async def start(self, roles: dict[str, Sequence[str]]) -> None:
+    async def start(self, roles: Mapping[str, Sequence[str]]) -> None:
         """Starts nodes at these addresses; returns when their ports are bound."""
         started = []
         for role, addresses in roles.items():
@@ -84,7 +84,7 @@ class _Nodes:
             watched = self.watched[process.address] = _Watched(process, self._reported.set)
             self._tasks.create_task(watched.follow())
 
-    async def replace(self, roles: dict[str, Sequence[str]]) -> None:
+    async def replace(self, roles: Mapping[str, Sequence[str]]) -> None:
         """Drains these nodes, then starts others at their addresses."""
         ending = [self.watched[address].process for addresses in roles.values() for address in addresses]
         for process in ending:

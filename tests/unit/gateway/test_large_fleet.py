@@ -102,9 +102,9 @@ def test_the_last_open_nodes_are_found() -> None:
         report(fleet, PREFILL, number, draining=True)
     for prefill, decode in fleet.pairs():
         prefill.take_peer(peer(decode.incarnation))
-    prefill = placed(fleet).prefill
-    assert prefill is not None
-    assert prefill.address == "p0"
+    chosen = placed(fleet).prefill
+    assert chosen is not None
+    assert chosen.address == "p0"
 
 
 def test_a_session_stays_on_its_nodes() -> None:

@@ -60,7 +60,7 @@ test-quick: install  ## Run the tests without torch and without real processes
 test-changed: install  ## Run the tests that import what differs from SINCE=main
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile -q $$($(BIN)/python -m tests.selection changed $(if $(SINCE),--since $(SINCE)))
 
-test-clients: install  ## Run clients that other people wrote against a cluster (installs 4.5 GB in .clients the first time)
+test-clients: install  ## Run clients that other people wrote against a cluster (installs 5 GB in .clients the first time)
 	@$(BIN)/python -m tests.clients.install
 	@$(BIN)/python -m pytest tests/clients
 

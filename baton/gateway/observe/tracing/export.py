@@ -28,7 +28,7 @@ _BATCH_BYTES = 1 << 20
 _BATCH_S = 0.5  # time for which the first trace of a batch waits for others
 _CALL_TIMEOUT_S = 10.0
 _BACK_OFF_S, _BACK_OFF_MAX_S = 0.5, 15.0
-_CLOSE_TIMEOUT_S = _CALL_TIMEOUT_S  # after 2 s, a busy collector next to the gateway lost the last traces
+_CLOSE_TIMEOUT_S = 2.0
 _RETRYABLE = {
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -70,7 +70,7 @@ class Exporter:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Sends the queued traces, within the time of one call, and drops the rest."""
+        """Sends the queued traces, within a short time, and drops the rest."""
         self._closing.set()
         self._filled.set()
         await asyncio.wait([self._task], timeout=_CLOSE_TIMEOUT_S)

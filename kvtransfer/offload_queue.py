@@ -16,7 +16,8 @@ T = TypeVar("T")
 log = logging.getLogger("baton")
 
 _READERS = 4
-# A store whose oldest call is older than this counts as stuck until that call has ended.
+# A store whose oldest call is older than this counts as stuck until that call has ended. A read's age begins when it is
+# asked for, because a request waits for it, and a write's with its turn: writes wait in line for a store that works.
 STUCK_AFTER_S = 2.0
 
 
@@ -74,9 +75,11 @@ class StoreQueue:
 
     def _run(self, threads: "_Threads", call: Callable[[], T], otherwise: T) -> "Future[T]":
         future: Future[T] = Future()
-        self._begun_s[future] = self._clock()
+        if threads is self._reads:
+            self._begun_s[future] = self._clock()
 
         def run() -> None:
+            self._begun_s.setdefault(future, self._clock())
             result = otherwise
             try:
                 result = call()

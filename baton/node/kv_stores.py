@@ -1,10 +1,12 @@
 """The stores outside of a node's cache, as its settings ask for them, and what its status says of them."""
 
+import errno
 import hashlib
 import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from baton.core.errors import ConfigError
 from baton.engine.build import BuiltRunner
@@ -21,11 +23,11 @@ _log = logging.getLogger(__name__)
 HOST = "host"
 
 
-def keeps_kv(settings: NodeSettings, built: BuiltRunner) -> bool:
-    """Whether a node keeps KV outside of its cache. Logs why it does not although its settings ask for it.
+def check_stores(settings: NodeSettings) -> None:
+    """Checks what the settings say of stores, before a process starts to load for long.
 
     Raises:
-        ConfigError: a store is given without host memory, or its address is wrong.
+        ConfigError: a store is given without host memory, its address is wrong, or its directory cannot be used.
     """
     below = {"file_cache_dir": settings.file_cache_dir, "kv_store": settings.kv_store}
     for field, value in below.items():
@@ -38,8 +40,14 @@ def keeps_kv(settings: NodeSettings, built: BuiltRunner) -> bool:
                 if settings.prefix_cache
                 else "set host_cache_gib above 0, and prefix_cache to true",
             )
+    if settings.file_cache_dir is not None:
+        _check_directory(settings.file_cache_dir)
     if settings.kv_store is not None:
         parse_mooncake_url(settings.kv_store)
+
+
+def keeps_kv(settings: NodeSettings, built: BuiltRunner) -> bool:
+    """Whether a node keeps KV outside of its cache. Logs why it does not although its settings ask for it."""
     if settings.host_cache_bytes and built.cache.state is not None:
         _log.warning("KV is kept in the cache alone: the model has recurrent states, which stores cannot keep yet")
         return False
@@ -98,6 +106,22 @@ def store_figures(counters: EntryCounters) -> Iterator[Figure]:
         }
         for event, count in events.items():
             yield Figure("baton_kv_store_entries_total", count, (name, event))
+
+
+def _check_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return  # a full disk has files of ours, maybe, and the store makes room among them
+        raise ConfigError(
+            f"file_cache_dir is {directory}, where no file can be written: {error.strerror}",
+            field="file_cache_dir",
+            value=str(directory),
+            cure="give a directory on a disk of this host that the node's user may write to",
+        ) from None
 
 
 def _open_files(directory: Path, max_bytes: int, origin: bytes, namespace: bytes, entry_bytes: int) -> Store:

@@ -30,6 +30,7 @@ from baton.node.adapters import Adapters
 from baton.node.assembly import STUCK_AFTER_S, Node
 from baton.node.fault import Fault
 from baton.node.from_settings import load
+from baton.node.kv_stores import check_stores
 from baton.node.ranks.group import RankGroup, start_ranks
 from baton.node.ranks.host import run_host
 from baton.node.ranks.hosts import Hosts
@@ -97,6 +98,7 @@ def _run_process(
     check_ready_file(settings.ready_file)
     ListenAddress.parse(settings.listen, field="listen")
     check_advertised(settings.advertise)
+    check_stores(settings)
     hosts = Hosts.of(settings)
     with asyncio.Runner() as runner, ExitStack() as loading, ending_soon_if_it_fails():
         # Bound first, so that a taken port is an error before the model is loaded.

@@ -11,7 +11,7 @@ from contextlib import suppress
 from baton.protos.v1 import node_status_pb2 as pb
 
 # Large parts of a status, which change seldom: a watcher may do without those that it has already.
-_PARTS = ("info", "peers", "step_costs", "step_profile", "adapters", "gpus", "expert_balance")
+_PARTS = ("info", "peers", "step_costs", "step_profile", "adapters", "gpus", "expert_balance", "stores")
 # Traffic of pairs changes with every request, and each time a status would have all pairs again.
 _TRAFFIC_EACH_S = 1.0
 
@@ -172,6 +172,7 @@ def _without_display(status: pb.NodeStatus) -> pb.NodeStatus:
     copy.CopyFrom(status)
     copy.ClearField("gpus")
     copy.ClearField("expert_balance")
+    copy.ClearField("stores")
     for peer in copy.peers:
         peer.ClearField("bytes_total")
         peer.ClearField("segments_total")

@@ -6,6 +6,8 @@ counts all files that it finds, and a file that another one removed is a miss.
 """
 
 import errno
+import logging
+import math
 import mmap
 import os
 import secrets
@@ -24,6 +26,8 @@ from kvtransfer.stores.file_io import read_whole, write_whole
 from kvtransfer.stores.leftovers import Leftovers, namespace_folder, open_locked
 from kvtransfer.stores.store import StoreCounters
 
+_log = logging.getLogger("baton")
+
 # How long opening may look for files. Writes find the others, a few each.
 _OPEN_S = 1.0
 # A round through all names ends before the store has written a part in so many of its files. That bounds how far
@@ -33,6 +37,8 @@ _NAMES_A_WRITE = 32
 _REMOVED_A_WRITE = 8
 # A temporary file of this age has no writer any more.
 _ABANDONED_S = 3600.0
+# A disk that fails does so many times a second.
+_WARN_EVERY_S = 60.0
 
 
 class FileStore:
@@ -63,6 +69,7 @@ class FileStore:
         self._totals = Counter[str]()
         self._calls = 0
         self._is_closed = False
+        self._warned_s = -math.inf
         self._folder_fd = -1
         self._names_lock = Lock()
         self._names = self._found_names()
@@ -237,6 +244,12 @@ class FileStore:
             # Another user of the disk has filled it: this store goes on with what it has.
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             leaving = self._next_to_leave() if is_full else None
+            now_s = time.monotonic()
+            warns = now_s - self._warned_s > _WARN_EVERY_S
+            if warns:
+                self._warned_s = now_s
+        if warns:
+            _log.warning("KV could not be written to a file in %s: %s", self._folder, error.strerror)
         with suppress(OSError):
             os.unlink(temporary)
         if leaving is not None:

@@ -46,6 +46,14 @@ def test_a_block_size_that_is_not_a_number_is_refused() -> None:
     assert "'many'" in line
 
 
+def test_a_directory_of_kv_that_is_a_file_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "kv").touch()
+    flags = ("--model", tmp_path / "no model", "--host-cache-gib", "1", "--file-cache-dir", tmp_path / "kv")
+    line = error_line(run_warm("decode_node", *map(str, flags)), "decode_node")
+    assert "--file-cache-dir" in line
+    assert "give a directory" in line
+
+
 def test_ranks_that_the_model_cannot_have_are_refused_before_they_start() -> None:
     line = error_line(run_warm("decode_node", "--tensor-parallel-size", "64", prepare=_start_no_process), "decode_node")
     assert "cannot be split over 64 ranks" in line

@@ -300,6 +300,8 @@ class FleetNode:
 
     def take_confirmation(self, now_s: float) -> None:
         """Records that the last status is true still: requests sent since have not changed the node's load."""
+        if self._sends is not None:
+            self._sent_by_others = self._sends.by_others()
         if self._requests_since:
             self._requests_since = self._tokens_since = 0
             self._open_blocks = list(self.status.blocks_open) or [self.status.blocks_free]

@@ -385,6 +385,18 @@ def test_files_that_may_not_be_that_large_are_not_kept(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
+def test_writes_that_fail_are_logged_but_not_each_of_them(
+    store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", failing(errno.EROFS))
+        put(store, *KEYS)
+    assert [(record.levelname, str(tmp_path) in record.getMessage()) for record in caplog.records] == [
+        ("WARNING", True)
+    ]
+    assert os.strerror(errno.EROFS) in caplog.text
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 def test_a_write_that_fails_is_counted_and_leaves_nothing(
     store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

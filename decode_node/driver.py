@@ -45,6 +45,7 @@ from decode_node.events import (
     LeaseOpened,
     Prefetched,
     Reserved,
+    RoomFreed,
     SegmentRefused,
     StepDone,
     TimePassed,
@@ -101,9 +102,11 @@ class DecodeDriver:
         self._calls: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         if settings is None:
-            node.listen(Listener(self._on_step))
+            node.listen(Listener(self._on_step, on_room=self.room_freed))
         else:
-            node.listen(Listener(self._on_step, on_filled=self._on_filled, on_refused=self._on_refused))
+            node.listen(
+                Listener(self._on_step, on_filled=self._on_filled, on_refused=self._on_refused, on_room=self.room_freed)
+            )
 
     def deliver(self, event: Event) -> None:
         """Delivers an event to the machine, executes its commands, and delivers answers that are known at once."""
@@ -117,6 +120,10 @@ class DecodeDriver:
         self._set_timer(loop)
         if not self.machine.busy:
             self._idle.set()
+
+    def room_freed(self) -> None:
+        """Blocks are free that none of this driver's requests had."""
+        self.deliver(RoomFreed())
 
     def stop_admission(self) -> None:
         self.deliver(DrainStarted())

@@ -149,7 +149,8 @@ class SegmentRefused:
 
 @dataclass(frozen=True)
 class RoomFreed:
-    """A call of this node's Prefill service has given its blocks back; only on a prefill node that also decodes."""
+    """Blocks are free that no request of the machine had: copies between the cache and stores have ended, or, on a
+    prefill node that also decodes, a call of its Prefill service."""
 
 
 @dataclass(frozen=True)

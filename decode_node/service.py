@@ -11,7 +11,6 @@ from baton.protos.internal.v1 import decode_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.status import abort, client_may_leave
 from decode_node.driver import DecodeDriver
-from decode_node.events import RoomFreed
 
 SERVICE_NAME = "baton.internal.v1.Decode"
 
@@ -50,7 +49,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def room_freed(self) -> None:
         """Another request of the same engine has given its blocks back."""
-        self._driver.deliver(RoomFreed())
+        self._driver.room_freed()
 
     @property
     def servicers(self) -> Mapping[str, object]:

@@ -44,6 +44,8 @@ class Engine:
         meter: learns step costs; None: they stay unknown.
         num_adapters: slots of the runner for adapters.
         tier: the stores outside of the cache; None: there are none. Not for models with recurrent states.
+        on_room: called on the event loop when copies between cache and stores have given blocks back, without which
+            `reserve` may have found no room. It must not raise.
 
     Attributes:
         adapters: the slots of the loaded adapters.
@@ -60,16 +62,18 @@ class Engine:
         meter: Costs | None = None,
         num_adapters: int = 0,
         tier: PrefixTier | None = None,
+        on_room: Callable[[], None] | None = None,
     ) -> None:
         self._grammars = grammars
         self._scheduler = Scheduler(
             limits, runner.facts, meter, is_pending=grammars.is_pending, offloads=tier is not None
         )
-        self._prefixes = None if tier is None else TieredPrefixes(tier, self._scheduler, wake=self._wake_up)
+        self._prefixes = None if tier is None else TieredPrefixes(tier, self._scheduler, on_room=self._room_freed)
         self.adapters = AdapterSlots(num_adapters, self._scheduler.uses_adapter)
         self._device = DeviceThread(runner, clock=clock, on_outcome=self._receive)
         self._clock = clock
         self._on_step = on_step
+        self._on_room = on_room
         self._pace = LaunchPace()
         self._timer: asyncio.TimerHandle | None = None  # wakes the loop when the next launch is due
         self._outcomes: deque[Outcome] = deque()  # not processed yet
@@ -325,8 +329,10 @@ class Engine:
         self._outcomes.append(outcome)
         self._wake.set()
 
-    def _wake_up(self) -> None:
+    def _room_freed(self) -> None:
         self._wake.set()
+        if self._on_room is not None:
+            self._on_room()
 
     def _with_slot(self, request: EngineRequest) -> EngineRequest:
         """The request with its adapter's current slot."""

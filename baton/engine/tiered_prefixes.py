@@ -30,15 +30,15 @@ class TieredPrefixes:
     """Saves and loads of one engine.
 
     Args:
-        wake: called when blocks have become free.
+        on_room: called when blocks have become free.
     """
 
-    def __init__(self, tier: PrefixTier, scheduler: Scheduler, *, wake: Callable[[], None]) -> None:
+    def __init__(self, tier: PrefixTier, scheduler: Scheduler, *, on_room: Callable[[], None]) -> None:
         assert scheduler.offload is not None
         self._tier = tier
         self._scheduler = scheduler
         self._offload = scheduler.offload
-        self._wake = wake
+        self._on_room = on_room
         self._places = asyncio.Semaphore(_LOADS)
         # Not a TaskGroup: blocks stay held until each copy is over, whatever becomes of its request.
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -98,7 +98,7 @@ class TieredPrefixes:
             _log.warning("entries could not be loaded: %s", error)
         finally:
             added = self._offload.end_load(plan, loaded)
-            self._wake()
+            self._on_room()
         return added
 
     async def _save(self, entries: EntryBlocks) -> None:
@@ -109,7 +109,7 @@ class TieredPrefixes:
             _log.warning("entries could not be saved: %s", error)
         finally:
             self._offload.saved(entries, num_kept)
-            self._wake()
+            self._on_room()
 
     async def _drop(self, keys: tuple[EntryKey, ...]) -> None:
         try:

@@ -54,11 +54,13 @@ class Listener:
     Args:
         on_step: gets the steps of all requests; a driver ignores other drivers' requests.
         on_filled, on_refused: get lease events; None if the driver gives no leases.
+        on_room: called when copies of KV have given blocks back, which no step shows; None if the driver reserves none.
     """
 
     on_step: Callable[[StepEvents], None]
     on_filled: OnFilled | None = None
     on_refused: OnRefused | None = None
+    on_room: Callable[[], None] | None = None
 
 
 class Node:
@@ -121,6 +123,7 @@ class Node:
             meter=self.meter,
             num_adapters=settings.adapter_slots,
             tier=self.transfer if keeps_kv(settings, built) else None,
+            on_room=self._on_room,
         )
         self.experts = ExpertLoads(
             built.parallel.placement,
@@ -204,6 +207,11 @@ class Node:
         self.counts.step(events)
         for listener in self._listeners:
             listener.on_step(events)
+
+    def _on_room(self) -> None:
+        for listener in self._listeners:
+            if listener.on_room is not None:
+                listener.on_room()
 
     async def __aenter__(self) -> Self:
         with self._ending_at_errors():

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Process
+from baton.core.kv_entries import EntryBlocks
 from baton.core.sampling import SamplingParams
 from baton.protos.v1 import node_status_pb2
-from tests.integration.cluster import DEEPSEEK, LLAMA, Flags, Machines, machines, until_status
+from kvtransfer.ranked import RankedTransfer
+from tests.integration.cluster import DEADLINE_S, DEEPSEEK, LLAMA, Flags, Machines, machines, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference, References
 
@@ -161,6 +163,28 @@ async def test_two_ranks_keep_their_shares(start: Machines, reference: Reference
     await until_kept(decode, "host", 2 * 4 * WHOLE_ENTRIES // 64)
     again = await answer(gateway, reference, first)
     assert again.proof.decode_loaded_tokens == WHOLE_ENTRIES
+
+
+def _save_slowly() -> None:
+    save = RankedTransfer.save_entries
+
+    async def save_late(self: RankedTransfer, entries: EntryBlocks) -> int:
+        await asyncio.sleep(0.5)  # as a copy of many entries over a busy link takes
+        return await save(self, entries)
+
+    RankedTransfer.save_entries = save_late  # type: ignore[method-assign]
+
+
+async def test_a_request_that_waits_for_the_blocks_of_a_save_gets_them_when_it_is_over(
+    start: Machines, reference: Reference
+) -> None:
+    """Nothing else happens on the node that could remind it of the request."""
+    node: Flags = {"model": LLAMA, "num_blocks": TOKENS // 16 + 4, **HOST}
+    (decode,) = start.nodes(("decode", node), prepare=_save_slowly)
+    gateway = start.gateway([], [decode], model=LLAMA)
+    for prompt in reference.prompts([TOKENS] * 3):
+        async with asyncio.timeout(DEADLINE_S / 10):
+            await answer(gateway, reference, prompt)
 
 
 async def test_many_conversations_at_once_that_do_not_fit_get_their_own_tokens(

@@ -134,6 +134,7 @@ class EntryTiers:
         self._stores: list[StoreQueue] = []
         self._writes_max = 0
         self._passing: list[PassingPlace] = []
+        self._passed: list[bytes] = []
         # The places that saves fill.
         self._saving: dict[EntryKey, HostPlace] = {}
         self._reads: dict[EntryKey, _Read] = {}
@@ -232,6 +233,7 @@ class EntryTiers:
             self._host.unpin(fetch.place)
         elif fetch.place is not None:
             fetch.place.users -= 1
+            self._passed.append(fetch.key.block.digest)
             self._free(fetch.place)
         elif not fetch.done:
             self._reads[fetch.key].waiting.remove(fetch)
@@ -272,8 +274,9 @@ class EntryTiers:
         self._await_drop({store.name: store.drop_root(root) for store in self._stores}, future)
 
     def take_evicted(self) -> tuple[bytes, ...]:
-        """Digests of the entries that have left host memory for others since the last call."""
-        return self._host.take_evicted()
+        """Digests of the entries that have left host memory for others, or went through it, since the last call."""
+        passed, self._passed = self._passed, []
+        return (*self._host.take_evicted(), *passed)
 
     def step(self) -> bool:
         """Takes the answers of the stores. Returns whether there was one."""

@@ -36,9 +36,9 @@ def check_stores(settings: NodeSettings) -> None:
                 f"{field} is {value}, and there is no host memory for KV, through which every entry goes",
                 field=field,
                 value=str(value),
-                cure="set host_cache_gib above 0"
+                cure="give --host-cache-gib above 0"
                 if settings.prefix_cache
-                else "set host_cache_gib above 0, and prefix_cache to true",
+                else "give --host-cache-gib above 0, and --prefix-cache true",
             )
     if settings.file_cache_dir is not None:
         _check_directory(settings.file_cache_dir)

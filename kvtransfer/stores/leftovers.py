@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvtransfer.stores.file_format import TEMPORARY, VERSION, EntryFileName
 
+_LOCK_TRIES, _LOCK_EACH_S = 50, 1e-3
 _NAMESPACE = re.compile(r"v\d+-([0-9a-f]{2})+")
 
 
@@ -32,8 +33,14 @@ def open_locked(folder: Path) -> int:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with suppress(OSError):  # a filesystem without locks: other processes take the files for leftovers, or leave them
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # another process looks whether the folder is idle, for some microseconds
+            time.sleep(_LOCK_EACH_S)
+        except OSError:  # a filesystem without locks: other processes take the files for leftovers, or leave them
+            break
     return fd
 
 

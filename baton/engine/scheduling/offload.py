@@ -169,6 +169,8 @@ class Offload:
         self.num_held += len(held)
         owner = pool if self._has_owners else None
         entries = EntryBlocks(wanted.entries(start, stop), tuple(held), owner)
+        # Before the load, because what only passes through host memory is reported as lost meanwhile.
+        self.kept.kept(entries.keys, wanted.keys, wanted.tokens)
         return LoadPlan(wanted, pool, entries, tuple(cached), tuple(held[first_block:]))
 
     def end_load(self, plan: LoadPlan, num_entries: int) -> int:
@@ -179,9 +181,7 @@ class Offload:
         stop_block = (plan.entries.keys[0].token_start + num_entries * ENTRY_TOKENS) // size
         for index in range(first_block, stop_block):
             pool.register(plan.blocks[index - first_block], plan.wanted.keys.key(index, plan.wanted.tokens))
-        arrived, missing = plan.entries.keys[:num_entries], plan.entries.keys[num_entries : num_entries + 1]
-        self.kept.kept(arrived, plan.wanted.keys, plan.wanted.tokens)
-        self.kept.lost(key.block.digest for key in missing)
+        self.kept.lost(key.block.digest for key in plan.entries.keys[num_entries:])
         held = (*plan.cached, *plan.blocks)
         pool.give_back(held)
         self.num_held -= len(held)

@@ -302,3 +302,21 @@ def test_what_could_not_be_saved_is_seen_only_while_the_cache_has_it() -> None:
 def entries_at(prompt: tuple[int, ...]) -> tuple[EntryKey, ...]:
     chain = KeyChain(identity="m", cache_salt="", block_size=ENTRY_TOKENS)
     return entries_of(chain, array("i", prompt), 0, len(prompt) // ENTRY_TOKENS)
+
+
+def test_what_went_through_a_store_without_staying_is_seen_only_while_the_cache_has_it() -> None:
+    scheduler = tiered(num_blocks=3 * BLOCKS_PER_ENTRY + 20)
+    plan = plan_for(scheduler, request("a", PROMPT), found=2)
+    assert plan is not None
+    offload(scheduler).kept.lost(key.block.digest for key in plan.entries.keys)
+    offload(scheduler).end_load(plan, 2)
+    assert offload(scheduler).kept.cached_keys() == []
+    assert len(seen(scheduler)) == 2 * BLOCKS_PER_ENTRY
+
+
+def test_entries_that_did_not_arrive_are_not_seen() -> None:
+    scheduler = tiered()
+    plan = plan_for(scheduler, request("a", PROMPT), found=2)
+    assert plan is not None
+    offload(scheduler).end_load(plan, 1)
+    assert len(offload(scheduler).kept.cached_keys()) == BLOCKS_PER_ENTRY

@@ -62,7 +62,7 @@ def test_a_full_disk_is_none_because_the_store_makes_room(tmp_path: Path, monkey
 def test_stores_need_host_memory(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="there is no host memory for KV") as raised:
         check_stores(settings(**given))
-    assert raised.value.cure == "set host_cache_gib above 0"
+    assert raised.value.cure == "give --host-cache-gib above 0"
 
 
 def test_an_address_that_names_no_store_is_an_error() -> None:

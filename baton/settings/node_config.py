@@ -41,7 +41,8 @@ _ADAPTERS = 8  # slots if adapters are wanted and no number is given
 _ADAPTER_NAME_MAX = 128
 _SEATS_MAX = 1 << 16
 _CACHE_MIB_MAX = 1 << 26
-_HOST_CACHE_GIB_MAX, _FILE_CACHE_GIB_MAX = float(1 << 16), float(1 << 20)
+_HOST_CACHE_GIB_MAX = float(1 << 16)
+_FILE_CACHE_GIB_MIN, _FILE_CACHE_GIB_MAX = 0.001, float(1 << 20)
 _WAITING = 256  # as all measurements of overload had it
 
 
@@ -183,7 +184,7 @@ class NodeSettings(CommonSettings):
     )
     file_cache_gib: float = Field(
         16.0,
-        gt=0,
+        ge=_FILE_CACHE_GIB_MIN,
         le=_FILE_CACHE_GIB_MAX,
         description="most disk space that this node's files in file_cache_dir may take, for each rank",
     )

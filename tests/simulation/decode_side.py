@@ -44,6 +44,7 @@ class DecodeSide:
                 block_size=block_size,
                 split_unit=block_size,
                 gives_leases=on_lease is not None,
+                prefetches=scenario.prefetch_s > 0,
             ),
             itertools.count(1),
         )
@@ -83,8 +84,9 @@ class DecodeSide:
                 if self._on_lease is None:
                     violated("I3", f"{self._node.life.address} receives no KV, and has a lease: {command}")
                 self._on_lease(command)
-            case c.Prefetch():
-                raise AssertionError("simulated nodes have no stores outside of their caches")
+            case c.Prefetch(request):
+                prefetched = e.Prefetched(request.request_id)
+                self._node.life.after(self._node.world.scenario.prefetch_s, partial(self.handle, prefetched))
             case _:
                 answer = self._ask_engine(command)
                 if answer is not None:

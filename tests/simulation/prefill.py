@@ -85,7 +85,9 @@ class PrefillProcess(Node):
             world.scenario.weather,
             segment_bytes=world.scenario.segment_bytes,
         )
-        self.machine = PrefillMachine(PrefillRules(name=life.address, spec=SPEC))
+        self.machine = PrefillMachine(
+            PrefillRules(name=life.address, spec=SPEC, prefetches=world.scenario.prefetch_s > 0)
+        )
         self._numbers = itertools.count(1)
         self._pair_numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
@@ -103,6 +105,8 @@ class PrefillProcess(Node):
 
     def _execute(self, command: c.Command) -> None:
         match command:
+            case c.Prefetch(call, _):
+                self.life.after(self.world.scenario.prefetch_s, partial(self.handle, e.Prefetched(call)))
             case c.Submit(request):
                 try:
                     self.device.submit(request, self.world.clock.now_s)

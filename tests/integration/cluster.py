@@ -13,6 +13,7 @@ from pathlib import Path
 
 from baton.cli.processes import Process, Processes
 from baton.core.costs import StepCosts, StepWork
+from baton.engine import tiered_prefixes
 from baton.engine.step_meter import StepMeter
 from baton.gateway.request import connections
 from baton.gateway.request import machine as request_machine
@@ -20,6 +21,7 @@ from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.channels import connect
 from baton.settings.config import DEMO_MODELS
+from kvtransfer import offload_queue, offload_tiers
 from tests.paused_engine import PausedSteps
 from tests.warm import SHOW_STACKS, launch_warm
 
@@ -155,8 +157,10 @@ class Machines:
 
 
 def _prepare_node(prepare: Callable[[], None] | None) -> None:
-    """Gives steps their steady costs in place of measured ones."""
+    """Gives steps their steady costs in place of measured ones, and lets requests wait for stores without a limit."""
     StepMeter.observe = _observe_steady  # type: ignore[assignment, method-assign]
+    tiered_prefixes._FIND_S = tiered_prefixes._LOAD_S = DEADLINE_S
+    offload_tiers.FIND_LIMIT_S = offload_queue.STUCK_AFTER_S = DEADLINE_S
     if prepare is not None:
         prepare()
 

@@ -32,6 +32,7 @@ PROGRAMS = {"p": "prefill_node", "d": "decode_node", "g": "gateway"}
 _POLL_S = 0.05
 _MIB = 1 << 20
 _LOG_TAIL = 2000
+_HOST_CACHE_GIB = 0.01  # 27 entries of 64 tokens
 _NODE: Flags = {
     "model": LLAMA, "device": "cpu", "num_blocks": 400, "max_batch_tokens": 64, "segment_mib": 0.05, "keepalive_s": 3,
     "drain_grace_s": 4,
@@ -227,8 +228,12 @@ async def cluster(scenario: Scenario, history: History, logs: Path) -> AsyncIter
         for name in scenario.links:
             link = Link(name, addresses[name.partition("-")[2]])
             made.links[name] = await stack.enter_async_context(link)
+        # Nodes keep KV in memory and in files that all of them share, and read it back in their next lives.
+        kept: Flags = {"host_cache_gib": _HOST_CACHE_GIB, "file_cache_dir": logs / "kv"}
         for name in names:
             flags = {**_FLAGS[name[0]], **_place(scenario, made.links, name)}
+            if name not in scenario.gateways:
+                flags |= kept
             made.members[name] = Member(name, addresses[name], flags)
         stack.callback(_end, made)
         nodes, gateways = names[: -len(scenario.gateways)], scenario.gateways

@@ -200,7 +200,11 @@ class Engine:
         """
         if self._prefixes is None or self._over is not None:
             return 0
-        return await self._prefixes.prefetch(request)
+        try:
+            return await self._prefixes.prefetch(request)
+        except Exception:  # noqa: BLE001  the request does not depend on it
+            _log.exception("a request's prompt could not be looked for")
+            return 0
 
     def entries_evicted(self, digests: Sequence[bytes]) -> None:
         """The stores no longer have the entries with these digests."""

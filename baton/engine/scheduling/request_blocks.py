@@ -293,7 +293,10 @@ class RequestBlocks:
         """The entries that the cache lacks for a request. Returns None if there are none."""
         if self.offload is None:
             return None
-        tokens = int_array([*request.prompt, *request.output])
+        try:
+            tokens = int_array([*request.prompt, *request.output])
+        except OverflowError:  # no vocabulary has such a token: the request is refused when it is submitted
+            return None
         usable = 0 if request.scores_prompt else len(tokens) - 1
         if request.pool is not None:
             usable = request.pool.start

@@ -147,6 +147,10 @@ def test_prompt_logprobs_need_every_token_computed() -> None:
     assert tiered().wanted(request("b", PROMPT, sampling=scored)) is None
 
 
+def test_nothing_is_wanted_for_tokens_that_no_vocabulary_has() -> None:
+    assert tiered().wanted(request("b", (*PROMPT, 1 << 31))) is None
+
+
 def test_a_request_finds_what_was_loaded_in_the_cache() -> None:
     scheduler = tiered()
     plan = plan_for(scheduler, request("a", PROMPT), found=2)

@@ -2,14 +2,15 @@
 
 import asyncio
 import os
+import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import Any, Generic, Self, TypeVar, Unpack, cast, overload
 
 from baton.client.client import UNARY_TIMEOUT_S, AsyncClient
 from baton.client.messages import ChatOptions, ChatStreamOptions, Options, Sampling, StreamOptions
@@ -63,7 +64,7 @@ class Client:
             )
 
         try:
-            self._client = self._loop.run(connect())
+            self._client = self._loop.run(connect)
         except BaseException:
             self._loop.close(_nothing)
             raise
@@ -112,8 +113,8 @@ class Client:
     ) -> Completion | list[Completion]:
         """Returns the whole output for a prompt; with `n`, a list of `n` outputs. See `AsyncClient.complete`."""
         if n is None:
-            return self._loop.run(self._client.complete(prompt, sampling, **options))
-        return self._loop.run(self._client.complete(prompt, sampling, n=n, **options))
+            return self._loop.run(lambda: self._client.complete(prompt, sampling, **options))
+        return self._loop.run(lambda: self._client.complete(prompt, sampling, n=n, **options))
 
     def stream_chat(
         self,
@@ -152,39 +153,41 @@ class Client:
     ) -> Completion | list[Completion]:
         """Returns the whole answer to a conversation; with `n`, a list of `n` answers. See `AsyncClient.chat`."""
         if n is None:
-            return self._loop.run(self._client.chat(messages, sampling, **options))
-        return self._loop.run(self._client.chat(messages, sampling, n=n, **options))
+            return self._loop.run(lambda: self._client.chat(messages, sampling, **options))
+        return self._loop.run(lambda: self._client.chat(messages, sampling, n=n, **options))
 
     def abort(self, *request_ids: str) -> list[str]:
         """Ends running requests, whose callers get `Cancelled`. Returns the ids that were running."""
-        return self._loop.run(self._client.abort(*request_ids))
+        return self._loop.run(lambda: self._client.abort(*request_ids))
 
     # ---- what a gateway knows
 
     def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text. `model` empty: the served model."""
-        return self._loop.run(self._client.tokenize(text, model=model, add_special_tokens=add_special_tokens))
+        return self._loop.run(lambda: self._client.tokenize(text, model=model, add_special_tokens=add_special_tokens))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids."""
-        return self._loop.run(self._client.detokenize(token_ids, model=model, skip_special_tokens=skip_special_tokens))
+        return self._loop.run(
+            lambda: self._client.detokenize(token_ids, model=model, skip_special_tokens=skip_special_tokens)
+        )
 
     def list_models(self) -> list[ModelCard]:
         """Returns the served model, followed by its LoRA adapters."""
-        return self._loop.run(self._client.list_models())
+        return self._loop.run(lambda: self._client.list_models())
 
     def model_info(self, model: str = "") -> ModelInfo:
         """Returns limits, special tokens, default sampling and more of the served model."""
-        return self._loop.run(self._client.model_info(model))
+        return self._loop.run(lambda: self._client.model_info(model))
 
     def tokenizer(self, model: str = "") -> bytes:
         """Returns the model's tokenizer files as a zip archive; see `AsyncClient.tokenizer`."""
-        return self._loop.run(self._client.tokenizer(model))
+        return self._loop.run(lambda: self._client.tokenizer(model))
 
     def _iterate(self, events: AsyncGenerator[Event, None]) -> Generator[Event, None, None]:
         stream = _Stream(events)
         try:
-            while (event := self._loop.run(stream.next())) is not None:
+            while (event := self._loop.run(stream.next)) is not None:
                 yield event
         finally:
             self._loop.begin(stream.end)
@@ -213,6 +216,47 @@ class _Stream:
         await self._events.aclose()
 
 
+@dataclass(eq=False)
+class _Call(Generic[Answer]):
+    """A call of a thread that waits for it.
+
+    Attributes:
+        work: makes the coroutine, on the loop: one that was made and never begun would leave a warning.
+        done: gets the answer or the error, or None if a stopped call has not begun. A queue, because it needs no lock
+            of Python: Ctrl-C can strike between any two steps of the thread, and a lock that it left held would stop
+            the loop.
+    """
+
+    work: Callable[[], Coroutine[Any, Any, Answer]]
+    done: "queue.SimpleQueue[tuple[Answer | None, BaseException | None] | None]" = field(
+        default_factory=queue.SimpleQueue
+    )
+    task: "asyncio.Task[Answer] | None" = None
+
+    def begin(self) -> None:
+        try:
+            self.task = asyncio.get_running_loop().create_task(self.work())
+        except Exception as error:  # noqa: BLE001  the waiting thread raises it
+            self.done.put((None, error))
+        else:
+            self.task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[Answer]") -> None:
+        if task.cancelled():
+            self.done.put((None, Cancelled("the client was closed while the request ran")))
+        elif (error := task.exception()) is not None:
+            self.done.put((None, error))
+        else:
+            self.done.put((task.result(), None))
+
+    def stop(self) -> None:
+        """Comes after `begin`, if that comes at all."""
+        if self.task is None:
+            self.done.put(None)
+        else:
+            self.task.cancel()
+
+
 class _LoopThread:
     """An event loop in a daemon thread."""
 
@@ -224,7 +268,7 @@ class _LoopThread:
         self._thread = threading.Thread(target=self._run_loop, name="baton-client", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+    def run(self, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         """Runs the coroutine and returns its result. An interrupt such as Ctrl-C cancels the coroutine first.
 
         Raises:
@@ -232,24 +276,27 @@ class _LoopThread:
             Cancelled: it was closed meanwhile.
         """
         if os.getpid() != self._process:  # its thread is not in this process, and its lock may be held for ever
-            work.close()
             cure = "close clients before a fork, or start processes with multiprocessing's spawn"
             raise RuntimeError(f"this client belongs to the process that forked this one; {cure}")
-        over = threading.Event()
-        with self._closing:  # what is submitted before `close` is cancelled by it; nothing is submitted after it
-            if self._closed:
-                work.close()
-                raise RuntimeError("the client is closed")
-            running = asyncio.run_coroutine_threadsafe(_announced(work, over.set), self._loop)
+        call = _Call(work)
         try:
-            return running.result()
-        except CancelledError:
-            raise Cancelled("the client was closed while the request ran") from None
-        except BaseException:
-            if not running.done():
-                running.cancel()
-                over.wait(_CANCEL_S)
+            with self._closing:  # what is submitted before `close` is cancelled by it; nothing is submitted after it
+                if self._closed:
+                    raise _ClosedClient("the client is closed")
+                self._loop.call_soon_threadsafe(call.begin)
+            ended = call.done.get()
+        except _ClosedClient:
             raise
+        except BaseException:
+            with suppress(RuntimeError, queue.Empty):  # the loop was closed meanwhile
+                self._loop.call_soon_threadsafe(call.stop)
+                call.done.get(timeout=_CANCEL_S)
+            raise
+        assert ended is not None, "only a stopped call has not begun"
+        answer, error = ended
+        if error is not None:
+            raise error
+        return cast(Answer, answer)
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Starts the work unless the client is closed, and does not wait for it.
@@ -263,22 +310,32 @@ class _LoopThread:
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Ends what still runs, runs `last`, and ends the thread."""
-        ending = self.abandon(last)
-        if ending is not None:
-            ending.result(_CANCEL_S)
+        ended = self.abandon(last)
+        if ended is not None:
+            with suppress(queue.Empty):
+                ended.get(timeout=_CANCEL_S)
             self._thread.join(_CANCEL_S)
 
-    def abandon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> Future[None] | None:
-        """As `close`, but does not wait. Returns None if that happened before."""
+    def abandon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> "queue.SimpleQueue[None] | None":
+        """As `close`, but does not wait: returns a queue that gets None at the end. Returns None if that happened
+        before."""
         if os.getpid() != self._process:
             return None
+        ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        async def end() -> None:
+            try:
+                await _end_with(last)
+            finally:
+                ended.put(None)
+                self._loop.stop()
+
         with self._closing:
             if self._closed:
                 return None
             self._closed = True
-            ending = asyncio.run_coroutine_threadsafe(_end_with(last), self._loop)
-        ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
-        return ending
+            self._loop.call_soon_threadsafe(lambda: self._loop.create_task(end()))
+        return ended
 
     def _run_loop(self) -> None:
         try:
@@ -287,11 +344,8 @@ class _LoopThread:
             self._loop.close()
 
 
-async def _announced(work: Coroutine[Any, Any, Answer], announce: Callable[[], None]) -> Answer:
-    try:
-        return await work
-    finally:
-        announce()
+class _ClosedClient(RuntimeError):
+    """A call of a client that was closed before."""
 
 
 async def _nothing() -> None:

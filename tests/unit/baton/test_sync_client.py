@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 import baton
-from baton.client.sync import Client, _Stream
+from baton.client.sync import Client, _Call, _Stream
 from baton.core.errors import Cancelled, NoNode
 from baton.protos.v1 import common_pb2, generation_pb2_grpc
 from baton.protos.v1 import generation_pb2 as pb
@@ -170,7 +170,7 @@ async def test_a_stream_ends_whose_next_event_is_still_awaited() -> None:
 
     async with endless() as (address, service):
         client = await asyncio.to_thread(Client, address)
-        await asyncio.to_thread(client._loop.run, use(client))
+        await asyncio.to_thread(client._loop.run, lambda: use(client))
         await asyncio.wait_for(service.ended.wait(), BOUND_S)
         await asyncio.to_thread(client.close)
 
@@ -217,8 +217,32 @@ async def test_ctrl_c_ends_a_stream_and_its_request() -> None:
             sys.executable, "-c", PROGRAM, address, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         assert program.stdout is not None
-        assert await asyncio.wait_for(program.stdout.readline(), BOUND_S) == b"a piece\n"
-        program.send_signal(signal.SIGINT)
-        out, err = await asyncio.wait_for(program.communicate(), BOUND_S)
+        try:
+            assert await asyncio.wait_for(program.stdout.readline(), BOUND_S) == b"a piece\n"
+            program.send_signal(signal.SIGINT)
+            out, err = await asyncio.wait_for(program.communicate(), BOUND_S)
+        finally:
+            if program.returncode is None:
+                program.kill()
         assert (out, err, program.returncode) == (b"stopped\n", b"", 0)
         await asyncio.wait_for(service.ended.wait(), BOUND_S)
+
+
+async def test_a_call_that_is_stopped_before_it_began_ends_at_once() -> None:
+    """A Ctrl-C can strike before the call reaches the loop, and right after."""
+    begun = []
+
+    async def work() -> None:
+        begun.append(work)
+
+    never, early = _Call(work), _Call(work)
+    never.stop()
+    assert never.done.get(timeout=BOUND_S) is None
+    early.begin()
+    early.stop()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    ended = early.done.get(timeout=BOUND_S)
+    assert ended is not None
+    assert isinstance(ended[1], Cancelled)
+    assert not begun

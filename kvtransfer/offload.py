@@ -43,7 +43,7 @@ class Offloader:
         return len(self._saves) + len(self._loads) + self._tiers.calls_waiting
 
     def save(self, entries: EntryBlocks, future: "Future[int]") -> None:
-        """The future gets the number of entries that were copied to host memory, when nothing reads the blocks any
+        """The future gets the number of leading entries that host memory has then, when nothing reads the blocks any
         more."""
         try:
             self._saves.append(Save(entries, future, self._mover, self._tiers))

@@ -35,7 +35,7 @@ class OffloadJob(Protocol):
         ...
 
     def advance(self) -> list[Slot]:
-        """Advances messages as far as possible without waiting. Returns the slots of those that are over."""
+        """Advances messages as far as possible without waiting. Returns the slots of messages that are over."""
         ...
 
     def stop(self) -> None:
@@ -229,7 +229,7 @@ class Load:
         self._ahead: deque[Fetch] = deque()
         self._entry: _Loaded | None = None
         self._messages: list[_LoadMessage] = []
-        # The entries all of which is scattered, by their numbers.
+        # The entries that are scattered whole, by their numbers.
         self._whole: dict[int, Fetch] = {}
         self._error: BatonError | None = None
 

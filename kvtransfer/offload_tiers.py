@@ -141,8 +141,8 @@ class EntryTiers:
         self._writes: list[_Write] = []
         self._finds: list[_Find] = []
         self._drops: list[_Drop] = []
-        self._saved = self._damaged = self._failed = self._not_written = 0
-        self._loaded: Counter[str] = Counter()
+        self._saved = self._failed = self._not_written = 0
+        self._loaded, self._damaged = Counter[str](), Counter[str]()
 
     def open(self, open_host_memory: Callable[[int], HostPages]) -> None:
         """Allocates host memory and opens the stores, once."""
@@ -177,7 +177,7 @@ class EntryTiers:
         return is_coming or self._host.find((key,)) == 1
 
     def take(self, key: EntryKey) -> HostPlace | None:
-        """Makes room for a new entry, which ends with `commit` or `abandon`. None: there is none now."""
+        """Makes room for a new entry, which ends with `commit` or `abandon`. Returns None if there is none now."""
         place = self._host.take(key, _cost(key))
         if place is not None:
             self._saving[key] = place
@@ -203,8 +203,8 @@ class EntryTiers:
     # ---- for loads
 
     def fetch(self, key: EntryKey) -> Fetch | None:
-        """Finds an entry, in host memory or else in a store. Ends with `release`. None: not now, because the entry is
-        being saved or there is no room to read it into."""
+        """Finds an entry, in host memory or else in a store. Ends with `release`. Returns None if the caller must ask
+        again later, because the entry is being saved or there is no room to read it into."""
         place: HostPlace | PassingPlace | None
         place = self._host.pin(key)
         if place is not None:
@@ -248,7 +248,7 @@ class EntryTiers:
 
     def damaged(self, fetch: Fetch) -> None:
         """Counts a damaged entry and forgets it where it came from."""
-        self._damaged += 1
+        self._damaged[fetch.source] += 1
         self._host.drop((fetch.key,))
         for store in self._stores:
             if store.name == fetch.source:
@@ -322,7 +322,8 @@ class EntryTiers:
             saved=self._saved,
             loaded=self._loaded.copy(),
             evicted=host.evicted,
-            damaged=self._damaged,
+            damaged=self._damaged.total(),
+            damaged_from=self._damaged.copy(),
             failed=self._failed,
             not_written=self._not_written,
             stores={store.name: store.counters for store in self._stores},

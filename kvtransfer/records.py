@@ -111,6 +111,7 @@ class EntryCounters:
         failed: entries for which a save found no room, and those that ended a load because no store had them in time.
         not_written: entries that were not written behind, because a store had too many writes before them.
         stores: the totals of each store below host memory, by its name.
+        damaged_from: the damaged entries, by where they were, as `loaded`.
     """
 
     entries: int = 0
@@ -122,16 +123,19 @@ class EntryCounters:
     failed: int = 0
     not_written: int = 0
     stores: Mapping[str, StoreCounters] = field(default_factory=dict)
+    damaged_from: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_ranks(cls, counters: Sequence[Self]) -> Self:
         """The totals of several ranks together."""
-        loaded: Counter[str] = Counter()
+        loaded, damaged = Counter[str](), Counter[str]()
         for each in counters:
             loaded.update(each.loaded)
+            damaged.update(each.damaged_from)
         names = dict.fromkeys(name for each in counters for name in each.stores)
         return cls(
             loaded=loaded,
+            damaged_from=damaged,
             stores={name: StoreCounters(**_summed(StoreCounters, _of_store(counters, name))) for name in names},
             **_summed(cls, counters),
         )

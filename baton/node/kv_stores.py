@@ -4,6 +4,7 @@ import errno
 import hashlib
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -13,6 +14,7 @@ from baton.engine.build import BuiltRunner
 from baton.metrics.exposition import Figure
 from baton.protos.v1 import node_status_pb2
 from baton.settings.node_config import NodeSettings
+from kvtransfer.offload_tiers import HOST
 from kvtransfer.records import EntryCounters
 from kvtransfer.settings import OpenStore
 from kvtransfer.stores.files import FileStore
@@ -20,7 +22,6 @@ from kvtransfer.stores.mooncake import open_mooncake, parse_mooncake_url
 from kvtransfer.stores.store import Store, StoreCounters
 
 _log = logging.getLogger(__name__)
-HOST = "host"
 
 
 def check_stores(settings: NodeSettings) -> None:
@@ -67,15 +68,7 @@ def open_stores(settings: NodeSettings, built: BuiltRunner) -> tuple[OpenStore, 
 
 def store_states(counters: EntryCounters) -> Iterator[node_status_pb2.StoreState]:
     """Describes host memory, then the stores below it."""
-    yield node_status_pb2.StoreState(
-        name=HOST,
-        entries=counters.entries,
-        bytes=counters.bytes,
-        loaded_total=counters.loaded.get(HOST, 0),
-        damaged_total=counters.damaged,
-        failed_total=counters.failed,
-    )
-    for name, store in counters.stores.items():
+    for name, store in _by_name(counters):
         yield node_status_pb2.StoreState(
             name=name,
             entries=store.entries,
@@ -88,14 +81,7 @@ def store_states(counters: EntryCounters) -> Iterator[node_status_pb2.StoreState
 
 def store_figures(counters: EntryCounters) -> Iterator[Figure]:
     """The metrics of host memory and of the stores below it."""
-    host = StoreCounters(
-        bytes=counters.bytes,
-        written=counters.saved,
-        evicted=counters.evicted,
-        damaged=counters.damaged,
-        failed=counters.failed,
-    )
-    for name, store in {HOST: host, **counters.stores}.items():
+    for name, store in _by_name(counters):
         yield Figure("baton_kv_store_bytes", store.bytes, (name,))
         events = {
             "saved": store.written,
@@ -106,6 +92,20 @@ def store_figures(counters: EntryCounters) -> Iterator[Figure]:
         }
         for event, count in events.items():
             yield Figure("baton_kv_store_entries_total", count, (name, event))
+
+
+def _by_name(counters: EntryCounters) -> Iterator[tuple[str, StoreCounters]]:
+    """The totals of host memory and of the stores below it. A damaged entry counts where it was, whether the store or
+    the load found the damage."""
+    host = StoreCounters(
+        entries=counters.entries,
+        bytes=counters.bytes,
+        written=counters.saved,
+        evicted=counters.evicted,
+        failed=counters.failed,
+    )
+    for name, store in {HOST: host, **counters.stores}.items():
+        yield name, replace(store, damaged=store.damaged + counters.damaged_from.get(name, 0))
 
 
 def _check_directory(directory: Path) -> None:

@@ -64,7 +64,7 @@ class FileIndex:
         return self._writes.get(write.name.digest) is write
 
     def end(self, write: FileWrite, *, is_kept: bool) -> None:
-        """Ends a write, of which there is a file or not."""
+        """Ends a write. `is_kept` says whether its file is there."""
         digest = write.name.digest
         if not self.is_wanted(write):
             return

@@ -100,7 +100,7 @@ def _following(calls: list[Call], answer: str, end: str, vocabulary: set[str]) -
 
 
 def _pieces(text: str, used: set[str]) -> Iterator[str]:
-    """The text cut into tokens of five characters or more, none of which is used yet."""
+    """The text cut into unused tokens of five characters or more."""
     while text:
         size = 5
         while (text[:size] in used and size < len(text)) or len(text) - size in range(1, 5):

@@ -151,7 +151,7 @@ async def test_damaged_files_cost_time_and_no_token(start: Machines, reference: 
     gateway = start.gateway([], [decode], model=LLAMA)
     for prompt in prompts:
         assert (await answer(gateway, reference, prompt)).proof.decode_loaded_tokens == 0
-    await until_status(decode, lambda last: sum(each.damaged_total for each in last.stores) >= 2)
+    await until_status(decode, lambda last: store(last, "file").damaged_total >= 2)
 
 
 async def test_two_ranks_keep_their_shares(start: Machines, reference: Reference) -> None:

@@ -78,7 +78,7 @@ class FleetNode:
         self._costs: StepCosts | None = None  # used to choose the node, see `use_costs`
         self._choices = choices
         self._sends = sends
-        self._sends_version = 0  # of those that were looked at
+        self._sends_version = 0  # the last version of `_sends` that was counted
         self._sent_by_others = NOTHING if sends is None else sends.by_others()  # as the view and the backlog have it
         self._last_choice = self._requests_since = self._tokens_since = 0
         self._candidate_state: tuple[object, ...] = (None,) * 5

@@ -107,7 +107,7 @@ def _adapter_masks(prefills: Sequence[Candidate], decodes: Sequence[Candidate]) 
 
 
 def _both(prefills: Sequence[bool], decodes: Sequence[bool]) -> Matrix:
-    """The pairs of which both nodes are so."""
+    """The pairs in which the flags of both nodes are set."""
     both: Matrix = np.array(prefills, bool)[:, None] & np.array(decodes, bool)[None, :]
     return both
 

@@ -418,6 +418,7 @@ def test_a_damaged_entry_of_a_store_is_forgotten_there_too() -> None:
     assert user.load(keys, blocks_of(user.cache, 3, 2)) == 1
     world.run_until(lambda: keys[1] not in store.kept)
     assert world.find(keys) == 1
+    assert world.tiers.counters().damaged_from == {store.name: 1}
     world.check_nothing_is_left()
 
 

@@ -151,7 +151,7 @@ class Reference:
 
 
 class OrderMachine(RuleBasedStateMachine):
-    """Entries of a small tree, of which each number's parent is half of it."""
+    """Entries of a small tree, in which the parent of each number is half of it."""
 
     def __init__(self) -> None:
         super().__init__()

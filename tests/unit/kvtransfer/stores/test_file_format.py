@@ -13,7 +13,7 @@ HEADER = FileHeader(b"spec", KEY, 1 << 20)
 
 
 def sealed(page: bytes) -> bytes:
-    """A page of which only the checksum is right."""
+    """A page in which only the checksum is right."""
     return page[:-16] + hashlib.blake2b(page[:-16], digest_size=16).digest()
 
 

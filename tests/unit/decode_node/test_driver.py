@@ -122,21 +122,32 @@ async def test_a_renewed_ticket_and_a_prompt_left_to_this_node(built: BuiltRunne
         await node.receive("released")
 
 
-async def test_the_timer_ends_a_request_whose_budget_is_over(built: BuiltRunner) -> None:
+def let_pass(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves the running loop's clock forward."""
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + seconds)
+
+
+async def test_the_timer_ends_a_request_whose_budget_is_over(
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running(built) as node:
-        node.stream.send(submission(1, policy=pb.LOCAL_POLICY_STRICT, budget_s=0.05))
+        node.stream.send(submission(1, policy=pb.LOCAL_POLICY_STRICT, budget_s=20.0))
         await node.receive("reserved")
+        let_pass(20.0, monkeypatch)
         assert isinstance(await node.failed(), DeadlineExceeded)
         await node.receive("released")
         assert node.nothing_held()
 
 
-async def test_the_timer_follows_the_first_deadline(built: BuiltRunner) -> None:
+async def test_the_timer_follows_the_first_deadline(built: BuiltRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(built) as node:
-        node.stream.send(submission(1, policy=pb.LOCAL_POLICY_STRICT, budget_s=60.0))
-        node.stream.send(submission(2, policy=pb.LOCAL_POLICY_STRICT, budget_s=0.05))
+        node.stream.send(submission(1, policy=pb.LOCAL_POLICY_STRICT, budget_s=600.0))
+        node.stream.send(submission(2, policy=pb.LOCAL_POLICY_STRICT, budget_s=20.0))
         for _ in range(2):
             await node.receive("reserved")
+        let_pass(20.0, monkeypatch)
         assert (await node.receive("failed")).failed.key == 2
         assert (await node.receive("released")).released.key == 2
 

@@ -15,6 +15,7 @@ from baton.gateway.request.machine import RequestMachine
 from baton.gateway.text.chat.parsing.collector import Collector
 from baton.node import waiting
 from tests.unit.gateway.http.http_gateway import BOUND_S, HttpGateway, Wire, open_http_gateway, step_token
+from tests.unit.gateway.late import LIMIT_S, let_limit_pass
 
 # The server's request has all that its framework keeps for a request.
 _OF_REQUESTS = ("RequestResponseCycle", *(kind.__name__ for kind in (
@@ -22,6 +23,7 @@ _OF_REQUESTS = ("RequestResponseCycle", *(kind.__name__ for kind in (
 )))  # fmt: skip
 
 End = Callable[[HttpGateway, Wire], Awaitable[object]]
+LIMITED = {"x_request_timeout_s": str(LIMIT_S)}
 
 
 @pytest.fixture
@@ -48,11 +50,11 @@ def left(door: HttpGateway) -> Callable[[], Counter[str]]:
     return count
 
 
-async def chat(door: HttpGateway) -> Wire:
+async def chat(door: HttpGateway, **headers: str) -> Wire:
     """A streamed chat that has begun."""
     wire = await door.connect()
     body = {"messages": [{"role": "user", "content": "Write a file."}], "stream": True, "max_tokens": 8}
-    wire.send("POST", "/v1/chat/completions", json.dumps(body).encode(), x_request_id="chat", x_request_timeout_s="2")
+    wire.send("POST", "/v1/chat/completions", json.dumps(body).encode(), x_request_id="chat", **headers)
     await door.accept()
     door.decode.send_tokens(step_token(0))
     await wire.head()
@@ -85,9 +87,11 @@ async def test_objects_of_a_running_request_are_seen(door: HttpGateway, left: Ca
 
 @pytest.mark.parametrize("end", [finished, left_by_its_client, aborted, late])
 async def test_a_request_is_freed_when_it_has_ended(
-    door: HttpGateway, end: End, left: Callable[[], Counter[str]]
+    door: HttpGateway, end: End, left: Callable[[], Counter[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wire = await chat(door)
+    wire = await chat(door, **(LIMITED if end is late else {}))
+    if end is late:
+        let_limit_pass(monkeypatch)
     await end(door, wire)
     wire.writer.close()
     assert await waiting.until(lambda: not left(), timeout_s=BOUND_S), left()

@@ -27,6 +27,7 @@ from baton.settings.config import DEMO_MODELS
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.reader import read_settings
 from tests.unit.gateway.fleets import DECODE
+from tests.unit.gateway.late import LIMIT_S, let_limit_pass
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, first_token, reserved, token
 
@@ -200,20 +201,31 @@ async def test_a_cancelled_request_is_released(running: Running) -> None:
 
 
 @pytest.mark.parametrize("slow", [False, True], ids=["client reads", "client reads nothing"])
-async def test_the_deadline_ends_a_request(running: Running, slow: bool) -> None:
+async def test_the_deadline_ends_a_request(running: Running, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     client = Client()
     if slow:
         client.reads.clear()
-    request = await decoding(running, client, budget_s=2.0)
-    with pytest.raises(DeadlineExceeded, match=r"within its 2 s"):
+    request = await decoding(running, client, budget_s=LIMIT_S)
+    let_limit_pass(monkeypatch)
+    with pytest.raises(DeadlineExceeded, match=rf"within its {LIMIT_S:g} s"):
         await asyncio.wait_for(request, BOUND_S)
     await until_idle(running)
 
 
-async def test_the_deadline_ends_a_request_whose_last_message_waits(running: Running) -> None:
+class ReadsOnce(Client):
+    """Reads one message."""
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        await super().write(message)
+        self.reads.clear()
+
+
+async def test_the_deadline_ends_a_request_whose_last_message_waits(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wait for the prefill node's count has just used up the timer."""
-    client = Client()
-    request = running.generate(client, budget_s=2.0)
+    client = ReadsOnce()
+    request = running.generate(client, budget_s=LIMIT_S)
     key = (await running.decode.submission()).key
     answer = reserved()
     answer.key = key
@@ -221,7 +233,7 @@ async def test_the_deadline_ends_a_request_whose_last_message_waits(running: Run
     await asyncio.wait_for(running.prefill.received.get(), BOUND_S)
     running.prefill.events.put_nowait(first_token(finish=LENGTH))
     await asyncio.wait_for(client.blocked.wait(), BOUND_S)
-    client.reads.clear()
+    let_limit_pass(monkeypatch)
     with pytest.raises(DeadlineExceeded):
         await asyncio.wait_for(request, BOUND_S)
 

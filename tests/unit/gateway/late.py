@@ -1,0 +1,22 @@
+"""Lets time pass at a known point of a test, so that no slow machine makes it pass before."""
+
+import asyncio
+
+import pytest
+
+from baton.gateway.request import driver
+
+# A request's limit that passes at once with `let_limit_pass`. Nodes may be silent for longer.
+LIMIT_S = 20.0
+
+
+def let_limit_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves the clock of the running loop and that of requests forward by `LIMIT_S`."""
+    loop = asyncio.get_running_loop()
+    time = loop.time
+
+    def later() -> float:
+        return time() + LIMIT_S
+
+    monkeypatch.setattr(loop, "time", later)
+    monkeypatch.setattr(driver, "monotonic", later)

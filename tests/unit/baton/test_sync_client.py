@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -107,11 +106,13 @@ async def test_closing_ends_what_another_thread_waits_for() -> None:
 
 def test_errors_are_those_of_the_asynchronous_client_and_no_thread_is_left() -> None:
     with Client("127.0.0.1:9") as client:
+        thread = client._loop._thread
         with pytest.raises(NoNode, match="cannot reach"):
             client.complete("short")
         with pytest.raises(TypeError, match="no option 'request'"):
             client.complete("short", request="mine")  # type: ignore[call-overload]
-    assert "baton-client" not in {thread.name for thread in threading.enumerate()}
+    thread.join(BOUND_S)  # `close` waits for a few seconds only
+    assert not thread.is_alive()
 
 
 async def test_a_stream_that_the_garbage_collector_finds_in_the_clients_own_thread_ends() -> None:

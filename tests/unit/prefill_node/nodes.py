@@ -1,7 +1,7 @@
 """A real prefill node and a scripted decode node in one process, over gRPC and the loopback transport."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -47,6 +47,30 @@ def prefill_settings(**values: object) -> PrefillSettings:
 def prefill_node(settings: PrefillSettings) -> Node:
     """A node whose events are not delivered yet."""
     return Node(settings, load(settings), role=node_status_pb2.ROLE_PREFILL, address="127.0.0.1:1")
+
+
+def pause_steps(node: Node) -> Callable[[float], None]:
+    """Lets the node's engine start no step. Returns a function that allows so many steps from then on.
+
+    However long gRPC takes to deliver a message about a call, the call is then where the test wants it.
+    """
+    engine, allowed = node.engine, 0.0
+    launch_next = engine._launch_next
+
+    def launch_allowed() -> bool:
+        nonlocal allowed
+        if allowed < 1 or not launch_next():
+            return False
+        allowed -= 1
+        return True
+
+    def allow(count: float) -> None:
+        nonlocal allowed
+        allowed = count
+        engine._wake.set()
+
+    engine._launch_next = launch_allowed  # type: ignore[method-assign]
+    return allow
 
 
 @dataclass

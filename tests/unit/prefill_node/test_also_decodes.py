@@ -1,6 +1,7 @@
 """Both services of a prefill node over one engine: each gets its own requests' events, and room that the other left."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,14 @@ from baton.rpc.channels import channel_options
 from baton.rpc.error_detail import from_detail
 from baton.rpc.status import from_rpc_error
 from prefill_node.service import PrefillService
-from tests.unit.prefill_node.nodes import PROMPT, ScriptedDecodeNode, decode_node, prefill_node, prefill_settings
+from tests.unit.prefill_node.nodes import (
+    PROMPT,
+    ScriptedDecodeNode,
+    decode_node,
+    pause_steps,
+    prefill_node,
+    prefill_settings,
+)
 
 DEADLINE_S = 60.0
 
@@ -40,6 +48,8 @@ class Clients:
 
     def __init__(self, node: Node, service: PrefillService, channel: grpc.aio.Channel) -> None:
         self.node = node
+        self.allow_steps = pause_steps(node)
+        self.allow_steps(math.inf)
         self.service = service
         self._prefill = prefill_pb2_grpc.PrefillStub(channel)
         self._requests: dict[int, Whole] = {}
@@ -85,10 +95,13 @@ class Clients:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
-    async def begun(self, decode: ScriptedDecodeNode, lease: int) -> "asyncio.Task[None]":
-        """A call that has computed a part of its prompt."""
+    async def begun(self, decode: ScriptedDecodeNode, lease: int, *, steps: int) -> "asyncio.Task[None]":
+        """A call that has computed a part of its prompt in so many steps, after which the engine starts no other."""
+        self.allow_steps(0)
         begun = asyncio.Event()
         call = asyncio.create_task(self.call(decode, lease, on_progress=begun))
+        await holds(lambda: self.node.engine.load().tokens_waiting >= len(PROMPT))
+        self.allow_steps(steps)
         await asyncio.wait_for(begun.wait(), DEADLINE_S)
         return call
 
@@ -125,10 +138,9 @@ async def holds(condition: Callable[[], bool]) -> None:
     assert await until(condition, timeout_s=DEADLINE_S)
 
 
-async def test_a_request_that_waits_for_room_gets_what_a_prompt_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_waits_for_room_gets_what_a_prompt_has_left() -> None:
     async with decode_node() as decode, clients(max_batch_tokens=16, num_blocks=32) as both:
-        call = await both.begun(decode, 1)  # 25 blocks
-        monkeypatch.setattr(both.node.engine, "_launch_next", lambda: False)
+        call = await both.begun(decode, 1, steps=3)  # 25 blocks
         whole = await both.submit(150)
 
         def waiting() -> int:
@@ -137,8 +149,7 @@ async def test_a_request_that_waits_for_room_gets_what_a_prompt_has_left(monkeyp
             return status.requests_waiting
 
         await holds(lambda: waiting() == 1)
-        monkeypatch.undo()
-        both.node.engine._wake.set()
+        both.allow_steps(math.inf)
         await call
         await holds(lambda: "released" in whole.kinds)
         assert whole.kinds == ["accepted", "released"]
@@ -147,14 +158,16 @@ async def test_a_request_that_waits_for_room_gets_what_a_prompt_has_left(monkeyp
 
 async def test_a_step_that_fails_fails_both_kinds_and_nothing_stays_held(monkeypatch: pytest.MonkeyPatch) -> None:
     async with decode_node() as decode, clients(max_batch_tokens=16) as both:
+        both.allow_steps(20)
         whole = await both.submit(20, max_tokens=500)
         await holds(lambda: bool(whole.tokens))
-        call = await both.begun(decode, 1)
+        call = await both.begun(decode, 1, steps=20)
 
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("the test's device is broken")
 
         monkeypatch.setattr(both.node.built.runner, "launch", fail)
+        both.allow_steps(math.inf)
         with pytest.raises(InternalError, match="device is broken"):
             await call
         await holds(lambda: "released" in whole.kinds)
@@ -169,9 +182,10 @@ async def test_a_step_that_fails_fails_both_kinds_and_nothing_stays_held(monkeyp
 
 async def test_closing_ends_both_kinds() -> None:
     async with decode_node() as decode, clients() as both:
+        both.allow_steps(20)
         whole = await both.submit(20, max_tokens=500)
         await holds(lambda: bool(whole.tokens))
-        call = await both.begun(decode, 1)
+        call = await both.begun(decode, 1, steps=60)
         assert both.service.busy
         await both.service.close()
         with pytest.raises(Draining):
@@ -183,8 +197,9 @@ async def test_closing_ends_both_kinds() -> None:
 async def test_draining_refuses_both_kinds_and_waits_for_those_that_run() -> None:
     async with decode_node() as decode, clients() as both:
         whole = await both.submit(20, max_tokens=30)
-        call = await both.begun(decode, 1)
+        call = await both.begun(decode, 1, steps=60)
         both.service.stop_admission()
+        both.allow_steps(math.inf)
         refused = await both.submit(20)
         with pytest.raises(Draining):
             await both.call(decode, 2)

@@ -2,8 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import grpc
 import pytest
@@ -25,7 +25,7 @@ MISMATCH = node_status_pb2.Mismatch(field="dtype", ours="float16", theirs="float
 
 @asynccontextmanager
 async def peers(
-    *, timeout_s: float = 30.0, **settings: object
+    *, timeout_s: float = 120.0, **settings: object
 ) -> AsyncIterator[tuple[DecodePeers, list[LeaseEnded | PeerLost]]]:
     events: list[LeaseEnded | PeerLost] = []
     node = prefill_node(prefill_settings(**settings))
@@ -38,11 +38,14 @@ async def peers(
             await under_test.close()
 
 
-def closed_address() -> str:
-    """An address without a listener."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+@contextmanager
+def closed_addresses(count: int) -> Iterator[list[str]]:
+    """Addresses without a listener. They stay taken, so that no other process listens there."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        yield [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
 
 
 async def test_a_peer_is_measured_and_ready() -> None:
@@ -96,8 +99,7 @@ async def test_a_link_under_the_floor_is_refused_and_the_decode_node_gets_the_re
 async def test_an_address_without_a_listener_is_a_lost_peer(caplog: pytest.LogCaptureFixture) -> None:
     async with decode_node() as decode, peers() as (known, events):
         ticket = await decode.ticket(1, 10)
-        ticket.decode_address = closed_address()
-        with pytest.raises(NoNode, match="decode-0 cannot be reached"):
+        with closed_addresses(1) as (ticket.decode_address,), pytest.raises(NoNode, match="decode-0 cannot be reached"):
             await known.for_ticket(ticket)
         (state,) = known.states()
         assert state.phase == node_status_pb2.PEER_PHASE_LOST
@@ -107,14 +109,15 @@ async def test_an_address_without_a_listener_is_a_lost_peer(caplog: pytest.LogCa
 
 async def test_a_stream_that_has_ended_before_it_is_written_to_says_why() -> None:
     """gRPC itself says no more than that it has ended."""
-    async with connect(closed_address()) as channel:
-        call = decode_pb2_grpc.DecodeStub(channel).Pair()
-        assert await call.code() is grpc.StatusCode.UNAVAILABLE
-        with pytest.raises(asyncio.InvalidStateError):
-            await call.write(pb.PairRequest())
-        await decode_peer._write(call, pb.PairRequest())
-        with pytest.raises(grpc.aio.AioRpcError, match="refused"):
-            await decode_peer._read(call, "decode-0")
+    with closed_addresses(1) as (address,):
+        async with connect(address) as channel:
+            call = decode_pb2_grpc.DecodeStub(channel).Pair()
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(asyncio.InvalidStateError):
+                await call.write(pb.PairRequest())
+            await decode_peer._write(call, pb.PairRequest())
+            with pytest.raises(grpc.aio.AioRpcError, match="refused"):
+                await decode_peer._read(call, "decode-0")
 
 
 async def test_a_decode_node_that_hangs_up_in_the_handshake() -> None:
@@ -178,12 +181,11 @@ async def test_messages_arrive_in_order_and_those_for_a_lost_peer_are_dropped() 
 
 
 async def test_the_latest_lost_peers_stay_in_the_status() -> None:
-    async with peers() as (known, _):
-        addresses = {closed_address() for _ in range(40)}
-        for address in addresses:
-            await known.connect(address)
-        assert len(addresses) > 33
-        assert [state.address for state in known.states()] == list(addresses)[-33:]
+    with closed_addresses(40) as addresses:
+        async with peers() as (known, _):
+            for address in addresses:
+                await known.connect(address)
+            assert [state.address for state in known.states()] == addresses[-33:]
 
 
 async def test_after_the_close_no_connection_is_made() -> None:

@@ -44,11 +44,11 @@ async def test_a_wrong_prompt_ends_the_call_with_its_reason() -> None:
 async def test_a_cancelled_call_frees_its_blocks_and_a_draining_node_refuses() -> None:
     async with served() as (service, stub):
         call = stub.Pool(pb.PoolRequest(prompts=[prompt_of(300, 0)] * 20))
-        assert await until(lambda: service.busy, timeout_s=10)
+        assert await until(lambda: service.busy, timeout_s=120.0)
         call.cancel()
-        assert await until(lambda: not service.busy, timeout_s=10)
+        assert await until(lambda: not service.busy, timeout_s=120.0)
         running = asyncio.ensure_future(stub.Pool(pb.PoolRequest(prompts=[prompt_of(300, 0)])))
-        assert await until(lambda: service.busy, timeout_s=10)
+        assert await until(lambda: service.busy, timeout_s=120.0)
         service.stop_admission()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Pool(pb.PoolRequest(prompts=[prompt_of(5)]))

@@ -1,5 +1,6 @@
 """The service as a gateway sees it, over gRPC, and the role as the node process sees it."""
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,13 +16,18 @@ from baton.protos.v1 import node_status_pb2
 from baton.rpc.channels import channel_options, connect
 from baton.rpc.status import from_rpc_error
 from prefill_node.service import PrefillService
-from tests.unit.prefill_node.nodes import decode_node, prefill_node, prefill_settings
+from tests.unit.prefill_node.nodes import decode_node, pause_steps, prefill_node, prefill_settings
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[PrefillService, "prefill_pb2_grpc.PrefillAsyncStub"]]:
+async def served(
+    *, steps: float = math.inf
+) -> AsyncIterator[tuple[PrefillService, "prefill_pb2_grpc.PrefillAsyncStub"]]:
+    """A service whose engine runs so many steps, and the others once the test is over."""
     settings = prefill_settings()
     node = prefill_node(settings)
+    allow = pause_steps(node)
+    allow(steps)
     service = PrefillService(node, settings)
     server = grpc.aio.server(options=channel_options())
     port = server.add_insecure_port("127.0.0.1:0")
@@ -33,6 +39,7 @@ async def served() -> AsyncIterator[tuple[PrefillService, "prefill_pb2_grpc.Pref
         try:
             yield service, prefill_pb2_grpc.PrefillStub(channel)
         finally:
+            allow(math.inf)
             await service.close()
             await server.stop(grace=None)
         assert not service.busy
@@ -69,7 +76,7 @@ async def test_errors_reach_the_gateway_with_their_details() -> None:
 
 
 async def test_a_call_that_the_gateway_cancels_is_given_up() -> None:
-    async with decode_node() as decode, served() as (service, stub):
+    async with decode_node() as decode, served(steps=2) as (service, stub):
         call = stub.Prefill(await decode.request(1))
         assert isinstance(await call.read(), pb.PrefillEvent)
         assert service.busy
@@ -87,7 +94,7 @@ async def test_after_admission_has_stopped_calls_are_refused() -> None:
 
 
 async def test_closing_ends_the_calls_that_run() -> None:
-    async with decode_node() as decode, served() as (service, stub):
+    async with decode_node() as decode, served(steps=2) as (service, stub):
         call = stub.Prefill(await decode.request(1))
         assert isinstance(await call.read(), pb.PrefillEvent)
         await service.close()

@@ -80,8 +80,9 @@ class LineStream(io.TextIOBase):
         if not self._ended:
             self.drain(0.0 if self._stuck else _DRAIN_S)
 
-    def drain(self, within_s: float = _DRAIN_S) -> bool:
-        """Waits, up to that long, until all is written; returns whether it is."""
+    def drain(self, within_s: float | None = None) -> bool:
+        """Waits, up to that long or `_DRAIN_S`, until all is written; returns whether it is."""
+        within_s = _DRAIN_S if within_s is None else within_s
         with self._changed:
             self._put_begun()
             written = self._changed.wait_for(lambda: not self._held and not self._dropped, within_s)

@@ -116,7 +116,9 @@ def test_characters_that_the_encoding_lacks_are_escaped(pipe: tuple[int, int]) -
 def test_all_is_written_before_a_process_ends(end: str, code: int) -> None:
     program = (
         "import logging, os\n"
+        "from baton.core import line_stream\n"
         "from baton.core.logs import set_up_logging\n"
+        f"line_stream._DRAIN_S = {DEADLINE_S}  # however slowly the lines are read\n"
         "set_up_logging('info', role='gateway')\n"
         "for number in range(3000): logging.getLogger('baton').info('line %d', number)\n"
     )

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
@@ -201,17 +201,19 @@ async def greet(
         writer.transport.abort()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port for a gate. No other process gets it, because this one has it, too."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gate's own socket has it
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 GREETING = Greeting(__version__, 1, "calls", 2, 2)
 
 
-async def test_a_gate_carries_a_rank_until_its_host_is_gone(certificates: Path) -> None:
-    port = free_port()
+async def test_a_gate_carries_a_rank_until_its_host_is_gone(certificates: Path, port: int) -> None:
     tls = PeerTls.read(of_role(certificates, "decode", port), Role.DECODE)
     calls, steps = (greet(tls, port, replace(GREETING, channel=channel).to_line()) for channel in CHANNELS)
     async with open_gate(certificates, port) as (ends, control), calls as (first, _), steps as (second, writer):
@@ -232,16 +234,14 @@ async def test_a_gate_carries_a_rank_until_its_host_is_gone(certificates: Path) 
         replace(GREETING, version="0").to_line(), GREETING.to_line().replace(b"1", b"true", 1),
     ],
 )  # fmt: skip
-async def test_a_gate_refuses_what_is_no_rank_of_its_node(certificates: Path, greeting: bytes) -> None:
-    port = free_port()
+async def test_a_gate_refuses_what_is_no_rank_of_its_node(certificates: Path, port: int, greeting: bytes) -> None:
     tls = PeerTls.read(of_role(certificates, "decode", port), Role.DECODE)
     async with open_gate(certificates, port), greet(tls, port, greeting) as (answer, _):
         assert "error" in answer
 
 
 @pytest.mark.parametrize("role", ["prefill", "gateway", "operator", None])
-async def test_a_gate_reads_nothing_from_unauthenticated_peers(certificates: Path, role: str | None) -> None:
-    port = free_port()
+async def test_a_gate_reads_nothing_from_unauthenticated_peers(certificates: Path, port: int, role: str | None) -> None:
     tls = None if role is None else PeerTls.read(of_role(certificates, role, port), Role(role))
     async with open_gate(certificates, port):
         try:

@@ -1,40 +1,59 @@
 """The client against servers with OpenAI's API that are not Baton, good ones and bad ones."""
 
 import asyncio
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 from baton.core.errors import BatonError, InvalidRequest, NoNode
+from baton.load.answer import LoadAnswer
 from baton.load.metrics import Summary, summarize
 from baton.load.probe import probe
 from baton.load.records import LoadOutcome, LoadRecord
 from baton.load.sse import SseReader, read_chunk
 from baton.load.target import Api, Server, Target
-from baton.load.worker import LoadJob, LoadSender
+from baton.load.worker import LoadDone, LoadJob, LoadSender
 from baton.load.workload import PlannedRequest
+from baton.node.waiting import until
 from tests.unit.load.stand_in import StandIn, Writer, begin, chunk, part, plain, standing_in
 
 LONG_S = 300.0
 
 
 async def asked(
-    stand_in: StandIn, api: Api = Api.COMPLETIONS, *, count: int = 3, timeout_s: float = LONG_S, end_s: float = LONG_S
+    stand_in: StandIn, api: Api = Api.COMPLETIONS, *, count: int = 3, end_s: float = LONG_S
 ) -> list[LoadRecord]:
     """Records of `count` requests at once, after a probe."""
     async with standing_in(stand_in):
         server = await probe(Target.parse(stand_in.url, api=api))
-        return await send(server, count=count, timeout_s=timeout_s, end_s=end_s)
+        return await send(server, count=count, end_s=end_s)
 
 
-async def send(server: Server, *, count: int, timeout_s: float = LONG_S, end_s: float = LONG_S) -> list[LoadRecord]:
+async def send(server: Server, *, count: int, end_s: float = LONG_S) -> list[LoadRecord]:
+    return sorted_records(await sender(server, count=count, end_s=end_s).run())
+
+
+def sender(server: Server, *, count: int, timeout_s: float = LONG_S, end_s: float = LONG_S) -> LoadSender:
     planned = [PlannedRequest(index, 0.0, 100, 5) for index in range(count)]
     job = LoadJob(server, planned, time.monotonic(), timeout_s, end_s)
-    asker = server.asker(connections=1, slo=None, temperature=None)
-    done = await LoadSender(job, asker, lambda _: None).run()
+    return LoadSender(job, server.asker(connections=1, slo=None, temperature=None), lambda _: None)
+
+
+def sorted_records(done: LoadDone) -> list[LoadRecord]:
     return sorted(done.records, key=lambda record: record.index)
+
+
+@contextmanager
+def nobody_at(stand_in: StandIn) -> Iterator[None]:
+    """Keeps the address of a server that has ended from other processes."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", int(stand_in.url.rpartition(":")[2])))
+        yield
 
 
 def outcomes(records: Sequence[LoadRecord]) -> list[tuple[LoadOutcome, str]]:
@@ -172,8 +191,17 @@ async def test_a_stream_that_breaks_fails_and_keeps_its_tokens(how: str, kind: s
     assert [len(record.times_s) for record in records] == [2, 2, 2]
 
 
-async def test_a_server_that_stalls_fails_by_its_time_limit() -> None:
-    records = await asked(breaking("stall", asyncio.Event()), timeout_s=3.0)
+async def test_a_server_that_stalls_fails_by_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_s = LONG_S / 2
+    async with standing_in(breaking("stall", asyncio.Event())) as stand_in:
+        sending = sender(await probe(Target.parse(stand_in.url)), count=3, timeout_s=limit_s)
+        running = asyncio.create_task(sending.run())
+        received = lambda: [len(answer.times) for _, answer in sending._running.values()]  # noqa: E731
+        assert await until(lambda: received() == [2, 2, 2], timeout_s=LONG_S)
+        loop = asyncio.get_running_loop()
+        time_s = loop.time
+        monkeypatch.setattr(loop, "time", lambda: time_s() + limit_s)
+        records = sorted_records(await running)
     assert outcomes(records) == [(LoadOutcome.FAILED, "Timeout")] * 3
     assert records[0].tokens == 2
 
@@ -186,13 +214,13 @@ async def test_requests_that_run_at_the_end_of_the_run_did_not_finish() -> None:
 async def test_connections_are_kept_and_a_stale_one_is_replaced() -> None:
     async with standing_in(StandIn()) as stand_in:
         server = await probe(Target.parse(stand_in.url))
-        one_by_one = [PlannedRequest(index, 0.4 * index, 10, 2) for index in range(4)]
         before = stand_in.connections
         asker = server.asker(connections=1, slo=None, temperature=None)
-        done = await LoadSender(
-            LoadJob(server, one_by_one, time.monotonic(), LONG_S, LONG_S), asker, lambda _: None
-        ).run()
-        assert {record.outcome for record in done.records} == {LoadOutcome.OK}
+        for index in range(4):  # one after the other
+            answer = LoadAnswer()
+            await asker.ask(asker.prepare(PlannedRequest(index, 0.0, 10, 2)), answer)
+            assert len(answer.times) == 2
+        await asker.close()
         assert stand_in.connections - before < 4
 
     async def close_after(number: int, writer: Writer) -> bool:
@@ -209,9 +237,10 @@ async def test_connections_are_kept_and_a_stale_one_is_replaced() -> None:
 async def test_a_server_that_is_not_there_is_named() -> None:
     async with standing_in(StandIn()) as stand_in:
         server = await probe(Target.parse(stand_in.url))
-    with pytest.raises(NoNode, match=r"cannot reach 127\.0\.0\.1"):
-        await probe(server.target)
-    assert outcomes(await send(server, count=1)) == [(LoadOutcome.FAILED, "NoConnection")]
+    with nobody_at(stand_in):
+        with pytest.raises(NoNode, match=r"cannot reach 127\.0\.0\.1"):
+            await probe(server.target)
+        assert outcomes(await send(server, count=1)) == [(LoadOutcome.FAILED, "NoConnection")]
 
 
 async def test_a_server_that_answers_nothing_is_named_with_its_error() -> None:
@@ -281,5 +310,6 @@ async def test_a_stream_goes_on_at_another_gateway(running_usage: bool) -> None:
         first = [body for body in lost.bodies if "return_token_ids" in body]
         assert [body["seed"] for body in first] == [body["seed"] for body in again]
     async with standing_in(lost):
-        records = await send(replace(server, target=Target.parse(f"{lost.url},{other.url}")), count=1)
+        with nobody_at(other):
+            records = await send(replace(server, target=Target.parse(f"{lost.url},{other.url}")), count=1)
         assert outcomes(records) == [(LoadOutcome.FAILED, "NoConnection")], "of the last gateway that was asked"

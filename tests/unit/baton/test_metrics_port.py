@@ -79,7 +79,7 @@ async def test_what_is_no_request_gets_no_answer_and_stops_no_other(question: by
 
 
 async def test_it_ends_with_idle_connections_open() -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         async with opened() as port:
             assert port.url is not None
             host, _, number = port.url.removeprefix("http://").removesuffix("/metrics").rpartition(":")

@@ -34,7 +34,8 @@ async def test_literal_addresses_are_not_looked_up() -> None:
     assert await directory.look_up() == {"127.0.0.1:5", "[::1]:6"}
 
 
-async def test_a_name_under_both_families_counts_once() -> None:
+async def test_a_name_under_both_families_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "_RESOLVE_S", BOUND_S)
     directory = Directory(parse_places("localhost:5", field="decode"))
     assert await directory.look_up() == {"127.0.0.1:5"}
 

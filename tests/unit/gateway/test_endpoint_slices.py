@@ -76,6 +76,9 @@ def test_events_change_one_slice() -> None:
     assert known.addresses() == {"10.0.0.3:7002"}
 
 
+BOUND_S = 60.0
+
+
 class Followed:
     """A directory of one Service, and the means to wait for its changes."""
 
@@ -84,10 +87,11 @@ class Followed:
         self.directory = Directory(parse_places(text, field="decode"), self._changed.set)
 
     async def until(self, *addresses: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(BOUND_S):
+            self._changed.clear()
             while await self.directory.look_up() != set(addresses):
-                self._changed.clear()
                 await self._changed.wait()
+                self._changed.clear()
 
 
 @pytest.fixture
@@ -150,10 +154,11 @@ async def test_errors_keep_the_last_addresses(server: ApiServer, caplog: pytest.
         server.refusals = [500, 403, 403]
         server.slices = [endpoint_slice("a", endpoint("10.0.0.2"))]
         server.cut_watches()
+        server.changed.clear()
         while server.refusals:
             assert await followed.directory.look_up() == {"10.0.0.1:7002"}
-            server.changed.clear()
             await server.changed.wait()
+            server.changed.clear()
         await followed.until("10.0.0.2:7002")
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sum("may not list and watch" in text for text in warnings) == 1

@@ -16,7 +16,7 @@ from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.fleets import request
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
-BOUND_S = 30
+BOUND_S = 60
 
 
 class Outcomes:

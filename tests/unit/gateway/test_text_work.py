@@ -1,7 +1,7 @@
 """Many large texts are tokenized little by little, and small texts do not wait for them."""
 
 import asyncio
-from threading import Event
+from threading import Event, Lock
 
 import pytest
 
@@ -20,16 +20,19 @@ class Crowd:
         self.running = self.most = 0
         self.order: list[int] = []
         self._work = work
+        self._counting = Lock()
 
     def start(self, number: int, size_bytes: int = LARGE) -> "asyncio.Task[int]":
         return asyncio.create_task(self._work.run(size_bytes, lambda: self._run(number)))
 
     def _run(self, number: int) -> int:
-        self.order.append(number)
-        self.running += 1
-        self.most = max(self.most, self.running)
+        with self._counting:
+            self.order.append(number)
+            self.running += 1
+            self.most = max(self.most, self.running)
         assert self.may_end.wait(BOUND_S)
-        self.running -= 1
+        with self._counting:
+            self.running -= 1
         return number
 
     async def until_running(self, count: int) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from baton.gateway.request import write_scheduler
 from baton.gateway.request.write_scheduler import _TURNS_PER_PASS, _WRITES_MAX, WriteScheduler
 
 BOUND_S = 60.0
@@ -72,7 +73,10 @@ async def asked(turns: WriteScheduler, count: int) -> "list[asyncio.Future[None]
     return waiters
 
 
-async def test_while_many_messages_are_on_their_way_no_stream_gets_a_turn_until_one_is_written() -> None:
+async def test_while_many_messages_are_on_their_way_no_stream_gets_a_turn_until_one_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(write_scheduler, "SLOW_S", BOUND_S)
     turns = WriteScheduler()
     periods = [turns.begin(slow=False) for _ in range(_WRITES_MAX)]
     waiters = await asked(turns, 3)

@@ -15,7 +15,7 @@ from baton.metrics.declared import ProcessRole
 from baton.metrics.tally import Layout, Tally
 from baton.tracing.environment import TraceCollector
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Receiver:
@@ -68,7 +68,9 @@ async def served(receiver: Receiver) -> AsyncIterator[TraceCollector]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No wait for a full batch, and short pauses."""
+    """No wait for a full batch, short pauses, and calls and an end that may take long."""
+    monkeypatch.setattr(export, "_CALL_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(export, "_CLOSE_TIMEOUT_S", DEADLINE_S)
     monkeypatch.setattr(export, "_BATCH_S", 0.0)
     monkeypatch.setattr(export, "_BACK_OFF_S", 0.01)
 

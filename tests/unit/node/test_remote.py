@@ -51,9 +51,9 @@ async def test_a_lost_rank_differs_from_a_silent_one() -> None:
 async def test_a_cancelled_load_of_entries_returns_when_the_rank_has_ended_it() -> None:
     """Until then the rank writes to the blocks."""
     transfer, rank = await started()
-    load = asyncio.create_task(transfer.load_entries(ENTRIES, timeout_s=5.0))
+    load = asyncio.create_task(transfer.load_entries(ENTRIES, timeout_s=DEADLINE_S))
     call = await rank.receive()
-    assert call.verb == LoadEntries(ENTRIES, 5.0)
+    assert call.verb == LoadEntries(ENTRIES, DEADLINE_S)
     load.cancel()
     assert await rank.receive() == Cancel(call.number)
     assert not load.done()
@@ -66,7 +66,7 @@ async def test_a_cancelled_load_of_entries_returns_when_the_rank_has_ended_it() 
 
 async def test_calls_about_entries_of_a_rank_that_is_gone_are_errors() -> None:
     transfer, rank = await started()
-    load = asyncio.create_task(transfer.load_entries(ENTRIES, timeout_s=5.0))
+    load = asyncio.create_task(transfer.load_entries(ENTRIES, timeout_s=DEADLINE_S))
     await rank.receive()
     await rank.close()
     with pytest.raises(Draining):
@@ -74,7 +74,7 @@ async def test_calls_about_entries_of_a_rank_that_is_gone_are_errors() -> None:
     for call in (
         transfer.save_entries(ENTRIES),
         transfer.find_entries(ENTRIES.keys),
-        transfer.load_entries(ENTRIES, timeout_s=5.0),
+        transfer.load_entries(ENTRIES, timeout_s=DEADLINE_S),
         transfer.drop_entries(ENTRIES.keys),
         transfer.drop_entries_of(b"root"),
     ):
@@ -99,7 +99,7 @@ async def test_a_call_that_is_cancelled_before_it_begins_is_answered_too() -> No
     serving = asyncio.create_task(TransferServer(1, make).serve(theirs))
     transfer = RemoteTransfer(1, ours, 7, on_filled=lambda _: None, on_refused=lambda _: None)
     await transfer.start()
-    load = asyncio.create_task(transfer.load_entries(ENTRIES, timeout_s=5.0))
+    load = asyncio.create_task(transfer.load_entries(ENTRIES, timeout_s=DEADLINE_S))
     await asyncio.sleep(0)
     load.cancel()  # the rank reads call and cancellation together
     async with asyncio.timeout(DEADLINE_S):

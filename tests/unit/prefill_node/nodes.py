@@ -35,13 +35,22 @@ _COMMON: dict[str, object] = {
     "block_size": BLOCK_SIZE,
     "segment_mib": 0.25,
 }
+_CONNECT_TIMEOUT_S = 120.0  # of a busy machine
 
 Requests = AsyncIterator[pb.PairRequest]
 Context = grpc.aio.ServicerContext[pb.PairRequest, pb.PairResponse]
 
 
 def prefill_settings(**values: object) -> PrefillSettings:
-    return PrefillSettings.model_validate({**_COMMON, "max_batch_tokens": STEP_TOKENS, "name": "prefill-0", **values})
+    return PrefillSettings.model_validate(
+        {
+            **_COMMON,
+            "max_batch_tokens": STEP_TOKENS,
+            "name": "prefill-0",
+            "connect_timeout_s": _CONNECT_TIMEOUT_S,
+            **values,
+        }
+    )
 
 
 def prefill_node(settings: PrefillSettings) -> Node:

@@ -7,11 +7,19 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.core.errors import ConfigError
+from baton.metrics import port as metrics_port
 from baton.metrics.exposition import CONTENT_TYPE
 from baton.metrics.port import MetricsPort
 from baton.rpc.sockets import address_of, bind
 
+BOUND_S = 60.0
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a busy machine takes for a request."""
+    monkeypatch.setattr(metrics_port, "_TIMEOUT_S", BOUND_S)
 
 
 @asynccontextmanager
@@ -79,7 +87,7 @@ async def test_what_is_no_request_gets_no_answer_and_stops_no_other(question: by
 
 
 async def test_it_ends_with_idle_connections_open() -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(BOUND_S):
         async with opened() as port:
             assert port.url is not None
             host, _, number = port.url.removeprefix("http://").removesuffix("/metrics").rpartition(":")

@@ -20,6 +20,12 @@ from tests.unit.gateway.fleets import DECODE, status
 BOUND_S = 60.0
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a busy machine takes for a node's first status."""
+    monkeypatch.setattr(node_clients, "_FIRST_STATUS_TIMEOUT_S", BOUND_S)
+
+
 class Publishing(node_pb2_grpc.NodeServicer):
     """A node that publishes a snapshot to everyone who follows its cache."""
 

@@ -11,6 +11,7 @@ import baton.gateway.request.connections
 from baton.core.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
 from baton.gateway.fleet.discovery.directory import Directory
 from baton.gateway.fleet.discovery.sources import Place
+from baton.gateway.request import machine
 from baton.gateway.request.connections import Connections
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.chat.types import ChatRequest
@@ -44,7 +45,7 @@ def model() -> Iterator[ServedModel]:
 
 def settings_of(*flags: str, **internal: object) -> GatewaySettings:
     given = read_settings(GatewaySettings, "gateway", ["--model", str(DEMO_MODELS / "llama"), *flags])
-    return given.model_copy(update=internal)
+    return given.model_copy(update={"keepalive_s": BOUND_S, **internal})  # no pause of this process loses a node
 
 
 @dataclass
@@ -108,7 +109,8 @@ async def test_nodes_are_found_paired_and_report(running: Running) -> None:
     assert all(report.reachable for report in running.connections.fleet.report())
 
 
-async def test_a_remote_prefill_is_served(running: Running) -> None:
+async def test_a_remote_prefill_is_served(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_RECEIPT_WAIT_S", BOUND_S)  # however late the count of the prefill node comes
     client = Client()
     request = running.generate(client)
     key = (await running.decode.submission()).key

@@ -5,7 +5,18 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
+from baton.gateway.process import worker_channel
 from baton.gateway.process.worker_channel import Message, WorkerChannel
+
+BOUND_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a busy machine takes for an answer."""
+    monkeypatch.setattr(worker_channel, "_ANSWER_TIMEOUT_S", BOUND_S)
 
 
 @asynccontextmanager

@@ -214,9 +214,9 @@ def test_a_value_is_the_same_however_it_was_cut_and_valid_json(schema: Any, text
 def test_large_enumerations_and_long_texts_take_bounded_time(schema: Any, text: str) -> None:
     """Each pair of values was compared, and the text was read anew for each value: minutes of the gateway's loop."""
     many = {"Many": {"enum": [f"v{i}" for i in range(100_000)]}}
-    started_s = time.process_time()
+    started_s = time.thread_time()
     json.loads(typed(schema, **{"$defs": many}).of("a").read(text))
-    assert time.process_time() - started_s < 5
+    assert time.thread_time() - started_s < 5
 
 
 def test_enumerations_of_two_keywords_have_their_common_values_in_order() -> None:

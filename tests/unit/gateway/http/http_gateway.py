@@ -182,7 +182,8 @@ async def open_http_gateway(
             node.status.info.max_context_tokens = max_context_tokens
         nodes = ["--prefill", prefill.address, "--decode", decode.address, "--local-policy", "local"]
         settings = read_settings(GatewaySettings, "gateway", [*nodes, "--http-listen", "127.0.0.1:0", *flags])
-        settings = settings.model_copy(update=internal)
+        # No pause of this process loses a node.
+        settings = settings.model_copy(update={"keepalive_s": float(BOUND_S), **internal})
         async with Connections(settings, model) as connections:
             await asyncio.wait_for(connections.until_serves(), BOUND_S)
             serving = Serving(settings, model, connections)

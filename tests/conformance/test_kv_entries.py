@@ -12,6 +12,7 @@ from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
+from kvtransfer import worker
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
 from kvtransfer.offload import SLOTS
@@ -121,7 +122,8 @@ async def test_a_cancelled_call_returns_when_nothing_uses_its_blocks_any_more(ki
         assert transfer._thread.offloader.in_flight == 0
 
 
-async def test_a_transfer_that_closes_ends_its_loads_and_saves_first() -> None:
+async def test_a_transfer_that_closes_ends_its_loads_and_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_CLOSE_TIMEOUT_S", DEADLINE_S)
     cache, script = a_cache(), Script()
     transfer = a_transfer(cache, make_mover=late(script))
     await transfer.start()

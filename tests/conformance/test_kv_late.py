@@ -13,6 +13,7 @@ import torch
 from baton.core.errors import Cancelled, DataLoss, Draining
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
+from kvtransfer import worker
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.movers.mover import MoveDone
 from kvtransfer.transfer import KVTransfer
@@ -256,6 +257,7 @@ async def test_a_slot_is_not_used_again_before_its_scatter_is_done() -> None:
             for start in range(0, TOKENS, 4)
         ]
         await pair.begun(SLOTS)
+        await eventually(lambda: sum(task.done() for task in sending) == SLOTS)
         (first, *_) = pair.script.waiting()
         seen = first.polls
         await eventually(lambda: first.polls > seen + POLLS)
@@ -298,7 +300,8 @@ async def test_a_device_that_fails_fails_every_call_and_the_node_can_still_be_cl
         await result(pair.prefill.close())
 
 
-async def test_a_node_that_closes_waits_for_its_running_operations() -> None:
+async def test_a_node_that_closes_waits_for_its_running_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_CLOSE_TIMEOUT_S", DEADLINE_S)
     async with holding("gather") as pair:
         pair.grant()
         sending = pair.send()

@@ -526,11 +526,12 @@ def test_an_entry_that_is_dropped_while_a_store_reads_it_is_not_kept() -> None:
 def test_closing_waits_for_writes_but_not_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     store, hung = MemoryStore("a"), MemoryStore("b")
     hung.gate.clear()
-    world = World(stores=[store, hung])
-    user = world.user(cache_of(SPEC))
-    world.result(user.begin_save(keys_of(2), blocks_of(user.cache, 2, 1)))
-    monkeypatch.setattr("kvtransfer.offload_tiers._CLOSE_TIMEOUT_S", 0.2)
-    world.tiers.close()
+    for each, limit_s in ((store, LIMIT_S), (hung, 0.2)):
+        world = World(stores=[each])
+        user = world.user(cache_of(SPEC))
+        world.result(user.begin_save(keys_of(2), blocks_of(user.cache, 2, 1)))
+        monkeypatch.setattr("kvtransfer.offload_tiers._CLOSE_TIMEOUT_S", limit_s)
+        world.tiers.close()
     assert len(store.kept) == 2
     assert store.is_closed
     assert not hung.is_closed

@@ -1,10 +1,12 @@
 """Setup of all tests: one torch thread per process, because several processes share the cores, Triton's interpreter if
-there is no GPU, the same generated examples on any machine, however long they take, and programs that can be
-interrupted, also where a shell started pytest in the background."""
+there is no GPU, the same generated examples and random numbers on any machine, whatever ran before and however long it
+takes, and programs that can be interrupted, also where a shell started pytest in the background."""
 
 import os
+import random
 import signal
 import sys
+import zlib
 from collections.abc import Generator
 from pathlib import Path
 
@@ -44,6 +46,30 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Each fixture, and each test, has random numbers of its own: they do not depend on the tests before."""
+    _seed(f"{fixturedef.baseid} {fixturedef.argname} {getattr(request, 'param_index', 0)}")
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    _seed(item.nodeid)
+    return (yield)
+
+
+def _seed(name: str) -> None:
+    seed = zlib.crc32(name.encode(errors="surrogateescape"))
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(seed)
 
 
 @pytest.fixture(scope="session", autouse=True)

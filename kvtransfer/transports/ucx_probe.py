@@ -15,7 +15,7 @@ from contextlib import suppress
 from baton.core.errors import BatonError, Overloaded, PeerRefused
 from baton.settings.environment import child_environment
 from kvtransfer.transports.ucx_address import worker_address
-from kvtransfer.transports.ucx_trial import TRIAL_S, UNTRIED
+from kvtransfer.transports.ucx_trial import UNTRIED
 
 log = logging.getLogger("baton")
 
@@ -64,8 +64,16 @@ class UcxProbe:
             except (OSError, TimeoutError) as error:
                 self._end()
                 raise _untried(repr(error)) from None
-        if (error := error_of_trial(ended_by, address)) is not None:
-            raise error
+        if ended_by == UNTRIED:
+            raise _untried("UCX does not start there")
+        if ended_by:
+            name = signal.Signals(ended_by).name
+            raise PeerRefused(
+                f"UCX does not survive the peer's address ({name})",
+                field="address",
+                value=address[:40],
+                cure="use the same package version on both nodes",
+            )
 
     def close(self) -> None:
         """Ends the process. A check that is waiting raises Overloaded."""
@@ -121,25 +129,6 @@ class UcxProbe:
                 env=child_environment(**_VARIABLES),
             )
         log.debug("process %d tries the addresses of peers", self._popen.pid)
-
-
-def error_of_trial(ended_by: int, address: bytes) -> BatonError | None:
-    """What is wrong with an address whose trial ended so. Returns None if nothing is.
-
-    A trial that came to its limit of time is no refusal, which would be final: a busy machine may not run it so long.
-    """
-    if not ended_by:
-        return None
-    if ended_by == UNTRIED:
-        return _untried("UCX does not start there")
-    if ended_by == signal.SIGALRM:
-        return _untried(f"this takes longer than {TRIAL_S} s")
-    return PeerRefused(
-        f"UCX does not survive the peer's address ({signal.Signals(ended_by).name})",
-        field="address",
-        value=address[:40],
-        cure="use the same package version on both nodes",
-    )
 
 
 def _untried(why: str) -> BatonError:

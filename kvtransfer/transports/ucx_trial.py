@@ -24,7 +24,8 @@ _STRUCT_BYTES = 1024
 _REQUEST_BYTES_MAX = 1 << 17
 _NUMBER_BYTES = 8
 _TURNS = 16
-TRIAL_S = 5  # a trial takes about 20 ms
+# A trial takes about 20 ms.
+_TRIAL_S = 5
 _TRIAL_CPU_S = 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _PROT_NONE = 0
@@ -66,7 +67,7 @@ def attempt(address: bytes) -> int:
         end_with(this)
         resource.setrlimit(resource.RLIMIT_CPU, (_TRIAL_CPU_S, _TRIAL_CPU_S))
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-        signal.alarm(TRIAL_S)
+        signal.alarm(_TRIAL_S)
         try:
             connect(address)
         except BaseException:  # noqa: BLE001  nothing of this fork may go on as its parent

@@ -22,7 +22,7 @@ from baton.settings.environment import child_environment
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.transports.ucx import UcxTransport
 from kvtransfer.transports.ucx_address import worker_address, wrap
-from kvtransfer.transports.ucx_probe import UcxProbe, error_of_trial
+from kvtransfer.transports.ucx_probe import UcxProbe
 from tests.conformance.kv import (
     DEADLINE_S,
     GQA,
@@ -96,15 +96,6 @@ async def test_the_address_of_a_worker_passes_and_one_cut_short_is_refused(probe
         await probe.check(cut_short(address))
     await probe.check(address)
     assert probe.pid == process
-
-
-def test_a_trial_that_gets_no_time_is_no_refusal() -> None:
-    """A pair that was refused stays so; one that could not be tried is tried again."""
-    late = error_of_trial(signal.SIGALRM, b"an address")
-    assert isinstance(late, Overloaded)
-    assert late.retry_after_s is not None
-    assert isinstance(error_of_trial(signal.SIGXCPU, b"an address"), PeerRefused)
-    assert error_of_trial(0, b"an address") is None
 
 
 async def test_bytes_without_the_frame_are_refused_untried(probe: UcxProbe) -> None:

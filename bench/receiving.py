@@ -186,15 +186,19 @@ async def _stretch(stretches: Stretches, pair: Pair, decoding: "_Decoding", *, r
             stretches.alone_ms.append(await decoding.step_ms())
         return
     async with _receiving(pair):
-        before = pair.bytes_received
-        async with asyncio.timeout(_TIMEOUT_S):
-            while pair.bytes_received == before:  # noqa: ASYNC110 (nothing signals it)
-                await asyncio.sleep(0.001)
+        await _until_more(pair, pair.bytes_received)
         async with decoding.requests():
             before, began_s = pair.bytes_received, time.monotonic()
             stretches.receiving_ms.append(await decoding.step_ms())
+            await _until_more(pair, before)  # during a few short steps a busy machine may receive nothing
             took_s = time.monotonic() - began_s
             stretches.gigabytes_per_s.append((pair.bytes_received - before) / took_s / GIGA)
+
+
+async def _until_more(pair: Pair, before: int) -> None:
+    async with asyncio.timeout(_TIMEOUT_S):
+        while pair.bytes_received == before:  # noqa: ASYNC110 (nothing signals it)
+            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

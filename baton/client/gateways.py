@@ -11,7 +11,7 @@ import grpc
 
 from baton.core.errors import BatonError, DeadlineExceeded, Draining, NoNode, Overloaded
 from baton.protos.v1 import generation_pb2_grpc, operations_pb2_grpc
-from baton.rpc.channels import connect
+from baton.rpc.channels import ATTEMPT_S, SHORT_ATTEMPT_S, connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.access import client_proxy, dial_gateway
 from baton.security.tls import Dial
@@ -41,10 +41,11 @@ class Gateway:
     _stub: "generation_pb2_grpc.GenerationAsyncStub"
     _operations: "operations_pb2_grpc.OperationsAsyncStub"
 
-    def __init__(self, target: str, dial: Dial | None) -> None:
+    def __init__(self, target: str, dial: Dial | None, *, attempt_s: float) -> None:
         self.target = target
         self.proxy = client_proxy(target)
         self._dial = dial
+        self._attempt_s = attempt_s
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -75,7 +76,8 @@ class Gateway:
         if self._closed:
             raise RuntimeError("the client is closed")
         if self._channel is None:
-            self._channel, self._loop = connect(self.target, dial=self._dial, proxy=self.proxy), loop
+            self._channel = connect(self.target, dial=self._dial, proxy=self.proxy, attempt_s=self._attempt_s)
+            self._loop = loop
             self._stub = generation_pb2_grpc.GenerationStub(self._channel)
             self._operations = operations_pb2_grpc.OperationsStub(self._channel)
         elif self._loop is not loop:
@@ -131,8 +133,10 @@ class Gateways:
     def __init__(
         self, targets: Sequence[str], *, api_key: str | None, tls_ca: str | Path | None, retry_s: float | None
     ) -> None:
+        distinct = list(dict.fromkeys(targets))
+        attempt_s = ATTEMPT_S if len(distinct) == 1 else SHORT_ATTEMPT_S
         self.all = [
-            Gateway(each, dial_gateway(each, api_key=api_key, tls_ca=tls_ca)) for each in dict.fromkeys(targets)
+            Gateway(each, dial_gateway(each, api_key=api_key, tls_ca=tls_ca), attempt_s=attempt_s) for each in distinct
         ]
         self.retry_s = retry_s
         self._current = 0

@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 _HELD_BYTES_MAX = 4 << 20
 _BEGUN_CHARACTERS_MAX = 1 << 16  # of a line without an end
-_DRAIN_S = 0.5  # for what waits when the process ends; a quarter of `exits.END_S`, which would change its exit code
+_DRAIN_S = 0.5  # for a reader, when the process ends
+_DRAINS = 6  # so often it waits for the thread that writes, which a busy machine may not run for a while
 _PIPE_BYTES = select.PIPE_BUF  # a pipe that polls as writable takes as many without blocking
 
 
@@ -81,13 +82,21 @@ class LineStream(io.TextIOBase):
             self.drain(0.0 if self._stuck else _DRAIN_S)
 
     def drain(self, within_s: float | None = None) -> bool:
-        """Waits, up to that long or `_DRAIN_S`, until all is written; returns whether it is."""
+        """Waits until all is written, but only that long, or `_DRAIN_S`, for a reader; returns whether it is."""
         within_s = _DRAIN_S if within_s is None else within_s
         with self._changed:
             self._put_begun()
-            written = self._changed.wait_for(lambda: not self._held and not self._dropped, within_s)
+            for _ in range(_DRAINS if within_s else 1):
+                written = self._changed.wait_for(lambda: not self._held and not self._dropped, within_s)
+                if written or not self._has_room():  # while there is room, the thread is late, and not a reader
+                    break
             self._stuck = not written
         return written
+
+    def _has_room(self) -> bool:
+        room = select.poll()
+        room.register(self._descriptor, select.POLLOUT)
+        return bool(room.poll(0))
 
     def _put_begun(self) -> None:
         begun, self._begun = self._begun, ""

@@ -31,7 +31,7 @@ log = logging.getLogger("baton")
 GRACE_S = 2.0
 _GRACE_S_MAX = 1e9
 # Time for streams and links to end after the role has; they need milliseconds.
-_END_S = 10.0
+_END_S = 60.0
 _PROGRESS_EVERY_S = 0.1
 
 _CERTIFIED = {node_status_pb2.ROLE_PREFILL: certified.Role.PREFILL, node_status_pb2.ROLE_DECODE: certified.Role.DECODE}

@@ -13,6 +13,8 @@ _GRPC_BYTES_MAX = (1 << 31) - 1
 # With gRPC's default limit, random calls of a burst of over 1000 end as cancelled before they reach a service. Our
 # services limit their requests themselves, with a typed error.
 _PENDING_CALLS_MAX = 1 << 20
+# A server's port accepts connections before the server answers: when it has just started, or on a busy machine.
+ATTEMPT_S, SHORT_ATTEMPT_S = 20.0, 2.0
 _HANDSHAKE_MS = 20_000  # by gRPC's default an unauthenticated peer keeps a silent connection for two minutes
 
 
@@ -47,18 +49,25 @@ def channel_options(
 
 
 def connect(
-    address: str, *, keepalive_s: float = KEEPALIVE_S, dial: Dial | None = None, proxy: Proxy | None = None
+    address: str,
+    *,
+    keepalive_s: float = KEEPALIVE_S,
+    dial: Dial | None = None,
+    proxy: Proxy | None = None,
+    attempt_s: float = ATTEMPT_S,
 ) -> grpc.aio.Channel:
     """A channel with our options. It reconnects fast, because nodes restart.
 
     Args:
+        attempt_s: time limit of one attempt to connect; calls fail when it is over. `SHORT_ATTEMPT_S` where another
+            address can be tried.
         dial: the channel's credentials; None: without TLS.
         proxy: None connects directly, whatever the environment says, as between processes of the cluster.
     """
     options: list[tuple[str, Any]] = [
         *channel_options(keepalive_s=keepalive_s),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 2000),  # also the time limit of one attempt, which a busy machine needs
+        ("grpc.min_reconnect_backoff_ms", int(attempt_s * 1000)),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_retries", 0),
         # NOTE: with the global pool, a new incarnation at a known address would inherit a dead connection.

@@ -16,7 +16,7 @@ from baton.settings.environment import environment_tls
 
 Answer = TypeVar("Answer")
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 30.0  # longer than an attempt to connect, whose error says more
 _LOAD_TIMEOUT_S = 600.0
 
 

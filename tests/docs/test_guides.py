@@ -25,7 +25,9 @@ def test_what_the_guides_add_passes_their_commands(tmp_path: Path) -> None:
         elif block.page in GUIDES and not is_of_plugin(block):
             apply(block, tmp_path)
     assert tested == set(GUIDES), "a guide has no command that tests what it adds"
-    done = run_warm("tests.docs.guided", *runs, prepare=partial(import_from, tmp_path), folder=tmp_path)
+    done = run_warm(
+        "tests.docs.guided", *runs, prepare=partial(import_from, tmp_path), folder=tmp_path, timeout_s=550.0
+    )
     assert done.returncode == 0, f"{done.stdout[-5000:]}{done.stderr[-1000:]}"
 
 

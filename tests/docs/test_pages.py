@@ -59,7 +59,7 @@ def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
     )
     assert done.returncode == 0, done.stderr
     hosts = [

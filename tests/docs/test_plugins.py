@@ -65,7 +65,7 @@ def run(*arguments: str, path: Path | None = None) -> str:
     if path is not None:
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{environment['PYTHONPATH']}"
     done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=550, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -24,7 +24,7 @@ from tests.fuzz.target import AsyncTarget, Case
 from tests.unit.decode_node.nodes import decode_node, decode_settings, load_demo
 from tests.unit.prefill_node.nodes import prefill_node, prefill_settings
 
-BOUND_S = 60.0
+BOUND_S = 300.0
 _SAMPLING = common_pb2.SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 _SUBMIT = decode_pb2.SubmitRequest(
     key=1, request_id="r", prompt_token_ids=range(3, 40), sampling=_SAMPLING, policy=decode_pb2.LOCAL_POLICY_LOCAL

@@ -157,8 +157,14 @@ class Machines:
 
 
 def _prepare_node(prepare: Callable[[], None] | None) -> None:
-    """Gives steps their steady costs in place of measured ones, and lets requests wait for stores without a limit."""
+    """Gives steps their steady costs in place of measured ones, and lets requests wait for stores without a limit.
+
+    A node that stood still for a while is not stuck, for which gateways would choose other ones.
+    """
+    from baton.node import assembly, process  # here, because they import torch
+
     StepMeter.observe = _observe_steady  # type: ignore[assignment, method-assign]
+    assembly.STUCK_AFTER_S = process.STUCK_AFTER_S = DEADLINE_S
     tiered_prefixes._FIND_S = tiered_prefixes._LOAD_S = DEADLINE_S
     offload_tiers.FIND_LIMIT_S = offload_queue.STUCK_AFTER_S = DEADLINE_S
     if prepare is not None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from prometheus_client.samples import Sample
 from baton.cli.processes import Process
 from baton.core.sampling import SamplingParams
 from baton.metrics.declared import ALL, BASE_LABELS, METRICS, SERVED_MODEL, Metric, MetricKind, ProcessRole, metrics_of
-from tests.integration.cluster import machines, nothing_held, until_status
+from tests.integration.cluster import DEADLINE_S, machines, nothing_held, until_status
 from tests.integration.generation import generate
 
 PROMPT = list(range(1, 201))
@@ -181,8 +182,14 @@ def test_no_page_has_a_prompt_or_a_token(cluster: Cluster) -> None:
 
 
 def test_the_access_log_has_one_json_object_for_each_request(cluster: Cluster) -> None:
-    lines: list[dict[str, Any]] = [json.loads(line) for line in (cluster.outputs / "stderr").read_text().splitlines()]
-    requests = [line for line in lines if line["message"] == "request"]
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:  # a thread writes the log
+        written, _, _ = (cluster.outputs / "stderr").read_text().rpartition("\n")
+        lines: list[dict[str, Any]] = [json.loads(line) for line in written.splitlines()]
+        requests = [line for line in lines if line["message"] == "request"]
+        if len(requests) >= 4:
+            break
+        assert time.monotonic() < deadline_s, lines
     assert [line["outcome"] for line in requests] == ["finished"] * 3 + ["client_error"]
     for line in requests[:3]:
         assert line["completion_tokens"] == TOKENS

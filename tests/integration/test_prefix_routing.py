@@ -11,6 +11,7 @@ from baton.protos.v1 import node_status_pb2
 from baton.rpc.channels import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, machines, nothing_held, status, until_status
 from tests.integration.generation import Result, generate
+from tests.integration.proxy import free_address
 from tests.integration.reference import Reference
 
 NODE: Flags = {"model": LLAMA, "block_size": 16, "prefix_cache": True}
@@ -60,7 +61,8 @@ class Conversation:
 async def test_the_next_turn_goes_to_the_node_that_has_the_last_one(reference: Reference) -> None:
     prompts = reference.prompts([100, 100])
     with machines() as start:
-        *prefills, decode = start.nodes(("prefill", NODE), ("prefill", NODE), ("decode", DECODE))
+        listening = [{**NODE, "listen": free_address()} for _ in range(2)]
+        *prefills, decode = start.nodes(*(("prefill", flags) for flags in listening), ("decode", DECODE))
         gateway = start.gateway(prefills, [decode], model=LLAMA, local_policy="strict")
         first, second = (Conversation(gateway, prompt) for prompt in prompts)
         at = {conversation: (await conversation.turn()).proof.prefill_node for conversation in (first, second)}

@@ -197,12 +197,15 @@ async def test_cancel_is_answered_once_everything_is_free(pair: tuple[Process, P
 
 async def test_the_status_of_a_pair_counts_what_was_sent(pair: tuple[Process, Process]) -> None:
     node, decode = pair
-    before = (await until_status(decode, lambda last: len(last.peers) > 0)).peers[0]
+    async with session(decode) as call:  # which pairs them, if no test has done so
+        await prefill(node, (await reserved(call)).ticket)
+        await tokens(call)
+    before = (await until_status(decode, nothing_held)).peers[0]
     async with session(decode) as call:
-        events = await prefill(node, (await reserved(call)).ticket)
+        events = await prefill(node, (await reserved(call, 2)).ticket)
         await tokens(call)
     sent_bytes = events[-1].sent.bytes_sent
     for each in (node, decode):
         last = await until_status(each, lambda last: last.peers[0].bytes_total >= before.bytes_total + sent_bytes)
         assert last.peers[0].segments_total > before.segments_total
-        assert last.peers[0].gigabytes_per_s > 0
+        await until_status(each, lambda last: last.peers[0].gigabytes_per_s > 0)

@@ -54,6 +54,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
         yield Two(start, Pair(*nodes[:2]), Pair(*nodes[2:]), other)
 
 
+@pytest.fixture(autouse=True)
+def _patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer goes on at the other gateway, however late a slow machine has it answer."""
+    monkeypatch.setattr("baton.client.answer_stream._RESUME_S", DEADLINE_S)
+
+
 class Answer:
     """What a client has of one answer."""
 

@@ -9,10 +9,16 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from baton.gateway.observe.tracing import export
 from tests.integration.cluster import DEADLINE_S, machines
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 LOCAL = "4bf92f3577b34da6a3ce929d0e0e4736"  # the trace of a prompt that the decode node prefills
+
+
+def send_all() -> None:
+    """A process that ends drops no trace because it, or the collector, is slow."""
+    export._CLOSE_TIMEOUT_S = export._CALL_TIMEOUT_S = DEADLINE_S
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -40,7 +46,9 @@ def test_a_collector_receives_one_whole_trace_through_all_processes() -> None:
     try:
         with machines() as started:
             prefill, decode = started.nodes(("prefill", {}), ("decode", {}))
-            gateway = started.gateway([prefill], [decode], otlp_endpoint=f"http://127.0.0.1:{port}", trace_sample=0.0)
+            gateway = started.gateway(
+                [prefill], [decode], prepare=send_all, otlp_endpoint=f"http://127.0.0.1:{port}", trace_sample=0.0
+            )
             # A prompt that is cached would be prefilled where it is.
             for trace, flags, prompt in ((TRACE, "00", [5] * 200), (TRACE, "01", [7] * 200), (LOCAL, "01", [9] * 20)):
                 body = json.dumps({"model": "llama", "prompt": prompt, "max_tokens": 4}).encode()

@@ -8,7 +8,6 @@ import asyncio
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from baton.security.tls import Dial
 from baton.security.watched import Watched
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, arguments, in_engine, machines
 from tests.integration.generation import Result, generate
+from tests.integration.proxy import free_address
 from tests.integration.reference import Reference
 from tests.warm import Forked, launch_warm
 
@@ -92,10 +92,9 @@ def second_host(place: Place, flags: Flags, outputs: Path | None = None) -> Iter
 
 
 def flags_of_both(folder: Path, place: Place) -> Flags:
-    with socket.socket() as probe:
-        probe.bind((place.first, 0))
-        port = probe.getsockname()[1]
-    shared = {"tensor_parallel_size": 2, "num_hosts": 2, "leader_address": f"{place.first}:{port}", "keepalive_s": 3.0}
+    _, _, port = free_address().rpartition(":")
+    # How soon a host that is cut off is lost, but also how long any process may stand still.
+    shared = {"tensor_parallel_size": 2, "num_hosts": 2, "leader_address": f"{place.first}:{port}", "keepalive_s": 15.0}
     return {**NODE, **tls_of(folder, "decode"), **shared}
 
 

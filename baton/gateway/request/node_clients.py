@@ -18,7 +18,7 @@ from baton.gateway.fleet.watch_pace import WatchPace
 from baton.gateway.request.decode_session import DecodeSession
 from baton.protos.internal.v1 import decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.channels import connect
+from baton.rpc.channels import SHORT_ATTEMPT_S, connect
 from baton.rpc.convert_node import take_unchanged
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.tls import Dial
@@ -120,7 +120,7 @@ class NodeClient:
     ) -> None:
         self._address = address
         # Pings are answered outside of Python, so a node that computes, loads or compiles is not lost.
-        self._connect = partial(connect, address, keepalive_s=keepalive_s, dial=dial)
+        self._connect = partial(connect, address, keepalive_s=keepalive_s, dial=dial, attempt_s=SHORT_ATTEMPT_S)
         self._pace = pace or ConnectPace()
         self._watch_pace = watch_pace or WatchPace()
         self._repeat_s = 0.0  # of the present Watch stream

@@ -22,8 +22,10 @@ from baton.core.errors import (
 )
 from baton.protos.v1 import common_pb2, generation_pb2_grpc
 from baton.protos.v1 import generation_pb2 as pb
+from baton.rpc.channels import SHORT_ATTEMPT_S
 from baton.rpc.server import GrpcServer
 from baton.rpc.status import abort
+from tests.link import Link
 
 SOON_S = 0.02
 NOBODY = "127.0.0.1:9"
@@ -97,6 +99,20 @@ async def test_the_environment_may_name_several_gateways(monkeypatch: pytest.Mon
         monkeypatch.setenv("BATON_TARGET", f"{NOBODY}, {address}")
         async with AsyncClient() as client:
             assert (await client.tokenize("x"), client.target) == ([1], address)
+
+
+async def test_a_gateway_whose_port_is_bound_may_answer_late() -> None:
+    """As one that has just started does. Only if there are others, the client soon tries another one."""
+    async with refusing() as (address, _), Link("late", address) as late:
+        late.silence("both")
+        async with AsyncClient(late.address) as alone, AsyncClient(addresses=[late.address, address]) as one_of_two:
+            asking = asyncio.create_task(alone.tokenize("x"))
+            assert await one_of_two.tokenize("x") == [1]
+            assert one_of_two.target == address
+            await asyncio.wait([asking], timeout=SHORT_ATTEMPT_S)
+            assert not asking.done()
+            late.heal()
+            assert await asking == [1]
 
 
 async def test_a_call_without_end_has_no_deadline() -> None:

@@ -4,11 +4,13 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from baton.core.line_stream import LineStream
+from baton.core.line_stream import _DRAIN_S, LineStream
 
 DEADLINE_S = 60.0
 PIPE_BYTES = 4096
@@ -101,6 +103,23 @@ def test_lines_without_a_reader_are_counted() -> None:
     assert stream.drain(DEADLINE_S)
     assert stream.dropped_total == 1
     os.close(to_nobody)
+
+
+class LateThread(LineStream):
+    """A stream whose thread gets no turn for longer than a drain waits for a reader."""
+
+    def _write(self, data: bytes, within_s: float | None = None) -> bool:
+        threading.Event().wait(1.5 * _DRAIN_S)
+        return super()._write(data, within_s)
+
+
+def test_a_drain_waits_for_the_thread_that_writes_while_there_is_room(tmp_path: Path) -> None:
+    with (tmp_path / "lines").open("w") as file:
+        stream = LateThread(file.fileno())
+        print("one", file=stream)
+        print("last", file=stream)
+        assert stream.drain()
+        assert (tmp_path / "lines").read_text() == "one\nlast\n"
 
 
 def test_characters_that_the_encoding_lacks_are_escaped(pipe: tuple[int, int]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 _HELD_BYTES_MAX = 4 << 20
 _BEGUN_CHARACTERS_MAX = 1 << 16  # of a line without an end
-_DRAIN_S = 0.5  # for what waits when the process ends; a quarter of `exits.END_S`, which would change its exit code
+_DRAIN_S = 0.5  # for what waits when the process ends; far below `exits.WRITE_S`, which would change its exit code
 _PIPE_BYTES = select.PIPE_BUF  # a pipe that polls as writable takes as many without blocking
 
 

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from baton.core.errors import ConfigError, Draining
-from baton.core.exits import END_S, exit_at_once, exit_within
+from baton.core.exits import WRITE_S, exit_at_once, exit_within
 from baton.core.supervisor import Supervisor
 from baton.node.fault import Fault
 from baton.node.ranks.child import child_command
@@ -210,7 +210,7 @@ class RankGroup:
 
     def _abandon(self, fault: Fault) -> NoReturn:
         self._end_once()
-        exit_within(_REAP_S + END_S)
+        exit_within(_REAP_S + WRITE_S)
         self._kill()  # first, so that no rank reports errors that another rank's end causes
         fault.log(self._program, self._supervisor)
         self._reap(_REAP_S)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-END_S = 2.0  # time for child processes to end
+END_S = 2.0  # time in which its leader ends a rank that has sent its fault
 # Time for the last lines, which a full pipe does not take. Its end replaces the exit code.
 WRITE_S = 6.0
 # Time to close things in order after an error. Its end replaces the exit code and the reason, so it is only for what

@@ -16,7 +16,7 @@ from baton.settings.environment import environment_tls
 
 Answer = TypeVar("Answer")
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 60.0  # as calls to a gateway; a node that compiles kernels answers late
 _LOAD_TIMEOUT_S = 600.0
 
 

@@ -76,7 +76,8 @@ async def test_a_link_below_the_floor_of_either_node_is_refused_on_both_sides(st
     prefill, decode = start.nodes(
         ("prefill", wanted if who == "prefill" else MODEL), ("decode", wanted if who == "decode" else MODEL)
     )
-    gateway = start.gateway([prefill], [decode], model=LLAMA)
+    # It asks for no other measurement while the test looks at this one.
+    gateway = start.gateway([prefill], [decode], model=LLAMA, link_retry_s=2 * DEADLINE_S)
     for node in (prefill, decode):
         last = await until_status(node, refused)
         (reason,) = last.peers[0].mismatches

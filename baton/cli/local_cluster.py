@@ -21,7 +21,7 @@ from baton.settings.environment import is_set, ranks_of_each_node, visible_gpus
 from baton.settings.model_source import find_model, is_of_a_package, only_pools
 from baton.settings.node_config import NodeSettings
 
-_PAIRED_TIMEOUT_S = 60.0
+_PAIRED_TIMEOUT_S = 300.0  # a pair that is refused, or a process that ends, is noticed at once
 # Nodes on one GPU divide the share of memory that a single node would use.
 _GPU_SHARE = NodeSettings.model_fields["gpu_memory_fraction"].default
 

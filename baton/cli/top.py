@@ -13,14 +13,14 @@ from rich.live import Live
 from baton.cli.access import ApiKey, ClientCa, use
 from baton.cli.cluster_view import ClusterView, read_view
 from baton.cli.frame import Frame
-from baton.client.client import DEFAULT_TARGET
+from baton.client.client import DEFAULT_TARGET, UNARY_TIMEOUT_S
 from baton.client.operators import OperatorClient
 from baton.core.errors import BatonError, ConfigError, NoNode, PermissionDenied, Unauthenticated
 from baton.core.log_lines import escaped
 
 # Least width if the output is not a terminal, so that long names are not cut.
 _WIDTH_IN_FILES = 160
-_ANSWER_S = 5.0  # a suspended gateway keeps its connections open without answering
+_FRAME_S = 5.0  # a suspended gateway keeps its connections open without answering; the next frame asks again
 _TERMINATED = 128 + signal.SIGTERM
 # Errors that asking again does not fix.
 _LASTING = (ConfigError, PermissionDenied, Unauthenticated)
@@ -42,7 +42,7 @@ def top(
     use(api_key, client_ca)
     console = Console(highlight=False)
     if once or not console.is_terminal or console.is_dumb_terminal:
-        _print(asyncio.run(_ask(target)))
+        _print(asyncio.run(_ask(target, within_s=UNARY_TIMEOUT_S)))
         return
     try:
         asyncio.run(_watch(target, console, interval))
@@ -97,7 +97,7 @@ class Frames:
         """
         trouble = ""
         try:
-            found = await _ask(self._target)
+            found = await _ask(self._target, within_s=_FRAME_S)
         except _LASTING:
             raise
         except BatonError as error:
@@ -108,9 +108,9 @@ class Frames:
         return Frame(self._view, self._before, trouble, monotonic() - self._at_s)
 
 
-async def _ask(target: str) -> ClusterView:
+async def _ask(target: str, *, within_s: float) -> ClusterView:
     try:
-        async with asyncio.timeout(_ANSWER_S), OperatorClient(target) as client:
+        async with asyncio.timeout(within_s), OperatorClient(target) as client:
             return read_view(await client.cluster_view())
     except TimeoutError:
-        raise NoNode(f"{target} did not answer within {_ANSWER_S:g} s", field="target", value=target) from None
+        raise NoNode(f"{target} did not answer within {within_s:g} s", field="target", value=target) from None

@@ -12,13 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-# Time for the last lines, which a full pipe does not take, and for child processes to end.
-END_S = 2.0
+END_S = 2.0  # time in which its leader ends a rank that has sent its fault
+# Time for the last lines, which a full pipe does not take. Its end replaces the exit code.
+WRITE_S = 6.0
+# Time to close things in order after an error. Its end replaces the exit code and the reason, so it is only for what
+# hangs: on a busy machine closing takes seconds.
+CLOSE_S = 20.0
 
 
 def exit_at_once(code: int) -> NoReturn:
     """Ends this process without cleanup, once its log lines are written. Any thread may call it."""
-    exit_within(END_S)
+    exit_within(WRITE_S)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a pipe that nobody reads any more
@@ -36,9 +40,9 @@ def exit_within(seconds: float) -> None:
 
 @contextmanager
 def ending_soon_if_it_fails() -> Iterator[None]:
-    """Lets an error of the block close things in order on its way out, for at most `END_S`."""
+    """Lets an error of the block close things in order on its way out, for at most `CLOSE_S`."""
     try:
         yield
     except BaseException:
-        exit_within(END_S)
+        exit_within(CLOSE_S)
         raise

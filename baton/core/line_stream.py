@@ -16,7 +16,9 @@ from collections.abc import Callable
 _HELD_BYTES_MAX = 4 << 20
 _BEGUN_CHARACTERS_MAX = 1 << 16  # of a line without an end
 _DRAIN_S = 0.5  # for a reader, when the process ends
-_DRAINS = 6  # so often it waits for the thread that writes, which a busy machine may not run for a while
+# So often it waits for the thread that writes, which a busy machine may not run for a while. All of it is below
+# `exits.WRITE_S`, which would change the exit code.
+_DRAINS = 6
 _PIPE_BYTES = select.PIPE_BUF  # a pipe that polls as writable takes as many without blocking
 
 

@@ -16,7 +16,7 @@ from baton.settings.environment import environment_tls
 
 Answer = TypeVar("Answer")
 
-_TIMEOUT_S = 30.0  # longer than an attempt to connect, whose error says more
+_TIMEOUT_S = 60.0  # as calls to a gateway, and longer than an attempt to connect; a node that compiles answers late
 _LOAD_TIMEOUT_S = 600.0
 
 

@@ -19,7 +19,7 @@ from kvtransfer.transports.ucx_trial import UNTRIED
 
 log = logging.getLogger("baton")
 
-_ANSWER_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 30.0  # the process may have to start, and each trial has limits of its own
 _NUMBER_BYTES = 8
 # The trial's process reports nothing and dies of the signals that UCX handles. It starts no GPU, which takes seconds,
 # because no address is dangerous to UCX's GPU transports.
@@ -64,16 +64,7 @@ class UcxProbe:
             except (OSError, TimeoutError) as error:
                 self._end()
                 raise _untried(repr(error)) from None
-        if ended_by == UNTRIED:
-            raise _untried("UCX does not start there")
-        if ended_by:
-            name = signal.Signals(ended_by).name
-            raise PeerRefused(
-                f"UCX does not survive the peer's address ({name})",
-                field="address",
-                value=address[:40],
-                cure="use the same package version on both nodes",
-            )
+        judge(ended_by, address)
 
     def close(self) -> None:
         """Ends the process. A check that is waiting raises Overloaded."""
@@ -129,6 +120,26 @@ class UcxProbe:
                 env=child_environment(**_VARIABLES),
             )
         log.debug("process %d tries the addresses of peers", self._popen.pid)
+
+
+def judge(ended_by: int, address: bytes) -> None:
+    """Raises what the end of an address's trial means, as `UcxProbe.check` does.
+
+    Args:
+        ended_by: 0, a signal, or `UNTRIED`.
+    """
+    if ended_by == UNTRIED:
+        raise _untried("UCX does not start there")
+    if ended_by == signal.SIGALRM:  # a busy or suspended machine; one that computes for ever ends by its CPU time
+        raise _untried("the trial took too long")
+    if ended_by:
+        name = signal.Signals(ended_by).name
+        raise PeerRefused(
+            f"UCX does not survive the peer's address ({name})",
+            field="address",
+            value=address[:40],
+            cure="use the same package version on both nodes",
+        )
 
 
 def _untried(why: str) -> BatonError:

@@ -23,7 +23,7 @@ from kvtransfer.leases import LeaseGrant
 from kvtransfer.transports import ucx_probe
 from kvtransfer.transports.ucx import UcxTransport
 from kvtransfer.transports.ucx_address import worker_address, wrap
-from kvtransfer.transports.ucx_probe import UcxProbe
+from kvtransfer.transports.ucx_probe import UcxProbe, judge
 from tests.conformance.kv import (
     DEADLINE_S,
     GQA,
@@ -112,6 +112,16 @@ async def test_the_address_of_a_worker_passes_and_one_cut_short_is_refused(probe
         await probe.check(cut_short(address))
     await probe.check(address)
     assert probe.pid == process
+
+
+def test_an_address_whose_trial_came_to_its_limit_of_time_is_tried_again() -> None:
+    """A machine that is busy, or was suspended, says nothing about the address."""
+    judge(0, b"an address")
+    with pytest.raises(Overloaded, match="took too long") as untried:
+        judge(signal.SIGALRM, b"an address")
+    assert untried.value.retry_after_s
+    with pytest.raises(PeerRefused, match="SIGKILL"):
+        judge(signal.SIGKILL, b"an address")
 
 
 async def test_bytes_without_the_frame_are_refused_untried(probe: UcxProbe) -> None:

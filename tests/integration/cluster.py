@@ -18,7 +18,8 @@ from baton.engine.step_meter import StepMeter
 from baton.gateway.request import connections
 from baton.gateway.request import machine as request_machine
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
-from baton.protos.v1 import node_status_pb2
+from baton.protos.v1 import generation_pb2, node_status_pb2
+from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.rpc.channels import connect
 from baton.settings.config import DEMO_MODELS
 from kvtransfer import offload_queue, offload_tiers
@@ -196,6 +197,13 @@ def machines() -> Iterator[Machines]:
 
 def arguments(flags: Flags) -> list[str]:
     return [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+async def until_answers(gateway: Process) -> None:
+    """Returns once a gateway answers whose port was only bound: there a call without this wait may fail at once."""
+    async with connect(gateway.address) as channel:
+        models = GenerationStub(channel).ListModels
+        await models(generation_pb2.ListModelsRequest(), wait_for_ready=True, timeout=DEADLINE_S)
 
 
 async def status(node: Process) -> node_status_pb2.NodeStatus:

@@ -1,6 +1,8 @@
 """A link (`tests.link`) in a thread of its own, because tests block their event loop while processes start."""
 
 import asyncio
+import os
+import random
 import socket
 import threading
 from collections.abc import Callable
@@ -62,7 +64,17 @@ class Proxy:
 
 
 def free_address() -> str:
-    """An address of this machine on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "{}:{}".format(*probe.getsockname())
+    """An address for a process that starts later, or again: nobody listens there, and nobody else gets it meanwhile.
+
+    A free port of 127.0.0.1 may be taken before it is used, by any outgoing connection. So the port is below those that
+    the kernel gives away, on a loopback address that only this process uses.
+    """
+    host = "127.{}.{}.{}".format(*(64 + os.getpid()).to_bytes(4, "big")[1:])
+    while True:
+        address = host, random.randrange(15_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+        return "{}:{}".format(*address)

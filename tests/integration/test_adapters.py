@@ -132,9 +132,10 @@ async def test_adapters_come_and_go_while_nodes_serve(pair: Pair, references: Re
 
 async def test_a_watched_directory_is_followed(pair: Pair) -> None:
     async with AsyncClient(pair.gateway.address) as client:
-        broken = pair.watched / "broken"
-        shutil.copytree(pair.directories["one"], broken)
-        (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
+        begun = pair.watched / ".begun"  # hidden: it would be loaded before its tensors are gone
+        shutil.copytree(pair.directories["one"], begun)
+        (begun / "adapter_model.safetensors").write_bytes(b"no tensors")
+        begun.rename(pair.watched / "broken")
         shutil.copytree(pair.directories["late"], pair.watched / "found")
         await until_served(client, {"one", "two", "found"})
         shutil.rmtree(pair.watched / "found")

@@ -16,7 +16,7 @@ import pytest
 from baton.cli.processes import Process
 from baton.client.operators import OperatorClient
 from baton.load.traces import TraceRequest, write_trace
-from tests.integration.cluster import DEADLINE_S, machines
+from tests.integration.cluster import DEADLINE_S, Machines, machines
 
 CLOCK_MS = 1.0  # resolution of the gateway's clock
 SHAPE = ("--input", "64", "--output", "8", "--warmup", "0.2", "--processes", "1")
@@ -48,9 +48,17 @@ async def finished(gateway: Process) -> int:
         return (await client.cluster_status()).requests_finished
 
 
+async def finished_before(gateway: Process) -> int:
+    """As `finished`, once the gateway has counted what an earlier client was answered, or has left."""
+    async with asyncio.timeout(DEADLINE_S), OperatorClient(gateway.address) as client:
+        while (status := await client.cluster_status()).requests_running:  # noqa: ASYNC110 - another process counts
+            await asyncio.sleep(0.02)
+        return status.requests_finished
+
+
 @pytest.mark.parametrize("api", ["grpc", "chat"])
 def test_every_request_is_in_the_json_and_agrees_with_its_receipt(gateway: Process, tmp_path: Path, api: str) -> None:
-    before = asyncio.run(finished(gateway))
+    before = asyncio.run(finished_before(gateway))
     file = tmp_path / "run.json"
     address = gateway.address if api == "grpc" else http(gateway)
     text = bench(
@@ -63,7 +71,7 @@ def test_every_request_is_in_the_json_and_agrees_with_its_receipt(gateway: Proce
     requests = run["requests"]
     assert sum(each["counted"] for each in requests) == 20
     probes = {"grpc": 0, "chat": 3}[api]
-    assert asyncio.run(finished(gateway)) - before == len(requests) + probes
+    assert asyncio.run(finished_before(gateway)) - before == len(requests) + probes
     for each in requests:
         receipt = each["receipt"]
         assert receipt["path"] in ("remote", "local")
@@ -113,13 +121,17 @@ def test_the_highest_rate_is_searched_for_several_goals(gateway: Process, tmp_pa
     assert easy["rate"] == 20.0
 
 
-def test_a_trace_is_replayed_with_its_prefixes(gateway: Process, tmp_path: Path) -> None:
+def test_a_trace_is_replayed_with_its_prefixes(start: Machines, tmp_path: Path) -> None:
+    # Room for one request: the second one waits for the first, and finds its prefix.
+    prefill, decode = start.nodes(("prefill", {}), ("decode", {"num_blocks": 15}))
+    gateway = start.gateway([prefill], [decode], local_policy="strict")
     trace, file = tmp_path / "trace.jsonl", tmp_path / "run.json"
     same = TraceRequest(0.0, 200, 4, (1, 2, 3), 64)
     write_trace(trace, [same, TraceRequest(2.0, 200, 4, (1, 2, 4), 64), TraceRequest(3.0, 9000, 4)])
-    bench(gateway.address, "--trace", str(trace), "--speed", "0.4", "--warmup", "0", "--json", str(file))
+    flags = ("--speed", "4", "--warmup", "0", "--connections", "1")
+    bench(gateway.address, "--trace", str(trace), *flags, "--json", str(file))
     one, two = json.loads(file.read_text())["runs"][0]["requests"]  # the third is longer than the model's context
-    assert [each["due_ms"] for each in (one, two)] == [0.0, 5000.0]
+    assert [each["due_ms"] for each in (one, two)] == [0.0, 500.0]
     assert one["usage"]["cached"] == 0
     assert two["usage"]["cached"] == 128
 
@@ -129,7 +141,7 @@ def test_a_signal_ends_the_clients_and_shows_what_was_measured(
     gateway: Process, tmp_path: Path, number: int, whole_group: bool
 ) -> None:
     file = tmp_path / "run.json"
-    before = asyncio.run(finished(gateway))
+    before = asyncio.run(finished_before(gateway))
     with subprocess.Popen(
         [sys.executable, "-m", "baton.load", gateway.address, "--rate", "10", *SHAPE, "--json", str(file)],
         stdout=subprocess.PIPE,
@@ -137,7 +149,7 @@ def test_a_signal_ends_the_clients_and_shows_what_was_measured(
         text=True,
         start_new_session=True,
     ) as running:
-        asyncio.run(until_finished(gateway, before + 8))  # three more than the warm-up may have
+        asyncio.run(until_finished(gateway, before + 12))  # seven more than the warm-up may have
         children = psutil.Process(running.pid).children(recursive=True)
         assert children
         (os.killpg if whole_group else os.kill)(running.pid, number)

@@ -18,6 +18,7 @@ from baton.core.types import TokenOutput
 from baton.node.waiting import until
 from tests.clients.page import blocks
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, in_engine, nothing_held, until_status
+from tests.integration.proxy import free_address
 from tests.integration.reference import Reference
 
 NODE: Flags = {"model": LLAMA, "prefix_cache": False}
@@ -60,6 +61,12 @@ class Answer:
         for token, same in zip(self.tokens, other.tokens, strict=True):
             assert token.logprob == pytest.approx(same.logprob, abs=1e-4)
             assert [each for each, _ in token.top_logprobs] == [each for each, _ in same.top_logprobs]
+
+
+@pytest.fixture(autouse=True)
+def _patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers wait for a gateway as long as a slow machine needs to have one."""
+    monkeypatch.setattr("baton.client.answer_stream._RESUME_S", DEADLINE_S)
 
 
 async def test_answers_go_on_at_another_gateway_after_kill_9(start: Machines, reference: Reference) -> None:
@@ -216,12 +223,12 @@ def token_ids_of(chunks: list[Any]) -> list[int]:
     return [token_id for chunk in chunks for token_id in chunk.choices[0].token_ids]
 
 
-async def test_an_answer_waits_for_a_gateway_to_come_back(
-    start: Machines, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("baton.client.answer_stream._RESUME_S", DEADLINE_S)
+async def test_an_answer_waits_for_a_gateway_to_come_back(start: Machines, reference: Reference) -> None:
     prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["decode"])
-    first, second = (start.gateway([prefill], [decode], model=LLAMA) for _ in range(2))
+    lasting = free_address()
+    first, second = (
+        start.gateway([prefill], [decode], model=LLAMA, listen=listen) for listen in ("127.0.0.1:0", lasting)
+    )
     (prompt,) = reference.prompts([100])
     async with AsyncClient(addresses=[first.address, second.address]) as client:
         answer = Answer()
@@ -233,7 +240,7 @@ async def test_an_answer_waits_for_a_gateway_to_come_back(
             start.kill(second)
             start.let_go(decode)
             # Beside the event loop, so that the client meanwhile finds no gateway.
-            await asyncio.to_thread(start.gateway, [prefill], [decode], model=LLAMA, listen=second.address)
+            await asyncio.to_thread(start.gateway, [prefill], [decode], model=LLAMA, listen=lasting)
         known = reference.greedy(prompt, TOKENS).token_ids
         assert [token.token_id for token in answer.tokens] == known
         await until_status(decode, nothing_held)

@@ -9,7 +9,7 @@ import sysconfig
 import zipfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -32,7 +32,7 @@ from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.channels import connect
 from baton.rpc.convert import sampling_to_proto
 from baton.rpc.status import from_rpc_error
-from tests.integration.cluster import DEADLINE_S, LLAMA, machines
+from tests.integration.cluster import DEADLINE_S, LLAMA, Machines, machines
 
 PROMPT = "The town had"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -41,15 +41,31 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
 
 
+class Cluster(NamedTuple):
+    """A gateway with a prefill node and a decode node, whose engine a test may hold."""
+
+    start: Machines
+    gateway: Process
+    decode: Process
+
+
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     template = tmp_path_factory.mktemp("gateway") / "template.jinja"
     template.write_text(TEMPLATE)
     with machines() as start:
-        nodes = start.nodes(("prefill", {"model": LLAMA}), ("decode", {"model": LLAMA}))
-        yield start.gateway(
-            nodes[:1], nodes[1:], model=LLAMA, local_policy="strict", chat_template=template, kv_events=True
+        (prefill,) = start.nodes(("prefill", {"model": LLAMA}))
+        (decode,) = start.nodes(("decode", {"model": LLAMA}), paused_engine=["decode"])
+        start.let_go(decode)
+        gateway = start.gateway(
+            [prefill], [decode], model=LLAMA, local_policy="strict", chat_template=template, kv_events=True
         )
+        yield Cluster(start, gateway, decode)
+
+
+@pytest.fixture(scope="module")
+def gateway(cluster: Cluster) -> Process:
+    return cluster.gateway
 
 
 @pytest.fixture
@@ -163,7 +179,8 @@ async def test_a_chat_is_the_rendered_prompt(client: OperatorClient) -> None:
         await client.chat([{"role": "user"}])
 
 
-async def test_a_request_is_aborted_by_its_id(client: OperatorClient) -> None:
+async def test_a_request_is_aborted_by_its_id(cluster: Cluster, client: OperatorClient) -> None:
+    cluster.start.allow_steps(5, cluster.decode)  # so it does not end before it is aborted
     long = SamplingParams(max_tokens=3000, ignore_eos=True)
     events = client.generate(PROMPT, long, request_id="long")
     await anext(events)
@@ -171,6 +188,7 @@ async def test_a_request_is_aborted_by_its_id(client: OperatorClient) -> None:
     with pytest.raises(Cancelled, match="aborted"):
         async for _ in events:
             pass
+    cluster.start.let_go(cluster.decode)
 
 
 async def test_several_outputs_stream_and_complete(client: OperatorClient, channel: grpc.aio.Channel) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import pytest
@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
 from baton.cli.processes import Process
-from tests.integration.cluster import DEADLINE_S, machines, nothing_held, until_status
+from tests.integration.cluster import DEADLINE_S, Machines, machines, nothing_held, until_status
 
 PROMPT = "Write the given bytes to the file"
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What does the method return?"}]
@@ -33,17 +33,26 @@ SCHEMA = TOOL["function"]["parameters"]
 ENDLESS: dict[str, Any] = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[tuple[Process, Process]]:
-    """A gateway with a prefill node and a decode node."""
-    with machines() as started:
-        prefill, decode = started.nodes(("prefill", {}), ("decode", {}))
-        yield started.gateway([prefill], [decode]), decode
+class Cluster(NamedTuple):
+    """A gateway with a prefill node and a decode node, whose engine a test may hold."""
+
+    start: Machines
+    gateway: Process
+    decode: Process
 
 
 @pytest.fixture(scope="module")
-def client(cluster: tuple[Process, Process]) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{cluster[0].http}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as opened:
+def cluster() -> Iterator[Cluster]:
+    with machines() as start:
+        (prefill,) = start.nodes(("prefill", {}))
+        (decode,) = start.nodes(("decode", {}), paused_engine=["decode"])
+        start.let_go(decode)
+        yield Cluster(start, start.gateway([prefill], [decode]), decode)
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{cluster.gateway.http}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as opened:
         yield opened
 
 
@@ -262,14 +271,17 @@ def test_the_request_id_comes_back_and_each_answer_has_its_own_id(client: OpenAI
     assert all(each.startswith("cmpl-") for each in ids)
 
 
-async def test_a_client_that_leaves_frees_the_blocks(cluster: tuple[Process, Process]) -> None:
-    gateway, decode = cluster
-    async with AsyncOpenAI(base_url=f"{gateway.http}/v1", api_key="none", max_retries=0) as client:
+async def test_a_client_that_leaves_frees_the_blocks(cluster: Cluster) -> None:
+    start, gateway, decode = cluster
+    async with AsyncOpenAI(base_url=f"{gateway.http}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+        start.allow_steps(5, decode)  # so no answer ends before its client leaves
         whole = asyncio.create_task(client.completions.create(model="llama", prompt=PROMPT, **ENDLESS))
         await until_status(decode, lambda status: status.requests_running == 1)
         whole.cancel()
         await until_status(decode, nothing_held)
+        start.allow_steps(5, decode)
         stream = await client.completions.create(model="llama", prompt=PROMPT, stream=True, **ENDLESS)
         await until_status(decode, lambda status: status.requests_running == 1)
         await stream.close()
         await until_status(decode, nothing_held)
+    start.let_go(decode)

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
+from tests.integration.proxy import free_address
 from tests.link import Link
 
 
@@ -108,8 +109,5 @@ async def test_what_is_slow_and_late_arrives_whole(link: Link, dial: Dial) -> No
 
 
 async def test_a_target_that_is_gone_resets_the_caller(dial: Dial) -> None:
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()
-    server.close()
-    async with Link("one-two", f"{host}:{port}") as link:
+    async with Link("one-two", free_address()) as link:
         assert await (await dial(link)).is_reset()

@@ -13,6 +13,7 @@ from baton.protos.v1 import node_status_pb2
 from baton.rpc.channels import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, nothing_held, status, until_status
 from tests.integration.generation import generate
+from tests.integration.proxy import free_address
 from tests.warm import BATON, run_warm
 
 MODEL: Flags = {"model": LLAMA, "num_blocks": 64}
@@ -50,8 +51,7 @@ async def test_both_sides_and_the_status_show_the_measurement(start: Machines) -
     prefill, decode = start.nodes(("prefill", MODEL), ("decode", MODEL))
     gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
     for node in (prefill, decode):
-        (peer,) = (await status(node)).peers
-        assert peer.phase == node_status_pb2.PEER_PHASE_READY
+        (peer,) = (await until_status(node, made)).peers
         assert peer.transport
         assert peer.gigabytes_per_s > 0
         assert peer.latency_s > 0
@@ -76,7 +76,8 @@ async def test_a_link_below_the_floor_of_either_node_is_refused_on_both_sides(st
     prefill, decode = start.nodes(
         ("prefill", wanted if who == "prefill" else MODEL), ("decode", wanted if who == "decode" else MODEL)
     )
-    gateway = start.gateway([prefill], [decode], model=LLAMA)
+    # It asks for no other measurement while the test looks at this one.
+    gateway = start.gateway([prefill], [decode], model=LLAMA, link_retry_s=2 * DEADLINE_S)
     for node in (prefill, decode):
         last = await until_status(node, refused)
         (reason,) = last.peers[0].mismatches
@@ -100,13 +101,16 @@ async def test_a_link_below_the_floor_of_either_node_is_refused_on_both_sides(st
 
 async def test_a_pair_that_was_refused_for_its_link_is_measured_again_until_it_is_made(start: Machines) -> None:
     (prefill,) = start.nodes(("prefill", MODEL))
-    (decode,) = start.nodes(("decode", {**MODEL, "link_floor_gb_per_s": TOO_MUCH}))
-    gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="prefer", link_retry_s=0.2)
+    lasting: Flags = {**MODEL, "listen": free_address()}
+    (decode,) = start.nodes(("decode", {**lasting, "link_floor_gb_per_s": TOO_MUCH}))
+    gateway = start.gateway(
+        [prefill], [decode], model=LLAMA, local_policy="prefer", link_retry_s=0.2, failover_wait_s=DEADLINE_S
+    )
     first = (await until_status(prefill, refused)).peers[0].mismatches[0].ours
     await until_status(prefill, lambda last: refused(last) and last.peers[0].mismatches[0].ours != first)
     # The same link, with a floor that every link meets.
     start.kill(decode)
-    start.nodes(("decode", {**MODEL, "listen": decode.address}))
+    start.nodes(("decode", lasting))
     await until_status(prefill, made)
     sent = attempt = 0
     async with asyncio.timeout(DEADLINE_S):

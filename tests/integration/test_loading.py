@@ -16,15 +16,15 @@ from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
-from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines
+from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, until_answers
 from tests.integration.generation import generate
 from tests.integration.paused_start import PausedStart
 from tests.integration.reference import Reference
 
 NODE: Flags = {"model": LLAMA, "max_batch_tokens": 16, "num_blocks": 256}
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-KEEPALIVE_S = 0.6  # a peer that answers no ping is lost after twice that
-WAITS_S = 3.0
+KEEPALIVE_S = 2.0  # a peer that answers no ping is lost after twice that, on a busy machine also one that does
+WAITS_S = 5.0
 WHAT = {
     "looking for the model": "looking for the model",
     "loading weights": "loading weights, 40 %",
@@ -48,10 +48,13 @@ async def health_of(channel: grpc.aio.Channel, service: str) -> int:
     return status
 
 
-def gateway_before_its_node(start: Machines, node: Process, *, waits_s: float) -> Process:
-    return start.gateway(
+async def gateway_before_its_node(start: Machines, node: Process, *, waits_s: float) -> Process:
+    """A gateway that answers, and is not ready."""
+    gateway = start.gateway(
         [], [node], wait=False, model=LLAMA, local_policy="prefer", keepalive_s=KEEPALIVE_S, failover_wait_s=waits_s
     )
+    await until_answers(gateway)
+    return gateway
 
 
 @pytest.mark.slow
@@ -61,11 +64,12 @@ async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_req
 ) -> None:
     paused = PausedStart(tmp_path, stage)
     (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=paused.prepare, wait=False)
-    patient = gateway_before_its_node(start, node, waits_s=DEADLINE_S)
-    hasty = gateway_before_its_node(start, node, waits_s=WAITS_S)
+    patient = await gateway_before_its_node(start, node, waits_s=DEADLINE_S)
+    hasty = await gateway_before_its_node(start, node, waits_s=WAITS_S)
     (prompt,) = reference.prompts([40])
-    async with OperatorClient(patient.address) as client:
+    async with OperatorClient(patient.address) as client, OperatorClient(hasty.address) as of_hasty:
         report = await until_reported(client, WHAT[stage])
+        await until_reported(of_hasty, WHAT[stage])  # it gets no status while the interpreter is paused
         assert not report.reachable
         assert report.status.loading.stage == stage
         paused.pause_interpreter()
@@ -91,7 +95,7 @@ async def test_requests_wait_for_a_node_whose_interpreter_was_stopped_before_its
     paused = PausedStart(tmp_path, "loading weights")
     (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=paused.prepare, wait=False)
     paused.pause_interpreter()
-    gateway = gateway_before_its_node(start, node, waits_s=DEADLINE_S)
+    gateway = await gateway_before_its_node(start, node, waits_s=DEADLINE_S)
     (prompt,) = reference.prompts([40])
     early = asyncio.create_task(generate(gateway, prompt, GREEDY))
     async with OperatorClient(gateway.address) as client:

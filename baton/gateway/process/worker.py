@@ -25,7 +25,7 @@ from baton.gateway.core.shared_sends import SharedSends
 from baton.gateway.core.shared_sessions import SharedSessions
 from baton.gateway.observe.recent import Shown
 from baton.gateway.process import process
-from baton.gateway.process.worker_channel import Message, WorkerChannel
+from baton.gateway.process.worker_channel import ANSWER_S, Message, WorkerChannel
 from baton.gateway.serving.serving import AnswerAbout, Serving
 from baton.gateway.text.model import read_served_model
 from baton.security.limit_table import LimitTable
@@ -35,6 +35,8 @@ from baton.settings.reader import fail
 log = logging.getLogger("baton")
 
 _PR_SET_PDEATHSIG = 1
+_RECENT_S = 2.0  # a page that shows requests waits no longer for those of other workers
+_RELAY_S = 5.0
 
 
 def main(channel_fd: int, counters_fd: int, limits_fd: int, sends_fd: int, sessions_fd: int, row: int) -> None:
@@ -114,7 +116,8 @@ class _OtherWorkers:
         return {each for answer in answers for each in answer["aborted"]}
 
     async def recent(self, most: int, client: str | None) -> list[list[Shown]]:
-        return [answer["recent"] for answer in await self._broadcast({"recent": most, "client": client})]
+        question = {"recent": most, "client": client}
+        return [answer["recent"] for answer in await self._broadcast(question, within_s=_RECENT_S)]
 
     def answer_about(self, topic: str, answer: AnswerAbout) -> None:
         self._topics[topic] = answer
@@ -122,9 +125,10 @@ class _OtherWorkers:
     async def ask_about(self, topic: str, question: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [answer["about"] for answer in await self._broadcast({"topic": topic, "question": dict(question)})]
 
-    async def _broadcast(self, question: Message) -> list[Message]:
+    async def _broadcast(self, question: Message, *, within_s: float = ANSWER_S) -> list[Message]:
         """Sends a question to all other workers; returns the answers that came in time."""
-        answer = await self._channel.ask(question)
+        # The parent gives up first, and then sends the answers that it has.
+        answer = await self._channel.ask({**question, "within_s": within_s}, within_s=within_s + _RELAY_S)
         return answer["answers"] if answer else []
 
     async def _answer(self, question: Message) -> Message:

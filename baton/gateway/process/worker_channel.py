@@ -13,7 +13,8 @@ from typing import Any
 Message = dict[str, Any]
 
 _LINE_BYTES_MAX = 16 << 20
-_ANSWER_TIMEOUT_S = 2.0
+# A worker that has ended closes its end. A slow one answers late: "not found" would be false in place of its answer.
+ANSWER_S = 10.0
 
 
 class WorkerChannel:
@@ -49,12 +50,12 @@ class WorkerChannel:
             for task in self._answering:
                 task.cancel()
 
-    async def ask(self, question: Message) -> Message | None:
+    async def ask(self, question: Message, *, within_s: float = ANSWER_S) -> Message | None:
         """Sends a question; returns its answer, or None if the other side is closed or does not answer in time."""
         number = next(self._numbers)
         pending = self._pending[number] = asyncio.get_running_loop().create_future()
         self._send({"ask": number, **question})
-        done, _ = await asyncio.wait([pending], timeout=_ANSWER_TIMEOUT_S)
+        done, _ = await asyncio.wait([pending], timeout=within_s)
         del self._pending[number]
         return pending.result() if done and not pending.cancelled() else None
 

@@ -191,8 +191,9 @@ class _Workers:
             if len(self._ready) == self._settings.processes:
                 self.all_ready.set()
             return {}
+        within_s = question.pop("within_s")
         others = [channel for other, channel in self._channels.items() if other != row]
-        answers = await asyncio.gather(*(channel.ask(question) for channel in others))
+        answers = await asyncio.gather(*(channel.ask(question, within_s=within_s) for channel in others))
         return {"answers": [answer for answer in answers if answer]}
 
 

@@ -42,7 +42,7 @@ from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.rpc.error_detail import from_detail
 
 # Time for which a finished request's receipt waits for the prefill node's report of sent tokens and bytes.
-_RECEIPT_WAIT_S = 1.0
+_RECEIPT_WAIT_S = 5.0
 
 
 class RequestMachine:

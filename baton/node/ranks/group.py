@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from baton.core.errors import ConfigError, Draining
-from baton.core.exits import END_S, exit_at_once, exit_within
+from baton.core.exits import WRITE_S, exit_at_once, exit_within
 from baton.core.supervisor import Supervisor
 from baton.node.fault import Fault
 from baton.node.ranks.child import child_command
@@ -37,7 +37,9 @@ log = logging.getLogger("baton")
 
 _END_TIMEOUT_S = 5.0
 # A rank's connections break up to this long before the parent sees that its process has ended.
-_EXPLAINED_S = 1.0
+_EXPLAINED_S = 3.0
+# What a rank has sent is read after its end, and then its connection ends. Only a process that it left keeps it open.
+_READ_S = 10.0
 # Time to wait for killed processes, so that their memory is free when this one ends; one in a driver's call may stay.
 _REAP_S = 1.0
 # Requests get this long to fail once the node cannot go on: `baton.node.process` takes up to 2 s for it.
@@ -208,7 +210,7 @@ class RankGroup:
 
     def _abandon(self, fault: Fault) -> NoReturn:
         self._end_once()
-        exit_within(_REAP_S + END_S)
+        exit_within(_REAP_S + WRITE_S)
         self._kill()  # first, so that no rank reports errors that another rank's end causes
         fault.log(self._program, self._supervisor)
         self._reap(_REAP_S)
@@ -255,7 +257,7 @@ class RankGroup:
     def _watch(self, worker: Worker) -> None:
         assert worker.popen is not None
         code = worker.popen.wait()
-        worker.drained.wait(_EXPLAINED_S)  # a fault that the rank sent is the better reason
+        worker.drained.wait(_READ_S)  # a fault that the rank sent is the better reason
         self.fail(f"{worker.place} {how_ended(code)}: this node ends")
 
     def _watch_stopped(self) -> None:

@@ -29,8 +29,9 @@ log = logging.getLogger("baton")
 
 _RETRY_S = 0.5
 _LOG_EVERY_S = 30.0
-# Once host 0 or a rank is gone, ranks end by themselves within this time, unless they load or wait for a GPU.
-_END_S = 3.0
+# Once host 0 or a rank is gone, ranks end by themselves within this time, also on a busy machine, unless they load or
+# wait for a GPU. Ranks that need longer are killed, and host 0 then counts as lost although it may have ended in order.
+_END_S = 10.0
 # Time to wait for killed ranks; one in a driver's call may stay.
 _REAP_S = 1.0
 

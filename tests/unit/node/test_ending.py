@@ -36,11 +36,33 @@ from baton.core.exits import exit_at_once
 atexit.register(threading.Event().wait)
 threading.Thread(target=threading.Event().wait).start()
 """
+WRITES_IN_VAIN = """
+import sys
+from baton.core import exits
+exits.WRITE_S = 0.5
+sys.stdout = open(1, 'w')
+print('a line')
+exit_at_once(3)
+"""
 HOLDS_THE_INTERPRETER = """
 import ctypes
 from baton.core.exits import exit_within
 exit_within(0.01)
 ctypes.PyDLL(None).pause()  # for ever, and no Python runs in this process
+"""
+
+
+CLOSES_SLOWLY = """
+import time
+from baton.core import exits
+limit_s, exits.END_S = exits.END_S, 0.01
+try:
+    with exits.ending_soon_if_it_fails():
+        raise ValueError
+except ValueError:
+    time.sleep(0.1)
+    exits.END_S = limit_s
+    exits.exit_at_once(3)
 """
 
 
@@ -50,7 +72,7 @@ def ended(program: str, number: int) -> int:
             assert process.stdout is not None
             assert process.stdout.readline() == "waits\n"
             process.send_signal(number)
-            return process.wait(60)
+            return process.wait(300)
         finally:
             process.kill()
 
@@ -66,13 +88,13 @@ def test_afterwards_the_handlers_count(number: int, code: int) -> None:
 
 
 def test_an_end_waits_for_no_thread_and_runs_no_exit_handler() -> None:
-    program = f"{NEVER_EXITS}from baton.core import exits\nexits.END_S = 60.0\nexit_at_once(3)"
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    program = f"{NEVER_EXITS}from baton.core import exits\nexits.WRITE_S = 60.0\nexit_at_once(3)"
+    done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
     assert done.returncode == 3
 
 
 def test_an_end_does_not_wait_for_a_pipe_that_nobody_reads() -> None:
-    program = f"{NEVER_EXITS}import sys\nsys.stdout = open(1, 'w')\nprint('a line')\nexit_at_once(3)"
+    program = f"{NEVER_EXITS}{WRITES_IN_VAIN}"
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     with suppress(BlockingIOError):
@@ -80,7 +102,7 @@ def test_an_end_does_not_wait_for_a_pipe_that_nobody_reads() -> None:
             pass
     os.set_blocking(writes, True)
     try:
-        done = subprocess.run([sys.executable, "-c", program], stdout=writes, timeout=60, check=False)
+        done = subprocess.run([sys.executable, "-c", program], stdout=writes, timeout=300, check=False)
     finally:
         os.close(reads)
         os.close(writes)
@@ -88,5 +110,10 @@ def test_an_end_does_not_wait_for_a_pipe_that_nobody_reads() -> None:
 
 
 def test_an_end_does_not_need_the_interpreter() -> None:
-    done = subprocess.run([sys.executable, "-c", HOLDS_THE_INTERPRETER], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", HOLDS_THE_INTERPRETER], timeout=300, check=False)
     assert done.returncode == 1
+
+
+def test_an_error_keeps_its_exit_code_although_closing_takes_longer_than_an_end() -> None:
+    done = subprocess.run([sys.executable, "-c", CLOSES_SLOWLY], timeout=300, check=False)
+    assert done.returncode == 3

@@ -7,6 +7,7 @@ character at the end, and slows down with every token of a run of such bytes (me
 import codecs
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -24,6 +25,17 @@ _HELD_TOKENS_MAX = 16
 
 # Bounds the cost of a push: tokens without text, or tokens that all end within characters, keep the window growing.
 _WINDOW_TOKENS_MAX = 256
+
+
+def decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Returns the entry `decoder` of tokenizer.json.
+
+    Only the decoder is written: the whole file of a tokenizer with 262,144 tokens takes over a second.
+    """
+    if tokenizer.decoder is None:
+        return None
+    entry: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    return entry
 
 
 class TokenTexts(dict[int, str | None]):
@@ -45,7 +57,7 @@ class TokenTexts(dict[int, str | None]):
 
 def token_texts(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenTexts | None:
     """Returns the texts of single tokens. Returns None if all tokens' texts may depend on their neighbours."""
-    decoder = json.loads(tokenizer.to_str())["decoder"]
+    decoder = decoder_of(tokenizer)
     if decoder is None or decoder["type"] != "ByteLevel":
         return None
     return TokenTexts(tokenizer, skip_special_tokens=skip_special_tokens)
@@ -75,7 +87,7 @@ class ByteTokens:
 
 def byte_tokens(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> ByteTokens | None:
     """Returns the byte tokens. Returns None if the decoder has no byte fallback."""
-    if '"type":"ByteFallback"' not in json.dumps(json.loads(tokenizer.to_str())["decoder"], separators=(",", ":")):
+    if '"type":"ByteFallback"' not in json.dumps(decoder_of(tokenizer), separators=(",", ":")):
         return None
     return ByteTokens(tokenizer, skip_special_tokens=skip_special_tokens)
 

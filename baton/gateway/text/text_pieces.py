@@ -4,7 +4,6 @@ So a conversation with one more turn costs only the encoding of that turn. The r
 texts are cut only where the tokenizer does not look across, and not at all if it might.
 """
 
-import json
 import re
 import sys
 from collections import OrderedDict
@@ -186,8 +185,7 @@ def _cuts(tokenizer: Tokenizer) -> _Cuts | None:
     """
     tokens: list[AddedToken] = list(tokenizer.get_added_tokens_decoder().values())
     raw = [token for token in tokens if not token.normalized and token.content]
-    model = json.loads(tokenizer.to_str())["model"]
-    is_random = bool(model.get("dropout"))
+    is_random = bool(getattr(tokenizer.model, "dropout", None))
     needs_neighbours = any(token.single_word for token in raw)
     if not raw or is_random or needs_neighbours or tokenizer.encode_special_tokens:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from baton.core.errors import ConfigError, shortened
-from baton.gateway.text.detokenizer import Detokenizer, byte_tokens, token_texts
+from baton.gateway.text.detokenizer import Detokenizer, byte_tokens, decoder_of, token_texts
 from baton.gateway.text.text_pieces import PieceEncoder
 from baton.models.loading.tokenizer_files.find import OTHER_FORMS, tokenizer_json
 
@@ -154,7 +154,7 @@ class TokenPieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
-        decoders = list(_decoders(json.loads(tokenizer.to_str())["decoder"]))
+        decoders = list(_decoders(decoder_of(tokenizer)))
         kinds = {decoder["type"] for decoder in decoders}
         self._bytes = _byte_of_character() if "ByteLevel" in kinds else {}
         self._has_byte_pieces = "ByteFallback" in kinds

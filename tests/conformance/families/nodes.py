@@ -40,7 +40,7 @@ from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import EventRecorder
 
 STEP_TOKENS, NUM_BLOCKS = 16, 96
-WAIT_S = 300.0  # only what hangs takes that long
+WAIT_S = 1200.0  # only what hangs takes that long
 
 Prompt = tuple[int, ...]
 Channel = grpc.aio.Channel

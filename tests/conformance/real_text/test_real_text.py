@@ -85,6 +85,7 @@ def test_texts_have_the_tokens_of_transformers(file: Path, tokenizer: TextTokeni
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # two minutes of CPU time, which a busy machine gives slowly
 async def test_an_engine_and_a_pair_of_unlike_nodes_give_the_tokens_of_transformers(
     file: Path, directory: Path, prompts: list[tuple[int, ...]]
 ) -> None:

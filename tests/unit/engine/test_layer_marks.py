@@ -127,7 +127,7 @@ async def test_an_ended_request_causes_no_layer_event(built: BuiltRunner, monkey
     def held_back(batch: Batch, on_mark: Any) -> Any:
         def later(mark: LayerMark) -> None:
             begun.set()
-            ended.wait(10)
+            ended.wait(120)
             on_mark(mark)
 
         return launch(batch, later)
@@ -135,7 +135,7 @@ async def test_an_ended_request_causes_no_layer_event(built: BuiltRunner, monkey
     monkeypatch.setattr(built.runner, "launch", held_back)
     async with running(built) as (engine, events):
         engine.submit(replace(request("a", PROMPT, greedy(4), prefill_only=True), layers_per_group=1))
-        assert await asyncio.to_thread(begun.wait, 10)
+        assert await asyncio.to_thread(begun.wait, 120)
         aborting = asyncio.create_task(engine.abort("a"))
         await asyncio.sleep(0)
         ended.set()

@@ -6,6 +6,8 @@ import pytest
 
 from baton.gateway.request import driver
 
+# With these settings no pause of the test's process loses a node.
+PATIENT = {"keepalive_s": 60.0, "prefill_stall_s": 60.0, "decode_stall_s": 60.0}
 # A request's limit that passes at once with `let_limit_pass`. Nodes may be silent for longer.
 LIMIT_S = 20.0
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -75,8 +76,19 @@ async def test_the_client_gets_what_the_page_gets(gateway: Gateway) -> None:
     assert got["mixed"] == ""
 
 
-async def test_a_gateway_that_goes_away_is_shown_with_its_last_view_until_it_is_back(gateway: Gateway) -> None:
-    async with gateway.served() as address:
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Stays this test's own while no gateway listens there."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+async def test_a_gateway_that_goes_away_is_shown_with_its_last_view_until_it_is_back(
+    gateway: Gateway, address: str
+) -> None:
+    async with gateway.served(address):
         frames = Frames(address)
         assert drawn(await frames.following()).startswith("gateway-1  llama")
     gone = drawn(await frames.following())
@@ -86,9 +98,7 @@ async def test_a_gateway_that_goes_away_is_shown_with_its_last_view_until_it_is_
         assert drawn(await frames.following()).startswith("gateway-1  llama")
 
 
-async def test_a_gateway_that_was_never_there_is_awaited(gateway: Gateway) -> None:
-    async with gateway.served() as address:
-        pass
+async def test_a_gateway_that_was_never_there_is_awaited(gateway: Gateway, address: str) -> None:
     frames = Frames(address)
     assert drawn(await frames.following()).startswith("no answer yet: cannot reach")
     async with gateway.served(address):

@@ -11,7 +11,7 @@ import baton.gateway.request.connections
 from baton.core.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
 from baton.gateway.fleet.discovery.directory import Directory
 from baton.gateway.fleet.discovery.sources import Place
-from baton.gateway.request import machine
+from baton.gateway.request import machine, node_clients
 from baton.gateway.request.connections import Connections
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.chat.types import ChatRequest
@@ -28,7 +28,7 @@ from baton.settings.config import DEMO_MODELS
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.reader import read_settings
 from tests.unit.gateway.fleets import DECODE
-from tests.unit.gateway.late import LIMIT_S, let_limit_pass
+from tests.unit.gateway.late import LIMIT_S, PATIENT, let_limit_pass
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, first_token, reserved, token
 
@@ -45,7 +45,7 @@ def model() -> Iterator[ServedModel]:
 
 def settings_of(*flags: str, **internal: object) -> GatewaySettings:
     given = read_settings(GatewaySettings, "gateway", ["--model", str(DEMO_MODELS / "llama"), *flags])
-    return given.model_copy(update={"keepalive_s": BOUND_S, **internal})  # no pause of this process loses a node
+    return given.model_copy(update={**PATIENT, **internal})
 
 
 @dataclass
@@ -354,8 +354,9 @@ async def test_a_node_that_is_no_longer_listed_is_removed_while_it_reports(
 
 
 async def test_an_unreachable_node_is_named_once_with_the_reason(
-    model: ServedModel, caplog: pytest.LogCaptureFixture
+    model: ServedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(node_clients, "_FIRST_STATUS_TIMEOUT_S", BOUND_S)  # the refusal comes however late
     attempts = asyncio.Semaphore(0)
     with caplog.at_level(logging.WARNING, logger="baton"):
         async with Connections(settings_of("--decode", "127.0.0.1:1"), model) as connections:

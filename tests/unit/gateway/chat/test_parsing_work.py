@@ -1,5 +1,6 @@
 """The work of parsing outputs that are made to be slow to parse, counted in function calls and copied characters."""
 
+import gc
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -80,18 +81,23 @@ OUTPUTS = [(name, mark) for name in READS for mark in (*MARKS[name], *ANY_FAMILY
 
 
 class Calls:
-    """Counts calls of functions, and of generators that go on, while it is entered."""
+    """Counts calls of functions, and of generators that go on, while it is entered.
+
+    The collector is off meanwhile: what it frees of other tests may call functions of its own.
+    """
 
     def __init__(self) -> None:
         self.count = 0
 
     def __enter__(self) -> "Calls":
+        gc.disable()
         self._before = sys.getprofile()
         sys.setprofile(self._add)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(self._before)
+        gc.enable()
 
     def _add(self, frame: FrameType, event: str, argument: Any) -> None:
         self.count += event in ("call", "c_call")

@@ -20,6 +20,7 @@ from baton.protos.v1 import common_pb2
 from baton.settings.config import DEMO_MODELS
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.reader import read_settings
+from tests.unit.gateway.late import PATIENT
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 
 BOUND_S = 60
@@ -182,8 +183,7 @@ async def open_http_gateway(
             node.status.info.max_context_tokens = max_context_tokens
         nodes = ["--prefill", prefill.address, "--decode", decode.address, "--local-policy", "local"]
         settings = read_settings(GatewaySettings, "gateway", [*nodes, "--http-listen", "127.0.0.1:0", *flags])
-        # No pause of this process loses a node.
-        settings = settings.model_copy(update={"keepalive_s": float(BOUND_S), **internal})
+        settings = settings.model_copy(update={**PATIENT, **internal})
         async with Connections(settings, model) as connections:
             await asyncio.wait_for(connections.until_serves(), BOUND_S)
             serving = Serving(settings, model, connections)

@@ -165,7 +165,7 @@ def _prepare_node(prepare: Callable[[], None] | None) -> None:
     from baton.node import assembly, process  # here, because they import torch
 
     StepMeter.observe = _observe_steady  # type: ignore[assignment, method-assign]
-    assembly.STUCK_AFTER_S = process.STUCK_AFTER_S = DEADLINE_S
+    assembly.STUCK_AFTER_S = process.STUCK_AFTER_S = DEADLINE_S  # type: ignore[attr-defined]
     tiered_prefixes._FIND_S = tiered_prefixes._LOAD_S = DEADLINE_S
     offload_tiers.FIND_LIMIT_S = offload_queue.STUCK_AFTER_S = DEADLINE_S
     if prepare is not None:

@@ -273,7 +273,9 @@ def test_a_piped_chat_has_one_turn_per_line_and_remembers_them(up: Up) -> None:
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves_the_chat(up: Up) -> None:
     terminal, theirs = pty.openpty()
-    command = [*BATON_ALONE, "chat", "--target", up.gateway, "--ignore-eos", "--temperature", "0"]
+    # It does not end before Ctrl-C, because the terminal holds only a part of it.
+    options = ("--max-tokens", "3900", "--ignore-eos", "--temperature", "0")
+    command = [*BATON_ALONE, "chat", "--target", up.gateway, *options]
     chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
     try:

@@ -25,6 +25,7 @@ from baton.settings.config import DEMO_MODELS
 from kvtransfer import offload_queue, offload_tiers
 from tests.paused_engine import PausedSteps
 from tests.warm import SHOW_STACKS, launch_warm
+from tests.warm_ranks import keep_ranks_warm
 
 LLAMA = DEMO_MODELS / "llama"
 DEEPSEEK = DEMO_MODELS / "deepseek"
@@ -90,7 +91,7 @@ class Machines:
         for role, flags in wanted:
             named = {"name": f"{role}-{next(_names)}", "device": "cpu", **_STEADY[role], **flags}
             steps = PausedSteps() if role in paused_engine else None
-            prepared = partial(_prepare_node, prepare)
+            prepared = partial(_prepare_node, prepare, 0 if "num_hosts" in named else _ranks_of(named) - 1)
             launch = partial(launch_warm, prepare=prepared, outputs=outputs)
             self.processes.launch = launch if steps is None else partial(steps.launch, prepare=prepared)
             process = self.processes.start(f"{role}_node", arguments(named))
@@ -157,13 +158,19 @@ class Machines:
         os.kill(process.pid, signal.SIGCONT)
 
 
-def _prepare_node(prepare: Callable[[], None] | None) -> None:
-    """Gives steps their steady costs in place of measured ones, and lets requests wait for stores without a limit.
+def _ranks_of(flags: Flags) -> int:
+    return int(str(flags.get("tensor_parallel_size", 1)))
+
+
+def _prepare_node(prepare: Callable[[], None] | None, more_ranks: int) -> None:
+    """Gives steps their steady costs in place of measured ones, lets requests wait for stores without a limit, and
+    keeps processes for the ranks above 0.
 
     A node that stood still for a while is not stuck, for which gateways would choose other ones.
     """
     from baton.node import assembly, process  # here, because they import torch
 
+    keep_ranks_warm(more_ranks)
     StepMeter.observe = _observe_steady  # type: ignore[assignment, method-assign]
     assembly.STUCK_AFTER_S = process.STUCK_AFTER_S = DEADLINE_S  # type: ignore[attr-defined]
     tiered_prefixes._FIND_S = tiered_prefixes._LOAD_S = DEADLINE_S

@@ -13,6 +13,7 @@ from baton.node.ranks.group import RankGroup, Worker
 from baton.settings.node_config import NodeSettings
 from tests.integration.cluster import LLAMA, Flags, Machines, arguments
 from tests.warm import run_warm
+from tests.warm_ranks import keep_ranks_warm, ranks_of
 
 MODEL: Flags = {"model": LLAMA, "device": "cpu", "log_level": "error"}
 # More than any address space holds, so the allocation fails at once.
@@ -27,7 +28,8 @@ def try_any_size() -> None:
 
 
 def limit_workers(limit_bytes: int) -> None:
-    """Holds the address space of each rank above 0 to a limit from its start."""
+    """Holds the address space of rank 1 to a limit from its start."""
+    keep_ranks_warm(1)  # as the rank is whose size the limit is
     start = RankGroup._start
 
     def start_limited(self: RankGroup, rank: int, settings: NodeSettings) -> Worker:
@@ -68,8 +70,8 @@ def test_a_rank_that_alone_lacks_memory_reports_it_and_its_node_ends(start: Mach
     """Its address space is limited to what such a rank needs with a small cache."""
     flags = {**MODEL, "tensor_parallel_size": 2}
     (fits,) = start.nodes(("decode", flags))
-    (worker,) = [child for child in psutil.Process(fits.pid).children() if "baton.node.ranks.worker" in child.cmdline()]
-    limit_bytes = worker.memory_info().vms + CACHE_MIB * MIB // 2
+    (worker,) = ranks_of(fits.pid)
+    limit_bytes = psutil.Process(worker).memory_info().vms + CACHE_MIB * MIB // 2
     ended = run_warm(
         "decode_node", *arguments({**flags, "kv_cache_mib": CACHE_MIB}), prepare=partial(limit_workers, limit_bytes)
     )

@@ -34,6 +34,7 @@ from tests.integration.cluster import (
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference, References
 from tests.integration.test_tokens import assert_same, bytes_per_token
+from tests.warm_ranks import ranks_of
 
 ROOT = Path(__file__).parents[2]
 RANKS = (1, 2)
@@ -45,7 +46,7 @@ LENGTHS = [40, 129, 200]
 
 def workers_of(node: Process) -> list[int]:
     """The processes of a node's ranks above 0."""
-    return [child.pid for child in psutil.Process(node.pid).children() if "baton.node.ranks.worker" in child.cmdline()]
+    return ranks_of(node.pid)
 
 
 def until_gone(pids: list[int]) -> None:

@@ -1,5 +1,6 @@
 """Entry points of other distributions: found by name, and refused with the distribution's name if they do not fit."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -35,6 +36,13 @@ def test_a_part_of_another_distribution_is_found_by_its_name(folder: Path) -> No
     assert plugins.find_registered(GROUP, "pigeon", OURS, int) == 7
     assert plugins.find_registered(GROUP, "ucx", OURS, int) == 1
     assert plugins.find_registered(GROUP, "raven", OURS, int) is None
+
+
+def test_a_distribution_that_is_installed_later_is_found(folder: Path) -> None:
+    assert plugins.plugin_names(GROUP, OURS) == ()
+    install(folder, "late-post", "late = late_post:KIND")
+    os.utime(folder, ns=(1, 1))  # the clock of the file system may not have moved
+    assert plugins.plugin_names(GROUP, OURS) == ("late",)
 
 
 def test_a_plugin_is_not_imported_before_it_is_wanted(folder: Path) -> None:

@@ -1,10 +1,13 @@
 """The bytes of an output's tokens, put together, are its text."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, models
 
+from baton.gateway.text.detokenizer import decoder_of
 from baton.gateway.text.tokenizer import TokenPieces
 from tests.unit.gateway.test_text_pieces import byte_level_with_spaces, metaspace
 from tests.unit.gateway.tokenizers import byte_fallback, byte_level, token_id
@@ -22,6 +25,12 @@ def test_they_add_up_to_the_text(kind: str, text: str) -> None:
     together = b"".join(pieces.token_bytes(number) for number in token_ids).decode()
     # Some decoders drop the space that the encoder puts before the text.
     assert tokenizer.decode(token_ids) in (together, together.removeprefix(" "))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
+def test_the_decoder_is_read_as_the_file_has_it(kind: str) -> None:
+    tokenizer = KINDS[kind] if kind in KINDS else Tokenizer(models.BPE())
+    assert decoder_of(tokenizer) == json.loads(tokenizer.to_str())["decoder"]
 
 
 def test_half_a_character_is_its_byte() -> None:

@@ -107,6 +107,7 @@ def store_figures(counters: EntryCounters) -> Iterator[Figure]:
         }
         for event, count in events.items():
             yield Figure("baton_kv_store_entries_total", count, (name, event))
+    yield Figure("baton_kv_store_entries_total", counters.served, (PEER, "served"))
 
 
 def _by_name(counters: EntryCounters) -> Iterator[tuple[str, StoreCounters]]:

@@ -104,3 +104,28 @@ async def test_the_second_turn_on_another_node_computes_only_the_new_text(
     status = await until_status(reader, lambda last: store(last, "peer").loaded_total == WHOLE_ENTRIES)
     assert store(status, "peer").failed_total == store(status, "peer").damaged_total == 0
     await turns.close()
+
+
+async def test_a_prefill_node_pulls_the_decoded_part_of_a_conversation_from_the_decode_node(
+    start: Machines, reference: Reference
+) -> None:
+    """The usual pair: the prompt of the second turn is computed where the first turn's answer never was."""
+    long: Flags = {**KEEPS, "num_blocks": 200}
+    prefill, decode = start.nodes(
+        ("prefill", {"model": LLAMA, **long, "block_size": 32, "num_blocks": 100}),
+        ("decode", {"model": LLAMA, **long}),
+        prepare=always_pull,
+    )
+    gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
+    first, more = reference.prompts([TOKENS, 30])
+    said = SamplingParams(max_tokens=260, temperature=0.0, ignore_eos=True)
+    turn = await generate(gateway, first, said)
+    entries = (TOKENS + 259) // 64
+    await until_kept(decode, "host", entries)
+    second = [*first, *turn.token_ids, *more]
+    result = await generate(gateway, second, GREEDY)
+    assert result.token_ids == reference.greedy(second, GREEDY.resolved().max_tokens).token_ids
+    # Its own cache had the first turn's prompt.
+    assert result.proof.prefill_cached_tokens == entries * 64
+    assert result.proof.prefill_loaded_tokens == entries * 64 - TOKENS // 64 * 64
+    await until_status(prefill, lambda last: store(last, "peer").loaded_total > 0)

@@ -21,8 +21,8 @@ from kvtransfer.transports.transport import Arrival, TransferRequest, Transport
 NUMBER_BITS = 40
 INDEX_BITS = 24
 # Entries of one pull that its owner has pinned: some to send next, and some in flight.
-_AHEAD = 4
-_IN_FLIGHT = 8
+_AHEAD = 2
+_IN_FLIGHT = 4
 # The share of host memory's places that all pulls of a reader may hold.
 _PULLED_SHARE = 1 / 2
 

@@ -14,8 +14,8 @@ from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from kvtransfer.entry_pulls import NUMBER_BITS
 
-# A sequence of 16 million tokens.
-ENTRIES_MAX = 1 << 18
+# A sequence of four million tokens.
+ENTRIES_MAX = 1 << 16
 _TOKEN_BYTES = 4
 _ENTRY_TOKEN_BYTES = ENTRY_TOKENS * _TOKEN_BYTES
 _ADDRESS_BYTES_MAX = 1 << 16

@@ -145,7 +145,8 @@ class Pulls:
 
     def _may_ask(self, kept: KeptPrefix) -> bool:
         waits = self._clock() < self._not_before_s.get((kept.address, kept.incarnation), 0.0)
-        return self._is_open and not waits and self._running < _PULLS_MAX
+        is_own = kept.incarnation == self._info().incarnation
+        return self._is_open and not waits and not is_own and self._running < _PULLS_MAX
 
     def _link(self, kept: KeptPrefix) -> PullLink:
         """The link to that incarnation of the node, which may not be made yet.

@@ -9,7 +9,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import grpc
 import torch
 
 from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeptPrefix
@@ -21,7 +20,10 @@ from baton.node.pulls import Pulls
 from baton.node.service import NodeParts, NodeService
 from baton.protos.internal.v1 import node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.channels import channel_options
+from baton.rpc.guard import CertificateGuard
+from baton.rpc.secure_server import Protection
+from baton.rpc.server import GrpcServer
+from baton.security.tls import InternalTls
 from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.parts import parts_of
 from kvtransfer.ranked import RankedTransfer
@@ -56,6 +58,7 @@ class PullingNode:
         namespace: bytes = b"one model",
         transport: str = "ucx",
         stores: tuple[OpenStore, ...] = (),
+        tls: InternalTls | None = None,
     ) -> None:
         self.cache = make_cache(SPEC, layout, block_size, 2 * ENTRIES * ENTRY_TOKENS)
         self.address = ""
@@ -86,9 +89,10 @@ class PullingNode:
             costs=lambda: None,
             step_tokens=lambda: 512,
             keepalive_s=DEADLINE_S,
-            tls=None,
+            tls=tls,
         )
-        self._server: grpc.aio.Server
+        self._protection = None if tls is None else Protection(tls.server(), CertificateGuard())
+        self._server: GrpcServer
 
     def _make(self, settings: TransferSettings, on_filled: Any, on_refused: Any) -> KVTransfer:
         self.rank = KVTransfer(self.cache, settings, on_filled=on_filled, on_refused=on_refused)
@@ -96,20 +100,20 @@ class PullingNode:
 
     async def __aenter__(self) -> Self:
         await self.transfer.start()
-        self._server = grpc.aio.server(options=channel_options())
+        self._server = GrpcServer("127.0.0.1:0", advertise=None, protection=self._protection)
         unused: Any = None
         service = NodeService(node_status_pb2.NodeStatus)
         service.serve(NodeParts(unused, unused, unused, unused, unused, unused, unused, owner=self.pulls.owner))
-        node_pb2_grpc.add_NodeServicer_to_server(service, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        await self._server.start()
+        node_pb2_grpc.add_NodeServicer_to_server(service, self._server.grpc)
+        self.address = self._server.address
+        await self._server.start(())
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.pulls.close()
-        await self._server.stop(None)
+        await self._server.stop()
         await self.transfer.close()
 
     # ---- what a test does to it, also from another process

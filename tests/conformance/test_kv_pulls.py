@@ -19,6 +19,8 @@ from baton.node.pull_messages import wanted_entries
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.internal.v1 import node_pb2_grpc
 from baton.rpc.channels import connect
+from baton.security.certificates import write_set
+from baton.security.tls import InternalTls
 from tests.conformance.kv import DEADLINE_S, eventually
 from tests.conformance.kv_child import Child, child
 from tests.conformance.pulling import (
@@ -32,6 +34,7 @@ from tests.conformance.pulling import (
     computed,
 )
 from tests.unit.kvtransfer.offloading import MemoryStore
+from tests.unit.security.settings import TlsSettings
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +243,40 @@ async def test_closed_links_are_made_again_after_a_switch_of_roles() -> None:
         await owner.transfer.reopen(incarnation=OWNER, receive_bytes_per_s=None)
         owner.pulls.reopen()
         assert await reader.pull(owner.kept()) == ENTRIES
+
+
+async def test_a_link_that_is_not_used_ends_and_the_next_pull_makes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull_link, "_IDLE_S", 0.05)
+    async with an_owner() as owner, a_reader() as reader:
+        assert await owner.keep() == ENTRIES
+        pulled = 0
+        while pulled < 3:  # on a busy machine a link may end before its first pull has begun
+            pulled = max(pulled, await reader.pull(owner.kept(), KEYS[:3]))
+        await until_only_the_link_is_held(reader)
+        await eventually(lambda: not owner.held())
+        monkeypatch.setattr(pull_link, "_IDLE_S", DEADLINE_S)
+        assert await reader.pull(owner.kept()) == ENTRIES
+
+
+async def test_nodes_pull_over_mutual_tls_and_nobody_else_does(tmp_path: Path) -> None:
+    write_set(tmp_path, hosts=["127.0.0.1"], days=1)
+
+    def node(incarnation: int, role: str) -> PullingNode:
+        tls = InternalTls.read(TlsSettings.of(tmp_path, role), None)
+        return PullingNode(incarnation, KVCacheLayout.NHD, 16, tls=tls)
+
+    async with node(0xA, "decode") as owner, node(0xB, "prefill") as reader, node(0xC, "gateway") as gateway:
+        assert await owner.keep() == ENTRIES
+        assert await reader.pull(owner.kept()) == ENTRIES
+        assert await gateway.pull(owner.kept()) == 0
+        async with a_reader() as stranger:
+            assert await stranger.pull(owner.kept()) == 0
+
+
+async def test_a_node_pulls_nothing_from_itself() -> None:
+    async with an_owner() as owner:
+        assert await owner.pull(owner.kept()) == 0
+        assert owner.pulls.failures == 0
 
 
 async def test_a_node_that_has_too_many_pulls_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,14 @@ from tests.unit.kvtransfer.offloading import keys_of
 KEYS = keys_of(6, salt="a tenant")
 
 
-def info(name: str, **changes: object) -> node_status_pb2.NodeInfo:
+def info(name: str, *, batch_invariant: bool = False) -> node_status_pb2.NodeInfo:
     described = node_status_pb2.NodeInfo(
-        name=name, role=node_status_pb2.ROLE_DECODE, incarnation=7, tensor_parallel_size=1, **changes
-    )  # type: ignore[arg-type]
+        name=name,
+        role=node_status_pb2.ROLE_DECODE,
+        incarnation=7,
+        tensor_parallel_size=1,
+        batch_invariant=batch_invariant,
+    )
     described.cache_spec.num_layers = described.cache_spec.num_kv_heads = described.cache_spec.head_dim = 1
     described.cache_shape.block_size = described.cache_shape.num_blocks = 1
     return described
@@ -63,8 +67,8 @@ def test_a_hint_without_an_address_is_none() -> None:
     assert (kept.address, kept.incarnation, kept.tokens) == ("a:1", 3, 640)
 
 
-def hello(**changes: object) -> pb.PullHello:
-    return pb.PullHello(info=info("reader"), incarnation=7, namespace=b"n", worker_addresses=[b"a"], **changes)  # type: ignore[arg-type]
+def hello() -> pb.PullHello:
+    return pb.PullHello(info=info("reader"), incarnation=7, namespace=b"n", worker_addresses=[b"a"])
 
 
 def test_a_reader_of_the_same_kind_is_taken() -> None:

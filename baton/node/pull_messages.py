@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from baton.core.block_keys import DIGEST_BYTES, BlockKey
 from baton.core.errors import InvalidRequest, PeerRefused, UnknownLease
-from baton.core.kv_entries import ENTRY_TOKENS, EntryKey, KeptPrefix
+from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
 from baton.node.peer_checks import check_info
-from baton.protos.internal.v1 import lease_pb2
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from kvtransfer.entry_pulls import NUMBER_BITS
@@ -20,11 +19,6 @@ _TOKEN_BYTES = 4
 _ENTRY_TOKEN_BYTES = ENTRY_TOKENS * _TOKEN_BYTES
 _ADDRESS_BYTES_MAX = 1 << 16
 _NODES = (node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE)
-
-
-def kept_prefix(message: lease_pb2.KeptPrefix) -> KeptPrefix | None:
-    """A gateway's hint; None if it gave none."""
-    return KeptPrefix(message.address, message.incarnation, message.tokens) if message.address else None
 
 
 def wanted_entries(number: int, keys: Sequence[EntryKey]) -> pb.WantedEntries:

@@ -8,7 +8,7 @@ from baton.core.types import LocalPolicy
 from baton.gateway.core.request import Request
 from baton.gateway.fleet.placement import Placement, Route
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
-from baton.rpc.convert import adapter_to_proto, sampling_to_proto
+from baton.rpc.convert import adapter_to_proto, kept_prefix_to_proto, sampling_to_proto
 
 _POLICIES = {
     LocalPolicy.STRICT: decode_pb2.LOCAL_POLICY_STRICT,
@@ -77,7 +77,7 @@ class NodeMessages:
             split_tokens=placement.split_tokens,
             ttft_budget_s=due.ttft_budget_s,
             tpot_s=due.tpot_s,
-            kept_elsewhere=_to_proto(kept_elsewhere),
+            kept_elsewhere=None if kept_elsewhere is None else kept_prefix_to_proto(kept_elsewhere),
             traceparent=self._request.traceparent,
         )
 
@@ -101,12 +101,6 @@ class NodeMessages:
             priority=self._request.priority,
             ttft_budget_s=due.ttft_budget_s,
             refuse_late=refuse_late,
-            kept_elsewhere=_to_proto(kept_elsewhere),
+            kept_elsewhere=None if kept_elsewhere is None else kept_prefix_to_proto(kept_elsewhere),
             traceparent=self._request.traceparent,
         )
-
-
-def _to_proto(kept: KeptPrefix | None) -> lease_pb2.KeptPrefix | None:
-    if kept is None:
-        return None
-    return lease_pb2.KeptPrefix(address=kept.address, incarnation=kept.incarnation, tokens=kept.tokens)

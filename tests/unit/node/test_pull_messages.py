@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import BatonError, InvalidRequest, PeerRefused, UnknownLease
-from baton.node.pull_messages import check_hello, check_worker_addresses, entry_keys, kept_prefix, wanted_entries
+from baton.node.pull_messages import check_hello, check_worker_addresses, entry_keys, wanted_entries
 from baton.protos.internal.v1 import lease_pb2
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
+from baton.rpc.convert import kept_prefix_from_proto
 from tests.unit.kvtransfer.offloading import keys_of
 
 KEYS = keys_of(6, salt="a tenant")
@@ -61,8 +62,8 @@ def test_any_message_gives_keys_or_a_typed_error(content: bytes) -> None:
 
 
 def test_a_hint_without_an_address_is_none() -> None:
-    assert kept_prefix(lease_pb2.KeptPrefix()) is None
-    kept = kept_prefix(lease_pb2.KeptPrefix(address="a:1", incarnation=3, tokens=640))
+    assert kept_prefix_from_proto(lease_pb2.KeptPrefix()) is None
+    kept = kept_prefix_from_proto(lease_pb2.KeptPrefix(address="a:1", incarnation=3, tokens=640))
     assert kept is not None
     assert (kept.address, kept.incarnation, kept.tokens) == ("a:1", 3, 640)
 

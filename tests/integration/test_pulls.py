@@ -12,6 +12,7 @@ from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
 from baton.node import pull_costs, pull_link, pulls
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.channels import connect
 from tests.integration.cluster import DEADLINE_S, DEEPSEEK, LLAMA, Flags, Machines, in_engine, machines, until_status
 from tests.integration.generation import Result, generate
@@ -129,3 +130,9 @@ async def test_a_prefill_node_pulls_the_decoded_part_of_a_conversation_from_the_
     assert result.proof.prefill_cached_tokens == entries * 64
     assert result.proof.prefill_loaded_tokens == entries * 64 - TOKENS // 64 * 64
     await until_status(prefill, lambda last: store(last, "peer").loaded_total > 0)
+    # A switch of roles ends the link, which is still there.
+    async with connect(prefill.address) as channel:
+        wanted = node_pb2.SwitchRoleRequest(role=node_status_pb2.ROLE_DECODE, grace_s=DEADLINE_S)
+        async for progress in node_pb2_grpc.NodeStub(channel).SwitchRole(wanted):
+            last_phase = progress.phase
+    assert last_phase == node_status_pb2.SWITCH_PHASE_DONE

@@ -1,5 +1,5 @@
 """Time to first token of a prompt that a node has computed before: from its cache, from host memory, from files, and
-computed again. One node, so that nothing but the source of the KV differs.
+computed again. One node, so that nothing but the source of the KV differs. Before that, pulls between two nodes.
 
 On a GPU the model has Llama-3.1-8B's shape and random weights; on a CPU it is the demo model's shape.
 """
@@ -20,6 +20,7 @@ from baton.cli.processes import Processes
 from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from baton.core.types import Receipt
+from bench import pulls
 from bench.exposed import on_cpu, on_gpus, write_model
 from bench.table import Row
 
@@ -34,7 +35,7 @@ def run(progress: Callable[[str], None]) -> list[Row]:
     on_gpu = torch.cuda.is_available()
     setup = on_gpus() if on_gpu else on_cpu()
     lengths = (2048, 8192, 32768, 131072 - 64) if on_gpu else (256, 1024)
-    rows: list[Row] = []
+    rows = pulls.rows(progress)
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         model = write_model(Path(folder), setup)
         for length in lengths:

@@ -17,6 +17,7 @@ from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.convert import (
     adapter_from_proto,
     finish_reason_to_proto,
+    kept_prefix_from_proto,
     resolved_sampling_from_proto,
     token_to_proto,
 )
@@ -258,6 +259,7 @@ class DecodeMachine:
             refuse_late=gives_up_s is not None and not submit.HasField("ttft_budget_s"),
             tpot_s=submit.tpot_s if submit.HasField("tpot_s") else None,
             since_s=now_s,
+            kept_elsewhere=kept_prefix_from_proto(submit.kept_elsewhere),
         )
 
     def _cancel(self, tasks: Iterable[DecodeTask]) -> list[Command]:

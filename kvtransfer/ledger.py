@@ -8,6 +8,14 @@ from kvtransfer.leases import SegmentRefusal
 from kvtransfer.link import LinkSpeed, choose_payload_bytes
 from kvtransfer.records import PeerTraffic, TransferCounters
 
+# Numbers of links for pulls begin here. Those of pairs, which carry leases' segments, are all below.
+FIRST_PULL_LINK = 1 << 40
+
+
+def is_pull_link(peer: int) -> bool:
+    """Whether a peer's number is that of a link for pulls."""
+    return peer >= FIRST_PULL_LINK
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -67,7 +75,8 @@ class Ledger:
 
     def fair_share(self, slots: int) -> int:
         """How many staging slots one peer may hold, so that one that stalls leaves room for the others."""
-        return slots if len(self.peers) <= 1 else max(1, slots // 2)
+        pairs = sum(not is_pull_link(peer) for peer in self.peers)  # pulls need no slots
+        return slots if pairs <= 1 else max(1, slots // 2)
 
     def snapshot(self) -> TransferCounters:
         return TransferCounters(

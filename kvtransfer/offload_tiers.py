@@ -5,7 +5,7 @@ It outlives transfer threads, because KV of the same model stays valid; one tran
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -19,8 +19,9 @@ from kvtransfer.records import EntryCounters
 from kvtransfer.settings import TransferSettings
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.host_memory import HostMemory, HostPlace
+from kvtransfer.stores.store import StoreCounters
 
-HOST = "host"
+HOST, PEER = "host", "peer"
 
 # The share of host memory's entries that may wait to be written to one store: they stay in host memory until then.
 _WRITES_SHARE = 1 / 4
@@ -110,6 +111,9 @@ class EntryTiers:
         settings: sizes and stores.
         clock: monotonic seconds, for the limits of calls to stores.
 
+    Attributes:
+        places: of entries in host memory, once it is open.
+
     Raises:
         ConfigError: the host cache has no room for one entry, or for two if there are stores below it.
     """
@@ -131,6 +135,7 @@ class EntryTiers:
         self._clock = clock
         self._pages: HostPages | None = None
         self._host: HostMemory
+        self.places = 0
         self._stores: list[StoreQueue] = []
         self._writes_max = 0
         self._passing: list[PassingPlace] = []
@@ -142,6 +147,7 @@ class EntryTiers:
         self._finds: list[_Find] = []
         self._drops: list[_Drop] = []
         self._saved = self._failed = self._not_written = 0
+        self._pulled = self._served = 0
         self._loaded, self._damaged = Counter[str](), Counter[str]()
 
     def open(self, open_host_memory: Callable[[int], HostPages]) -> None:
@@ -155,6 +161,7 @@ class EntryTiers:
         passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size :]
         self._passing = [PassingPlace(tensor) for tensor in passed.split(size)] if passing else []
         self._pages, self._host = pages, HostMemory(kept, size)
+        self.places = places - passing
         self._writes_max = max(1, int((places - passing) * _WRITES_SHARE))
         for open_store in settings.stores:
             self._stores.append(StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock))
@@ -176,11 +183,16 @@ class EntryTiers:
         is_coming = any(isinstance(place, HostPlace) and not place.is_forgotten for place in coming)
         return is_coming or self._host.find((key,)) == 1
 
-    def take(self, key: EntryKey) -> HostPlace | None:
-        """Makes room for a new entry, which ends with `commit` or `abandon`. Returns None if there is none now."""
+    def take(self, key: EntryKey, *, is_pulled: bool = False) -> HostPlace | None:
+        """Makes room for a new entry, which ends with `commit` or `abandon`. Returns None if there is none now.
+
+        Args:
+            is_pulled: it comes from another node, and ends with `commit_pulled` or `abandon`.
+        """
         place = self._host.take(key, _cost(key))
         if place is not None:
             self._saving[key] = place
+            place.source = PEER if is_pulled else ""
         return place
 
     def commit(self, place: HostPlace) -> None:
@@ -191,10 +203,29 @@ class EntryTiers:
             self._saved += 1
             self._write_behind(place.key)
 
+    def commit_pulled(self, place: HostPlace) -> None:
+        """Keeps an entry from another node, unless it has been dropped meanwhile. It is not written behind, because
+        nothing has checked it yet, and the other node has it."""
+        self._end_saving(place)
+        self._host.commit(place)
+        self._pulled += 1
+
+    def is_pulling(self, key: EntryKey) -> bool:
+        """Whether an entry is on its way from another node."""
+        return key in self._saving and self._saving[key].source == PEER
+
+    def served(self) -> None:
+        """Counts an entry that another node got."""
+        self._served += 1
+
     def abandon(self, place: HostPlace) -> None:
         """Gives a place back whose entry is not complete. Nothing writes to it any more."""
         self._end_saving(place)
         self._host.abandon(place)
+
+    def count(self, keys: Sequence[EntryKey]) -> int:
+        """How many of the first keys host memory has."""
+        return self._host.find(keys)
 
     def no_room(self, entries: int) -> None:
         """Counts entries that were not saved."""
@@ -208,7 +239,7 @@ class EntryTiers:
         place: HostPlace | PassingPlace | None
         place = self._host.pin(key)
         if place is not None:
-            return Fetch(key, True, place)
+            return Fetch(key, True, place, place.source or HOST)
         if key in self._saving:
             return None
         read = self._reads.get(key)
@@ -240,7 +271,10 @@ class EntryTiers:
 
     def loaded(self, fetches: Iterable[Fetch]) -> None:
         """Counts entries that a load has read."""
-        self._loaded.update(fetch.source for fetch in fetches)
+        for fetch in fetches:
+            self._loaded[fetch.source] += 1
+            if isinstance(fetch.place, HostPlace):
+                fetch.place.source = ""
 
     def missing(self) -> None:
         """Counts an entry that ended a load because it was not there, or not in time."""
@@ -326,8 +360,12 @@ class EntryTiers:
             damaged_from=self._damaged.copy(),
             failed=self._failed,
             not_written=self._not_written,
-            stores={store.name: store.counters for store in self._stores},
+            stores={store.name: store.counters for store in self._stores} | self._of_peers(),
+            served=self._served,
         )
+
+    def _of_peers(self) -> dict[str, StoreCounters]:
+        return {PEER: StoreCounters(hits=self._pulled)} if self._pulled else {}
 
     def _end_saving(self, place: HostPlace) -> None:
         if self._saving.get(place.key) is place:

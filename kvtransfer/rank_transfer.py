@@ -206,6 +206,33 @@ class RankTransfer(Protocol):
         """
         ...
 
+    async def begin_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
+        """Takes places in host memory for entries that the peer is to send, until there is no room. Returns the number
+        of leading entries that have one, or are kept already. `end_pull` must follow, whatever happens to the link.
+
+        Args:
+            peer: of a link for pulls, whose number is at least `kvtransfer.ledger.FIRST_PULL_LINK`.
+            number: of the pull, of 40 bits; unknown to everybody but the two nodes.
+
+        Raises:
+            DataLoss: the peer is not connected.
+        """
+        ...
+
+    async def end_pull(self, peer: int, number: int, *, first: int, timeout_s: float) -> int:
+        """Waits until the first entries have arrived, and gives the places of the others back. Returns the number of
+        leading entries that host memory has; if it is less than `first`, disconnect the peer."""
+        ...
+
+    async def serve_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
+        """Sends the first entries that are kept here, from where they lie, to a peer that has begun the pull. Returns
+        how many were sent, when none of them is in flight. To end it early, disconnect the peer.
+
+        Raises:
+            DataLoss: the peer is not connected.
+        """
+        ...
+
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         """Forgets entries, also those that are being saved.
 

@@ -312,11 +312,26 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         loads = (rank.load_entries(entries, timeout_s=timeout_s) for rank in self._of(entries.owner))
         return min(await _all(loads))
 
+    async def begin_pull(self, pair: int, number: int, keys: tuple[EntryKey, ...]) -> int:
+        return min(await _all(end.rank.begin_pull(end.number, number, keys) for end in self._linked(pair)))
+
+    async def end_pull(self, pair: int, number: int, *, first: int, timeout_s: float) -> int:
+        ends = (end.rank.end_pull(end.number, number, first=first, timeout_s=timeout_s) for end in self._linked(pair))
+        return min(await _all(ends))
+
+    async def serve_pull(self, pair: int, number: int, keys: tuple[EntryKey, ...]) -> int:
+        return min(await _all(end.rank.serve_pull(end.number, number, keys) for end in self._linked(pair)))
+
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         await _all(rank.drop_entries(keys) for rank in self._ranks)
 
     async def drop_entries_of(self, root: bytes) -> None:
         await _all(rank.drop_entries_of(root) for rank in self._ranks)
+
+    def _linked(self, pair: int) -> tuple[_End, ...]:
+        if not (ends := self._pairs.get(pair, ())):
+            raise DataLoss("the peer is not connected", field="peer", value=pair)
+        return ends
 
     def _of(self, owner: int | None) -> Sequence[RankTransfer]:
         return self._ranks if owner is None else [self._ranks[owner]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from baton.core.errors import BatonError, DataLoss, UnknownLease
 from baton.kvcache.cache import PagedKVCache
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, SegmentRefusal
-from kvtransfer.ledger import Ledger, Peer
+from kvtransfer.ledger import Ledger, Peer, is_pull_link
 from kvtransfer.movers.mover import Blocks, CacheReading, Mover, Pending
 from kvtransfer.pacing import RateLimit
 from kvtransfer.parts import part_with
@@ -64,6 +64,7 @@ class Receiver:
 
     Args:
         on_filled, on_refused: called on the transfer thread.
+        on_entry: gets the messages of links for pulls, and receives or discards each.
         catch_up: runs the calls posted so far. Since the thread last ran them, a lease may have been granted and its
             first segment may have arrived.
     """
@@ -79,6 +80,7 @@ class Receiver:
         *,
         on_filled: OnFilled,
         on_refused: OnRefused,
+        on_entry: Callable[[Arrival], None],
         catch_up: Callable[[], object],
         clock: Callable[[], float],
     ) -> None:
@@ -91,6 +93,7 @@ class Receiver:
         self._digests = settings.digests
         self._on_filled = on_filled
         self._on_refused = on_refused
+        self._on_entry = on_entry
         self._catch_up = catch_up
         self._clock = clock
         self._incarnation = settings.incarnation
@@ -177,6 +180,9 @@ class Receiver:
             if arrival is None:
                 break
             accepted = True
+            if is_pull_link(arrival.peer):
+                self._on_entry(arrival)
+                continue
             tag = Tag.unpack(arrival.tag)
             if tag.number in (PING, PONG) and arrival.peer in self._ledger.peers:
                 self.round_trips.arrived(tag, arrival, self._clock())

@@ -112,6 +112,7 @@ class EntryCounters:
         not_written: entries that were not written behind, because a store had too many writes before them.
         stores: the totals of each store below host memory, by its name.
         damaged_from: the damaged entries, by where they were, as `loaded`.
+        served: entries that other nodes got from here.
     """
 
     entries: int = 0
@@ -124,6 +125,7 @@ class EntryCounters:
     not_written: int = 0
     stores: Mapping[str, StoreCounters] = field(default_factory=dict)
     damaged_from: Mapping[str, int] = field(default_factory=dict)
+    served: int = 0
 
     @classmethod
     def of_ranks(cls, counters: Sequence[Self]) -> Self:

@@ -204,6 +204,21 @@ class KVTransfer(RankTransfer):
             return 0
         return await self._call(lambda future: self._thread.offloader.find(keys, future))
 
+    async def begin_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
+        if self._tiers is None or not keys:
+            return 0
+        return await self._call(lambda future: self._thread.begin_pull(peer, number, keys, future))
+
+    async def end_pull(self, peer: int, number: int, *, first: int, timeout_s: float) -> int:
+        if self._tiers is None:
+            return 0
+        return await self._call(lambda future: self._thread.pulls.end(peer, number, first, timeout_s, future))
+
+    async def serve_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
+        if self._tiers is None or not keys:
+            return 0
+        return await self._call(lambda future: self._thread.serve_pull(peer, number, keys, future))
+
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         if self._tiers is not None and keys:
             await self._call(lambda future: self._thread.offloader.drop(keys, future))

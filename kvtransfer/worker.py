@@ -20,7 +20,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError, DataLoss, Draining, InternalError
+from baton.core.kv_entries import EntryKey
 from baton.kvcache.cache import PagedKVCache
+from kvtransfer.entry_pulls import EntryPulls
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover, Mover
@@ -34,7 +36,7 @@ from kvtransfer.sender import Sender
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, StagingPool
 from kvtransfer.transports.table import open_transport
-from kvtransfer.transports.transport import REACH_GPU_MEMORY, Transport
+from kvtransfer.transports.transport import REACH_GPU_MEMORY, Arrival, Transport
 
 T = TypeVar("T")
 
@@ -113,6 +115,7 @@ class TransferThread:
         self.sender: Sender
         self.receiver: Receiver
         self.offloader: Offloader
+        self.pulls: EntryPulls
 
     # ---- from other threads
 
@@ -201,6 +204,8 @@ class TransferThread:
         known = self.ledger.peers.pop(peer, None)
         self.ledger.traffic.pop(peer, None)
         self.sender.lost(peer)
+        if self._tiers is not None:
+            self.pulls.lost(peer)
         leases = self.receiver.lost(peer, group=None if known is None else known.group)
         self.transport.disconnect(peer)
         self._disconnecting.append((peer, leases, future))
@@ -211,15 +216,25 @@ class TransferThread:
         self.receiver.warm_ups.expect(peer, messages, num_bytes, self.ledger.peers[peer].transport, future)
 
     def measure_latency(self, peer: int, future: "Future[float]") -> None:
-        if peer not in self.ledger.peers:
-            raise DataLoss("the peer is not connected", field="peer", value=peer)
+        self._check_connected(peer)
         self.receiver.round_trips.measure(peer, self._clock(), future)
 
     def use_link(self, peer: int, link: LinkSpeed, future: "Future[None]") -> None:
-        if peer not in self.ledger.peers:
-            raise DataLoss("the peer is not connected", field="peer", value=peer)
+        self._check_connected(peer)
         self.ledger.peers[peer] = replace(self.ledger.peers[peer], link=link)
         future.set_result(None)
+
+    def begin_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
+        self._check_connected(peer)
+        self.pulls.begin(peer, number, keys, future)
+
+    def serve_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
+        self._check_connected(peer)
+        self.pulls.serve(peer, number, keys, future)
+
+    def _check_connected(self, peer: int) -> None:
+        if peer not in self.ledger.peers:
+            raise DataLoss("the peer is not connected", field="peer", value=peer)
 
     def _run(self) -> None:
         try:
@@ -268,12 +283,14 @@ class TransferThread:
             self._settings,
             on_filled=self._on_filled,
             on_refused=self._on_refused,
+            on_entry=self._entry_arrived,
             catch_up=self._run_calls,
             clock=self._clock,
         )
         if self._tiers is not None:
             self._tiers.open(self.mover.open_host_memory)
             self.offloader = Offloader(self.mover, self._tiers, self._clock)
+            self.pulls = EntryPulls(self._tiers, self.transport, self._clock)
         self._started.set_result(None)
 
     def _pools(self) -> Pools:
@@ -320,6 +337,7 @@ class TransferThread:
             self.receiver.step(),
             self.sender.step(),
             self._tiers is not None and self.offloader.step(),
+            self._tiers is not None and self.pulls.step(),
         )
         if self._tiers is not None and (evicted := self._tiers.take_evicted()):
             self._on_evicted(evicted)
@@ -342,17 +360,26 @@ class TransferThread:
 
     @property
     def _in_flight(self) -> int:
-        offloading = self.offloader.in_flight if self._tiers is not None else 0
-        return self.sender.in_flight + self.receiver.in_flight + offloading
+        entries = self.offloader.in_flight + self.pulls.in_flight if self._tiers is not None else 0
+        return self.sender.in_flight + self.receiver.in_flight + entries
 
     def _finish_disconnects(self) -> None:
         waiting = []
         for peer, leases, future in self._disconnecting:
-            if self.sender.holds(peer) or self.receiver.holds(peer):
+            if self.sender.holds(peer) or self.receiver.holds(peer) or self._pulls_hold(peer):
                 waiting.append((peer, leases, future))
             else:
                 future.set_result(leases)
         self._disconnecting = waiting
+
+    def _pulls_hold(self, peer: int) -> bool:
+        return self._tiers is not None and self.pulls.holds(peer)
+
+    def _entry_arrived(self, arrival: Arrival) -> None:
+        if self._tiers is None:
+            self.transport.discard(arrival)
+        else:
+            self.pulls.arrived(arrival)
 
     def _drain(self) -> None:
         """Cancels what is in flight and waits until nothing is."""
@@ -367,9 +394,11 @@ class TransferThread:
     def _close(self) -> None:
         try:
             self.transport.close()
+            if self._tiers is not None:
+                self.pulls.close()
             self.mover.close()
         finally:
             # ucxx's objects must be destroyed on the thread that made them.
             del self.sender, self.receiver, self.transport, self.mover
             if self._tiers is not None:
-                del self.offloader
+                del self.offloader, self.pulls

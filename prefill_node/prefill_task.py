@@ -19,6 +19,7 @@ from baton.protos.internal.v1 import prefill_pb2 as pb
 from baton.rpc.convert import (
     adapter_from_proto,
     finish_reason_to_proto,
+    kept_prefix_from_proto,
     resolved_sampling_from_proto,
     token_to_proto,
 )
@@ -76,6 +77,7 @@ class PrefillTask:
             # The first token is also the last one when the decode node's context ends there.
             decode_context_tokens=called.peer.max_context_tokens,
             priority=request.priority,
+            kept_elsewhere=kept_prefix_from_proto(request.kept_elsewhere),
         )
         self._layer_groups = -(-spec.num_layers // called.layers_per_group)
         self._called_s = self._started_s = now_s

@@ -190,7 +190,9 @@ def _stores(status: node_status_pb2.NodeStatus) -> str:
         damaged = f", {store.damaged_total} damaged" if store.damaged_total else ""
         failed = f", {store.failed_total} calls failed" if store.failed_total else ""
         read = ENTRY_TOKENS * store.loaded_total
-        described.append(f"{store.name} {mib(store.bytes)}, {read:,} tokens read back{damaged}{failed}")
+        # What comes from other nodes is counted here, and kept in host memory.
+        name = "other nodes" if store.name == "peer" else f"{store.name} {mib(store.bytes)}"
+        described.append(f"{name}, {read:,} tokens read back{damaged}{failed}")
     return f"KV kept: {'; '.join(described)}"
 
 

@@ -35,6 +35,20 @@ class EntryKey(NamedTuple):
 
 
 @dataclass(frozen=True)
+class KeptPrefix:
+    """A node that has the first tokens of a sequence, as a gateway believes.
+
+    Attributes:
+        address: host:port of its gRPC server.
+        tokens: how many leading tokens it has.
+    """
+
+    address: str
+    incarnation: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class EntryBlocks:
     """Consecutive entries of one sequence, and where their tokens are in a cache.
 

@@ -19,7 +19,7 @@ from baton.engine.adapters import AdapterSlots
 from baton.engine.device.device_thread import DeviceThread, ExpertCounts, LayersDone, Outcome, StepComputed, StepRunner
 from baton.engine.events import StepEvents
 from baton.engine.launch_pace import LaunchPace
-from baton.engine.prefix_tier import PrefixTier
+from baton.engine.prefix_tier import PrefixSource, PrefixTier
 from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
 from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.prefixes import PrefixCache
@@ -44,6 +44,7 @@ class Engine:
         meter: learns step costs; None: they stay unknown.
         num_adapters: slots of the runner for adapters.
         tier: the stores outside of the cache; None: there are none. Not for models with recurrent states.
+        source: the stores of other nodes; None: nothing is pulled from them.
         on_room: called on the event loop when copies between cache and stores have given blocks back, without which
             `reserve` may have found no room. It must not raise.
 
@@ -62,13 +63,16 @@ class Engine:
         meter: Costs | None = None,
         num_adapters: int = 0,
         tier: PrefixTier | None = None,
+        source: PrefixSource | None = None,
         on_room: Callable[[], None] | None = None,
     ) -> None:
         self._grammars = grammars
         self._scheduler = Scheduler(
             limits, runner.facts, meter, is_pending=grammars.is_pending, offloads=tier is not None
         )
-        self._prefixes = None if tier is None else TieredPrefixes(tier, self._scheduler, on_room=self._room_freed)
+        self._prefixes = (
+            None if tier is None else TieredPrefixes(tier, source, self._scheduler, on_room=self._room_freed)
+        )
         self.adapters = AdapterSlots(num_adapters, self._scheduler.uses_adapter)
         self._device = DeviceThread(runner, clock=clock, on_outcome=self._receive)
         self._clock = clock

@@ -1,8 +1,10 @@
-"""What an engine needs of the stores outside of its cache. `kvtransfer` implements it; neither knows the other."""
+"""What an engine needs of the stores outside of its cache, and of other nodes. Others implement it, and the engine does
+not know them.
+"""
 
 from typing import Protocol
 
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import EntryBlocks, EntryKey, KeptPrefix
 
 
 class PrefixTier(Protocol):
@@ -27,4 +29,13 @@ class PrefixTier(Protocol):
 
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         """Forgets entries."""
+        ...
+
+
+class PrefixSource(Protocol):
+    """Copies entries of other nodes to this node's stores. All methods belong to the event loop."""
+
+    async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix) -> int:
+        """Copies entries from the node that has them, unless computing them is faster. Returns how many of the first
+        ones the stores have then. It never raises, and ends within a bound."""
         ...

@@ -6,6 +6,7 @@ from math import inf
 from typing import NamedTuple, Self, TypeAlias
 
 from baton.core.errors import ConfigError
+from baton.core.kv_entries import KeptPrefix
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import AdapterRef
 from baton.engine.pooling import PoolSpan
@@ -77,6 +78,7 @@ class EngineRequest:
         pool: pool these hidden states and sample nothing; the request ends with its prompt, and its blocks are free
             then. Only for `prefill_only`, without output and prompt logprobs.
         since_s: when it arrived, on the engine's clock, if it may have been refused before for lack of room; None: now.
+        kept_elsewhere: a node that has more of the sequence than this one; None: none is known.
         adapter: the node must have it; None: the base model.
         adapter_slot: where the device has the adapter; set by the engine.
     """
@@ -96,6 +98,7 @@ class EngineRequest:
     stop_tokens: int | None = None
     pool: PoolSpan | None = None
     since_s: float | None = None
+    kept_elsewhere: KeptPrefix | None = None
     adapter: AdapterRef | None = None
     adapter_slot: int = -1
 

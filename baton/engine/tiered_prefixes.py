@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import EntryBlocks, EntryKey
-from baton.engine.prefix_tier import PrefixTier
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeptPrefix
+from baton.engine.prefix_tier import PrefixSource, PrefixTier
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.offload import LoadPlan, WantedPrefix
 from baton.engine.scheduling.scheduler import Scheduler
@@ -30,12 +30,16 @@ class TieredPrefixes:
     """Saves and loads of one engine.
 
     Args:
+        source: other nodes' stores; None: nothing is pulled from them.
         on_room: called when blocks have become free.
     """
 
-    def __init__(self, tier: PrefixTier, scheduler: Scheduler, *, on_room: Callable[[], None]) -> None:
+    def __init__(
+        self, tier: PrefixTier, source: PrefixSource | None, scheduler: Scheduler, *, on_room: Callable[[], None]
+    ) -> None:
         assert scheduler.offload is not None
         self._tier = tier
+        self._source = source
         self._scheduler = scheduler
         self._offload = scheduler.offload
         self._on_room = on_room
@@ -56,6 +60,7 @@ class TieredPrefixes:
         wanted = self._scheduler.wanted(request)
         if wanted is None:
             return 0
+        await self._pull(wanted, request.kept_elsewhere)
         async with self._places:
             try:
                 found = await asyncio.wait_for(self._find(wanted), _FIND_S)
@@ -78,6 +83,21 @@ class TieredPrefixes:
         """Waits for all copies; each ends within its own bound."""
         while self._tasks:
             await asyncio.wait(self._tasks)
+
+    async def _pull(self, wanted: WantedPrefix, kept: KeptPrefix | None) -> None:
+        """Copies what another node has, and the stores lack, to the stores. Not where ranks have requests of their own,
+        because nobody knows which of the other node's ranks has it."""
+        if kept is None or self._source is None or len(wanted.starts) > 1:
+            return
+        stop = min(wanted.stop, kept.tokens // ENTRY_TOKENS)
+        try:
+            found = await asyncio.wait_for(self._find(wanted), _FIND_S)
+        except (TimeoutError, BatonError):  # the search for the load will say so
+            return
+        start = wanted.starts[0] if found is None else found[1]
+        if start < stop:
+            # A pull goes on when the call is cancelled: what it brings stays, and its places must be given back.
+            await asyncio.shield(self._start(self._source.pull(wanted.entries(start, stop), kept)))
 
     async def _find(self, wanted: WantedPrefix) -> tuple[int, int] | None:
         """The pool whose rank has most of the wanted entries, and where they stop. Returns None if no rank has any."""

@@ -129,8 +129,10 @@ _PHASE = Label("state", "state of the lease", ("opening", "filling", "closing"))
 _STEP = Label("kind", "what the step computed", ("prefill", "decode", "mixed"))
 _LAUNCH = Label("launch", "how the step was launched", ("decode_graph", "prompt_graph", "eager"))
 _TIER = Label("tier", "tier of the cache", ("device",))
-_STORE = Label("store", "where KV is kept outside of the cache", ("host", "file", "mooncake"))
-_ENTRY_EVENT = Label("event", "what happened to an entry", ("saved", "loaded", "evicted", "damaged", "failed"))
+_STORE = Label("store", "where KV is kept outside of the cache", ("host", "file", "mooncake", "peer"))
+_ENTRY_EVENT = Label(
+    "event", "what happened to an entry", ("saved", "loaded", "evicted", "damaged", "failed", "served")
+)
 _TRANSPORT = Label("transport", "what carries the KV of the pair, such as `rc`, `cuda_ipc`, `cma` or `tcp`")
 _TRACE = Label("state", "what happened to the trace", ("exported", "dropped"))
 _RANK = Label("rank", "number of the node's rank")
@@ -284,7 +286,8 @@ METRICS: tuple[Metric, ...] = (
            "KV that the node keeps outside of its cache; 0 for a store that the whole cluster shares",
            NODES, (_STORE,)),
     Metric("baton_kv_store_entries_total", C, "entries",
-           "Entries of 64 tokens that were saved, loaded, evicted, damaged, or not saved or read in time",
+           "Entries of 64 tokens that were saved, loaded, evicted, damaged, not saved or read in time, or served to "
+           "other nodes; what has failed of `peer` are pulls",
            NODES, (_STORE, _ENTRY_EVENT)),
     Metric("baton_output_prompt_tokens", H, "tokens",
            "Prompt length of outputs that were served to their end", GATEWAY, (), _TOKENS),

@@ -25,8 +25,9 @@ from baton.node.describe import to_info, to_step_costs
 from baton.node.expert_load import ExpertLoads
 from baton.node.from_settings import engine_limits, open_transfer, transfer_settings
 from baton.node.gpu_meter import GpuMeter, gpu_uuids
-from baton.node.kv_stores import keeps_kv, store_states
+from baton.node.kv_stores import keeps_kv, pull_namespace, store_states, with_failed_pulls
 from baton.node.meter import NodeMeter
+from baton.node.pulls import Pulls
 from baton.node.ranks.group import RankGroup
 from baton.node.ranks.remote import RemoteTransfer
 from baton.node.ranks.runner import RankedRunner
@@ -34,13 +35,15 @@ from baton.node.ranks.steps import StepWriter
 from baton.node.starting import default_name
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import adapter_to_proto
+from baton.security.tls import InternalTls
 from baton.settings.model_source import hub_commit
 from baton.settings.node_config import NodeSettings
 from kvtransfer.leases import LeaseTotals
 from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import MakeTransfer, RankedTransfer
-from kvtransfer.records import RefusedSegment
+from kvtransfer.records import EntryCounters, RefusedSegment
+from kvtransfer.stores.entry import EntryLayout
 
 _log = logging.getLogger(__name__)
 # Far longer than a turn of the transfer thread, and than the time between two reports of a rank.
@@ -72,6 +75,7 @@ class Node:
 
     Attributes:
         experts: load of the model's experts.
+        pulls: KV from and for other nodes; None: the node keeps none, or its ranks have requests of their own.
         gpus: memory, use and power of the node's GPUs on this host.
         numbers: numbers that name calls and sessions in the engine, each drawn once in the life of the process.
         switches: number of role changes so far.
@@ -115,6 +119,8 @@ class Node:
         self.transfer = RankedTransfer(makers, message_bytes=message_bytes)
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
         self.meter = StepMeter(built.costs)
+        keeps = keeps_kv(settings, built)
+        self.pulls = self._open_pulls(settings, built) if keeps and built.parallel.num_owners == 1 else None
         self.engine = Engine(
             runner,
             self.limits,
@@ -122,7 +128,8 @@ class Node:
             grammars=built.grammars,
             meter=self.meter,
             num_adapters=settings.adapter_slots,
-            tier=self.transfer if keeps_kv(settings, built) else None,
+            tier=self.transfer if keeps else None,
+            source=self.pulls,
             on_room=self._on_room,
         )
         self.experts = ExpertLoads(
@@ -167,6 +174,20 @@ class Node:
             also_decodes=role == node_status_pb2.ROLE_PREFILL and settings.decodes,
         )
 
+    def _open_pulls(self, settings: NodeSettings, built: BuiltRunner) -> Pulls:
+        layout = EntryLayout(transfer_settings(settings, built, self.incarnation).parts(built.cache.spec))
+        return Pulls(
+            self.transfer,
+            lambda: self.info,
+            namespace=pull_namespace(settings, built, layout),
+            entry_bytes=layout.entry_bytes * built.parallel.size,
+            ranks=built.parallel.size,
+            costs=lambda: self.meter.costs,
+            step_tokens=lambda: self.limits.max_batch_tokens,
+            keepalive_s=settings.keepalive_s,
+            tls=InternalTls.read(settings, None),
+        )
+
     def check(self, settings: NodeSettings) -> None:
         """Checks that the node can take a role with these settings.
 
@@ -178,8 +199,8 @@ class Node:
     async def become(self, role: node_status_pb2.Role.ValueType, settings: NodeSettings) -> None:
         """Takes another role, as a new incarnation, and keeps weights, cache and graphs.
 
-        Before the call the old role's drivers are closed, and no request, lease or pair is left. After it the new
-        role's drivers call `listen`.
+        Before the call the old role's drivers and the pulls are closed, and no request, lease or pair is left. After
+        it the new role's drivers call `listen`.
 
         Raises:
             ConfigError: the settings contradict each other; nothing has changed.
@@ -189,6 +210,8 @@ class Node:
         self.engine.set_limits(self.limits)
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
         await self.transfer.reopen(incarnation=self.incarnation, receive_bytes_per_s=settings.receive_bytes_per_s)
+        if self.pulls is not None:
+            self.pulls.reopen()
         self.switches += 1
 
     def listen(self, listener: Listener) -> None:
@@ -226,6 +249,8 @@ class Node:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self.pulls is not None:
+            await self.pulls.close()
         await self.engine.__aexit__(exc_type, exc, traceback)
         await self.transfer.close()
 
@@ -242,6 +267,12 @@ class Node:
             f"{shape.num_blocks} blocks of {shape.block_size} tokens{owners}"
             + (f", {shape.state_slots} recurrent states" if shape.state_slots else "")
         )
+
+    @property
+    def kept(self) -> EntryCounters:
+        """Totals of the KV that is kept outside of the cache, with the pulls from other nodes that failed."""
+        counters = self.transfer.counters().entries
+        return counters if self.pulls is None else with_failed_pulls(counters, self.pulls.failures)
 
     def status(self, *, draining: bool) -> node_status_pb2.NodeStatus:
         """The node's status, in which the role fills in peers, leases and refusals."""
@@ -275,7 +306,7 @@ class Node:
             gpus=self.gpus.states,
             prompt_tokens_total=self.counts.prompt_tokens,
             generated_tokens_total=self.counts.generated_tokens,
-            stores=store_states(counters.entries) if self.engine.has_tier else (),
+            stores=store_states(self.kept) if self.engine.has_tier else (),
             stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
 

@@ -14,9 +14,10 @@ from baton.engine.build import BuiltRunner
 from baton.metrics.exposition import Figure
 from baton.protos.v1 import node_status_pb2
 from baton.settings.node_config import NodeSettings
-from kvtransfer.offload_tiers import HOST
+from kvtransfer.offload_tiers import HOST, PEER
 from kvtransfer.records import EntryCounters
 from kvtransfer.settings import OpenStore
+from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.files import FileStore
 from kvtransfer.stores.mooncake import open_mooncake, parse_mooncake_url
 from kvtransfer.stores.store import Store, StoreCounters
@@ -66,6 +67,20 @@ def open_stores(settings: NodeSettings, built: BuiltRunner) -> tuple[OpenStore, 
     return tuple(stores)
 
 
+def pull_namespace(settings: NodeSettings, built: BuiltRunner, layout: EntryLayout) -> bytes:
+    """A digest of what the entries of a node mean, from those of its rank 0: nodes with equal ones may use each other's
+    entries, rank by rank."""
+    return _joined(_joined(layout.namespace, _origin(settings, built)), b"%d ranks" % built.parallel.size)
+
+
+def with_failed_pulls(counters: EntryCounters, failures: int) -> EntryCounters:
+    """The totals of all ranks, with the node's pulls that failed."""
+    if not failures:
+        return counters
+    peers = replace(counters.stores.get(PEER, StoreCounters()), failed=failures)
+    return replace(counters, stores={**counters.stores, PEER: peers})
+
+
 def store_states(counters: EntryCounters) -> Iterator[node_status_pb2.StoreState]:
     """Describes host memory, then the stores below it."""
     for name, store in _by_name(counters):
@@ -92,6 +107,7 @@ def store_figures(counters: EntryCounters) -> Iterator[Figure]:
         }
         for event, count in events.items():
             yield Figure("baton_kv_store_entries_total", count, (name, event))
+    yield Figure("baton_kv_store_entries_total", counters.served, (PEER, "served"))
 
 
 def _by_name(counters: EntryCounters) -> Iterator[tuple[str, StoreCounters]]:

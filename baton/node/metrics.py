@@ -80,7 +80,7 @@ class NodeMetrics:
         for launch, count in self._node.built.runner.launches.items():
             yield Figure("baton_engine_step_launches_total", count, (launch,))
         yield from self._node.experts.figures()
-        yield from store_figures(self._node.transfer.counters().entries)
+        yield from store_figures(self._node.kept)
 
     def _transfer_figures(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
         counters = self._node.transfer.counters()

@@ -248,6 +248,7 @@ async def serve(
         load_adapter=adapters.load,
         unload_adapter=adapters.unload,
         expert_load=node.experts.message,
+        owner=None if node.pulls is None else node.pulls.owner,
     )
     async with MetricsPort(metrics, switch.metrics_page) as port:
         service.serve(parts)

@@ -235,6 +235,8 @@ class RoleSwitch:
         self.services.refuse()  # first, because a call that came while the role closes would leave something open
         await self.role.close()
         await self.services.end()
+        if node.pulls is not None:
+            await node.pulls.close()
         if not await until(lambda: not transfer.linked, timeout_s=_END_S):
             raise InternalError("links of the old role did not end", cure="see the node's log")
         await node.become(role, settings)

@@ -1,4 +1,4 @@
-"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters, experts.
+"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters, experts, pulls of KV.
 
 It starts before the node can serve, so that others see how far the node's start is. Other parts make its messages.
 """
@@ -9,15 +9,17 @@ from pathlib import Path
 
 import grpc
 
-from baton.core.errors import Draining
+from baton.core.errors import BatonError, Draining, PeerRefused
 from baton.core.types import AdapterRef
 from baton.node.cache_events import CacheEvents
+from baton.node.pull_owner import PullOwner
 from baton.node.status_feed import StatusFeed
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.internal.v1 import node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import adapter_to_proto
 from baton.rpc.convert_node import describe_loading
+from baton.rpc.status import abort, client_may_leave
 
 SERVICE_NAME = "baton.internal.v1.Node"
 
@@ -39,6 +41,7 @@ class NodeParts:
         load_adapter: loads an adapter of this name from a directory.
         unload_adapter: unloads the adapter of this name.
         expert_load: reads the tokens of each expert.
+        owner: sends KV to other nodes; None: the node keeps none outside of its cache.
     """
 
     status: Callable[[], node_status_pb2.NodeStatus]
@@ -48,6 +51,7 @@ class NodeParts:
     load_adapter: Callable[[str, Path], Awaitable[AdapterRef]]
     unload_adapter: Callable[[str], None]
     expert_load: Callable[[], Awaitable[pb.GetExpertLoadResponse]]
+    owner: PullOwner | None = None
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
@@ -144,6 +148,20 @@ class NodeService(node_pb2_grpc.NodeServicer):
         context: grpc.aio.ServicerContext[pb.GetExpertLoadRequest, pb.GetExpertLoadResponse],
     ) -> pb.GetExpertLoadResponse:
         return await self._served.expert_load()
+
+    async def Pull(  # type: ignore[override]  # the stubs know generators only
+        self,
+        request_iterator: AsyncIterator[pb.PullRequest],
+        context: grpc.aio.ServicerContext[pb.PullRequest, pb.PullResponse],
+    ) -> None:
+        with client_may_leave():
+            try:
+                owner = self._served.owner
+                if owner is None:
+                    raise PeerRefused("this node keeps no KV outside of its cache", cure="give it --host-cache-gib")
+                await owner.serve(request_iterator, context.write)
+            except BatonError as error:
+                await abort(context, error)
 
     async def WatchCache(
         self,

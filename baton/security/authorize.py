@@ -24,6 +24,7 @@ _CLIENT = frozenset({Right.CLIENT, Right.OPERATOR})
 _OPERATOR = frozenset({Right.OPERATOR})
 _GATEWAY = frozenset({Right.GATEWAY})
 _PREFILL = frozenset({Right.PREFILL})
+_NODES = frozenset({Right.PREFILL, Right.DECODE})
 _WATCHING = frozenset({Right.GATEWAY, Right.OPERATOR})
 
 TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
@@ -39,6 +40,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "LoadAdapter": _OPERATOR,  # reads a directory that the caller names
         "UnloadAdapter": _OPERATOR,
         "GetExpertLoad": _OPERATOR,
+        "Pull": _NODES,
     },
     # Served by gateways.
     "baton.v1.Generation": {

@@ -21,6 +21,7 @@ class HostPlace:
     Attributes:
         number: of the place in the tensor.
         tensor: the entry's bytes, uint8.
+        source: where an entry that no load has checked yet came from; empty: from this node.
         users: one for the writer, and one for each pin. Nothing else is written to the place before they are gone.
         is_written: committed.
         is_forgotten: dropped: nobody finds the entry any more, and the place is free when its last user is gone.
@@ -29,6 +30,7 @@ class HostPlace:
     key: EntryKey
     number: int
     tensor: Tensor
+    source: str = ""
     users: int = 1
     is_written: bool = False
     is_forgotten: bool = False

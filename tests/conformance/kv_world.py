@@ -126,6 +126,7 @@ class World:
             ),
             on_filled=self._on_filled,
             on_refused=self.reported.append,
+            on_entry=surroundings.discard,
             catch_up=lambda: None,
             clock=lambda: 0.0,
         )

@@ -8,11 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.core.errors import DataLoss
 from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer import worker
+from kvtransfer.flows import Flow, RankPair
+from kvtransfer.ledger import FIRST_PULL_LINK
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
 from kvtransfer.offload import SLOTS
@@ -198,3 +201,33 @@ async def test_entries_of_a_request_that_one_rank_owns_are_that_ranks() -> None:
         assert torch.equal(node.caches[0].memory, other)
         await node.transfer.drop_entries(KEYS)
         assert await node.transfer.find_entries(KEYS, owner=1) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_each_rank_pulls_from_the_rank_of_its_number(ranks: int) -> None:
+    links: dict[RankPair, tuple[Flow, ...]] = {RankPair(rank, rank): () for rank in range(ranks)}
+    async with node_of(SPEC, ranks) as owner, node_of(SPEC, ranks) as reader:
+        blocks, target = (blocks_of(owner.caches[0], ENTRIES, seed) for seed in (1, 2))
+        wanted = [as_bytes(tokens_of(cache, blocks, ENTRIES * ENTRY_TOKENS)) for cache in owner.caches]
+        assert await owner.transfer.save_entries(EntryBlocks(KEYS, blocks)) == ENTRIES
+        theirs = await owner.transfer.listen(FIRST_PULL_LINK, links, sends=True)
+        ours = await reader.transfer.listen(FIRST_PULL_LINK, links, sends=False)
+        await reader.transfer.connect(FIRST_PULL_LINK, theirs)
+        await owner.transfer.connect(FIRST_PULL_LINK, ours)
+        # The last rank of the owner has lost the last entries.
+        await owner.transfer._ranks[-1].drop_entries(KEYS[4:])
+        assert await reader.transfer.begin_pull(FIRST_PULL_LINK, 7, KEYS) == ENTRIES
+        sent = await owner.transfer.serve_pull(FIRST_PULL_LINK, 7, KEYS)
+        assert sent == 4
+        found = await reader.transfer.end_pull(FIRST_PULL_LINK, 7, first=sent, timeout_s=DEADLINE_S)
+        assert found == await reader.transfer.find_entries(KEYS) == 4
+        for cache in reader.caches:
+            cache.memory.zero_()
+        assert await reader.transfer.load_entries(EntryBlocks(KEYS[:4], target), timeout_s=DEADLINE_S) == 4
+        for cache, was in zip(reader.caches, wanted, strict=True):
+            tokens = 4 * ENTRY_TOKENS
+            assert torch.equal(as_bytes(tokens_of(cache, target, tokens)), was[:, :, :tokens])
+        for node in (owner, reader):
+            await node.transfer.disconnect(FIRST_PULL_LINK)
+        with pytest.raises(DataLoss):
+            await reader.transfer.begin_pull(FIRST_PULL_LINK, 8, KEYS)

@@ -6,6 +6,7 @@ from math import inf
 
 from numpy.random import Generator, default_rng
 
+from baton.core.kv_entries import KeptPrefix
 from baton.core.types import AdapterRef, LocalPolicy
 from baton.gateway.core.request import Request
 from baton.gateway.core.shared_sends import SharedSends
@@ -21,6 +22,8 @@ from baton.gateway.fleet.router import NodeView, RoutedRequest, least_pooling, p
 from baton.gateway.fleet.shortlist import ALL_UP_TO, Candidates, shortlist
 from baton.protos.v1 import node_status_pb2, operations_pb2
 
+# Nodes decide by their own measurements whether to pull KV, but none would pull less than this.
+_MUCH_MORE_TOKENS = 128
 _COSTS_EACH_S = 0.1  # nodes report about as often
 _COSTS_EACH_NODE_S = 1e-3  # in a large cluster: an update takes 40 us for each node
 
@@ -178,6 +181,22 @@ class Fleet(NodeTable):
             max_blocks = (wanted.num_tokens - 1) // block_size
             cached.update((address, min(blocks, max_blocks) * block_size) for address, blocks in found.items())
         return cached
+
+    def kept_elsewhere(self, node: FleetNode, wanted: RoutedRequest) -> KeptPrefix | None:
+        """The node that has much more of a sequence than the one that is to compute it, and whose KV that one can use.
+        Returns None if there is none."""
+        if node.kept_kind is None or wanted.prompt is None:
+            return None
+        others = [each for each in self.nodes() if each is not node and each.kept_kind == node.kept_kind]
+        others = [each for each in others if each.serves]
+        if not others:
+            return None
+        cached = self._cached_tokens((node, *others), wanted)
+        best = max(others, key=lambda each: cached.get(each.address, 0))
+        tokens = cached.get(best.address, 0)
+        if tokens < cached.get(node.address, 0) + _MUCH_MORE_TOKENS:
+            return None
+        return KeptPrefix(best.address, best.incarnation, tokens)
 
     def _of_session(self, wanted: RoutedRequest) -> RoutedRequest:
         if not wanted.session_id:

@@ -71,6 +71,8 @@ class FleetNode:
         self.cache = CachePosition()
         self.adapters: frozenset[AdapterRef] = frozenset()
         self.revision = ""  # of the node's weights; requests continue only on nodes of their revision; empty: unknown
+        # What must be equal where nodes use each other's KV; None: it keeps none outside of its cache.
+        self.kept_kind: tuple[object, ...] | None = None
         self.cached_tokens = 0  # cached part of the prompt for which the node was last chosen
         self._view: NodeView | None = _UNKNOWN  # None: outdated
         self._decode_view: NodeView | None = None
@@ -242,6 +244,7 @@ class FleetNode:
         self.revision = revision_of(status.info.model)
         self.adapters = frozenset(AdapterRef(each.name, each.revision) for each in status.adapters)
         self.status, self.incarnation = status, status.info.incarnation
+        self.kept_kind = _kept_kind(status)
         if self._peers_answered or status.peers != before.peers:
             self._take_peers({peer.incarnation: peer for peer in status.peers if peer.incarnation})
             self._peers_answered = False
@@ -348,6 +351,14 @@ def _load(status: node_status_pb2.NodeStatus) -> tuple[object, ...]:
 
 def _works(status: node_status_pb2.NodeStatus) -> bool:
     return bool(status.requests_running or status.requests_waiting or status.decode_rows)
+
+
+def _kept_kind(status: node_status_pb2.NodeStatus) -> tuple[object, ...] | None:
+    info = status.info
+    if not status.stores or info.attention_data_parallel:
+        return None
+    kind = info.cache_spec.dtype, info.tensor_parallel_size, info.batch_invariant
+    return revision_of(info.model), info.model.content_digest, *kind
 
 
 def _seconds(reported: float) -> float:

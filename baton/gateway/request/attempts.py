@@ -15,6 +15,7 @@ from baton.core.errors import (
     UnknownLease,
     UnknownModel,
 )
+from baton.gateway.fleet.placement import Route
 from baton.gateway.request.attempt import Attempt
 from baton.gateway.request.commands import LeaveDecode, Respond, SubmitToDecode
 from baton.gateway.request.hand_over import HandOver
@@ -124,6 +125,7 @@ class Attempts:
             budget_s=state.remaining_s,
             max_queue_s=min(state.rules.max_queue_s, state.remaining_s),
             prefill_incarnation=attempt.ticket_for,
+            kept_elsewhere=state.kept_elsewhere(node) if placement.route is Route.LOCAL else None,
         )
         state.commands.append(SubmitToDecode(attempt.number, node.role, node.address, submission, node.name))
 

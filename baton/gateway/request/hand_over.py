@@ -36,7 +36,11 @@ class HandOver:
         attempt.call = PrefillCall(self._num_calls, node, state.now_s)
         attempt.first_token_passed = ticket.first_part  # the decode node samples the first token of a split prompt
         request = state.messages.prefill(
-            state.output.token_ids, ticket, due=state.due, refuse_late=state.refuses_late(attempt)
+            state.output.token_ids,
+            ticket,
+            due=state.due,
+            refuse_late=state.refuses_late(attempt),
+            kept_elsewhere=state.kept_elsewhere(node),
         )
         node.note_sent(state.num_tokens, cached_tokens=node.cached_tokens)
         if attempt.placed_prefill != node.incarnation:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from baton.core.errors import LOGITS_FIELD, BatonError, DataLoss, InternalError, NoNode, Overloaded
+from baton.core.kv_entries import KeptPrefix
 from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.core.request import Rules
@@ -135,6 +136,10 @@ class NodeChoice:
             if (node := self._fleet.pick_prefill(attempt.node, without_broken, now_s, placed=placed)) is not None:
                 return node
         return self._fleet.pick_prefill(attempt.node, wanted, now_s, placed=placed)
+
+    def kept_elsewhere(self, node: FleetNode, num_tokens: int) -> KeptPrefix | None:
+        """The node that has much more of the sequence than this one, which is to compute it; None: there is none."""
+        return self._fleet.kept_elsewhere(node, self._routed(num_tokens))
 
     def note_placed(self, decode: FleetNode, placement: Placement, num_tokens: int, now_s: float) -> int | None:
         """Adds a placed request to the backlogs of its nodes.

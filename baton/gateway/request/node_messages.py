@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.core.kv_entries import KeptPrefix
 from baton.core.types import LocalPolicy
 from baton.gateway.core.request import Request
 from baton.gateway.fleet.placement import Placement, Route
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
-from baton.rpc.convert import adapter_to_proto, sampling_to_proto
+from baton.rpc.convert import adapter_to_proto, kept_prefix_to_proto, sampling_to_proto
 
 _POLICIES = {
     LocalPolicy.STRICT: decode_pb2.LOCAL_POLICY_STRICT,
@@ -56,6 +57,7 @@ class NodeMessages:
         budget_s: float,
         max_queue_s: float,
         prefill_incarnation: int = 0,
+        kept_elsewhere: KeptPrefix | None = None,
     ) -> decode_pb2.SubmitRequest:
         return decode_pb2.SubmitRequest(
             request_id=self._request.request_id,
@@ -75,11 +77,18 @@ class NodeMessages:
             split_tokens=placement.split_tokens,
             ttft_budget_s=due.ttft_budget_s,
             tpot_s=due.tpot_s,
+            kept_elsewhere=None if kept_elsewhere is None else kept_prefix_to_proto(kept_elsewhere),
             traceparent=self._request.traceparent,
         )
 
     def prefill(
-        self, output: Sequence[int], ticket: lease_pb2.Ticket, *, due: Due, refuse_late: bool
+        self,
+        output: Sequence[int],
+        ticket: lease_pb2.Ticket,
+        *,
+        due: Due,
+        refuse_late: bool,
+        kept_elsewhere: KeptPrefix | None = None,
     ) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
             request_id=self._request.request_id,
@@ -92,5 +101,6 @@ class NodeMessages:
             priority=self._request.priority,
             ttft_budget_s=due.ttft_budget_s,
             refuse_late=refuse_late,
+            kept_elsewhere=None if kept_elsewhere is None else kept_prefix_to_proto(kept_elsewhere),
             traceparent=self._request.traceparent,
         )

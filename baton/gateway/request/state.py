@@ -1,10 +1,12 @@
 """State that the parts of one request's machine share: the request, its output, the time, and the commands. Pure."""
 
 from baton.core.errors import Overloaded
+from baton.core.kv_entries import KeptPrefix
 from baton.core.types import Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.core.request import Request, Rules
 from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.request.attempt import Attempt
 from baton.gateway.request.commands import Command
 from baton.gateway.request.node_choice import NodeChoice
@@ -51,6 +53,10 @@ class GatewayRequestState:
     def num_tokens(self) -> int:
         """Number of tokens of prompt and output so far."""
         return len(self.request.prompt) + len(self.output.token_ids)
+
+    def kept_elsewhere(self, node: FleetNode) -> KeptPrefix | None:
+        """The node that has much more of the sequence than the one that is to compute it."""
+        return self.choice.kept_elsewhere(node, self.num_tokens)
 
     def respond(self) -> None:
         """Adds a message with the tokens that the client does not have yet."""

@@ -183,6 +183,28 @@ class LoadEntries(Verb[int]):
 
 
 @dataclass(frozen=True)
+class BeginPull(Verb[int]):
+    peer: int
+    number: int
+    keys: tuple[EntryKey, ...]
+
+
+@dataclass(frozen=True)
+class EndPull(Verb[int]):
+    peer: int
+    number: int
+    first: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class ServePull(Verb[int]):
+    peer: int
+    number: int
+    keys: tuple[EntryKey, ...]
+
+
+@dataclass(frozen=True)
 class DropEntries(Verb[None]):
     keys: tuple[EntryKey, ...]
 

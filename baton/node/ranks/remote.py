@@ -11,11 +11,13 @@ from baton.core.kv_entries import EntryBlocks, EntryKey
 from baton.node.ranks.channel import Channel
 from baton.node.ranks.messages import (
     AwaitWarmUp,
+    BeginPull,
     Cancel,
     Close,
     Disconnect,
     DropEntries,
     DropEntriesOf,
+    EndPull,
     FindEntries,
     Heartbeat,
     LinkFailed,
@@ -32,6 +34,7 @@ from baton.node.ranks.messages import (
     Report,
     SaveEntries,
     SendWarmUp,
+    ServePull,
     Start,
     UseLink,
     Verb,
@@ -149,6 +152,15 @@ class RemoteTransfer(RankTransfer):
 
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
         return await self._ask_to_end(LoadEntries(entries, timeout_s))
+
+    async def begin_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
+        return await self._ask(BeginPull(peer, number, keys))
+
+    async def end_pull(self, peer: int, number: int, *, first: int, timeout_s: float) -> int:
+        return await self._ask(EndPull(peer, number, first, timeout_s))
+
+    async def serve_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
+        return await self._ask(ServePull(peer, number, keys))
 
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         await self._ask(DropEntries(keys))

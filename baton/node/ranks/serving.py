@@ -15,11 +15,13 @@ from baton.core.errors import BatonError, Cancelled, InternalError
 from baton.node.ranks.channel import Channel
 from baton.node.ranks.messages import (
     AwaitWarmUp,
+    BeginPull,
     Cancel,
     Close,
     Disconnect,
     DropEntries,
     DropEntriesOf,
+    EndPull,
     FindEntries,
     Heartbeat,
     LinkFailed,
@@ -35,6 +37,7 @@ from baton.node.ranks.messages import (
     Reopen,
     SaveEntries,
     SendWarmUp,
+    ServePull,
     Start,
     UseLink,
     Verb,
@@ -177,6 +180,12 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
             return transfer.find_entries(verb.keys)
         case LoadEntries():
             return transfer.load_entries(verb.entries, timeout_s=verb.timeout_s)
+        case BeginPull():
+            return transfer.begin_pull(verb.peer, verb.number, verb.keys)
+        case EndPull():
+            return transfer.end_pull(verb.peer, verb.number, first=verb.first, timeout_s=verb.timeout_s)
+        case ServePull():
+            return transfer.serve_pull(verb.peer, verb.number, verb.keys)
         case DropEntries():
             return transfer.drop_entries(verb.keys)
         case DropEntriesOf():

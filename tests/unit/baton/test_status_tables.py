@@ -25,6 +25,7 @@ def test_kv_that_is_kept_outside_of_the_cache_is_shown_by_store() -> None:
     stores = [
         node_status_pb2.StoreState(name="host", entries=3, bytes=3 << 20, loaded_total=20),
         node_status_pb2.StoreState(name="file", bytes=9 << 20, damaged_total=2, failed_total=1),
+        node_status_pb2.StoreState(name="peer", loaded_total=4),
     ]
     status = node_status_pb2.NodeStatus(stores=stores)
     status.info.name, status.info.model.name = "prefill-0", "llama"
@@ -33,12 +34,12 @@ def test_kv_that_is_kept_outside_of_the_cache_is_shown_by_store() -> None:
     console = Console(width=160, force_terminal=False, color_system=None)
     with console.capture() as captured:
         console.print(render(cluster))
-    assert "host 3 MiB, 1,280 tokens read back; file 9 MiB, 0 tokens read back, 2 damaged, 1 calls failed" in (
-        captured.get().replace("\n  ", " ")
-    )
+    shown_text = captured.get().replace("\n  ", " ")
+    assert "host 3 MiB, 1,280 tokens read back; file 9 MiB, 0 tokens read back, 2 damaged, 1 calls failed" in shown_text
+    assert "other nodes, 256 tokens read back" in " ".join(shown_text.split())
     shown = to_json(cluster)["nodes"]
     assert isinstance(shown, list)
-    assert [store["name"] for store in shown[0]["stores"]] == ["host", "file"]
+    assert [store["name"] for store in shown[0]["stores"]] == ["host", "file", "peer"]
 
 
 WORKERS = {

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+from baton.core.kv_entries import KeptPrefix
 from baton.core.types import LocalPolicy
 from baton.gateway.core.prompt_blocks import PromptBlocks
+from baton.gateway.fleet.fleet_node import _kept_kind
 from baton.gateway.fleet.router import RoutedRequest
 from baton.protos.internal.v1 import node_pb2
+from baton.protos.v1 import node_status_pb2
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node
 
 PROMPT = list(range(100))
@@ -122,3 +125,62 @@ def test_a_session_stays_on_its_nodes() -> None:
     assert fleet.pick_prefill(decode, request, 0.0) is prefill
     fleet.lose(prefill.address)
     assert fleet.pick_prefill(decode, request, 0.0) not in (prefill, None)
+
+
+LONG = list(range(400))
+
+
+def long_prompt() -> RoutedRequest:
+    return RoutedRequest(len(LONG), LocalPolicy.PREFER, prompt=PromptBlocks(LONG, cache_salt=""))
+
+
+def long_blocks(count: int) -> list[int]:
+    return PromptBlocks(LONG, cache_salt="").numbers("", 16).up_to(count)[:count]
+
+
+def keeping(prefills: int, decodes: int) -> SmallFleet:
+    """A fleet whose nodes keep KV outside of their caches."""
+    fleet = SmallFleet(prefills, decodes)
+    for node in fleet.nodes():
+        report = node_status_pb2.NodeStatus()
+        report.CopyFrom(node.status)
+        report.stores.add(name="host")
+        fleet.status_received(node.role, node.address, report, 1.0)
+    return fleet
+
+
+def test_a_node_that_lacks_most_of_a_prompt_is_told_who_has_it() -> None:
+    fleet = keeping(2, 2)
+    assert changed(fleet, "d1", 1, snapshot=True, stored=long_blocks(25))
+    assert changed(fleet, "p2", 1, snapshot=True, stored=long_blocks(20))
+    # The last token is computed in any case.
+    assert fleet.kept_elsewhere(fleet.prefills["p1"], long_prompt()) == KeptPrefix("d1", 21, 384)
+    assert fleet.kept_elsewhere(fleet.decodes["d2"], long_prompt()) == KeptPrefix("d1", 21, 384)
+    # Not far behind, the one with most itself, and another salt.
+    assert fleet.kept_elsewhere(fleet.prefills["p2"], long_prompt()) is None
+    assert fleet.kept_elsewhere(fleet.decodes["d1"], long_prompt()) is None
+    other = replace(long_prompt(), prompt=PromptBlocks(LONG, cache_salt="mine"))
+    assert fleet.kept_elsewhere(fleet.prefills["p1"], other) is None
+
+
+def test_nobody_is_told_of_a_node_that_keeps_nothing_is_gone_or_has_another_kind_of_kv() -> None:
+    fleet = keeping(1, 1)
+    assert changed(fleet, "d1", 1, snapshot=True, stored=long_blocks(25))
+    decode, reader = fleet.decodes["d1"], fleet.prefills["p1"]
+    assert fleet.kept_elsewhere(reader, long_prompt()) is not None
+    report = node_status_pb2.NodeStatus()
+    for change in ("tensor_parallel_size", "batch_invariant", "attention_data_parallel"):
+        report.CopyFrom(decode.status)
+        setattr(report.info, change, 2 if change == "tensor_parallel_size" else True)
+        kept, decode.kept_kind = decode.kept_kind, _kept_kind(report)
+        assert fleet.kept_elsewhere(reader, long_prompt()) is None
+        decode.kept_kind = kept
+    report.CopyFrom(decode.status)
+    report.draining = True
+    fleet.status_received(DECODE, "d1", report, 2.0)
+    assert fleet.kept_elsewhere(reader, long_prompt()) is not None  # what drains still sends
+    fleet.lose("d1")
+    assert fleet.kept_elsewhere(reader, long_prompt()) is None
+    bare = SmallFleet(1, 1)
+    assert changed(bare, "d1", 1, snapshot=True, stored=long_blocks(25))
+    assert bare.kept_elsewhere(bare.prefills["p1"], long_prompt()) is None

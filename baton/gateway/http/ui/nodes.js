@@ -171,7 +171,9 @@ function gpuTable(node) {
 
 function kept(store) {
   const damaged = store.damaged ? `, ${count(store.damaged)} damaged` : "";
-  return `${store.name} ${bytes(store.bytes)}, ${plural(store.tokens_read, "token")} read back${damaged}`;
+  // What comes from other nodes is counted here, and kept in host memory.
+  const where = store.name === "peer" ? "other nodes" : `${store.name} ${bytes(store.bytes)}`;
+  return `${where}, ${plural(store.tokens_read, "token")} read back${damaged}`;
 }
 
 function watts(gpu) {

@@ -1,0 +1,204 @@
+"""The reader's end of a link to one node that has KV: a Pull stream, from its hello to its end.
+
+A link lives as long as its stream, and a link that is not used ends. Any failure costs the link: both ends then drop
+what they hold for it, and the next pull makes a new one.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterable, Mapping
+
+import grpc
+
+from baton.core.errors import BatonError, DataLoss, DeadlineExceeded, InternalError, NoNode
+from baton.core.kv_entries import EntryKey
+from baton.node.pull_messages import check_worker_addresses, wanted_entries
+from baton.protos.internal.v1 import node_pb2 as pb
+from baton.protos.internal.v1 import node_pb2_grpc
+from baton.rpc.channels import connect
+from baton.rpc.status import from_rpc_error
+from baton.security.tls import Dial
+from kvtransfer.entry_pulls import NUMBER_BITS
+from kvtransfer.flows import RankPair
+from kvtransfer.ranked import RankedTransfer
+
+log = logging.getLogger("baton")
+
+_OPEN_S = 5.0
+_IDLE_S = 60.0
+# The owner says that it has sent entries when its transport has; they need this long at most to be in their places.
+_ARRIVE_S = 1.0
+
+Call = grpc.aio.StreamStreamCall[pb.PullRequest, pb.PullResponse]
+
+
+class PullLink:
+    """The link to one incarnation of one node. Connects at once, and is closed by `close` or after some idle time.
+
+    Args:
+        hello: this node's introduction, without addresses.
+        number: this node's number for the link.
+        ranks: of both nodes.
+    """
+
+    def __init__(
+        self,
+        transfer: RankedTransfer,
+        address: str,
+        hello: pb.PullHello,
+        *,
+        number: int,
+        ranks: int,
+        keepalive_s: float,
+        dial: Dial | None,
+    ) -> None:
+        self.address = address
+        self.incarnation = hello.incarnation
+        self._transfer = transfer
+        self._hello = hello
+        self._number = number
+        self._ranks = ranks
+        self._keepalive_s = keepalive_s
+        self._dial = dial
+        self._error: BatonError | None = None
+        self._outbox: asyncio.Queue[pb.PullRequest | None] = asyncio.Queue()
+        self._sent: dict[int, asyncio.Future[int]] = {}
+        self._settled = asyncio.Event()
+        self._task = asyncio.create_task(self._live(), name=f"pull-link-{address}")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or is about to."""
+        return self._error is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is made, or cannot be."""
+        return self._settled.is_set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is made."""
+        return self._settled.is_set() and not self.is_over
+
+    async def pull(self, keys: tuple[EntryKey, ...]) -> int:
+        """Brings the first of these entries to host memory. Returns how many of the first ones it has then. Whoever
+        cancels the call closes the link, too.
+
+        Raises:
+            BatonError: the link cannot be made, or has broken.
+        """
+        await self._settled.wait()
+        self._check()
+        number = secrets.randbits(NUMBER_BITS)
+        first = 0
+        begun = await self._transfer.begin_pull(self._number, number, keys)
+        sent = self._sent[number] = asyncio.get_running_loop().create_future()
+        try:
+            if begun:
+                self._check()
+                self._outbox.put_nowait(pb.PullRequest(wanted=wanted_entries(number, keys[:begun])))
+                first = min(await sent, begun)
+        finally:
+            del self._sent[number]
+            found = await self._transfer.end_pull(self._number, number, first=first, timeout_s=_ARRIVE_S)
+        if found < first:
+            raise self.close(DataLoss(f"{first - found} of {first} entries from {self.address} did not arrive"))
+        return found
+
+    def close(self, error: BatonError) -> BatonError:
+        """Ends the link, for this reason unless it has ended for another one. Returns the reason; `wait_closed` waits
+        for the end."""
+        if self._error is None:
+            self._error = error
+            self._settled.set()  # a task that is cancelled before it has begun does nothing
+            self._task.cancel()
+        return self._error
+
+    async def wait_closed(self) -> None:
+        """Returns when nothing of the link is left."""
+        await asyncio.wait([self._task])
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _live(self) -> None:
+        try:
+            async with connect(self.address, keepalive_s=self._keepalive_s, dial=self._dial) as channel:
+                call = node_pb2_grpc.NodeStub(channel).Pull()
+                async with asyncio.timeout(_OPEN_S):
+                    await self._open(call)
+                self._settled.set()
+                await self._exchange(call)
+        except* Exception as failed:  # noqa: BLE001  any failure of one link costs that link alone
+            self._error = self._described(failed.exceptions[0])
+        finally:
+            self._error = self._error or NoNode(f"the link to {self.address} has ended")
+            self._settled.set()
+            for sent in self._sent.values():
+                if not sent.done():
+                    sent.set_exception(self._error)
+            await self._transfer.disconnect(self._number)
+
+    async def _open(self, call: Call) -> None:
+        links = {RankPair(rank, rank): () for rank in range(self._ranks)}
+        addresses = await self._transfer.listen(self._number, links, sends=False, on_failed=self._link_failed)
+        self._hello.worker_addresses.extend(by_rank(addresses))
+        await call.write(pb.PullRequest(hello=self._hello))
+        response = await call.read()
+        if not isinstance(response, pb.PullResponse):  # the end of the stream
+            raise NoNode(f"{self.address} has ended the stream", cure="see its log")
+        check_worker_addresses(response.accepted.worker_addresses, ranks=self._ranks)
+        await self._transfer.connect(self._number, of_ranks(response.accepted.worker_addresses))
+
+    async def _exchange(self, call: Call) -> None:
+        """Writes and reads until one of the two nodes ends the stream, or nothing was asked for some time."""
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(self._read(call))
+            try:
+                while True:
+                    async with asyncio.timeout(_IDLE_S):
+                        request = await self._outbox.get()
+                    if request is None:
+                        return
+                    await call.write(request)
+            except TimeoutError:
+                pass
+            finally:
+                self._error = self._error or NoNode(f"the link to {self.address} has ended")
+                reading.cancel()
+
+    async def _read(self, call: Call) -> None:
+        # NOTE: not `async for`: a grpc call refuses to mix that with read().
+        while isinstance(response := await call.read(), pb.PullResponse):
+            sent = self._sent.get(response.sent.number)
+            if sent is not None and not sent.done():
+                sent.set_result(response.sent.entries)
+        self._outbox.put_nowait(None)
+
+    def _link_failed(self, error: BatonError) -> None:
+        self.close(error)
+
+    def _described(self, error: Exception) -> BatonError:
+        match error:
+            case grpc.aio.AioRpcError():
+                return from_rpc_error(error)
+            case TimeoutError():
+                return DeadlineExceeded(f"no link to {self.address} within {_OPEN_S:g} s")
+            case BatonError():
+                return error
+            case asyncio.InvalidStateError():  # raised by a write
+                return NoNode(f"{self.address} has ended the stream")
+        log.error("the link to %s failed", self.address, exc_info=error)
+        return InternalError(f"{type(error).__name__}: {error}")
+
+
+def by_rank(addresses: Mapping[RankPair, bytes]) -> list[bytes]:
+    """The addresses of a node's ranks, in their order."""
+    return [addresses[pair] for pair in sorted(addresses, key=lambda pair: pair.sender_rank)]
+
+
+def of_ranks(addresses: Iterable[bytes]) -> dict[RankPair, bytes]:
+    return {RankPair(rank, rank): address for rank, address in enumerate(addresses)}

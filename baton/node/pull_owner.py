@@ -1,0 +1,181 @@
+"""The owner's end of pulls: Pull streams of other nodes, and the entries that are sent to them.
+
+What others may hold here is bounded: links, pulls at a time, and the time of each pull.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from baton.core.errors import BatonError, Draining, InvalidRequest, Overloaded
+from baton.core.kv_entries import EntryKey
+from baton.node.pull_link import by_rank, of_ranks
+from baton.node.pull_messages import check_hello, entry_keys
+from baton.protos.internal.v1 import node_pb2 as pb
+from baton.protos.v1 import node_status_pb2
+from kvtransfer.flows import RankPair
+from kvtransfer.ranked import RankedTransfer
+
+log = logging.getLogger("baton")
+
+_HELLO_S = 10.0
+# Links of readers. Each takes a worker of UCX with a dozen descriptors for every rank.
+_LINKS_MAX = 32
+# Pulls at a time; further ones get nothing, and their readers compute.
+_PULLS_MAX = 8
+# A pull that takes longer is given up, and with it the link: only so its entries are certainly not in flight.
+_SERVE_S = 10.0
+
+Write = Callable[[pb.PullResponse], Awaitable[None]]
+
+
+@dataclass(eq=False)
+class _Reader:
+    """One reader's stream. `outbox` has the messages to it; None ends the stream."""
+
+    number: int
+    name: str
+    outbox: asyncio.Queue[pb.PullResponse | None] = field(default_factory=asyncio.Queue)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    pulls: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def end(self) -> None:
+        self.outbox.put_nowait(None)
+
+
+class PullOwner:
+    """All readers of this node.
+
+    Args:
+        info: this node's description of itself.
+        namespace: of its entries.
+        ranks: of this node, and so of every reader.
+        numbers: for links, shared with this node's own pulls.
+    """
+
+    def __init__(
+        self,
+        transfer: RankedTransfer,
+        info: Callable[[], node_status_pb2.NodeInfo],
+        *,
+        namespace: bytes,
+        ranks: int,
+        numbers: "itertools.count[int]",
+    ) -> None:
+        self._transfer = transfer
+        self._info = info
+        self._namespace = namespace
+        self._ranks = ranks
+        self._numbers = numbers
+        self._readers: set[_Reader] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._pulls = 0
+        self._is_open = True
+
+    async def serve(self, incoming: AsyncIterator[pb.PullRequest], write: Write) -> None:
+        """Runs one reader's stream.
+
+        Raises:
+            PeerRefused: its entries are of another kind, or its introduction is impossible.
+            UnknownLease: it means another incarnation of this node.
+            InvalidRequest: a message is impossible.
+            Overloaded: there are too many links.
+            Draining: this node makes no new links.
+            BatonError: the link could not be made.
+        """
+        hello = await self._hello(incoming)
+        check_hello(hello, self._info(), self._namespace)
+        if not self._is_open:
+            raise Draining(f"{self._info().name} makes no new links", cure="compute the prompt")
+        if len(self._readers) >= _LINKS_MAX:
+            raise Overloaded(f"{_LINKS_MAX} nodes pull from {self._info().name} already", retry_after_s=1.0)
+        reader = _Reader(next(self._numbers), hello.info.name)
+        self._readers.add(reader)
+        try:
+            await self._link(reader, hello, write)
+            await self._exchange(reader, incoming, write)
+        finally:
+            # In a separate task, because gRPC may cancel this handler once the stream's end has been read.
+            leaving = asyncio.create_task(self._disconnect(reader), name=f"unlink-{reader.number:x}")
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+            await asyncio.shield(leaving)
+
+    async def close(self) -> None:
+        """Ends every stream, and returns when nothing of them is left. New ones are refused until `reopen`."""
+        self._is_open = False
+        for reader in tuple(self._readers):
+            reader.end()
+        for reader in tuple(self._readers):
+            await reader.ended.wait()
+
+    def reopen(self) -> None:
+        self._is_open = True
+
+    async def _hello(self, incoming: AsyncIterator[pb.PullRequest]) -> pb.PullHello:
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                message = await anext(aiter(incoming), None)
+        except TimeoutError:
+            message = None
+        if message is None or not message.HasField("hello"):
+            raise InvalidRequest("the first message is no hello", field="hello")
+        return message.hello
+
+    async def _link(self, reader: _Reader, hello: pb.PullHello, write: Write) -> None:
+        links = {RankPair(rank, rank): () for rank in range(self._ranks)}
+        addresses = await self._transfer.listen(
+            reader.number, links, sends=True, on_failed=lambda error: self._link_failed(reader, error)
+        )
+        await self._transfer.connect(reader.number, of_ranks(hello.worker_addresses))
+        await write(pb.PullResponse(accepted=pb.PullAccepted(worker_addresses=by_rank(addresses))))
+
+    async def _exchange(self, reader: _Reader, incoming: AsyncIterator[pb.PullRequest], write: Write) -> None:
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(self._read(reader, incoming), name=f"reader-{reader.number:x}")
+            while (response := await reader.outbox.get()) is not None:
+                await write(response)
+            reading.cancel()
+
+    async def _read(self, reader: _Reader, incoming: AsyncIterator[pb.PullRequest]) -> None:
+        try:
+            async for message in incoming:
+                wanted = message.wanted
+                keys = entry_keys(wanted)
+                if self._pulls >= _PULLS_MAX:
+                    reader.outbox.put_nowait(_sent(wanted.number, 0))
+                    continue
+                # Not of the TaskGroup: a pull ends when nothing of it is in flight, also if the stream ends before.
+                pull = asyncio.create_task(self._pull(reader, wanted.number, keys), name=f"pull-{wanted.number:x}")
+                reader.pulls.add(pull)
+                pull.add_done_callback(reader.pulls.discard)
+        finally:
+            reader.end()
+
+    async def _pull(self, reader: _Reader, number: int, keys: tuple[EntryKey, ...]) -> None:
+        self._pulls += 1
+        try:
+            async with asyncio.timeout(_SERVE_S):
+                reader.outbox.put_nowait(_sent(number, await self._transfer.serve_pull(reader.number, number, keys)))
+        except TimeoutError:
+            log.warning("%s has not taken the entries that it asked for within %g s", reader.name, _SERVE_S)
+            reader.end()
+        except BatonError:  # the link has broken
+            reader.end()
+        finally:
+            self._pulls -= 1
+
+    def _link_failed(self, reader: _Reader, error: BatonError) -> None:
+        log.info("lost %s, which pulls entries: %s", reader.name, error)
+        reader.end()
+
+    async def _disconnect(self, reader: _Reader) -> None:
+        await self._transfer.disconnect(reader.number)
+        self._readers.discard(reader)
+        reader.ended.set()
+
+
+def _sent(number: int, entries: int) -> pb.PullResponse:
+    return pb.PullResponse(sent=pb.EntriesSent(number=number, entries=entries))

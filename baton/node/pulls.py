@@ -1,0 +1,193 @@
+"""Pulls of a node: KV that another node keeps comes to this one's host memory, where it is faster than computing.
+
+`pull_link` is one link as its reader sees it, `pull_owner` serves the readers of this node.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+
+from baton.core.costs import StepCosts
+from baton.core.errors import BatonError, DeadlineExceeded, Draining
+from baton.core.kv_entries import ENTRY_TOKENS, EntryKey, KeptPrefix
+from baton.node.pull_costs import PullSample, PullSpeed, is_worth_pulling
+from baton.node.pull_link import PullLink
+from baton.node.pull_owner import PullOwner
+from baton.protos.internal.v1 import node_pb2 as pb
+from baton.protos.v1 import node_status_pb2
+from baton.rpc.server import ListenAddress
+from baton.security.roles import NODE
+from baton.security.tls import InternalTls
+from kvtransfer.ledger import FIRST_PULL_LINK
+from kvtransfer.ranked import MOST_RANKS, RankedTransfer
+
+log = logging.getLogger("baton")
+
+# A pull gets the time that its tokens would need to be computed, within these limits.
+PULL_S_MIN, PULL_S_MAX = 0.5, 5.0
+# Pulls at a time; a further prompt is computed.
+_PULLS_MAX = 4
+# Links to other nodes; one that is idle makes room for another.
+_LINKS_MAX = 32
+# A node whose pull failed is not asked again for this long.
+_BACK_OFF_S = 10.0
+
+
+class Pulls:
+    """Both sides of a node's pulls. All methods belong to the event loop.
+
+    Args:
+        info: this node's description of itself.
+        namespace: of this node's entries.
+        entry_bytes: size of an entry, over all ranks.
+        ranks: of this node.
+        costs: what steps of this node cost; None: not known yet.
+        step_tokens: largest number of prompt tokens in a step.
+        tls: None: nodes talk without it.
+
+    Attributes:
+        owner: the side that serves other nodes.
+        failures: pulls that were refused, broke or took too long.
+    """
+
+    def __init__(
+        self,
+        transfer: RankedTransfer,
+        info: Callable[[], node_status_pb2.NodeInfo],
+        *,
+        namespace: bytes,
+        entry_bytes: int,
+        ranks: int,
+        costs: Callable[[], StepCosts | None],
+        step_tokens: Callable[[], int],
+        keepalive_s: float,
+        tls: InternalTls | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        numbers = itertools.count(FIRST_PULL_LINK, MOST_RANKS)
+        self.owner = PullOwner(transfer, info, namespace=namespace, ranks=ranks, numbers=numbers)
+        self.failures = 0
+        self._transfer = transfer
+        self._info = info
+        self._namespace = namespace
+        self._entry_bytes = entry_bytes
+        self._ranks = ranks
+        self._costs = costs
+        self._step_tokens = step_tokens
+        self._keepalive_s = keepalive_s
+        self._dial = None if tls is None else tls.to(NODE)
+        self._clock = clock
+        self._numbers = numbers
+        self._links: dict[str, PullLink] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._speeds: dict[str, PullSpeed] = {}
+        self._not_before_s: dict[tuple[str, int], float] = {}
+        self._running = 0
+        self._is_open = True
+
+    async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix) -> int:
+        """Copies entries from the node that has them, unless computing them is faster. Returns how many of the first
+        ones host memory has then. It never raises, and ends within a bound."""
+        tokens, num_bytes = len(keys) * ENTRY_TOKENS, len(keys) * self._entry_bytes
+        compute_s = self._compute_s(keys)
+        speed = self._speeds.get(kept.address)
+        pull_s = None if speed is None else speed.seconds(num_bytes, self._clock())
+        if not self._may_ask(kept) or not is_worth_pulling(tokens, pull_s, compute_s):
+            return 0
+        timeout_s = min(max(PULL_S_MIN, compute_s or PULL_S_MIN), PULL_S_MAX)
+        self._running += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._pull(keys, kept)
+        except TimeoutError:
+            link = self._links.get(kept.address)
+            if link is not None and not link.is_settled:
+                return 0  # it goes on, and the next pull finds it ready
+            what = f"{len(keys)} entries from {kept.address} took more than {timeout_s:g} s"
+            self._failed(kept, DeadlineExceeded(what))
+        except BatonError as error:
+            self._failed(kept, error)
+        finally:
+            self._running -= 1
+        return 0
+
+    async def close(self) -> None:
+        """Ends every link, on both sides, and returns when nothing of them is left. Nothing is pulled until
+        `reopen`."""
+        self._is_open = False
+        for address in tuple(self._links):
+            self._drop(address, Draining("this node ends its links"))
+        await self.owner.close()
+        while self._ending:
+            await asyncio.wait(self._ending)
+
+    def reopen(self) -> None:
+        self._is_open = True
+        self.owner.reopen()
+
+    async def _pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix) -> int:
+        link = self._link(kept)
+        was_ready = link.is_ready
+        begun_s = self._clock()
+        found = await link.pull(keys)
+        if found and was_ready:  # else the time has that of making the link in it
+            speed = self._speeds.setdefault(kept.address, PullSpeed())
+            speed.add(PullSample(self._clock(), found * self._entry_bytes, self._clock() - begun_s))
+        return found
+
+    def _compute_s(self, keys: tuple[EntryKey, ...]) -> float | None:
+        costs = self._costs()
+        if costs is None:
+            return None
+        return costs.prompt_s(keys[0].token_start, keys[-1].token_stop, step_tokens=self._step_tokens())
+
+    def _may_ask(self, kept: KeptPrefix) -> bool:
+        waits = self._clock() < self._not_before_s.get((kept.address, kept.incarnation), 0.0)
+        is_own = kept.incarnation == self._info().incarnation
+        return self._is_open and not waits and not is_own and self._running < _PULLS_MAX
+
+    def _link(self, kept: KeptPrefix) -> PullLink:
+        """The link to that incarnation of the node, which may not be made yet.
+
+        Raises:
+            ConfigError: the address is none.
+        """
+        link = self._links.get(kept.address)
+        if link is not None and not link.is_over and link.incarnation == kept.incarnation:
+            return link
+        # gRPC would also connect to names of other forms, such as unix:PATH.
+        ListenAddress.parse(kept.address, field="kept_elsewhere.address")
+        if link is not None:
+            self._drop(kept.address, Draining(f"{kept.address} has restarted"))
+        while len(self._links) >= _LINKS_MAX:
+            self._drop(next(iter(self._links)), Draining("this node has links to too many others"))
+        hello = pb.PullHello(info=self._info(), incarnation=kept.incarnation, namespace=self._namespace)
+        link = self._links[kept.address] = PullLink(
+            self._transfer,
+            kept.address,
+            hello,
+            number=next(self._numbers),
+            ranks=self._ranks,
+            keepalive_s=self._keepalive_s,
+            dial=self._dial,
+        )
+        return link
+
+    def _failed(self, kept: KeptPrefix, error: BatonError) -> None:
+        self.failures += 1
+        now_s = self._clock()
+        self._not_before_s = {node: until_s for node, until_s in self._not_before_s.items() if until_s > now_s}
+        self._not_before_s[kept.address, kept.incarnation] = now_s + _BACK_OFF_S
+        log.warning("could not pull from %s: %s", kept.address, error)
+        self._drop(kept.address, error)
+
+    def _drop(self, address: str, why: BatonError) -> None:
+        link = self._links.pop(address, None)
+        if link is None:
+            return
+        link.close(why)
+        ending = asyncio.create_task(link.wait_closed(), name=f"unlink-{address}")
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)

@@ -1,0 +1,302 @@
+"""Pulls of entries over real UCX between two processes, one of which may stop, die, restart, forget or be damaged. The
+other never waits for long, holds nothing afterwards, and loads only what was computed."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.core.kv_entries import KeptPrefix
+from baton.kvcache.layout import KVCacheLayout
+from baton.node import pull_costs, pull_link, pull_owner, pulls
+from baton.node.pull_messages import wanted_entries
+from baton.protos.internal.v1 import node_pb2 as pb
+from baton.protos.internal.v1 import node_pb2_grpc
+from baton.rpc.channels import connect
+from baton.security.certificates import write_set
+from baton.security.tls import InternalTls
+from tests.conformance.kv import DEADLINE_S, eventually
+from tests.conformance.kv_child import Child, child
+from tests.conformance.pulling import (
+    ENTRIES,
+    KEYS,
+    OWNER,
+    PullingNode,
+    a_reader,
+    a_reader_elsewhere,
+    an_owner,
+    computed,
+)
+from tests.unit.kvtransfer.offloading import MemoryStore
+from tests.unit.security.settings import TlsSettings
+
+
+@pytest.fixture(autouse=True)
+def _no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pulls wait as long as it takes, and a failed one is tried again at once."""
+    monkeypatch.setattr(pulls, "PULL_S_MIN", DEADLINE_S)
+    monkeypatch.setattr(pulls, "PULL_S_MAX", DEADLINE_S)
+    monkeypatch.setattr(pulls, "_BACK_OFF_S", 0.0)
+    monkeypatch.setattr(pull_link, "_OPEN_S", DEADLINE_S)
+    monkeypatch.setattr(pull_link, "_ARRIVE_S", DEADLINE_S)
+    monkeypatch.setattr(pull_costs, "UNMEASURED_TOKENS", 64)
+    monkeypatch.setattr(pull_costs, "_SHARE", float("inf"))
+
+
+@asynccontextmanager
+async def owner_elsewhere() -> AsyncIterator[tuple[Child, KeptPrefix]]:
+    """A process that keeps the entries, and what a gateway says of it."""
+    async with child(an_owner) as owner:
+        assert await owner.call("keep") == ENTRIES
+        yield owner, await owner.call("kept")
+
+
+async def until_only_the_link_is_held(reader: PullingNode, links: int = 0) -> None:
+    await eventually(lambda: len(reader.held()) == links)
+    assert all(each.startswith("link") for each in reader.held())
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+async def until_stopped(pid: int) -> None:
+    await eventually(lambda: is_stopped(pid))
+
+
+async def test_entries_of_another_process_arrive_bit_for_bit_in_another_layout_and_block_size() -> None:
+    async with owner_elsewhere() as (owner, kept), a_reader() as reader:
+        assert await reader.pull(kept, KEYS[:5]) == 5
+        assert await reader.pull(kept, KEYS[5:]) == ENTRIES - 5
+        count, found = await reader.load()
+        assert count == ENTRIES
+        assert torch.equal(found, computed(ENTRIES))
+        assert reader.transfer.counters().entries.loaded == {"peer": ENTRIES}
+        await reader.load()
+        assert reader.transfer.counters().entries.loaded == {"peer": ENTRIES, "host": ENTRIES}
+        assert reader.pulls.failures == 0
+        assert await owner.call("count_served") == ENTRIES
+        # Both pulls went over one link, and nothing but the link is left.
+        await until_only_the_link_is_held(reader, links=1)
+        assert len(await owner.call("held")) == 1
+
+
+async def test_what_is_here_already_is_not_received_again() -> None:
+    async with owner_elsewhere() as (_, kept), a_reader() as reader:
+        assert await reader.pull(kept, KEYS[:3]) == 3
+        assert await reader.pull(kept) == ENTRIES
+        assert reader.transfer.counters().entries.stores["peer"].hits == ENTRIES
+
+
+async def test_two_nodes_pull_from_each_other_at_once() -> None:
+    async with owner_elsewhere() as (owner, kept), a_reader() as reader:
+        await owner.call("forget", 6)
+        assert await reader.keep(seed=4) == ENTRIES
+        await reader.forget(0)
+        assert await reader.pull(kept) == 6
+        owner.begin("pull", reader.kept())
+        assert await reader.pull(kept) == 6
+        assert await owner.answer() == ("pull", 6)
+
+
+async def test_an_owner_that_has_forgotten_entries_sends_those_before_them() -> None:
+    async with owner_elsewhere() as (owner, kept), a_reader() as reader:
+        await owner.call("forget", 7)
+        assert await reader.pull(kept) == 7
+        await owner.call("forget", 0)
+        assert await reader.pull(kept, KEYS[7:]) == 0
+        assert reader.pulls.failures == 0
+        await until_only_the_link_is_held(reader, links=1)
+
+
+async def test_an_entry_that_is_damaged_in_the_owners_memory_ends_the_load_before_it() -> None:
+    async with owner_elsewhere() as (owner, kept), a_reader() as reader:
+        await owner.call("damage", 4)
+        assert await reader.pull(kept) == ENTRIES
+        count, found = await reader.load()
+        assert count == 4
+        assert torch.equal(found, computed(4))
+        assert reader.transfer.counters().entries.damaged_from == {"peer": 1}
+        assert await reader.transfer.find_entries(KEYS) == 4
+
+
+async def test_a_reader_with_little_room_pulls_what_fits() -> None:
+    async with owner_elsewhere() as (_, kept), PullingNode(0xB, KVCacheLayout.HND, 32, places=8) as reader:
+        assert await reader.pull(kept) == 4
+        await until_only_the_link_is_held(reader, links=1)
+
+
+async def test_an_owner_sends_what_only_its_store_has() -> None:
+    store = MemoryStore()
+    owner = PullingNode(OWNER, KVCacheLayout.NHD, 16, places=64, stores=(lambda *_: store,))
+    async with owner, a_reader() as reader:
+        assert await owner.keep() == ENTRIES
+        await eventually(lambda: len(store.kept) == ENTRIES)
+        await owner.forget(0)
+        assert await reader.pull(owner.kept()) == ENTRIES
+        count, found = await reader.load()
+        assert count == ENTRIES
+        assert torch.equal(found, computed(ENTRIES))
+
+
+async def test_an_owner_that_dies_during_a_pull_costs_that_pull() -> None:
+    async with owner_elsewhere() as (owner, kept), a_reader() as reader:
+        owner.begin("stop_after", 2)
+        await owner.answer()
+        pull = asyncio.create_task(reader.pull(kept))
+        await until_stopped(owner.pid)
+        os.kill(owner.pid, signal.SIGKILL)
+        assert await pull == 0
+        assert reader.pulls.failures == 1
+        await until_only_the_link_is_held(reader)
+        count, found = await reader.load()
+        assert count < ENTRIES
+        assert torch.equal(found, computed(count))
+
+
+async def test_an_owner_that_stops_during_a_pull_costs_the_time_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with owner_elsewhere() as (owner, kept), a_reader() as reader:
+        assert await reader.pull(kept, KEYS[:1]) == 1
+        await owner.call("stop_after", 2)
+        bound_s = 0.1
+        while not is_stopped(owner.pid):  # on a busy machine the first bounds are too short for two entries
+            bound_s *= 2
+            monkeypatch.setattr(pulls, "PULL_S_MIN", bound_s)
+            assert await reader.pull(kept) == 0
+        assert reader.pulls.failures
+        await until_only_the_link_is_held(reader)
+        count, found = await reader.load()
+        assert torch.equal(found, computed(count))
+        # It goes on: its link has ended too, and a new one is made.
+        os.kill(owner.pid, signal.SIGCONT)
+        monkeypatch.setattr(pulls, "PULL_S_MIN", DEADLINE_S)
+        while await owner.call("held"):
+            pass
+        assert await reader.pull(kept) == ENTRIES
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_reader_that_dies_or_stops_during_a_pull_leaves_nothing_at_the_owner(
+    signal_number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_owner, "_SERVE_S", 0.3 if signal_number == signal.SIGSTOP else DEADLINE_S)
+    async with an_owner() as owner, child(a_reader_elsewhere) as reader:
+        assert await owner.keep() == ENTRIES
+        await reader.call("stop_after", 2)
+        reader.begin("pull", owner.kept())
+        await until_stopped(reader.pid)
+        if signal_number == signal.SIGKILL:
+            os.kill(reader.pid, signal.SIGKILL)
+        await eventually(lambda: not owner.held())
+        assert not owner.pulls.owner._readers
+
+
+async def test_a_node_of_another_kind_refuses_and_names_both(caplog: pytest.LogCaptureFixture) -> None:
+    async with an_owner() as owner, PullingNode(0xB, KVCacheLayout.NHD, 16, namespace=b"another") as reader:
+        assert await owner.keep() == ENTRIES
+        reader.info.cache_spec.dtype, owner.info.cache_spec.dtype = "bfloat16", "float32"
+        assert await reader.pull(owner.kept()) == 0
+        assert reader.pulls.failures == 1
+        refused = "entries of node-a and of node-b are of different kinds: KV dtype is float32 and bfloat16"
+        assert refused in caplog.text
+        await until_only_the_link_is_held(reader)
+
+
+async def test_another_incarnation_of_the_owner_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    async with an_owner() as owner, a_reader() as reader:
+        assert await owner.keep() == ENTRIES
+        assert await reader.pull(replace(owner.kept(), incarnation=0x99)) == 0
+        assert "incarnation 99 of node-a is over; it has incarnation a now" in caplog.text
+
+
+async def test_a_node_whose_pull_failed_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "_BACK_OFF_S", DEADLINE_S)
+    async with an_owner() as owner, a_reader() as reader:
+        assert await owner.keep() == ENTRIES
+        other = replace(owner.kept(), incarnation=0x99)
+        assert [await reader.pull(other), await reader.pull(other)] == [0, 0]
+        assert reader.pulls.failures == 1
+        assert await reader.pull(owner.kept()) == ENTRIES  # of the incarnation that is there
+
+
+async def test_nobody_listens_at_the_address() -> None:
+    async with a_reader() as reader:
+        assert await reader.pull(KeptPrefix("127.0.0.1:1", 7, 640)) == 0
+        assert await reader.pull(KeptPrefix("unix:/tmp/socket", 7, 640)) == 0
+        assert reader.pulls.failures == 2
+        await until_only_the_link_is_held(reader)
+
+
+async def test_closed_links_are_made_again_after_a_switch_of_roles() -> None:
+    async with an_owner() as owner, a_reader() as reader:
+        assert await owner.keep() == ENTRIES
+        assert await reader.pull(owner.kept(), KEYS[:4]) == 4
+        await owner.pulls.close()
+        assert not owner.held()
+        assert await reader.pull(owner.kept()) == 0
+        await owner.transfer.reopen(incarnation=OWNER, receive_bytes_per_s=None)
+        owner.pulls.reopen()
+        assert await reader.pull(owner.kept()) == ENTRIES
+
+
+async def test_a_link_that_is_not_used_ends_and_the_next_pull_makes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull_link, "_IDLE_S", 0.05)
+    async with an_owner() as owner, a_reader() as reader:
+        assert await owner.keep() == ENTRIES
+        pulled = 0
+        while pulled < 3:  # on a busy machine a link may end before its first pull has begun
+            pulled = max(pulled, await reader.pull(owner.kept(), KEYS[:3]))
+        await until_only_the_link_is_held(reader)
+        await eventually(lambda: not owner.held())
+        monkeypatch.setattr(pull_link, "_IDLE_S", DEADLINE_S)
+        assert await reader.pull(owner.kept()) == ENTRIES
+
+
+async def test_nodes_pull_over_mutual_tls_and_nobody_else_does(tmp_path: Path) -> None:
+    write_set(tmp_path, hosts=["127.0.0.1"], days=1)
+
+    def node(incarnation: int, role: str) -> PullingNode:
+        tls = InternalTls.read(TlsSettings.of(tmp_path, role), None)
+        return PullingNode(incarnation, KVCacheLayout.NHD, 16, tls=tls)
+
+    async with node(0xA, "decode") as owner, node(0xB, "prefill") as reader, node(0xC, "gateway") as gateway:
+        assert await owner.keep() == ENTRIES
+        assert await reader.pull(owner.kept()) == ENTRIES
+        assert await gateway.pull(owner.kept()) == 0
+        async with a_reader() as stranger:
+            assert await stranger.pull(owner.kept()) == 0
+
+
+async def test_a_node_pulls_nothing_from_itself() -> None:
+    async with an_owner() as owner:
+        assert await owner.pull(owner.kept()) == 0
+        assert owner.pulls.failures == 0
+
+
+async def test_a_node_that_has_too_many_pulls_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull_owner, "_PULLS_MAX", 0)
+    async with an_owner() as owner, a_reader() as reader:
+        assert await owner.keep() == ENTRIES
+        assert await reader.pull(owner.kept()) == 0
+        await until_only_the_link_is_held(reader, links=1)
+        assert reader.pulls.failures == 0
+
+
+async def test_messages_that_are_impossible_end_their_stream_alone() -> None:
+    async with an_owner() as owner, a_reader() as reader:
+        assert await owner.keep() == ENTRIES
+        assert await reader.pull(owner.kept(), KEYS[:2]) == 2
+        good = wanted_entries(1, KEYS)
+        bad = pb.WantedEntries(number=1, root=good.root, parent=good.parent, digests=good.digests, tokens=b"12")
+        for first in (pb.PullRequest(wanted=good), pb.PullRequest(wanted=bad), pb.PullRequest()):
+            async with connect(owner.address) as channel:
+                call = node_pb2_grpc.NodeStub(channel).Pull()
+                await call.write(first)
+                assert (await call.code()).name == "INVALID_ARGUMENT"
+        assert await reader.pull(owner.kept()) == ENTRIES

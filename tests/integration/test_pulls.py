@@ -1,0 +1,138 @@
+"""A node pulls KV from another node's host memory and files instead of computing it, and every token stays the same."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from baton.cli.processes import Process
+from baton.core.errors import BatonError
+from baton.core.sampling import SamplingParams
+from baton.node import pull_costs, pull_link, pulls
+from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
+from baton.protos.v1 import node_status_pb2
+from baton.rpc.channels import connect
+from tests.integration.cluster import DEADLINE_S, DEEPSEEK, LLAMA, Flags, Machines, in_engine, machines, until_status
+from tests.integration.generation import Result, generate
+from tests.integration.reference import Reference, References
+from tests.integration.test_stores import store, until_kept
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+SAID = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+TOKENS = 255
+# Of the first turn; its last token has no KV yet.
+WHOLE_ENTRIES = (TOKENS + 79) // 64
+KEEPS: Flags = {"num_blocks": 120, "max_batch_tokens": 128, "host_cache_gib": 0.02}
+
+
+def always_pull() -> None:
+    """Pulls whatever is missing, however fast this machine computes, and waits for it without a limit."""
+    pull_costs.UNMEASURED_TOKENS = 64
+    pull_costs._SHARE = 1e9
+    pulls.PULL_S_MIN = pulls.PULL_S_MAX = DEADLINE_S
+    pull_link._OPEN_S = pull_link._ARRIVE_S = DEADLINE_S
+
+
+@pytest.fixture
+def start() -> Iterator[Machines]:
+    with machines() as started:
+        yield started
+
+
+@pytest.fixture
+def reference(references: References) -> Reference:
+    return references[LLAMA]
+
+
+class TwoTurns:
+    """A conversation whose first turn a node has served that takes no further request, because it drains."""
+
+    def __init__(self, start: Machines, reference: Reference, owner: Process, *, model: Path = LLAMA) -> None:
+        self.start = start
+        self.owner = owner
+        self.model = model
+        self._reference = reference
+        self._stays: asyncio.Task[Result] | None = None
+
+    async def first(self) -> list[int]:
+        """Serves the first turn; returns the prompt of the second one."""
+        first, *others = self._reference.prompts([TOKENS, 30, 20])
+        self.start.let_go(self.owner)
+        gateway = self.start.gateway([], [self.owner], model=self.model)
+        turn = await generate(gateway, first, SAID)
+        await until_kept(self.owner, "host", WHOLE_ENTRIES)
+        self.start.allow_steps(0, self.owner)
+        self._stays = asyncio.create_task(generate(gateway, others[0], GREEDY))  # so that the drain does not end
+        await until_status(self.owner, lambda last: in_engine(last) > 0)
+        async with connect(self.owner.address) as channel:
+            await node_pb2_grpc.NodeStub(channel).Drain(node_pb2.DrainRequest(grace_s=DEADLINE_S))
+        return [*first, *turn.token_ids, *others[1]]
+
+    async def answer(self, gateway: Process, prompt: list[int]) -> Result:
+        """The answer to a prompt; its tokens are those of the reference."""
+        result = await generate(gateway, prompt, GREEDY)
+        assert result.token_ids == self._reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
+        return result
+
+    async def close(self) -> None:
+        if self._stays is not None:
+            self._stays.cancel()
+            with suppress(asyncio.CancelledError, BatonError):
+                await self._stays
+
+
+@pytest.mark.parametrize("model", [LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
+async def test_the_second_turn_on_another_node_computes_only_the_new_text(
+    start: Machines, references: References, model: Path
+) -> None:
+    """The nodes have unlike layouts and block sizes, and a part of the first turn was decoded."""
+    layout = "BLHNC" if model is LLAMA else "BLNC"
+    unlike: Flags = {"block_size": 32, "num_blocks": 60, "kv_cache_layout": layout}
+    owner, reader = start.nodes(
+        ("decode", {"model": model, **KEEPS}),
+        ("decode", {"model": model, **KEEPS, **unlike}),
+        paused_engine=["decode"],
+        prepare=always_pull,
+    )
+    start.let_go(reader)
+    turns = TwoTurns(start, references[model], owner, model=model)
+    second = await turns.first()
+    gateway = start.gateway([], [owner, reader], model=model)
+    result = await turns.answer(gateway, second)
+    assert result.proof.decode_loaded_tokens == WHOLE_ENTRIES * 64
+    status = await until_status(reader, lambda last: store(last, "peer").loaded_total == WHOLE_ENTRIES)
+    assert store(status, "peer").failed_total == store(status, "peer").damaged_total == 0
+    await turns.close()
+
+
+async def test_a_prefill_node_pulls_the_decoded_part_of_a_conversation_from_the_decode_node(
+    start: Machines, reference: Reference
+) -> None:
+    """The usual pair: the prompt of the second turn is computed where the first turn's answer never was."""
+    long: Flags = {**KEEPS, "num_blocks": 200}
+    prefill, decode = start.nodes(
+        ("prefill", {"model": LLAMA, **long, "block_size": 32, "num_blocks": 100}),
+        ("decode", {"model": LLAMA, **long}),
+        prepare=always_pull,
+    )
+    gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
+    first, more = reference.prompts([TOKENS, 30])
+    said = SamplingParams(max_tokens=260, temperature=0.0, ignore_eos=True)
+    turn = await generate(gateway, first, said)
+    entries = (TOKENS + 259) // 64
+    await until_kept(decode, "host", entries)
+    second = [*first, *turn.token_ids, *more]
+    result = await generate(gateway, second, GREEDY)
+    assert result.token_ids == reference.greedy(second, GREEDY.resolved().max_tokens).token_ids
+    # Its own cache had the first turn's prompt.
+    assert result.proof.prefill_cached_tokens == entries * 64
+    assert result.proof.prefill_loaded_tokens == entries * 64 - TOKENS // 64 * 64
+    await until_status(prefill, lambda last: store(last, "peer").loaded_total > 0)
+    # A switch of roles ends the link, which is still there.
+    async with connect(prefill.address) as channel:
+        wanted = node_pb2.SwitchRoleRequest(role=node_status_pb2.ROLE_DECODE, grace_s=DEADLINE_S)
+        async for progress in node_pb2_grpc.NodeStub(channel).SwitchRole(wanted):
+            last_phase = progress.phase
+    assert last_phase == node_status_pb2.SWITCH_PHASE_DONE

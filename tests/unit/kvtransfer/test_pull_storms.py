@@ -1,0 +1,181 @@
+"""Random pulls in both directions between two nodes that save, load, drop, evict and lose their links meanwhile: a load
+reports only what was computed, and no pin or place is left."""
+
+import random
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import pytest
+
+from baton.core.kv_entries import EntryKey
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape
+from kvtransfer.entry_pulls import EntryPulls
+from kvtransfer.transports.loopback import LoopbackTransport
+from tests.conformance.kv import DEADLINE_S
+from tests.unit.kvtransfer.offloading import MemoryStore, World
+from tests.unit.kvtransfer.test_offload_storms import BLOCK, EACH, SEQUENCES, SPEC, Begun, check, write
+
+ACTIONS = 150
+SHAPE = KVCacheShape(KVCacheLayout.NHD, BLOCK, 16)
+BLOCKS = tuple(range(4 * EACH))
+
+
+class Side:
+    """One node: its host memory, a store below it or none, one cache, and its ends of pulls."""
+
+    def __init__(self, *, places: int, has_store: bool) -> None:
+        self.world = World(SPEC, places=places, stores=[MemoryStore()] if has_store else [])
+        self.user = self.world.user(PagedKVCache(SPEC, SHAPE))
+        self.transport = LoopbackTransport()
+        self.pulls = EntryPulls(self.world.tiers, self.transport, self.world.clock)
+
+    def step(self) -> None:
+        self.transport.progress()
+        while (arrival := self.transport.probe()) is not None:
+            self.pulls.arrived(arrival)
+        self.pulls.step()
+        self.user.offloader.step()
+
+    def place_to_damage(self, rng: random.Random) -> None:
+        places = [place for place in self.world.tiers._host._places.values() if place.is_written]
+        if places:
+            rng.choice(places).tensor[rng.randrange(100)] ^= 1
+
+    def check_nothing_is_left(self) -> None:
+        assert not self.pulls._pulls
+        assert not self.pulls._serving
+        self.world.check_nothing_is_left()
+
+
+@dataclass
+class Running:
+    """A pull that its reader has begun."""
+
+    number: int
+    keys: tuple[EntryKey, ...]
+    is_asked: bool = False
+    served: Future[int] | None = None
+    ended: Future[int] | None = None
+
+
+@dataclass
+class Way:
+    """A link, and the pulls over it."""
+
+    reader: Side
+    owner: Side
+    link: int = 0
+    is_up: bool = False
+    pull: Running | None = None
+
+    def connect(self, link: int) -> None:
+        self.link, self.is_up = link, True
+        addresses = [side.transport.listen(link) for side in (self.reader, self.owner)]
+        self.reader.transport.connect(link, addresses[1])
+        self.owner.transport.connect(link, addresses[0])
+
+    def disconnect(self, side: Side) -> None:
+        """One end notices first that the link is gone."""
+        self.is_up = False
+        side.pulls.lost(self.link)
+        side.transport.disconnect(self.link)
+
+    def act(self, rng: random.Random) -> None:
+        pull = self.pull
+        if pull is None:
+            keys = rng.choice(SEQUENCES)[rng.randrange(3) :]
+            begun: Future[int] = Future()
+            number = rng.randrange(1 << 40)
+            self.reader.pulls.begin(self.link, number, keys, begun)
+            self.pull = Running(number, keys[: begun.result()])
+        elif pull.served is None and pull.keys and self.is_up and rng.random() < 0.8:
+            pull.served = Future()
+            self.owner.pulls.serve(self.link, pull.number, pull.keys, pull.served)
+        elif pull.ended is None and (pull.served is None or pull.served.done() or not self.is_up):
+            first = pull.served.result() if pull.served is not None and pull.served.done() else 0
+            pull.ended = Future()
+            self.reader.pulls.end(self.link, pull.number, first, rng.choice([0.0, 5.0]), pull.ended)
+        elif pull.ended is not None and pull.ended.done():
+            assert 0 <= pull.ended.result() <= len(pull.keys)
+            self.pull = None
+
+
+def load_all(side: Side) -> None:
+    """Loads every sequence, as far as it is kept, and checks it. A load waits for what is being pulled, within its
+    bound."""
+    for keys in SEQUENCES:
+        future = side.user.begin_load(keys, BLOCKS, timeout_s=60.0)
+        end_s = time.monotonic() + DEADLINE_S
+        while not future.done():
+            assert time.monotonic() < end_s
+            side.world.run()
+            side.world.clock.now_s += 0.01
+        check(Begun(side.user, keys, BLOCKS, future, is_load=True), set())
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_pulls_leave_nothing_and_bring_only_what_was_computed(seed: int) -> None:
+    rng = random.Random(seed)
+    sides = [Side(places=rng.choice([3, 6, 20]), has_store=bool(seed % 3)) for _ in range(2)]
+    links = iter(range(1 << 40, 1 << 41))
+    ways = [Way(sides[0], sides[1]), Way(sides[1], sides[0])]
+    for way in ways:
+        way.connect(next(links))
+    for _ in range(ACTIONS):
+        way, side, keys = rng.choice(ways), rng.choice(sides), rng.choice(SEQUENCES)
+        match rng.randrange(16):
+            case 0 | 1:
+                write(side.user, keys, BLOCKS)
+                future = side.user.begin_save(keys, BLOCKS)
+                side.world.run_until(future.done)
+            case 2:
+                load_all(side)
+            case 3:
+                side.user.offloader.drop(keys[rng.randrange(4) :], Future())
+            case 4:
+                side.user.offloader.drop_root(keys[0].root, Future())
+            case 5:
+                side.world.forget_host(keys[rng.randrange(4) :])
+            case 6 if way.is_up:
+                way.disconnect(side)
+            case 7:
+                side.place_to_damage(rng)
+            case _ if way.is_up:
+                way.act(rng)
+        for _ in range(rng.randrange(8)):
+            rng.choice(sides).step()
+        for each in ways:
+            if not each.is_up:
+                _renew(each, next(links), rng)
+    for way in ways:
+        way.disconnect(way.reader)
+        _renew(way, next(links), rng)
+    for side in sides:
+        for way in ways:
+            side.transport.disconnect(way.link)
+        load_all(side)
+        side.check_nothing_is_left()
+
+
+def _renew(way: Way, link: int, rng: random.Random) -> None:
+    """Ends the link at its other end too, and the pull at its reader, as nodes do. Then makes a new one."""
+    for side in rng.sample([way.reader, way.owner], 2):
+        side.pulls.lost(way.link)
+        side.transport.disconnect(way.link)
+    if way.pull is not None and way.pull.ended is None:
+        way.pull.ended = Future()
+        way.reader.pulls.end(way.link, way.pull.number, 0, 0.0, way.pull.ended)
+    for _ in range(100):
+        for side in (way.reader, way.owner):
+            side.step()
+    assert not way.reader.pulls.holds(way.link)
+    assert not way.owner.pulls.holds(way.link)
+    if way.pull is not None:
+        assert way.pull.served is None or way.pull.served.done()
+        assert way.pull.ended is not None
+        assert way.pull.ended.done()
+        way.pull = None
+    way.connect(link)

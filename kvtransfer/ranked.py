@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from baton.core.errors import BatonError, DataLoss, PeerRefused, UnknownLease
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from kvtransfer.conversion import KVConversion
 from kvtransfer.flows import Flow, RankPair, common
 from kvtransfer.leases import LeaseGrant, LeaseTotals, SegmentRefusal
@@ -312,11 +312,14 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         loads = (rank.load_entries(entries, timeout_s=timeout_s) for rank in self._of(entries.owner))
         return min(await _all(loads))
 
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+        await _all(rank.keep_entries(keys, keep) for rank in self._ranks)
+
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         await _all(rank.drop_entries(keys) for rank in self._ranks)
 
-    async def drop_entries_of(self, root: bytes) -> None:
-        await _all(rank.drop_entries_of(root) for rank in self._ranks)
+    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
+        return DroppedEntries.of_all(await _all(rank.drop_entries_of(root) for rank in self._ranks))
 
     def _of(self, owner: int | None) -> Sequence[RankTransfer]:
         return self._ranks if owner is None else [self._ranks[owner]]

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 
 
 class PrefixTier(Protocol):
@@ -25,6 +25,14 @@ class PrefixTier(Protocol):
         any more when it returns or raises, and it does so soon after the time limit."""
         ...
 
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+        """Keeps the first entries of a sequence for a time, or lets them leave first."""
+        ...
+
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         """Forgets entries."""
+        ...
+
+    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
+        """Forgets every entry with this root, also those that are being saved or loaded."""
         ...

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from baton.engine.prefix_tier import PrefixTier
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.offload import LoadPlan, WantedPrefix
@@ -24,6 +24,9 @@ _LOADS = 4
 # be faster than computing.
 _FIND_S = 0.5
 _LOAD_S = 5.0
+# A root that is dropped is not loaded for so long, because other nodes may still have its entries in stores that this
+# one shares with them. Longer than a gateway waits for their drops.
+DROPPED_S = 30.0
 
 
 class TieredPrefixes:
@@ -42,11 +45,17 @@ class TieredPrefixes:
         self._places = asyncio.Semaphore(_LOADS)
         # Not a TaskGroup: blocks stay held until each copy is over, whatever becomes of its request.
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._saving: set[asyncio.Task[None]] = set()  # of the same
+        self._dropped: dict[bytes, float] = {}  # until when a root is not loaded, on the loop's clock
 
     def save_finished(self) -> None:
         """Begins to save the entries that the last steps have finished."""
         for entries in self._offload.take_finished():
-            self._start(self._save(entries))
+            saving = self._start(self._save(entries))
+            self._saving.add(saving)
+            saving.add_done_callback(self._saving.discard)
+        for keys, keep in self._offload.take_kept():
+            self._start(self._keep(keys, keep, after=frozenset(self._saving)))
         if forgotten := self._offload.take_forgotten():
             self._start(self._drop(forgotten))
 
@@ -54,7 +63,7 @@ class TieredPrefixes:
         """Loads the entries of a request that the cache lacks. Returns the number of tokens that were loaded. A load
         goes on when the call is cancelled."""
         wanted = self._scheduler.wanted(request)
-        if wanted is None:
+        if wanted is None or self._is_dropped(wanted.entry_keys.root):
             return 0
         async with self._places:
             try:
@@ -64,7 +73,7 @@ class TieredPrefixes:
             except BatonError as error:  # the node ends
                 _log.warning("the stores could not be searched: %s", error)
                 return 0
-            if found is None:
+            if found is None or self._is_dropped(wanted.entry_keys.root):
                 return 0
             pool, stop = found
             plan = self._scheduler.begin_load(wanted, pool, stop=stop)
@@ -73,6 +82,21 @@ class TieredPrefixes:
     def evicted(self, digests: Sequence[bytes]) -> None:
         """The stores no longer have the entries with these digests."""
         self._offload.kept.lost(digests)
+
+    async def drop_root(self, root: bytes) -> DroppedEntries:
+        """Drops all entries with this root from the stores.
+
+        Raises:
+            BatonError: the node ends.
+        """
+        now_s = asyncio.get_running_loop().time()
+        self._dropped = {each: end_s for each, end_s in self._dropped.items() if end_s > now_s}
+        self._dropped[root] = now_s + DROPPED_S
+        # A task, so that it comes after the saves that have begun.
+        return await asyncio.shield(self._start(self._tier.drop_entries_of(root)))
+
+    def _is_dropped(self, root: bytes) -> bool:
+        return asyncio.get_running_loop().time() < self._dropped.get(root, 0.0)
 
     async def close(self) -> None:
         """Waits for all copies; each ends within its own bound."""
@@ -110,6 +134,16 @@ class TieredPrefixes:
         finally:
             self._offload.saved(entries, num_kept)
             self._on_room()
+
+    async def _keep(
+        self, keys: tuple[EntryKey, ...], keep: KeepTime, *, after: "frozenset[asyncio.Task[None]]"
+    ) -> None:
+        if after:
+            await asyncio.wait(after)
+        try:
+            await self._tier.keep_entries(keys, keep)
+        except BatonError as error:  # the node ends
+            _log.warning("entries could not be kept: %s", error)
 
     async def _drop(self, keys: tuple[EntryKey, ...]) -> None:
         try:

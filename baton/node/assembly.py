@@ -25,15 +25,16 @@ from baton.node.describe import to_info, to_step_costs
 from baton.node.expert_load import ExpertLoads
 from baton.node.from_settings import engine_limits, open_transfer, transfer_settings
 from baton.node.gpu_meter import GpuMeter, gpu_uuids
-from baton.node.kv_stores import keeps_kv, store_states
+from baton.node.kv_stores import keeps_kv, store_drops, store_states
 from baton.node.meter import NodeMeter
 from baton.node.ranks.group import RankGroup
 from baton.node.ranks.remote import RemoteTransfer
 from baton.node.ranks.runner import RankedRunner
 from baton.node.ranks.steps import StepWriter
 from baton.node.starting import default_name
+from baton.protos.internal.v1 import node_pb2
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.convert import adapter_to_proto
+from baton.rpc.convert import adapter_to_proto, adapters_from_proto
 from baton.settings.model_source import hub_commit
 from baton.settings.node_config import NodeSettings
 from kvtransfer.leases import LeaseTotals
@@ -199,6 +200,18 @@ class Node:
         self._listeners.append(listener)
         if listener.on_filled is not None and listener.on_refused is not None:
             self.transfer.deliver_to(listener.on_filled, listener.on_refused)
+
+    async def drop_kv(self, request: node_pb2.DropKvRequest) -> node_pb2.DropKvResponse:
+        """Drops all KV of a cache salt from the cache and the stores.
+
+        Raises:
+            BatonError: the node ends.
+        """
+        blocks, dropped = await self.engine.drop_prefixes(request.cache_salt, adapters_from_proto(request.adapters))
+        _log.info("dropped the KV of a cache salt: %d blocks, and of stores %s", blocks, dict(dropped.counts))
+        for name, reason in dropped.left.items():
+            _log.error("the store %s may still have KV that was to be dropped: %s", name, reason)
+        return node_pb2.DropKvResponse(blocks=blocks, stores=store_drops(dropped))
 
     def _entries_evicted(self, digests: tuple[bytes, ...]) -> None:
         self.engine.entries_evicted(digests)

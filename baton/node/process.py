@@ -248,6 +248,7 @@ async def serve(
         load_adapter=adapters.load,
         unload_adapter=adapters.unload,
         expert_load=node.experts.message,
+        drop_kv=node.drop_kv,
     )
     async with MetricsPort(metrics, switch.metrics_page) as port:
         service.serve(parts)

@@ -1,4 +1,4 @@
-"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters, experts.
+"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters, experts, dropping KV.
 
 It starts before the node can serve, so that others see how far the node's start is. Other parts make its messages.
 """
@@ -39,6 +39,7 @@ class NodeParts:
         load_adapter: loads an adapter of this name from a directory.
         unload_adapter: unloads the adapter of this name.
         expert_load: reads the tokens of each expert.
+        drop_kv: drops the KV of a cache salt.
     """
 
     status: Callable[[], node_status_pb2.NodeStatus]
@@ -48,6 +49,7 @@ class NodeParts:
     load_adapter: Callable[[str, Path], Awaitable[AdapterRef]]
     unload_adapter: Callable[[str], None]
     expert_load: Callable[[], Awaitable[pb.GetExpertLoadResponse]]
+    drop_kv: Callable[[pb.DropKvRequest], Awaitable[pb.DropKvResponse]]
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
@@ -144,6 +146,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
         context: grpc.aio.ServicerContext[pb.GetExpertLoadRequest, pb.GetExpertLoadResponse],
     ) -> pb.GetExpertLoadResponse:
         return await self._served.expert_load()
+
+    async def DropKv(
+        self, request: pb.DropKvRequest, context: grpc.aio.ServicerContext[pb.DropKvRequest, pb.DropKvResponse]
+    ) -> pb.DropKvResponse:
+        return await self._served.drop_kv(request)
 
     async def WatchCache(
         self,

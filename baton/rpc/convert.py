@@ -187,6 +187,11 @@ def adapter_from_proto(message: node_status_pb2.Adapter) -> AdapterRef | None:
     return AdapterRef(message.name, message.revision) if message.name else None
 
 
+def adapters_from_proto(messages: Iterable[node_status_pb2.Adapter]) -> list[AdapterRef]:
+    """The adapters in a list of messages, without empty ones."""
+    return [adapter for message in messages if (adapter := adapter_from_proto(message)) is not None]
+
+
 def usage_to_proto(usage: Usage) -> pb.Usage:
     return pb.Usage(
         prompt_tokens=usage.prompt_tokens,

@@ -39,6 +39,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "LoadAdapter": _OPERATOR,  # reads a directory that the caller names
         "UnloadAdapter": _OPERATOR,
         "GetExpertLoad": _OPERATOR,
+        "DropKv": _WATCHING,
     },
     # Served by gateways.
     "baton.v1.Generation": {
@@ -56,6 +57,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "ClusterStatus": _OPERATOR,
         "ClusterView": _OPERATOR,
         "SwitchNodeRole": _OPERATOR,
+        "DropKv": _OPERATOR,
     },
     "vllm.grpc.engine.VllmEngine": {
         "Generate": _CLIENT,

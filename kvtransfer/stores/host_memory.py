@@ -3,13 +3,14 @@
 It moves no bytes. The caller gets a place, fills or reads it, and gives it back.
 """
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import EntryKey, KeepTime
 from kvtransfer.stores.eviction import GreedyDual, RefusedKeys
 from kvtransfer.stores.store import StoreCounters
 
@@ -45,9 +46,10 @@ class HostMemory:
     Args:
         tensor: uint8, one dimension, on the CPU; pinned where a GPU copies from it. Its caller made it and frees it.
         entry_bytes: size of an entry. The tensor has room for at least one.
+        clock: monotonic seconds, for `keep`.
     """
 
-    def __init__(self, tensor: Tensor, entry_bytes: int) -> None:
+    def __init__(self, tensor: Tensor, entry_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         assert tensor.ndim == 1
         assert tensor.itemsize == 1
         assert tensor.numel() >= entry_bytes > 0
@@ -55,7 +57,7 @@ class HostMemory:
         self._entry_bytes = entry_bytes
         self._places: dict[bytes, HostPlace] = {}
         self._unused = list(range(tensor.numel() // entry_bytes))[::-1]
-        self._order = GreedyDual()
+        self._order = GreedyDual(len(self._unused), clock=clock)
         self._refused = RefusedKeys()
         self._unwritten = 0
         self._totals = Counter[str]()
@@ -132,6 +134,19 @@ class HostMemory:
         """Ends one `pin`."""
         assert place.is_written
         self._leave(place)
+
+    def keep(self, keys: Sequence[EntryKey], keep: KeepTime) -> None:
+        """Keeps the first entries of a sequence as long as asked for, or lets them leave first (`GreedyDual`).
+
+        Args:
+            keys: of the sequence from its beginning.
+        """
+        assert not keys or keys[0].number == 0
+        there = [key.block.digest for key in keys[: self.find(keys)]]
+        if keep.seconds:
+            self._order.keep(there, keep)
+        else:
+            self._order.end(there, keep.tenant)
 
     def take_evicted(self) -> tuple[bytes, ...]:
         """Digests of the entries that were evicted since the last call."""

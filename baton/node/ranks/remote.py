@@ -7,7 +7,7 @@ import time
 from typing import Any, TypeVar
 
 from baton.core.errors import Draining
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from baton.node.ranks.channel import Channel
 from baton.node.ranks.messages import (
     AwaitWarmUp,
@@ -18,6 +18,7 @@ from baton.node.ranks.messages import (
     DropEntriesOf,
     FindEntries,
     Heartbeat,
+    KeepEntries,
     LinkFailed,
     Listen,
     LoadEntries,
@@ -150,11 +151,14 @@ class RemoteTransfer(RankTransfer):
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
         return await self._ask_to_end(LoadEntries(entries, timeout_s))
 
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+        await self._ask(KeepEntries(keys, keep))
+
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         await self._ask(DropEntries(keys))
 
-    async def drop_entries_of(self, root: bytes) -> None:
-        await self._ask(DropEntriesOf(root))
+    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
+        return await self._ask(DropEntriesOf(root))
 
     def counters(self) -> TransferCounters:
         """The counters of the rank's last heartbeat, which is at most a second old."""

@@ -22,6 +22,7 @@ from baton.node.ranks.messages import (
     DropEntriesOf,
     FindEntries,
     Heartbeat,
+    KeepEntries,
     LinkFailed,
     Listen,
     LoadEntries,
@@ -177,6 +178,8 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
             return transfer.find_entries(verb.keys)
         case LoadEntries():
             return transfer.load_entries(verb.entries, timeout_s=verb.timeout_s)
+        case KeepEntries():
+            return transfer.keep_entries(verb.keys, verb.keep)
         case DropEntries():
             return transfer.drop_entries(verb.keys)
         case DropEntriesOf():

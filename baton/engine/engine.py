@@ -237,6 +237,11 @@ class Engine:
         return num_blocks, DroppedEntries.of_all(dropped)
 
     @property
+    def loads(self) -> tuple[int, float]:
+        """Tokens that were loaded from the stores so far, and the sum of the times that their loads took."""
+        return (0, 0.0) if self._prefixes is None else (self._prefixes.loaded_tokens, self._prefixes.load_s)
+
+    @property
     def has_tier(self) -> bool:
         """Whether `prefetch` can find anything."""
         return self._prefixes is not None

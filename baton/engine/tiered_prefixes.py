@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
+from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from baton.engine.prefix_tier import PrefixTier
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.offload import LoadPlan, WantedPrefix
@@ -34,6 +34,9 @@ class TieredPrefixes:
 
     Args:
         on_room: called when blocks have become free.
+
+    Attributes:
+        loaded_tokens, load_s: tokens that were loaded so far, and the sum of the times that their loads took.
     """
 
     def __init__(self, tier: PrefixTier, scheduler: Scheduler, *, on_room: Callable[[], None]) -> None:
@@ -46,6 +49,7 @@ class TieredPrefixes:
         # Not a TaskGroup: blocks stay held until each copy is over, whatever becomes of its request.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._saving: set[asyncio.Task[None]] = set()  # of the same
+        self.loaded_tokens, self.load_s = 0, 0.0
         self._dropped: dict[bytes, float] = {}  # until when a root is not loaded, on the loop's clock
 
     def save_finished(self) -> None:
@@ -116,12 +120,16 @@ class TieredPrefixes:
 
     async def _load(self, plan: LoadPlan) -> int:
         loaded = added = 0
+        began_s = asyncio.get_running_loop().time()
         try:
             loaded = await self._tier.load_entries(plan.entries, timeout_s=_LOAD_S)
         except BatonError as error:  # the node ends
             _log.warning("entries could not be loaded: %s", error)
         finally:
             added = self._offload.end_load(plan, loaded)
+            if loaded:
+                self.loaded_tokens += loaded * ENTRY_TOKENS
+                self.load_s += asyncio.get_running_loop().time() - began_s
             self._on_room()
         return added
 

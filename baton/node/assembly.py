@@ -259,6 +259,7 @@ class Node:
     def status(self, *, draining: bool) -> node_status_pb2.NodeStatus:
         """The node's status, in which the role fills in peers, leases and refusals."""
         load = self.engine.load()
+        loaded_tokens, load_s = self.engine.loads
         counters = self.transfer.counters()
         return node_status_pb2.NodeStatus(
             info=self.info,
@@ -289,6 +290,8 @@ class Node:
             prompt_tokens_total=self.counts.prompt_tokens,
             generated_tokens_total=self.counts.generated_tokens,
             stores=store_states(counters.entries) if self.engine.has_tier else (),
+            kv_loaded_tokens_total=loaded_tokens,
+            kv_load_s_total=load_s,
             stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
 

@@ -196,6 +196,9 @@ class BlockManager:
             self._changes = {}
         return changes
 
+    def is_outside(self, digest: bytes) -> bool:  # noqa: ARG002
+        return False
+
     # ----
 
     def _note(self, digest: bytes, key: BlockKey | None) -> None:

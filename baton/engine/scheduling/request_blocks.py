@@ -71,7 +71,7 @@ class RequestBlocks:
     def prefixes(self) -> PrefixCache:
         """The prefix caches of all pools and of the stores outside of the cache, for followers."""
         if self.offload is not None:
-            return PooledPrefixes((*self._pools, self.offload.kept))
+            return PooledPrefixes(self._pools, self.offload.kept)
         return self._pools[0] if len(self._pools) == 1 else PooledPrefixes(self._pools)
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import ConfigError, DeadlineExceeded, InternalError
-from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries
+from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, KeepTime
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
@@ -475,6 +475,36 @@ def test_a_find_and_a_drop_do_not_wait_for_ever_for_a_store() -> None:
         world.result(dropped)
     store.gate.set()
     world.run_until(lambda: not store.kept)
+
+
+def test_stores_keep_entries_for_a_time_after_they_have_written_them() -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, keep = keys_of(3), KeepTime(60.0, 5)
+    user.save(keys, blocks_of(user.cache, 3, 1))
+    done: Future[None] = Future()
+    user.offloader.keep(keys, keep, done)
+    world.result(done)
+    world.run_until(lambda: bool(store.keeps))
+    assert store.keeps == [(keys, keep)]
+    assert store.calls.index("keep") > max(at for at, call in enumerate(store.calls) if call == "put")
+
+
+def test_host_memory_keeps_an_ended_time_no_longer() -> None:
+    world = World(places=8)
+    user = world.user(cache_of(SPEC, entries=8))
+    ours = keys_of(2)
+    user.save(ours, blocks_of(user.cache, 2, 1))
+    done: Future[None] = Future()
+    user.offloader.keep(ours, KeepTime(60.0, 5), done)
+    for number in range(8):
+        user.save(keys_of(1, salt=f"other {number}"), blocks_of(user.cache, 1, 2))
+    assert world.find(ours) == 2
+    world.clock.now_s += 60.0
+    for number in range(8, 16):
+        user.save(keys_of(1, salt=f"other {number}"), blocks_of(user.cache, 1, 2))
+    assert world.find(ours) == 0
 
 
 def drop_root(world: World, root: bytes) -> "Future[DroppedEntries]":

@@ -191,7 +191,10 @@ def _stores(status: node_status_pb2.NodeStatus) -> str:
         failed = f", {store.failed_total} calls failed" if store.failed_total else ""
         read = ENTRY_TOKENS * store.loaded_total
         described.append(f"{store.name} {mib(store.bytes)}, {read:,} tokens read back{damaged}{failed}")
-    return f"KV kept: {'; '.join(described)}"
+    speed = ""
+    if status.kv_load_s_total > 0 and status.kv_loaded_tokens_total:
+        speed = f"; loaded at {status.kv_loaded_tokens_total / status.kv_load_s_total:,.0f} tokens/s"
+    return f"KV kept: {'; '.join(described)}{speed}"
 
 
 def _work(status: node_status_pb2.NodeStatus) -> str:

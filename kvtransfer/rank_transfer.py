@@ -210,7 +210,7 @@ class RankTransfer(Protocol):
         """Keeps the first entries of a sequence for a time, as far as the stores have them and the tenant's share goes.
 
         Args:
-            keys: of the sequence from its beginning.
+            keys: of the sequence from its beginning, maybe without tokens.
         """
         ...
 

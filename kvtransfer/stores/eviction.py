@@ -48,7 +48,8 @@ class GreedyDual:
     """
 
     def __init__(self, capacity: int = 0, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._keeps = KeepTimes(capacity, clock)
+        self._keeps = KeepTimes(capacity)
+        self._clock = clock
         self._ranked: dict[bytes, _Ranked] = {}
         self._followers = Counter[bytes]()
         # Whether it is kept, value, use and key.
@@ -81,11 +82,10 @@ class GreedyDual:
         """Keeps the first entries of a sequence, from the beginning as far as they are here and there is room for this
         tenant. Returns their number."""
         self._end_keeps()
+        until_s = self._clock() + keep.seconds
         for number, key in enumerate(sequence):
             ranked = self._ranked.get(key)
-            if ranked is None or not self._keeps.keep(
-                key, ranked.parent, is_first=not number, tenant=keep.tenant, seconds=keep.seconds
-            ):
+            if ranked is None or not self._keeps.keep(key, tenant=keep.tenant, until_s=until_s):
                 return number
             self._rank(key, ranked.value)
         return len(sequence)
@@ -98,7 +98,7 @@ class GreedyDual:
         for key in reversed(sequence):
             if key not in self._ranked:
                 continue
-            if self._followers[key] > own_followers or not self._keeps.may_end(key, tenant):
+            if self._followers[key] > own_followers or self._keeps.is_others(key, tenant):
                 return
             self._keeps.forget(key)
             self._rank(key, 0.0)
@@ -163,7 +163,7 @@ class GreedyDual:
         self._queue(key)
 
     def _end_keeps(self) -> None:
-        for key in self._keeps.take_expired():
+        for key in self._keeps.take_expired(self._clock()):
             self._rank(key, self._ranked[key].value)
 
 

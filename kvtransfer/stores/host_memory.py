@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -139,10 +140,10 @@ class HostMemory:
         """Keeps the first entries of a sequence as long as asked for, or lets them leave first (`GreedyDual`).
 
         Args:
-            keys: of the sequence from its beginning.
+            keys: of the sequence from its beginning, maybe without tokens.
         """
         assert not keys or keys[0].number == 0
-        there = [key.block.digest for key in keys[: self.find(keys)]]
+        there = [key.block.digest for key in takewhile(self._has_digest, keys)]
         if keep.seconds:
             self._order.keep(there, keep)
         else:
@@ -173,6 +174,10 @@ class HostMemory:
         # A digest may be another entry's, by chance or by an attacker's work: then tokens, parent or root differ.
         place = self._places.get(key.block.digest)
         return place if place is not None and place.is_written and place.key == key else None
+
+    def _has_digest(self, key: EntryKey) -> bool:
+        place = self._places.get(key.block.digest)
+        return place is not None and place.is_written
 
     def _evict(self) -> bool:
         digest = self._order.evict()

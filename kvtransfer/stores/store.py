@@ -59,7 +59,7 @@ class Store(Protocol):
         store whose owner is another process may ignore it.
 
         Args:
-            keys: of the sequence from its beginning.
+            keys: of the sequence from its beginning, maybe without tokens.
         """
         ...
 

@@ -120,7 +120,9 @@ class Offload:
         """Asks for the keep time of a request that ends, if it has one."""
         keep = state.request.keep
         if keep is not None and state.num_offered and state.is_shared:
-            self._kept.append((entries_of(self._chain_of(state), state.tokens, 0, state.num_offered), keep))
+            keys = entries_of(self._chain_of(state), state.tokens, 0, state.num_offered)
+            # Without tokens, because a long sequence has 2,000 entries, and each rank gets all of them.
+            self._kept.append((tuple(key._replace(block=key.block._replace(tokens=b"")) for key in keys), keep))
 
     def take_kept(self) -> list[tuple[tuple[EntryKey, ...], KeepTime]]:
         """Sequences of entries to keep for a time, since the last call. Keep them after the saves that have begun."""

@@ -26,16 +26,16 @@ def test_kv_that_is_kept_outside_of_the_cache_is_shown_by_store() -> None:
         node_status_pb2.StoreState(name="host", entries=3, bytes=3 << 20, loaded_total=20),
         node_status_pb2.StoreState(name="file", bytes=9 << 20, damaged_total=2, failed_total=1),
     ]
-    status = node_status_pb2.NodeStatus(stores=stores)
+    status = node_status_pb2.NodeStatus(stores=stores, kv_loaded_tokens_total=1280, kv_load_s_total=0.1)
     status.info.name, status.info.model.name = "prefill-0", "llama"
     node = operations_pb2.NodeReport(status=status, reachable=True)
     cluster = operations_pb2.ClusterStatusResponse(gateway="gw", nodes=[node])
     console = Console(width=160, force_terminal=False, color_system=None)
     with console.capture() as captured:
         console.print(render(cluster))
-    assert "host 3 MiB, 1,280 tokens read back; file 9 MiB, 0 tokens read back, 2 damaged, 1 calls failed" in (
-        captured.get().replace("\n  ", " ")
-    )
+    words = captured.get().replace("\n  ", " ")
+    assert "host 3 MiB, 1,280 tokens read back; file 9 MiB, 0 tokens read back, 2 damaged, 1 calls failed" in words
+    assert "; loaded at 12,800 tokens/s" in words
     shown = to_json(cluster)["nodes"]
     assert isinstance(shown, list)
     assert [store["name"] for store in shown[0]["stores"]] == ["host", "file"]

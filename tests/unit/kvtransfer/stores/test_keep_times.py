@@ -107,20 +107,27 @@ def test_a_tenant_gets_its_room_back_when_its_time_is_over() -> None:
     assert store.keep(after, 300.0) == SHARE
 
 
+def test_a_tenant_gets_its_room_back_when_its_entries_are_dropped() -> None:
+    store = Full()
+    before, after = store.save(*names_of("a", SHARE)), store.save(*names_of("b", SHARE))
+    store.keep(before, 300.0)
+    for name in reversed(before):
+        store.order.remove(name)
+    assert store.keep(after, 300.0) == SHARE
+    store.clock.now_s += 300.0
+    assert store.keep(after, 300.0) == SHARE
+
+
 def test_all_tenants_together_keep_no_more_than_half() -> None:
     store = Full()
     kept = [store.keep(store.save(*names_of(f"t{tenant}", 5)), 1e4, tenant) for tenant in range(8)]
     assert sum(kept) == int(CAPACITY * ALL_SHARE)
 
 
-def test_an_entry_is_kept_only_after_those_before_it() -> None:
-    """Else one kept entry at the end of a long sequence would keep all of it."""
+def test_a_sequence_is_kept_up_to_the_first_entry_that_is_not_there() -> None:
     store = Full()
-    ours = store.save(*names_of("a", CAPACITY))
-    assert store.keep(ours[-1:], 300.0) == 1, "the caller says that a sequence begins with it"
-    store.order.end(ours[-1:], US)
-    store.order.remove(ours[0])
-    assert store.keep(ours, 300.0) == 0
+    ours = store.save(*names_of("a", 4))
+    assert store.keep((*ours[:2], b"missing", *ours[2:]), 300.0) == 2
 
 
 def test_an_entry_is_kept_no_longer_than_those_before_it() -> None:

@@ -21,6 +21,7 @@ from baton.rpc.convert import (
     resolved_sampling_from_proto,
     token_to_proto,
 )
+from baton.rpc.convert_node import keep_time_from_proto
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Admit, Command, EndSession, OpenLease, Prefetch, PrefillHere, Send
@@ -253,6 +254,7 @@ class DecodeMachine:
             output=tuple(submit.output_token_ids),
             sampling=resolved_sampling_from_proto(submit.sampling),
             cache_salt=submit.cache_salt,
+            keep=keep_time_from_proto(submit),
             adapter=adapter_from_proto(submit.adapter),
             priority=submit.priority,
             due_s=now_s + submit.ttft_budget_s if submit.HasField("ttft_budget_s") else gives_up_s,

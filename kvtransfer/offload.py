@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from kvtransfer.movers.mover import Mover
 from kvtransfer.offload_jobs import Load, OffloadJob, Save
 from kvtransfer.offload_tiers import EntryTiers
@@ -68,13 +68,21 @@ class Offloader:
     def find(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
         self._tiers.find(keys, future)
 
+    def keep(self, keys: tuple[EntryKey, ...], keep: KeepTime, future: "Future[None]") -> None:
+        self._tiers.keep(keys, keep)
+        future.set_result(None)
+
     def drop(self, keys: tuple[EntryKey, ...], future: "Future[None]") -> None:
         dropped = set(keys)
         for save in self._saves:
             save.forget(dropped.__contains__)
         self._tiers.drop(keys, future)
 
-    def drop_root(self, root: bytes, future: "Future[None]") -> None:
+    def drop_root(self, root: bytes, future: "Future[DroppedEntries]") -> None:
+        # A load would read entries from stores that have not dropped them yet back into host memory.
+        for load in self._loads:
+            if load.root == root:
+                load.stop()
         for save in self._saves:
             save.forget(lambda key: key.root == root)
         self._tiers.drop_root(root, future)

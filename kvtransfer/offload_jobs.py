@@ -204,6 +204,9 @@ class Load:
 
     Args:
         end_s: no entry begins from this time on.
+
+    Attributes:
+        root: of its entries.
     """
 
     def __init__(
@@ -221,6 +224,7 @@ class Load:
         self._layout = tiers.layout
         self._clock = clock
         self._keys = entries.keys
+        self.root = entries.keys[0].root
         self._blocks = mover.place(entries.block_ids, incoming=True)
         self._end_s = end_s
         # Entries from this one on are not loaded.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import EntryKey, KeepTime
 from kvtransfer.stores.store import Store, StoreCounters
 
 T = TypeVar("T")
@@ -60,11 +60,15 @@ class StoreQueue:
     def put(self, key: EntryKey, entry: memoryview) -> "Future[bool]":
         return self._run(self._writes, lambda: self._store.put(key, entry), False)
 
+    def keep(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+        self._run(self._writes, lambda: self._store.keep(keys, keep), None)
+
     def drop(self, keys: tuple[EntryKey, ...]) -> "Future[None]":
         return self._run(self._writes, lambda: self._store.drop(keys), None)
 
-    def drop_root(self, root: bytes) -> "Future[int]":
-        return self._run(self._writes, lambda: self._store.drop_root(root), 0)
+    def drop_root(self, root: bytes) -> "Future[int | None]":
+        """The future gets the number of entries; None if the store may still have some."""
+        return self._run(self._writes, lambda: self._store.drop_root(root), None)
 
     def close(self, *, timeout_s: float) -> bool:
         """Waits for the calls and closes the store. Returns whether all threads ended in time."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from baton.core.errors import ConfigError, DeadlineExceeded
-from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
+from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryKey, KeepTime
 from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.offload_queue import StoreQueue
 from kvtransfer.records import EntryCounters
@@ -100,7 +100,15 @@ class _Find:
 class _Drop:
     future: Future[None]
     end_s: float
-    answers: dict[str, Future[None] | Future[int]]
+    answers: dict[str, Future[None]]
+
+
+@dataclass(eq=False)
+class _DropOfRoot:
+    future: Future[DroppedEntries]
+    end_s: float
+    from_host: int
+    answers: dict[str, Future[int | None]]
 
 
 class EntryTiers:
@@ -145,7 +153,7 @@ class EntryTiers:
         self._reads: dict[EntryKey, _Read] = {}
         self._writes: list[_Write] = []
         self._finds: list[_Find] = []
-        self._drops: list[_Drop] = []
+        self._drops: list[_Drop | _DropOfRoot] = []
         self._saved = self._failed = self._not_written = 0
         self._pulled = self._served = 0
         self._loaded, self._damaged = Counter[str](), Counter[str]()
@@ -160,7 +168,7 @@ class EntryTiers:
         pages = open_host_memory(places * size)
         passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size :]
         self._passing = [PassingPlace(tensor) for tensor in passed.split(size)] if passing else []
-        self._pages, self._host = pages, HostMemory(kept, size)
+        self._pages, self._host = pages, HostMemory(kept, size, clock=self._clock)
         self.places = places - passing
         self._writes_max = max(1, int((places - passing) * _WRITES_SHARE))
         for open_store in settings.stores:
@@ -297,15 +305,23 @@ class EntryTiers:
         find.answer.set_result(0)
         self._advance_find(find)
 
+    def keep(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+        """Keeps the first entries of a sequence for a time. Stores do so after the writes before it."""
+        self._host.keep(keys, keep)
+        for store in self._stores:
+            store.keep(keys, keep)
+
     def drop(self, keys: tuple[EntryKey, ...], future: "Future[None]") -> None:
         """Forgets entries. The future is done when all stores have."""
         self._host.drop(keys)
-        self._await_drop({store.name: store.drop(keys) for store in self._stores}, future)
+        answers = {store.name: store.drop(keys) for store in self._stores}
+        self._await_drop(_Drop(future, self._clock() + DROP_LIMIT_S, answers))
 
-    def drop_root(self, root: bytes, future: "Future[None]") -> None:
-        """Forgets every entry with this root. The future is done when all stores have."""
-        self._host.drop_root(root)
-        self._await_drop({store.name: store.drop_root(root) for store in self._stores}, future)
+    def drop_root(self, root: bytes, future: "Future[DroppedEntries]") -> None:
+        """Forgets every entry with this root. The future is done when all stores have, or are late."""
+        from_host = self._host.drop_root(root)
+        answers = {store.name: store.drop_root(root) for store in self._stores}
+        self._await_drop(_DropOfRoot(future, self._clock() + DROP_LIMIT_S, from_host, answers))
 
     def take_evicted(self) -> tuple[bytes, ...]:
         """Digests of the entries that have left host memory for others, or went through it, since the last call."""
@@ -429,17 +445,18 @@ class EntryTiers:
         find.future.set_result(find.found)
         return True
 
-    def _await_drop(self, answers: "dict[str, Future[None] | Future[int]]", future: "Future[None]") -> None:
-        drop = _Drop(future, self._clock() + DROP_LIMIT_S, answers)
+    def _await_drop(self, drop: _Drop | _DropOfRoot) -> None:
         self._drops.append(drop)
         self._advance_drop(drop)
 
-    def _advance_drop(self, drop: _Drop) -> bool:
+    def _advance_drop(self, drop: _Drop | _DropOfRoot) -> bool:
         waiting = [name for name, answer in drop.answers.items() if not answer.done()]
         if waiting and self._clock() < drop.end_s:
             return False
         self._drops.remove(drop)
-        if waiting:
+        if isinstance(drop, _DropOfRoot):
+            drop.future.set_result(_dropped(drop, waiting))
+        elif waiting:
             drop.future.set_exception(
                 DeadlineExceeded(f"the store {waiting[0]} has not dropped the entries within {DROP_LIMIT_S:g} s")
             )
@@ -451,3 +468,16 @@ class EntryTiers:
 def _cost(key: EntryKey) -> float:
     """The cost to compute an entry again, relative to one at the start of a prompt."""
     return 1 + key.token_start / _ATTENTION_EVEN_AT
+
+
+def _dropped(drop: _DropOfRoot, waiting: list[str]) -> DroppedEntries:
+    """What the stores have answered, but for those that still are waited for."""
+    counts, left = {HOST: drop.from_host}, dict.fromkeys(waiting, f"it has not answered within {DROP_LIMIT_S:g} s")
+    for name, answer in drop.answers.items():
+        if name not in left:
+            count = answer.result()
+            if count is None:
+                left[name] = "it could not be asked, or not all of them could be removed"
+            else:
+                counts[name] = count
+    return DroppedEntries(counts, left)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
@@ -233,6 +233,14 @@ class RankTransfer(Protocol):
         """
         ...
 
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+        """Keeps the first entries of a sequence for a time, as far as the stores have them and the tenant's share goes.
+
+        Args:
+            keys: of the sequence from its beginning, maybe without tokens.
+        """
+        ...
+
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         """Forgets entries, also those that are being saved.
 
@@ -241,8 +249,9 @@ class RankTransfer(Protocol):
         """
         ...
 
-    async def drop_entries_of(self, root: bytes) -> None:
-        """As `drop_entries`, for every entry with this root."""
+    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
+        """Forgets every entry with this root, also those that are being saved; loads of them end. Does not raise for a
+        store that fails or does not answer: the result names it."""
         ...
 
     def counters(self) -> TransferCounters:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from baton.core.errors import BatonError, DataLoss, PeerRefused, UnknownLease
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from kvtransfer.conversion import KVConversion
 from kvtransfer.flows import Flow, RankPair, common
 from kvtransfer.leases import LeaseGrant, LeaseTotals, SegmentRefusal
@@ -322,11 +322,14 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     async def serve_pull(self, pair: int, number: int, keys: tuple[EntryKey, ...]) -> int:
         return min(await _all(end.rank.serve_pull(end.number, number, keys) for end in self._linked(pair)))
 
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+        await _all(rank.keep_entries(keys, keep) for rank in self._ranks)
+
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         await _all(rank.drop_entries(keys) for rank in self._ranks)
 
-    async def drop_entries_of(self, root: bytes) -> None:
-        await _all(rank.drop_entries_of(root) for rank in self._ranks)
+    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
+        return DroppedEntries.of_all(await _all(rank.drop_entries_of(root) for rank in self._ranks))
 
     def _linked(self, pair: int) -> tuple[_End, ...]:
         if not (ends := self._pairs.get(pair, ())):

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from baton.core.errors import BatonError, DeadlineExceeded, Draining, InternalError
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.wire.conversion import Converter, open_converter
 from kvtransfer.conversion import KVConversion
@@ -219,13 +219,18 @@ class KVTransfer(RankTransfer):
             return 0
         return await self._call(lambda future: self._thread.serve_pull(peer, number, keys, future))
 
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+        if self._tiers is not None and keys:
+            await self._call(lambda future: self._thread.offloader.keep(keys, keep, future))
+
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         if self._tiers is not None and keys:
             await self._call(lambda future: self._thread.offloader.drop(keys, future))
 
-    async def drop_entries_of(self, root: bytes) -> None:
-        if self._tiers is not None:
-            await self._call(lambda future: self._thread.offloader.drop_root(root, future))
+    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
+        if self._tiers is None:
+            return DroppedEntries()
+        return await self._call(lambda future: self._thread.offloader.drop_root(root, future))
 
     def counters(self) -> TransferCounters:
         counters = self._thread.ledger.snapshot()

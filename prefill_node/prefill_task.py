@@ -23,6 +23,7 @@ from baton.rpc.convert import (
     resolved_sampling_from_proto,
     token_to_proto,
 )
+from baton.rpc.convert_node import keep_time_from_proto
 from baton.rpc.error_detail import to_detail
 from kvtransfer.records import SendJob
 from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, SegmentPiece
@@ -68,6 +69,7 @@ class PrefillTask:
             output=tuple(request.output_token_ids),
             sampling=replace(sampling, grammar=None, prompt_logprobs=None) if self._split else sampling,
             cache_salt=request.cache_salt,
+            keep=keep_time_from_proto(request),
             adapter=adapter_from_proto(request.adapter),
             prefill_only=True,
             stop_tokens=self.ticket.token_stop if self._split else None,

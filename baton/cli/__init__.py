@@ -13,6 +13,7 @@ from baton.cli.chat import chat
 from baton.cli.demo import demo
 from baton.cli.doctor import doctor
 from baton.cli.drain import drain
+from baton.cli.drop_kv import drop_kv
 from baton.cli.expert_load import expert_load
 from baton.cli.generate import generate
 from baton.cli.program import new_app, run
@@ -33,7 +34,10 @@ _GROUPS: Mapping[str, Mapping[str, Callable[..., None]]] = MappingProxyType(
         "Run one process": {
             "prefill-node": prefill_node, "decode-node": decode_node, "gateway": gateway, "picker": picker,
         },
-        OPERATE: {"status": status, "top": top, "drain": drain, "role": switch_role, "expert-load": expert_load},
+        OPERATE: {
+            "status": status, "top": top, "drain": drain, "role": switch_role, "drop-kv": drop_kv,
+            "expert-load": expert_load,
+        },
         "Prepare and measure": {"doctor": doctor, "certs": certs, "key": key, "bench": bench, "plan": plan},
     }
 )  # fmt: skip

@@ -21,6 +21,14 @@ class _Shown(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
+class ShownStore(_Shown):
+    """Host memory or a store below it, where a node keeps KV outside of its cache."""
+
+    name: Name = ""
+    bytes: int = 0
+    tokens_read: int = 0
+
+
 class ShownNode(_Shown):
     """A node as the gateway sees it; `step_s` is the predicted time of a decode step with its present requests."""
 
@@ -40,6 +48,7 @@ class ShownNode(_Shown):
     step_s: float | None = None
     blocks: int = 0
     blocks_free: int = 0
+    stores: tuple[ShownStore, ...] = ()
 
 
 class ShownLink(_Shown):

@@ -211,6 +211,7 @@ def _node_columns() -> Sequence[_Column[ShownNode]]:
         _Column("waiting", lambda node: str(node.waiting), from_width=60),
         _Column("backlog", lambda node: _seconds(node.backlog_s), from_width=70),
         _Column("step", lambda node: _seconds(node.step_s), from_width=80),
+        _Column("kept", _kept, from_width=110, right=False),
         _Column("version", lambda node: node.version, from_width=90, right=False),
         _Column("revision", lambda node: node.revision_name or node.revision, from_width=100, right=False),
         _Column("address", lambda node: node.address, from_width=120, right=False),
@@ -250,6 +251,11 @@ def _kv(node: ShownNode) -> Text:
         return Text(_NOTHING)
     share = (node.blocks - node.blocks_free) / node.blocks
     return Text(f"{share:.0%}", "red" if share > 0.95 else "yellow" if share > 0.8 else "")
+
+
+def _kept(node: ShownNode) -> str:
+    """The sizes of what a node keeps outside of its cache."""
+    return ", ".join(f"{store.name} {_bytes(store.bytes)}" for store in node.stores)
 
 
 def _tokens(request: ShownRequest) -> str:

@@ -69,6 +69,8 @@ def _node_to_json(node: operations_pb2.NodeReport) -> dict[str, object]:
         "expert_balance": _balance_to_json(status.expert_balance) if status.HasField("expert_balance") else None,
         "gpus": [_gpu_to_json(gpu) for gpu in status.gpus],
         "stores": [_store_to_json(store) for store in status.stores],
+        "kv_loaded_tokens_total": status.kv_loaded_tokens_total,
+        "kv_load_s_total": status.kv_load_s_total,
         "prompt_tokens_total": status.prompt_tokens_total,
         "generated_tokens_total": status.generated_tokens_total,
         "preemptions": status.preemptions,

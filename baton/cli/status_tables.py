@@ -193,7 +193,10 @@ def _stores(status: node_status_pb2.NodeStatus) -> str:
         # What comes from other nodes is counted here, and kept in host memory.
         name = "other nodes" if store.name == "peer" else f"{store.name} {mib(store.bytes)}"
         described.append(f"{name}, {read:,} tokens read back{damaged}{failed}")
-    return f"KV kept: {'; '.join(described)}"
+    speed = ""
+    if status.kv_load_s_total > 0 and status.kv_loaded_tokens_total:
+        speed = f"; loaded at {status.kv_loaded_tokens_total / status.kv_load_s_total:,.0f} tokens/s"
+    return f"KV kept: {'; '.join(described)}{speed}"
 
 
 def _work(status: node_status_pb2.NodeStatus) -> str:

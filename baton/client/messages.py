@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
     Attributes:
         model: the served model or one of its adapters; empty: the served model.
         timeout_s: seconds for the whole request, retries included; None: no deadline.
+        kv_keep_s: seconds for which nodes keep the KV outside of their caches; 0: the session is over.
         ttft_s, tpot_s: seconds to the first token and per further token, see `Slo`; None: the gateway's.
     """
 
@@ -41,6 +42,7 @@ class Options(TypedDict, total=False):
     ttft_s: float | None
     tpot_s: float | None
     session_id: str
+    kv_keep_s: float | None
     best_of: int
     truncate_prompt_tokens: int
     add_special_tokens: bool
@@ -162,7 +164,11 @@ def json_text(field: str, value: object) -> str:
 
 
 def set_text(
-    message: pb.GenerateRequest | common_pb2.Slo | pb.TokenizeRequest | operations_pb2.SwitchNodeRoleRequest,
+    message: pb.GenerateRequest
+    | common_pb2.Slo
+    | pb.TokenizeRequest
+    | operations_pb2.SwitchNodeRoleRequest
+    | operations_pb2.DropKvRequest,
     **texts: str,
 ) -> None:
     """Sets text fields of the message.

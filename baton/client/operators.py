@@ -3,11 +3,15 @@
 It returns protobuf messages, so `baton` does not export it.
 """
 
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Mapping
+from types import MappingProxyType
 
 from baton.client.client import AsyncClient
 from baton.client.messages import set_text
 from baton.protos.v1 import node_status_pb2, operations_pb2
+
+# Longer than a gateway waits for nodes.
+_DROP_KV_S = 30.0
 
 
 class OperatorClient(AsyncClient):
@@ -48,6 +52,27 @@ class OperatorClient(AsyncClient):
         # No deadline: the node's running requests may take as long as `grace_s`. No retries: operators see a refusal.
         return await self._gateways.ask(
             lambda gateway, _: _last_progress(gateway.operations.SwitchNodeRole(request)), timeout_s=None, retry_s=0.0
+        )
+
+    async def drop_kv(
+        self, cache_salt: str, *, client: str = "", adapters: Mapping[str, str] = MappingProxyType({})
+    ) -> operations_pb2.DropKvResponse:
+        """Drops all KV of a cache salt on all nodes. The answer has what each node has dropped, or its error.
+
+        Args:
+            cache_salt: as the requests give it; empty: requests without one.
+            client: name of the API key, or subject of the token, with which the requests came.
+            adapters: revisions by name, besides the adapters that nodes have or have had since their start.
+
+        Raises:
+            BatonError: the gateway refuses.
+        """
+        request = operations_pb2.DropKvRequest(
+            adapters=[node_status_pb2.Adapter(name=name, revision=revision) for name, revision in adapters.items()]
+        )
+        set_text(request, cache_salt=cache_salt, client=client)
+        return await self._gateways.ask(
+            lambda gateway, _: gateway.operations.DropKv(request, timeout=_DROP_KV_S), timeout_s=None, retry_s=0.0
         )
 
 

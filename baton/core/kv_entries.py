@@ -3,13 +3,17 @@
 Block sizes differ between nodes, so entries have a size of their own, and keys from a chain of their own.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 from baton.core.block_keys import BlockKey
 
 # The same on every node, because it is part of every key. Transfers cut sequences at its multiples too.
 ENTRY_TOKENS = 64
+# A day, the longest time for which a client may ask stores to keep its entries.
+KEEP_S_MAX = 86400.0
 
 
 class EntryKey(NamedTuple):
@@ -66,3 +70,40 @@ class EntryBlocks:
     @property
     def token_stop(self) -> int:
         return self.keys[-1].token_stop
+
+
+@dataclass(frozen=True)
+class KeepTime:
+    """How long the entries of a request are kept in stores.
+
+    Attributes:
+        seconds: from the request's end. Until then they leave after all others, as far as the tenant's share of a store
+            goes. 0: the session is over, and they leave before all others.
+        tenant: a number for the client, whose share is bounded.
+    """
+
+    seconds: float
+    tenant: int
+
+
+@dataclass(frozen=True)
+class DroppedEntries:
+    """What the stores of a node have dropped.
+
+    Attributes:
+        counts: number of entries that each store has dropped, by its name.
+        left: why a store may still have some of them, by its name.
+    """
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_all(cls, dropped: Iterable[Self]) -> Self:
+        """What several drops, or those of several ranks, have dropped together."""
+        counts, left = Counter[str](), dict[str, str]()
+        for each in dropped:
+            for name, count in each.counts.items():
+                counts[name] += count
+            left |= each.left
+        return cls(dict(counts), left)

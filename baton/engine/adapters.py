@@ -16,6 +16,9 @@ class AdapterSlots:
     Args:
         count: number of slots.
         in_use: whether a request uses the adapter in a slot.
+
+    Attributes:
+        known: the adapters that have been loaded so far.
     """
 
     def __init__(self, count: int, in_use: Callable[[int], bool]) -> None:
@@ -23,6 +26,7 @@ class AdapterSlots:
         self._in_use = in_use
         self._slots: dict[AdapterRef, int] = {}
         self._filling: set[int] = set()
+        self.known: set[AdapterRef] = set()
 
     @property
     def loaded(self) -> list[AdapterRef]:
@@ -73,6 +77,7 @@ class AdapterSlots:
         self._filling.discard(slot)
         self.unload(adapter.name)
         self._slots[adapter] = slot
+        self.known.add(adapter)
 
     def failed(self, slot: int) -> None:
         self._filling.discard(slot)

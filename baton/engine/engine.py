@@ -8,12 +8,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
 from baton.core.errors import BatonError, Cancelled, InternalError
+from baton.core.kv_entries import DroppedEntries
 from baton.core.types import AdapterRef, FinishReason, Grammar, TokenOutput
 from baton.engine.adapters import AdapterSlots
 from baton.engine.device.device_thread import DeviceThread, ExpertCounts, LayersDone, Outcome, StepComputed, StepRunner
@@ -214,6 +215,35 @@ class Engine:
         """The stores no longer have the entries with these digests."""
         if self._prefixes is not None:
             self._prefixes.evicted(digests)
+
+    async def drop_prefixes(self, cache_salt: str, adapters: Iterable[AdapterRef]) -> tuple[int, DroppedEntries]:
+        """Drops all KV of a cache salt, of the model and of its adapters, from the prefix cache and the stores.
+
+        Blocks that requests use stay until these end, but no other request finds them.
+
+        Args:
+            adapters: besides those that were loaded here since the start.
+
+        Returns:
+            The number of blocks, and what the stores have dropped.
+
+        Raises:
+            BatonError: the engine ends.
+        """
+        self._check_alive()
+        known = {*self.adapters.known, *adapters}
+        roots = [self._scheduler.root(cache_salt, adapter) for adapter in (None, *sorted(known))]
+        num_blocks = sum(map(self._scheduler.drop_root, roots))
+        self._room_freed()
+        if self._prefixes is None:
+            return num_blocks, DroppedEntries()
+        dropped = await asyncio.gather(*map(self._prefixes.drop_root, roots))
+        return num_blocks, DroppedEntries.of_all(dropped)
+
+    @property
+    def loads(self) -> tuple[int, float]:
+        """Tokens that were loaded from the stores so far, and the sum of the times that their loads took."""
+        return (0, 0.0) if self._prefixes is None else (self._prefixes.loaded_tokens, self._prefixes.load_s)
 
     @property
     def has_tier(self) -> bool:

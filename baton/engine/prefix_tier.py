@@ -4,7 +4,7 @@ not know them.
 
 from typing import Protocol
 
-from baton.core.kv_entries import EntryBlocks, EntryKey, KeptPrefix
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix
 
 
 class PrefixTier(Protocol):
@@ -27,8 +27,16 @@ class PrefixTier(Protocol):
         any more when it returns or raises, and it does so soon after the time limit."""
         ...
 
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+        """Keeps the first entries of a sequence for a time, or lets them leave first."""
+        ...
+
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         """Forgets entries."""
+        ...
+
+    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
+        """Forgets every entry with this root, also those that are being saved or loaded."""
         ...
 
 

@@ -6,7 +6,7 @@ from math import inf
 from typing import NamedTuple, Self, TypeAlias
 
 from baton.core.errors import ConfigError
-from baton.core.kv_entries import KeptPrefix
+from baton.core.kv_entries import KeepTime, KeptPrefix
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import AdapterRef
 from baton.engine.pooling import PoolSpan
@@ -62,6 +62,7 @@ class EngineRequest:
         output: tokens that the client already has. They are prefilled after the prompt, and the next token's index is
             `len(output)`.
         cache_salt: only requests with the same salt share cached blocks.
+        keep: how long stores outside of the cache keep its KV; None: as long as it is worth more than other KV.
         prefill_only: the request ends with its first sampled token; its blocks stay held until it is aborted.
         layers_per_group: a chunk of the prompt causes an event after about this many layers each, while the step
             computes the next layers; 0: only when the chunk is complete. Events may come more often when another
@@ -88,6 +89,7 @@ class EngineRequest:
     sampling: ResolvedSampling
     output: tuple[int, ...] = ()
     cache_salt: str = ""
+    keep: KeepTime | None = None
     prefill_only: bool = False
     layers_per_group: int = 0
     decode_context_tokens: int | None = None

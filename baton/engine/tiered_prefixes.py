@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeptPrefix
+from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix
 from baton.engine.prefix_tier import PrefixSource, PrefixTier
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.offload import LoadPlan, WantedPrefix
@@ -24,6 +24,9 @@ _LOADS = 4
 # be faster than computing.
 _FIND_S = 0.5
 _LOAD_S = 5.0
+# A root that is dropped is not loaded for so long, because other nodes may still have its entries in stores that this
+# one shares with them. Longer than a gateway waits for their drops.
+DROPPED_S = 30.0
 
 
 class TieredPrefixes:
@@ -32,6 +35,9 @@ class TieredPrefixes:
     Args:
         source: other nodes' stores; None: nothing is pulled from them.
         on_room: called when blocks have become free.
+
+    Attributes:
+        loaded_tokens, load_s: tokens that were loaded so far, and the sum of the times that their loads took.
     """
 
     def __init__(
@@ -46,11 +52,18 @@ class TieredPrefixes:
         self._places = asyncio.Semaphore(_LOADS)
         # Not a TaskGroup: blocks stay held until each copy is over, whatever becomes of its request.
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._saving: set[asyncio.Task[None]] = set()  # of the same
+        self.loaded_tokens, self.load_s = 0, 0.0
+        self._dropped: dict[bytes, float] = {}  # until when a root is not loaded, on the loop's clock
 
     def save_finished(self) -> None:
         """Begins to save the entries that the last steps have finished."""
         for entries in self._offload.take_finished():
-            self._start(self._save(entries))
+            saving = self._start(self._save(entries))
+            self._saving.add(saving)
+            saving.add_done_callback(self._saving.discard)
+        for keys, keep in self._offload.take_kept():
+            self._start(self._keep(keys, keep, after=frozenset(self._saving)))
         if forgotten := self._offload.take_forgotten():
             self._start(self._drop(forgotten))
 
@@ -58,7 +71,7 @@ class TieredPrefixes:
         """Loads the entries of a request that the cache lacks. Returns the number of tokens that were loaded. A load
         goes on when the call is cancelled."""
         wanted = self._scheduler.wanted(request)
-        if wanted is None:
+        if wanted is None or self._is_dropped(wanted.entry_keys.root):
             return 0
         await self._pull(wanted, request.kept_elsewhere)
         async with self._places:
@@ -69,7 +82,7 @@ class TieredPrefixes:
             except BatonError as error:  # the node ends
                 _log.warning("the stores could not be searched: %s", error)
                 return 0
-            if found is None:
+            if found is None or self._is_dropped(wanted.entry_keys.root):
                 return 0
             pool, stop = found
             plan = self._scheduler.begin_load(wanted, pool, stop=stop)
@@ -78,6 +91,21 @@ class TieredPrefixes:
     def evicted(self, digests: Sequence[bytes]) -> None:
         """The stores no longer have the entries with these digests."""
         self._offload.kept.lost(digests)
+
+    async def drop_root(self, root: bytes) -> DroppedEntries:
+        """Drops all entries with this root from the stores.
+
+        Raises:
+            BatonError: the node ends.
+        """
+        now_s = asyncio.get_running_loop().time()
+        self._dropped = {each: end_s for each, end_s in self._dropped.items() if end_s > now_s}
+        self._dropped[root] = now_s + DROPPED_S
+        # A task, so that it comes after the saves that have begun.
+        return await asyncio.shield(self._start(self._tier.drop_entries_of(root)))
+
+    def _is_dropped(self, root: bytes) -> bool:
+        return asyncio.get_running_loop().time() < self._dropped.get(root, 0.0)
 
     async def close(self) -> None:
         """Waits for all copies; each ends within its own bound."""
@@ -112,12 +140,16 @@ class TieredPrefixes:
 
     async def _load(self, plan: LoadPlan) -> int:
         loaded = added = 0
+        began_s = asyncio.get_running_loop().time()
         try:
             loaded = await self._tier.load_entries(plan.entries, timeout_s=_LOAD_S)
         except BatonError as error:  # the node ends
             _log.warning("entries could not be loaded: %s", error)
         finally:
             added = self._offload.end_load(plan, loaded)
+            if loaded:
+                self.loaded_tokens += loaded * ENTRY_TOKENS
+                self.load_s += asyncio.get_running_loop().time() - began_s
             self._on_room()
         return added
 
@@ -130,6 +162,16 @@ class TieredPrefixes:
         finally:
             self._offload.saved(entries, num_kept)
             self._on_room()
+
+    async def _keep(
+        self, keys: tuple[EntryKey, ...], keep: KeepTime, *, after: "frozenset[asyncio.Task[None]]"
+    ) -> None:
+        if after:
+            await asyncio.wait(after)
+        try:
+            await self._tier.keep_entries(keys, keep)
+        except BatonError as error:  # the node ends
+            _log.warning("entries could not be kept: %s", error)
 
     async def _drop(self, keys: tuple[EntryKey, ...]) -> None:
         try:

@@ -25,7 +25,7 @@ from baton.node.describe import to_info, to_step_costs
 from baton.node.expert_load import ExpertLoads
 from baton.node.from_settings import engine_limits, open_transfer, transfer_settings
 from baton.node.gpu_meter import GpuMeter, gpu_uuids
-from baton.node.kv_stores import keeps_kv, pull_namespace, store_states, with_failed_pulls
+from baton.node.kv_stores import keeps_kv, pull_namespace, store_drops, store_states, with_failed_pulls
 from baton.node.meter import NodeMeter
 from baton.node.pulls import Pulls
 from baton.node.ranks.group import RankGroup
@@ -33,8 +33,9 @@ from baton.node.ranks.remote import RemoteTransfer
 from baton.node.ranks.runner import RankedRunner
 from baton.node.ranks.steps import StepWriter
 from baton.node.starting import default_name
+from baton.protos.internal.v1 import node_pb2
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.convert import adapter_to_proto
+from baton.rpc.convert import adapter_to_proto, adapters_from_proto
 from baton.security.tls import InternalTls
 from baton.settings.model_source import hub_commit
 from baton.settings.node_config import NodeSettings
@@ -223,6 +224,18 @@ class Node:
         if listener.on_filled is not None and listener.on_refused is not None:
             self.transfer.deliver_to(listener.on_filled, listener.on_refused)
 
+    async def drop_kv(self, request: node_pb2.DropKvRequest) -> node_pb2.DropKvResponse:
+        """Drops all KV of a cache salt from the cache and the stores.
+
+        Raises:
+            BatonError: the node ends.
+        """
+        blocks, dropped = await self.engine.drop_prefixes(request.cache_salt, adapters_from_proto(request.adapters))
+        _log.info("dropped the KV of a cache salt: %d blocks, and of stores %s", blocks, dict(dropped.counts))
+        for name, reason in dropped.left.items():
+            _log.error("the store %s may still have KV that was to be dropped: %s", name, reason)
+        return node_pb2.DropKvResponse(blocks=blocks, stores=store_drops(dropped))
+
     def _entries_evicted(self, digests: tuple[bytes, ...]) -> None:
         self.engine.entries_evicted(digests)
 
@@ -277,6 +290,7 @@ class Node:
     def status(self, *, draining: bool) -> node_status_pb2.NodeStatus:
         """The node's status, in which the role fills in peers, leases and refusals."""
         load = self.engine.load()
+        loaded_tokens, load_s = self.engine.loads
         counters = self.transfer.counters()
         return node_status_pb2.NodeStatus(
             info=self.info,
@@ -307,6 +321,8 @@ class Node:
             prompt_tokens_total=self.counts.prompt_tokens,
             generated_tokens_total=self.counts.generated_tokens,
             stores=store_states(self.kept) if self.engine.has_tier else (),
+            kv_loaded_tokens_total=loaded_tokens,
+            kv_load_s_total=load_s,
             stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
 

@@ -20,11 +20,12 @@ _KEPT_BLOCKS = 1 << 15
 
 
 class EventBatch(NamedTuple):
-    """Changes of the cache under one number."""
+    """Changes of the cache under one number. `outside` are those of the stored blocks that must be loaded first."""
 
     sequence: int
     stored: Sequence[BlockKey]
     removed: Sequence[int]
+    outside: Sequence[int] = ()
 
     @property
     def size(self) -> int:
@@ -58,7 +59,7 @@ class CacheLog:
             self.last += 1
             stored = [key for _, key in part if key is not None]
             removed = [number_of(digest) for digest, key in part if key is None]
-            self._kept.append(EventBatch(self.last, stored, removed))
+            self._kept.append(EventBatch(self.last, stored, removed, self.outside(stored)))
             self._kept_blocks += len(part)
         while self._kept_blocks > _KEPT_BLOCKS:
             self._kept_blocks -= self._kept.popleft().size
@@ -69,6 +70,10 @@ class CacheLog:
         if not 0 <= missing <= len(self._kept):
             return None
         return list(islice(self._kept, len(self._kept) - missing, None))
+
+    def outside(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Those of the blocks that must be loaded first."""
+        return [number_of(key.digest) for key in keys if self._cache.is_outside(key.digest)]
 
     def cached_keys(self) -> list[BlockKey]:
         """All blocks that the cache has after the last change. Call it right after `collect`."""
@@ -124,7 +129,10 @@ class CacheEvents:
                 continue
             for batch in batches:
                 changed = pb.WatchCacheResponse(
-                    sequence=batch.sequence, incarnation=self._incarnation, removed=batch.removed
+                    sequence=batch.sequence,
+                    incarnation=self._incarnation,
+                    removed=batch.removed,
+                    outside=batch.outside,
                 )
                 yield self._with_keys(changed, batch.stored, with_tokens=request.with_tokens)
                 position = batch.sequence
@@ -159,7 +167,11 @@ class CacheEvents:
         for start in range(0, max(1, len(keys)), _BATCH_BLOCKS):
             stop = start + _BATCH_BLOCKS
             message = pb.WatchCacheResponse(
-                sequence=sequence, incarnation=self._incarnation, snapshot=start == 0, more=stop < len(keys)
+                sequence=sequence,
+                incarnation=self._incarnation,
+                snapshot=start == 0,
+                more=stop < len(keys),
+                outside=self._log.outside(keys[start:stop]),
             )
             yield message, keys[start:stop]
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from baton.core.errors import ConfigError
+from baton.core.kv_entries import DroppedEntries
 from baton.engine.build import BuiltRunner
 from baton.metrics.exposition import Figure
-from baton.protos.v1 import node_status_pb2
+from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.settings.node_config import NodeSettings
 from kvtransfer.offload_tiers import HOST, PEER
 from kvtransfer.records import EntryCounters
@@ -91,6 +92,14 @@ def store_states(counters: EntryCounters) -> Iterator[node_status_pb2.StoreState
             loaded_total=counters.loaded.get(name, 0),
             damaged_total=store.damaged,
             failed_total=store.failed,
+        )
+
+
+def store_drops(dropped: DroppedEntries) -> Iterator[operations_pb2.StoreKvDrop]:
+    """Describes what each store has dropped."""
+    for name in dict.fromkeys((*dropped.counts, *dropped.left)):
+        yield operations_pb2.StoreKvDrop(
+            name=name, entries=dropped.counts.get(name, 0), error=dropped.left.get(name, "")
         )
 
 

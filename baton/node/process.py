@@ -249,6 +249,7 @@ async def serve(
         unload_adapter=adapters.unload,
         expert_load=node.experts.message,
         owner=None if node.pulls is None else node.pulls.owner,
+        drop_kv=node.drop_kv,
     )
     async with MetricsPort(metrics, switch.metrics_page) as port:
         service.serve(parts)

@@ -1,4 +1,4 @@
-"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters, experts, pulls of KV.
+"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters, experts, pulls and drops of KV.
 
 It starts before the node can serve, so that others see how far the node's start is. Other parts make its messages.
 """
@@ -41,6 +41,7 @@ class NodeParts:
         load_adapter: loads an adapter of this name from a directory.
         unload_adapter: unloads the adapter of this name.
         expert_load: reads the tokens of each expert.
+        drop_kv: drops the KV of a cache salt.
         owner: sends KV to other nodes; None: the node keeps none outside of its cache.
     """
 
@@ -51,6 +52,7 @@ class NodeParts:
     load_adapter: Callable[[str, Path], Awaitable[AdapterRef]]
     unload_adapter: Callable[[str], None]
     expert_load: Callable[[], Awaitable[pb.GetExpertLoadResponse]]
+    drop_kv: Callable[[pb.DropKvRequest], Awaitable[pb.DropKvResponse]]
     owner: PullOwner | None = None
 
 
@@ -162,6 +164,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
                 await owner.serve(request_iterator, context.write)
             except BatonError as error:
                 await abort(context, error)
+
+    async def DropKv(
+        self, request: pb.DropKvRequest, context: grpc.aio.ServicerContext[pb.DropKvRequest, pb.DropKvResponse]
+    ) -> pb.DropKvResponse:
+        return await self._served.drop_kv(request)
 
     async def WatchCache(
         self,

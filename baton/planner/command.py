@@ -21,6 +21,7 @@ from baton.load.workload import PRESETS, LengthSpan, TraceReplay, Workload
 from baton.models.families.reader import read_config
 from baton.models.loading.gguf.view import model_directory
 from baton.planner.goodput import Measure
+from baton.planner.kept import StoreSizes
 from baton.planner.known_costs import Lengths, kind_by_roofline, kind_from_nodes, read_costs
 from baton.planner.model_size import ModelSize, model_size
 from baton.planner.plan import NodeKind, OnStep, Question, find_plan
@@ -87,11 +88,21 @@ def plan(
         float,
         typer.Option(min=RATE_MIN, max=RATE_MAX, help="Speed at which KV goes from a prefill node to decode nodes."),
     ] = _DEFAULT_LINK_GB_PER_S,
+    host_cache_gib: Annotated[
+        float, typer.Option(min=0, max=COUNT_MAX, help="Host memory for KV of each GPU, as the nodes' flag says.")
+    ] = 0.0,
+    file_cache_gib: Annotated[
+        float, typer.Option(min=0, max=COUNT_MAX, help="Files of KV of each GPU, as the nodes' flag says.")
+    ] = 0.0,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter simulations, 8 % apart instead of 3.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Find how many prefill and decode nodes a load needs, by simulation."""
     goal = _goal(ttft, tpot, gap, share)
+    stores = StoreSizes(host_cache_gib, file_cache_gib)
+    if file_cache_gib and not host_cache_gib:
+        cure = "give --host-cache-gib too"
+        raise InvalidRequest("files need host memory, through which their KV goes", field="host_cache_gib", cure=cure)
     shape = Shape(
         workload, input_tokens, output_tokens, trace, shared_prefix=0, shared_prefixes=1, sessions=0, tokens_max=None,
         arrivals=Arrivals.POISSON, burstiness=1.0, rate=rate, speed=None,
@@ -113,12 +124,12 @@ def plan(
     with _progress() as on_step:
         found = find_plan(Question(kind, load, goal, wanted, gpus, measure), on_step=on_step)
     if as_json:
-        typer.echo(json.dumps(to_json(found, model=str(model), costs=source), default=str))
+        typer.echo(json.dumps(to_json(found, model=str(model), costs=source, stores=stores), default=str))
         return
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH_IN_FILES)
-    console.print(render(found, model=str(model), title=f"{shape.name}; {goal}", costs=source))
+    console.print(render(found, model=str(model), title=f"{shape.name}; {goal}", costs=source, stores=stores))
 
 
 def _goal(ttft: str | None, tpot: str | None, gap: str | None, share: float) -> Goal:

@@ -12,7 +12,7 @@ from baton.core.costs import StepCosts
 from baton.core.errors import ConfigError
 from baton.planner.model_size import ModelSize
 from baton.planner.plan import NodeKind
-from baton.planner.roofline import LEAST_SLOTS, SEATS, Gpu, cache_tokens, roofline, state_slots
+from baton.planner.roofline import LEAST_SLOTS, SEATS, Gpu, cache_tokens, kv_holders, roofline, state_slots
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert_node import costs_from_proto, kept_bytes
 from baton.rpc.describe import describe
@@ -66,6 +66,7 @@ def kind_by_roofline(
                 seats=seats,
                 prefill_seats=seats,
                 state_bytes=size.state_bytes,
+                kv_holders=kv_holders(size, each),
             )
     states = f", recurrent states of {size.state_bytes / 1e9:,.2f} GB a request" if size.state_bytes else ""
     gpus = f"{tried[-1]} GPU{'s' if tried[-1] > 1 else ''} of {gpu.memory_gb:g} GB"
@@ -102,6 +103,7 @@ def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKin
     # The number of the prefill role is the smaller one.
     (prefill, prefill_costs), (decode, decode_costs) = known[min(known)], known[max(known)]
     per_token, per_request = kept_bytes(decode.info.cache_spec)
+    heads = 0 if decode.info.attention_data_parallel else decode.info.cache_spec.num_kv_heads
     return NodeKind(
         gpus=decode.info.tensor_parallel_size or 1,
         prefill=prefill_costs,
@@ -113,6 +115,7 @@ def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKin
         seats=decode.max_batch_requests or 512,
         prefill_seats=prefill.max_batch_requests or 512,
         also_decodes=prefill.info.also_decodes,
+        kv_holders=heads,
     )
 
 

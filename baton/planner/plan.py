@@ -36,6 +36,7 @@ class NodeKind:
         prefill, decode: costs of a node of each role.
         also_decodes: whether prefill nodes may serve requests alone, if the gateway chooses so.
         state_bytes: bytes of a request's recurrent state.
+        kv_holders: ranks that hold different KV; 0: all.
     """
 
     gpus: int
@@ -48,6 +49,7 @@ class NodeKind:
     prefill_seats: int = 512
     also_decodes: bool = True
     state_bytes: int = 0
+    kv_holders: int = 0
 
 
 @dataclass(frozen=True)

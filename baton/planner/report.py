@@ -8,15 +8,19 @@ from rich.text import Text
 
 from baton.core.types import LocalPolicy
 from baton.planner.cluster import SimulatedOutcome
+from baton.planner.kept import StoreSizes, kept_lines, kept_tokens, store_flags, store_variables
 from baton.planner.plan import NOTHING, Option, Plan
 
+NO_STORES = StoreSizes()
 
-def render(plan: Plan, *, model: str, title: str, costs: str) -> Group:
+
+def render(plan: Plan, *, model: str, title: str, costs: str, stores: StoreSizes = NO_STORES) -> Group:
     """The plan as text for a terminal.
 
     Args:
         title: the load, SLO and GPU of the plan.
         costs: the source of the costs.
+        stores: of each node, outside of its cache.
     """
     kind, best = plan.question.kind, plan.best
     lines = [
@@ -26,6 +30,7 @@ def render(plan: Plan, *, model: str, title: str, costs: str) -> Group:
         f"a mean request of {plan.demand.prompt:.0f} tokens in and {plan.demand.output:.0f} out takes "
         f"{1e3 * plan.demand.prefill_s:.1f} ms of a prefill node and {1e3 * plan.demand.decode_s:.1f} ms of a decode "
         "node",
+        *kept_lines(plan, stores),
     ]
     parts: list[RenderableType] = [*map(Text, lines), Text(), _table(plan, plan.options)]
     others = [*plan.steps, *([plan.strict] if plan.strict else [])]
@@ -33,7 +38,7 @@ def render(plan: Plan, *, model: str, title: str, costs: str) -> Group:
         parts += [Text("\nthe best one with other settings:"), _table(plan, others)]
     parts.append(Text(f"\n{verdict(plan)}"))
     if best.rate > 0:
-        parts += [Text(), *(Text(line) for line in commands(plan, model))]
+        parts += [Text(), *(Text(line) for line in commands(plan, model, stores))]
     return Group(*parts)
 
 
@@ -56,7 +61,7 @@ def verdict(plan: Plan) -> str:
     return "".join(words)
 
 
-def commands(plan: Plan, model: str) -> list[str]:
+def commands(plan: Plan, model: str, stores: StoreSizes = NO_STORES) -> list[str]:
     """Lines that start the best cluster."""
     best, goal, kind = plan.best, plan.question.goal, plan.question.kind
     spec = best.spec
@@ -65,6 +70,8 @@ def commands(plan: Plan, model: str) -> list[str]:
     variables = "".join(f"BATON_{name.upper()}_MS={value:g} " for name, value in bounds)
     ranks = f" --tensor-parallel-size {kind.gpus}" if kind.gpus > 1 else ""
     policy = " --local-policy local" if best.is_colocated else ""
+    kept = store_flags(stores)
+    variables += store_variables(stores)
     lines = ["# on one machine; nodes choose their step sizes by a profile at start:"]
     lines.append(
         f"{variables}baton up --model {model} --prefill-nodes {spec.prefills} --decode-nodes {spec.decodes}"
@@ -76,11 +83,11 @@ def commands(plan: Plan, model: str) -> list[str]:
     )
     if spec.prefills:
         lines.append(
-            f"baton prefill-node --model {model} --max-batch-tokens {spec.prefill.step_tokens}{ranks}"
+            f"baton prefill-node --model {model} --max-batch-tokens {spec.prefill.step_tokens}{ranks}{kept}"
             f" --listen 0.0.0.0:7001  # {spec.prefills} of them"
         )
     lines.append(
-        f"baton decode-node --model {model} --max-batch-tokens {spec.decode.step_tokens}{ranks}"
+        f"baton decode-node --model {model} --max-batch-tokens {spec.decode.step_tokens}{ranks}{kept}"
         f" --listen 0.0.0.0:7002  # {spec.decodes} of them"
     )
     prefill = "--prefill PREFILL " if spec.prefills else ""
@@ -88,7 +95,7 @@ def commands(plan: Plan, model: str) -> list[str]:
     return lines
 
 
-def to_json(plan: Plan, *, model: str, costs: str) -> dict[str, object]:
+def to_json(plan: Plan, *, model: str, costs: str, stores: StoreSizes = NO_STORES) -> dict[str, object]:
     """The object that `--json` prints. Rates are requests per second."""
     question, kind = plan.question, plan.question.kind
     return {
@@ -102,6 +109,7 @@ def to_json(plan: Plan, *, model: str, costs: str) -> dict[str, object]:
         "gpus_per_node": kind.gpus,
         "cache_tokens_per_node": kind.kv_tokens,
         "kv_bytes_per_token": kind.kv_bytes_per_token,
+        "kept": [vars(kept) for kept in kept_tokens(plan, stores)],
         "request": {
             "prompt_tokens": plan.demand.prompt,
             "output_tokens": plan.demand.output,
@@ -113,7 +121,9 @@ def to_json(plan: Plan, *, model: str, costs: str) -> dict[str, object]:
         "other_steps": [_option_json(option) for option in plan.steps],
         "strict": None if plan.strict is None else _option_json(plan.strict),
         "verdict": verdict(plan),
-        "commands": [line for line in commands(plan, model) if not line.startswith("#")] if plan.best.rate else [],
+        "commands": [line for line in commands(plan, model, stores) if not line.startswith("#")]
+        if plan.best.rate
+        else [],
     }
 
 

@@ -103,7 +103,7 @@ def roofline(size: ModelSize, gpu: Gpu, ranks: int = 1) -> StepCosts:
     bytes_per_s = gpu.gb_per_s * 1e9 * _KV_SHARE
     return StepCosts(
         tuple(points),
-        key_s=full * size.kv_bytes / _holders(size, ranks) / bytes_per_s,
+        key_s=full * size.kv_bytes / kv_holders(size, ranks) / bytes_per_s,
         pair_s=full * size.pair_flops / ranks / (gpu.tflops * 1e12 * _PAIR_SHARE),
         decode_row_s=2 * _rank_state_bytes(size, ranks) / bytes_per_s,  # each step reads a row's state and writes it
     )
@@ -112,7 +112,7 @@ def roofline(size: ModelSize, gpu: Gpu, ranks: int = 1) -> StepCosts:
 def cache_tokens(size: ModelSize, gpu: Gpu, ranks: int) -> int:
     """Tokens of KV that fit next to weights and states on each of `ranks` GPUs; at most 0 if the weights do not fit."""
     states = state_slots(size, gpu, ranks) * _rank_state_bytes(size, ranks)
-    return int((_room_bytes(size, gpu, ranks) - states) / (size.kv_bytes / _holders(size, ranks)))
+    return int((_room_bytes(size, gpu, ranks) - states) / (size.kv_bytes / kv_holders(size, ranks)))
 
 
 def state_slots(size: ModelSize, gpu: Gpu, ranks: int) -> int:
@@ -132,6 +132,6 @@ def _rank_state_bytes(size: ModelSize, ranks: int) -> float:
     return size.state_bytes / min(ranks, size.state_heads)
 
 
-def _holders(size: ModelSize, ranks: int) -> int:
+def kv_holders(size: ModelSize, ranks: int) -> int:
     """How many ranks hold different KV."""
     return ranks if size.own_requests else min(ranks, size.kv_heads)

@@ -198,6 +198,11 @@ def kept_prefix_from_proto(message: lease_pb2.KeptPrefix) -> KeptPrefix | None:
     return KeptPrefix(message.address, message.incarnation, message.tokens) if message.address else None
 
 
+def adapters_from_proto(messages: Iterable[node_status_pb2.Adapter]) -> list[AdapterRef]:
+    """The adapters in a list of messages, without empty ones."""
+    return [adapter for message in messages if (adapter := adapter_from_proto(message)) is not None]
+
+
 def usage_to_proto(usage: Usage) -> pb.Usage:
     return pb.Usage(
         prompt_tokens=usage.prompt_tokens,

@@ -1,4 +1,5 @@
-"""Converts the messages in which nodes describe themselves: step costs, load of experts, loading, size of the cache."""
+"""Converts the messages in which nodes describe themselves: step costs, load of experts, loading, size of the cache.
+Also converts the keep times of requests."""
 
 import math
 from itertools import pairwise
@@ -6,7 +7,8 @@ from itertools import pairwise
 from baton.core.costs import StepCosts
 from baton.core.errors import shortened
 from baton.core.expert_load import ExpertLoad, LayerLoad
-from baton.protos.internal.v1 import node_pb2
+from baton.core.kv_entries import KEEP_S_MAX, KeepTime
+from baton.protos.internal.v1 import decode_pb2, lease_pb2, node_pb2, prefill_pb2
 from baton.protos.v1 import node_status_pb2
 from baton.protos.v1 import node_status_pb2 as pb
 
@@ -82,3 +84,15 @@ def kept_bytes(spec: pb.CacheSpec) -> tuple[int, int]:
     per_token = spec.num_layers * spec.num_kv_heads * spec.head_dim * per_number
     per_token += kept_bytes(spec.index)[0] if spec.HasField("index") else 0
     return per_token, kept_bytes(spec.state)[0] if spec.HasField("state") else 0
+
+
+def keep_time_to_proto(keep: KeepTime | None) -> lease_pb2.KvKeepTime | None:
+    return None if keep is None else lease_pb2.KvKeepTime(seconds=keep.seconds, tenant=keep.tenant)
+
+
+def keep_time_from_proto(request: decode_pb2.SubmitRequest | prefill_pb2.PrefillRequest) -> KeepTime | None:
+    """The keep time of a request; a time that no gateway sends is none."""
+    keep = request.keep
+    if not request.HasField("keep") or not 0 <= keep.seconds <= KEEP_S_MAX:
+        return None
+    return KeepTime(keep.seconds, keep.tenant)

@@ -41,6 +41,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "UnloadAdapter": _OPERATOR,
         "GetExpertLoad": _OPERATOR,
         "Pull": _NODES,
+        "DropKv": _WATCHING,
     },
     # Served by gateways.
     "baton.v1.Generation": {
@@ -58,6 +59,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "ClusterStatus": _OPERATOR,
         "ClusterView": _OPERATOR,
         "SwitchNodeRole": _OPERATOR,
+        "DropKv": _OPERATOR,
     },
     "vllm.grpc.engine.VllmEngine": {
         "Generate": _CLIENT,

@@ -26,9 +26,12 @@ class Caller:
 
     def salt(self, given: str) -> str:
         """Returns the cache salt of a request that gives this salt. Two proved callers never share a salt."""
-        if not self.proved:
-            return given
-        return hashlib.sha256(b"baton cache salt\0" + f"{len(self.name)}:{self.name}{given}".encode()).hexdigest()
+        return salt_of(self.name, given) if self.proved else given
+
+    @property
+    def tenant(self) -> int:
+        """A number of the caller, 64 bits, by which nodes bound what they keep for it."""
+        return int.from_bytes(hashlib.sha256(b"baton tenant\0" + self.name.encode()).digest()[:8], "little")
 
     def session(self, given: str) -> str:
         """Returns a session name that no other caller can have; empty if the request names no session."""
@@ -45,6 +48,11 @@ EVERYBODY = Caller("", ALL_RIGHTS)
 
 # The server sets it for each call, in the task that serves the call. Tasks started there inherit it.
 _CALLER: ContextVar[Caller] = ContextVar("baton_caller", default=EVERYBODY)
+
+
+def salt_of(client: str, given: str) -> str:
+    """Returns the cache salt of requests of a proved caller of this name that give this salt."""
+    return hashlib.sha256(b"baton cache salt\0" + f"{len(client)}:{client}{given}".encode()).hexdigest()
 
 
 def current() -> Caller:

@@ -1,5 +1,10 @@
 """The files of a store that are there or being written, and which of them leaves next. Pure."""
 
+import time
+from collections.abc import Callable, Iterable
+from itertools import takewhile
+
+from baton.core.kv_entries import KeepTime
 from kvtransfer.stores.eviction import GreedyDual, RefusedKeys
 from kvtransfer.stores.file_format import EntryFileName
 
@@ -15,12 +20,17 @@ class FileWrite:
 
 
 class FileIndex:
-    """Names of files, by the digests of their entries."""
+    """Names of files, by the digests of their entries.
 
-    def __init__(self) -> None:
+    Args:
+        capacity: files of the full store.
+        clock: monotonic seconds, for `keep`.
+    """
+
+    def __init__(self, capacity: int = 0, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._kept: dict[bytes, EntryFileName] = {}
         self._writes: dict[bytes, FileWrite] = {}
-        self._order = GreedyDual()
+        self._order = GreedyDual(capacity, clock=clock)
         self._refused = RefusedKeys()
 
     def __len__(self) -> int:
@@ -41,6 +51,18 @@ class FileIndex:
         """Adds a file, or marks it as used."""
         self.add(name)
         self._order.touch(name.digest)
+
+    def keep(self, names: Iterable[EntryFileName], keep: KeepTime) -> None:
+        """Keeps the first files of a sequence as long as asked for, or lets them leave first (`GreedyDual`).
+
+        Args:
+            names: of the sequence from its beginning.
+        """
+        there = [name.digest for name in takewhile(lambda name: name.digest in self._kept, names)]
+        if keep.seconds:
+            self._order.keep(there, keep)
+        else:
+            self._order.end(there, keep.tenant)
 
     def begin(self, name: EntryFileName) -> FileWrite | None:
         """Begins to write a file. Returns None if its digest's file is being written."""

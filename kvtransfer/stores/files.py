@@ -19,11 +19,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Condition, Lock
 
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import EntryKey, KeepTime
 from kvtransfer.stores.file_format import HEADER_BYTES, TEMPORARY, EntryFileName, FileHeader
 from kvtransfer.stores.file_index import FileIndex, FileWrite
 from kvtransfer.stores.file_io import read_whole, write_whole
-from kvtransfer.stores.leftovers import Leftovers, namespace_folder, open_locked
+from kvtransfer.stores.leftovers import Leftovers, namespace_folder, namespace_folders, open_locked
 from kvtransfer.stores.store import StoreCounters
 
 _log = logging.getLogger("baton")
@@ -64,7 +64,7 @@ class FileStore:
         self._max_bytes = max_bytes
         self._lock = Lock()  # of what follows, but for the names
         self._ended = Condition(self._lock)
-        self._index = FileIndex()
+        self._index = self._new_index()
         self._leftovers: Leftovers | None = None
         self._totals = Counter[str]()
         self._calls = 0
@@ -100,6 +100,10 @@ class FileStore:
                 return True
             return self._write(name, key, entry)
 
+    def keep(self, keys: Sequence[EntryKey], keep: KeepTime) -> None:
+        with self._lock:
+            self._index.keep(map(EntryFileName.of, keys), keep)
+
     def drop(self, keys: Sequence[EntryKey]) -> None:
         for key in keys:
             name = EntryFileName.of(key)
@@ -107,16 +111,30 @@ class FileStore:
                 self._index.drop(name)
             self._unlink(self._path(name))
 
-    def drop_root(self, root: bytes) -> int:
+    def drop_root(self, root: bytes) -> int | None:
         with self._lock:
             self._index.drop_root(root)
-        # All names, also of files that other processes have written.
-        paths = [
-            self._path(name)
-            for each in self._found_names()
-            if (name := EntryFileName.parse(each.name)) and name.root == root
-        ]
-        return sum(map(self._unlink, paths))
+            failed = self._totals["failed"]
+        try:
+            # All names, also of files that other processes have written, and of namespaces that nobody opens any more.
+            dropped = sum(map(self._unlink, self._paths_of(root)))
+        except OSError:
+            self._count("failed")
+            return None
+        return dropped if self.counters().failed == failed else None
+
+    def _paths_of(self, root: bytes) -> list[str]:
+        """The files with this root, of all namespaces.
+
+        Raises:
+            OSError: a folder cannot be read.
+        """
+        paths = []
+        for folder in namespace_folders(self._directory):
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
+                names = (EntryFileName.parse(each.name) for each in found)
+                paths += [f"{folder}/{name}" for name in names if name is not None and name.root == root]
+        return paths
 
     def counters(self) -> StoreCounters:
         with self._lock:
@@ -311,13 +329,16 @@ class FileStore:
 
     # ---- files
 
+    def _new_index(self) -> FileIndex:
+        return FileIndex(self._max_bytes // self._file_bytes)
+
     def _open_folder(self) -> None:
         """Makes the folder and locks it. Forgets what was in one that somebody has removed."""
         with self._lock:
             if self._folder_fd >= 0:
                 os.close(self._folder_fd)
                 self._folder_fd = -1
-            self._index = FileIndex()
+            self._index = self._new_index()
             with suppress(OSError):
                 self._folder_fd = open_locked(Path(self._folder))
 

@@ -3,13 +3,15 @@
 It moves no bytes. The caller gets a place, fills or reads it, and gives it back.
 """
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import Tensor
 
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import EntryKey, KeepTime
 from kvtransfer.stores.eviction import GreedyDual, RefusedKeys
 from kvtransfer.stores.store import StoreCounters
 
@@ -47,9 +49,10 @@ class HostMemory:
     Args:
         tensor: uint8, one dimension, on the CPU; pinned where a GPU copies from it. Its caller made it and frees it.
         entry_bytes: size of an entry. The tensor has room for at least one.
+        clock: monotonic seconds, for `keep`.
     """
 
-    def __init__(self, tensor: Tensor, entry_bytes: int) -> None:
+    def __init__(self, tensor: Tensor, entry_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         assert tensor.ndim == 1
         assert tensor.itemsize == 1
         assert tensor.numel() >= entry_bytes > 0
@@ -57,7 +60,7 @@ class HostMemory:
         self._entry_bytes = entry_bytes
         self._places: dict[bytes, HostPlace] = {}
         self._unused = list(range(tensor.numel() // entry_bytes))[::-1]
-        self._order = GreedyDual()
+        self._order = GreedyDual(len(self._unused), clock=clock)
         self._refused = RefusedKeys()
         self._unwritten = 0
         self._totals = Counter[str]()
@@ -135,6 +138,19 @@ class HostMemory:
         assert place.is_written
         self._leave(place)
 
+    def keep(self, keys: Sequence[EntryKey], keep: KeepTime) -> None:
+        """Keeps the first entries of a sequence as long as asked for, or lets them leave first (`GreedyDual`).
+
+        Args:
+            keys: of the sequence from its beginning, maybe without tokens.
+        """
+        assert not keys or keys[0].number == 0
+        there = [key.block.digest for key in takewhile(self._has_digest, keys)]
+        if keep.seconds:
+            self._order.keep(there, keep)
+        else:
+            self._order.end(there, keep.tenant)
+
     def take_evicted(self) -> tuple[bytes, ...]:
         """Digests of the entries that were evicted since the last call."""
         if not self._evicted:
@@ -160,6 +176,10 @@ class HostMemory:
         # A digest may be another entry's, by chance or by an attacker's work: then tokens, parent or root differ.
         place = self._places.get(key.block.digest)
         return place if place is not None and place.is_written and place.key == key else None
+
+    def _has_digest(self, key: EntryKey) -> bool:
+        place = self._places.get(key.block.digest)
+        return place is not None and place.is_written
 
     def _evict(self) -> bool:
         digest = self._order.evict()

@@ -25,6 +25,19 @@ def namespace_folder(namespace: bytes) -> str:
     return f"v{VERSION}-{namespace.hex()}"
 
 
+def namespace_folders(directory: Path) -> list[str]:
+    """The folders of all namespaces in a directory, of any version of the format.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    try:
+        with os.scandir(directory) as found:
+            return [each.path for each in found if _NAMESPACE.fullmatch(each.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def open_locked(folder: Path) -> int:
     """Makes a folder that only this user may read, if it is not there, and locks it as open. Returns a descriptor.
 

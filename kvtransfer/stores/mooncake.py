@@ -17,7 +17,7 @@ import numpy as np
 
 from baton.core.block_keys import DIGEST_BYTES
 from baton.core.errors import ConfigError
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import EntryKey, KeepTime
 from kvtransfer.stores.mooncake_process import MooncakeProcess
 from kvtransfer.stores.store import Store, StoreCounters
 
@@ -38,6 +38,7 @@ _WRITTEN, _OTHER_SIZE = 0, -600
 # Not there, not yet written by another node, or just removed.
 _MISSES = frozenset({-704, -703, -712})
 
+_PREFIX = "baton"
 _MAGIC = b"batonkv1"
 _HEADER = struct.Struct("<8sQII")  # magic, bytes of the entry, its index, bytes of its tokens
 HEADER_BYTES = 512
@@ -105,7 +106,7 @@ class MooncakeStore:
 
     def __init__(self, process: MooncakeProcess, namespace: bytes, entry_bytes: int) -> None:
         self._process = process
-        self._prefix = f"baton/{namespace.hex()}"
+        self._prefix = f"{_PREFIX}/{namespace.hex()}"
         self._entry_bytes = entry_bytes
         self._counters = StoreCounters()
         self._counting = Lock()
@@ -144,14 +145,17 @@ class MooncakeStore:
         self._count(written=int(code == _WRITTEN), failed=int(code != _WRITTEN))
         return code == _WRITTEN
 
+    def keep(self, keys: Sequence[EntryKey], keep: KeepTime) -> None:
+        """Does nothing: the cluster's master decides what leaves."""
+
     def drop(self, keys: Sequence[EntryKey]) -> None:
         names = [self._name(key) for key in keys]
         for start in range(0, len(names), _KEYS_MAX):
             self._call("remove", names[start : start + _KEYS_MAX])
 
-    def drop_root(self, root: bytes) -> int:
-        removed = self._call("remove_matching", [f"^{self._prefix}/{root.hex()}/.*$"], _DROP_ROOT_S)
-        return 0 if removed is None else max(0, removed[0])
+    def drop_root(self, root: bytes) -> int | None:
+        removed = self._call("remove_matching", [f"^{_PREFIX}/[0-9a-f]+/{root.hex()}/.*$"], _DROP_ROOT_S)
+        return None if removed is None or removed[0] < 0 else removed[0]
 
     def counters(self) -> StoreCounters:
         return self._counters

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import EntryKey, KeepTime
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,24 @@ class Store(Protocol):
         """Keeps a copy of an entry. Returns whether it did; an entry that it has already is not written again."""
         ...
 
+    def keep(self, keys: Sequence[EntryKey], keep: KeepTime) -> None:
+        """Keeps the first entries of a sequence for a time, as far as they are there and the tenant's share goes. A
+        store whose owner is another process may ignore it.
+
+        Args:
+            keys: of the sequence from its beginning, maybe without tokens.
+        """
+        ...
+
     def drop(self, keys: Sequence[EntryKey]) -> None:
         """Forgets these entries."""
         ...
 
-    def drop_root(self, root: bytes) -> int:
-        """Forgets every entry with this root. Returns their number."""
+    def drop_root(self, root: bytes) -> int | None:
+        """Forgets every entry with this root, also those of other namespaces. Returns their number.
+
+        Returns None if it may still have some.
+        """
         ...
 
     def counters(self) -> StoreCounters:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Process
+from baton.client.client import AsyncClient
 from baton.core.kv_entries import EntryBlocks
 from baton.core.sampling import SamplingParams
 from baton.protos.v1 import node_status_pb2
@@ -21,6 +22,7 @@ TOKENS = 300
 SMALL: Flags = {"num_blocks": 2 * TOKENS // 16 + 4, "max_batch_tokens": 128}
 HOST: Flags = {"host_cache_gib": 0.02}
 WHOLE_ENTRIES = (TOKENS - 1) // 64 * 64
+ENTRY_BYTES = 97 * 4096  # of LLAMA
 
 
 def store(status: node_status_pb2.NodeStatus, name: str) -> node_status_pb2.StoreState:
@@ -109,6 +111,23 @@ async def test_another_salt_finds_nothing(start: Machines, reference: Reference)
     assert other.proof.decode_loaded_tokens == 0
     own = await answer(gateway, reference, first, cache_salt="tenant a")
     assert own.proof.decode_loaded_tokens > 0
+
+
+@pytest.mark.parametrize("keep_s", [600.0, None])
+async def test_a_session_that_is_kept_outlives_a_flood_of_others(
+    start: Machines, reference: Reference, keep_s: float | None
+) -> None:
+    """Host memory has room for 20 entries, a quarter of them for a client that wants them kept."""
+    (decode,) = start.nodes(("decode", {"model": LLAMA, **SMALL, "host_cache_gib": 20 * ENTRY_BYTES / (1 << 30)}))
+    gateway = start.gateway([], [decode], model=LLAMA)
+    first, *others = reference.prompts([TOKENS] * 9)
+    async with AsyncClient(gateway.address) as client:
+        await client.complete(first, GREEDY, kv_keep_s=keep_s)
+        await until_kept(decode, "host", WHOLE_ENTRIES // 64)
+        for prompt in others:
+            await client.complete(prompt, GREEDY)
+        again = await client.complete(first, GREEDY)
+    assert again.receipt.decode_loaded_tokens == (0 if keep_s is None else WHOLE_ENTRIES)
 
 
 async def test_files_outlive_the_node_and_serve_another_layout_and_block_size(

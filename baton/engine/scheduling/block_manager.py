@@ -28,6 +28,7 @@ class BlockManager:
         self.num_references = 0
         self._references = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._roots = [b""] * num_blocks  # of the blocks that have keys
         self._by_digest: dict[bytes, int] = {}
         self._windowless: set[int] = set()
         self._unreported: set[int] = set()
@@ -117,11 +118,14 @@ class BlockManager:
         self.give_back(block_ids)
         return self.take((), len(block_ids))
 
-    def register(self, block_id: int, key: BlockKey, *, windowless: bool = False, reported: bool = True) -> None:
+    def register(
+        self, block_id: int, key: BlockKey, *, root: bytes = b"", windowless: bool = False, reported: bool = True
+    ) -> None:
         """Offers a held block to later sequences. The first block of a key stays, unless it lacks windows and the new
         one does not.
 
         Args:
+            root: the parent of its sequence's first block, for `forget_root`.
             windowless: layers with a sliding window lack the KV of some of the block's tokens.
             reported: whether followers see the block now; if not, `report` shows it.
         """
@@ -136,6 +140,7 @@ class BlockManager:
                 return
             self._forget(known)
         self._keys[block_id] = key
+        self._roots[block_id] = root
         self._by_digest[key.digest] = block_id
         if windowless:
             self._windowless.add(block_id)
@@ -157,6 +162,14 @@ class BlockManager:
         """Removes these blocks from the prefix index."""
         for block_id in block_ids:
             self._forget(block_id)
+
+    def forget_root(self, root: bytes) -> int:
+        """Removes the blocks of all sequences with this root from the prefix index. Returns their number."""
+        found = [
+            block_id for block_id, key in enumerate(self._keys) if key is not None and self._roots[block_id] == root
+        ]
+        self.forget(found)
+        return len(found)
 
     # ---- following the cache
 
@@ -182,6 +195,9 @@ class BlockManager:
         if changes:
             self._changes = {}
         return changes
+
+    def is_outside(self, digest: bytes) -> bool:  # noqa: ARG002
+        return False
 
     # ----
 

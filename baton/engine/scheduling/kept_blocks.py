@@ -20,6 +20,7 @@ class KeptBlocks:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._by_entry: dict[bytes, tuple[BlockKey, ...]] = {}
+        self._roots: dict[bytes, bytes] = {}  # of the same entries
         self._keys: dict[bytes, BlockKey] = {}
         self._changes: CacheChanges | None = None
 
@@ -31,6 +32,7 @@ class KeptBlocks:
             first, stop = entry.token_start // self._block_size, entry.token_stop // self._block_size
             blocks = tuple(keys.key(index, tokens) for index in range(first, stop))
             self._by_entry[entry.block.digest] = blocks
+            self._roots[entry.block.digest] = entry.root
             for key in blocks:
                 self._keys[key.digest] = key
                 self._note(key.digest, key)
@@ -38,9 +40,14 @@ class KeptBlocks:
     def lost(self, digests: Iterable[bytes]) -> None:
         """The stores no longer have the entries with these digests."""
         for digest in digests:
+            self._roots.pop(digest, None)
             for key in self._by_entry.pop(digest, ()):
                 if self._keys.pop(key.digest, None) is not None:
                     self._note(key.digest, None)
+
+    def lost_root(self, root: bytes) -> None:
+        """The stores no longer have any entry with this root."""
+        self.lost([digest for digest, of in self._roots.items() if of == root])
 
     # ---- following
 
@@ -58,6 +65,9 @@ class KeptBlocks:
         if changes:
             self._changes = {}
         return changes
+
+    def is_outside(self, digest: bytes) -> bool:  # noqa: ARG002
+        return True
 
     def _note(self, digest: bytes, key: BlockKey | None) -> None:
         if self._changes is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.block_keys import KeyChain, adapted_identity
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeepTime
 from baton.core.pools import blocks_for
 from baton.engine.request import EngineRequest, IntArray
 from baton.engine.scheduling.block_manager import BlockManager
@@ -38,7 +38,7 @@ class WantedPrefix:
         return entries_of(self.entry_keys, self.tokens, start, stop)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoadPlan:
     """Blocks that are held for entries that are being loaded.
 
@@ -77,6 +77,8 @@ class Offload:
         self._saving = [0] * len(pools)
         self._finished: list[EntryBlocks] = []
         self._forgotten: list[EntryKey] = []
+        self._kept: list[tuple[tuple[EntryKey, ...], KeepTime]] = []
+        self._loads: list[LoadPlan] = []
 
     def entry_keys(self, request: EngineRequest) -> KeyChain:
         """The chain of a request's entries."""
@@ -113,6 +115,28 @@ class Offload:
         forgotten = entries_of(self._chain_of(state), state.tokens, 0, state.num_offered)
         self._forgotten += forgotten
         self.kept.lost(key.block.digest for key in forgotten)
+
+    def ended(self, state: RequestState) -> None:
+        """Asks for the keep time of a request that ends, if it has one."""
+        keep = state.request.keep
+        if keep is not None and state.num_offered and state.is_shared:
+            keys = entries_of(self._chain_of(state), state.tokens, 0, state.num_offered)
+            # Without tokens, because a long sequence has 2,000 entries, and each rank gets all of them.
+            self._kept.append((tuple(key._replace(block=key.block._replace(tokens=b"")) for key in keys), keep))
+
+    def take_kept(self) -> list[tuple[tuple[EntryKey, ...], KeepTime]]:
+        """Sequences of entries to keep for a time, since the last call. Keep them after the saves that have begun."""
+        kept, self._kept = self._kept, []
+        return kept
+
+    def drop_root(self, root: bytes) -> None:
+        """Forgets all entries with this root. What is being loaded of them will not be added to the prefix cache."""
+        for entries in self._finished:
+            if entries.keys[0].root == root:
+                self.saved(entries, 0)
+        self._finished = [entries for entries in self._finished if entries.keys[0].root != root]
+        self._loads = [plan for plan in self._loads if plan.wanted.entry_keys.root != root]
+        self.kept.lost_root(root)
 
     def take_finished(self) -> list[EntryBlocks]:
         """The entries offered since the last call; their blocks stay held until `saved`."""
@@ -171,16 +195,24 @@ class Offload:
         entries = EntryBlocks(wanted.entries(start, stop), tuple(held), owner)
         # Before the load, because what only passes through host memory is reported as lost meanwhile.
         self.kept.kept(entries.keys, wanted.keys, wanted.tokens)
-        return LoadPlan(wanted, pool, entries, tuple(cached), tuple(held[first_block:]))
+        plan = LoadPlan(wanted, pool, entries, tuple(cached), tuple(held[first_block:]))
+        self._loads.append(plan)
+        return plan
 
     def end_load(self, plan: LoadPlan, num_entries: int) -> int:
         """Adds the full blocks of the first entries to the prefix cache, and releases all blocks. Returns the number of
         tokens that were added."""
         pool, size = self._pools[plan.pool], self._block_size
         first_block = len(plan.cached)
+        is_wanted = plan in self._loads
+        if is_wanted:
+            self._loads.remove(plan)
+        else:
+            num_entries = 0
         stop_block = (plan.entries.keys[0].token_start + num_entries * ENTRY_TOKENS) // size
         for index in range(first_block, stop_block):
-            pool.register(plan.blocks[index - first_block], plan.wanted.keys.key(index, plan.wanted.tokens))
+            key = plan.wanted.keys.key(index, plan.wanted.tokens)
+            pool.register(plan.blocks[index - first_block], key, root=plan.wanted.keys.root)
         self.kept.lost(key.block.digest for key in plan.entries.keys[num_entries:])
         held = (*plan.cached, *plan.blocks)
         pool.give_back(held)

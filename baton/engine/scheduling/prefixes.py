@@ -16,6 +16,10 @@ class PrefixCache(Protocol):
 
     def take_changes(self) -> CacheChanges | None: ...
 
+    def is_outside(self, digest: bytes) -> bool:
+        """Whether a cached block is only in the stores outside of the cache, so that it must be loaded first."""
+        ...
+
 
 class KeyedCache(PrefixCache, Protocol):
     """One of several prefix caches."""
@@ -24,10 +28,15 @@ class KeyedCache(PrefixCache, Protocol):
 
 
 class PooledPrefixes:
-    """The union of several prefix caches, such as those of pools: a block is cached while any of them has it."""
+    """The union of several prefix caches, such as those of pools: a block is cached while any of them has it.
 
-    def __init__(self, pools: Sequence[KeyedCache]) -> None:
-        self._pools = pools
+    Args:
+        outside: what the stores outside of the cache have; None: there are none.
+    """
+
+    def __init__(self, pools: Sequence[KeyedCache], outside: KeyedCache | None = None) -> None:
+        self._inside = pools
+        self._pools = pools if outside is None else (*pools, outside)
 
     def cached_keys(self) -> list[BlockKey]:
         return list({key.digest: key for pool in self._pools for key in pool.cached_keys()}.values())
@@ -43,6 +52,9 @@ class PooledPrefixes:
                 return None
             changes.update(of_pool)
         return {digest: self._cached(digest) for digest in changes}
+
+    def is_outside(self, digest: bytes) -> bool:
+        return all(pool.cached_key(digest) is None for pool in self._inside)
 
     def _cached(self, digest: bytes) -> BlockKey | None:
         """The key of that digest as long as any pool has it."""

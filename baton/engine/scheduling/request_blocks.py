@@ -71,7 +71,7 @@ class RequestBlocks:
     def prefixes(self) -> PrefixCache:
         """The prefix caches of all pools and of the stores outside of the cache, for followers."""
         if self.offload is not None:
-            return PooledPrefixes((*self._pools, self.offload.kept))
+            return PooledPrefixes(self._pools, self.offload.kept)
         return self._pools[0] if len(self._pools) == 1 else PooledPrefixes(self._pools)
 
     @property
@@ -257,7 +257,7 @@ class RequestBlocks:
 
     def register(self, state: RequestState) -> None:
         """Offers the request's full, computed blocks to later requests."""
-        if not self._prefix_cache:
+        if not self._prefix_cache or not state.is_shared:
             return
         num_tokens = min(state.num_computed, state.prompt_tokens) if self._aligned else state.num_computed
         # In a model with states, later blocks serve only requests whose state arrives.
@@ -266,6 +266,7 @@ class RequestBlocks:
             self._pools[state.pool].register(
                 state.blocks[index],
                 state.keys.key(index, state.tokens),
+                root=state.keys.root,
                 windowless=index * self._block_size < state.windows_from,
                 reported=(index + 1) * self._block_size <= reported_tokens,
             )
@@ -286,6 +287,18 @@ class RequestBlocks:
         self.states.forget(state)
         if self.offload is not None:
             self.offload.forget(state)
+
+    def drop_root(self, root: bytes, states: Iterable[RequestState]) -> int:
+        """Removes all sequences with this root from the prefix cache. Returns the number of blocks.
+
+        Args:
+            states: all live requests; those of this root share no block from now on.
+        """
+        for state in states:
+            if state.blocks and state.keys.root == root:
+                state.is_shared = False
+        self.states.slots.forget_root(root)
+        return sum(pool.forget_root(root) for pool in self._pools)
 
     # ---- loading from the stores outside of the cache
 
@@ -329,6 +342,8 @@ class RequestBlocks:
         return self._align_blocks * self._block_size
 
     def give_back(self, state: RequestState) -> None:
+        if self.offload is not None:
+            self.offload.ended(state)
         self._pools[state.pool].give_back(state.drop_blocks())
         self.states.give_back(state)
 

@@ -139,10 +139,11 @@ class RequestStates:
             written = (
                 results is not None
                 and state.phase is RequestPhase.RUNNING
+                and state.is_shared
                 and not isinstance(results[step.states.index(state)], BatonError)
             )
             if slot != NO_SLOT:
-                self.slots.end_snapshot(key, slot, written=written)
+                self.slots.end_snapshot(key, slot, written=written, root=state.keys.root)
             if not written or not self.slots.has(key):
                 continue
             if state.passing is not None:  # the one before served only this request, should it be preempted

@@ -7,8 +7,9 @@ may come and go. Times are arguments.
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+from baton.core.block_keys import adapted_identity, root_digest
 from baton.core.errors import BatonError
-from baton.core.types import FinishReason, Grammar, PromptLogprob, TokenOutput
+from baton.core.types import AdapterRef, FinishReason, Grammar, PromptLogprob, TokenOutput
 from baton.engine.batch import Batch, RowResult
 from baton.engine.events import ChunkComputed, PromptPooled, RequestFailed, RequestStarted, StepEvents, token_sampled
 from baton.engine.pooling import PooledRows
@@ -377,6 +378,17 @@ class Scheduler:
         """Holds blocks for the wanted entries before `stop` that the cache still lacks, as far as there is room next to
         the requests that decode. Returns None if there are none."""
         return self._blocks.begin_load(wanted, pool, stop=stop, spare=self._roster.decoders()[pool])
+
+    def drop_root(self, root: bytes) -> int:
+        """Lets no request find what sequences with this root have left in the prefix cache. Returns the number of
+        blocks. Requests that run go on, and leave nothing either."""
+        if self._blocks.offload is not None:
+            self._blocks.offload.drop_root(root)
+        return self._blocks.drop_root(root, self._roster.everyone())
+
+    def root(self, cache_salt: str, adapter: AdapterRef | None) -> bytes:
+        """The root of sequences with this salt and adapter."""
+        return root_digest(adapted_identity(self._facts.identity, adapter), cache_salt)
 
     def load(self) -> EngineLoad:
         return engine_load(

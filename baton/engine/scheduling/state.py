@@ -67,6 +67,7 @@ class RequestState:
             known.
         end_token_ids: token ids that may end the request.
         num_registered: leading blocks that were offered to the prefix cache, or came from it.
+        is_shared: later requests may use its blocks; False from the time when its tenant's KV is dropped.
         entry_keys: keys of its entries, from the time when the first is offered to the stores outside of the cache.
         num_offered: leading entries that were offered to these stores, or came from the prefix cache.
         num_reported: leading blocks that followers of the prefix cache have seen; only for models with states.
@@ -115,6 +116,7 @@ class RequestState:
         self.shared_row: BatchRow | None = None
         self.steady_stop = 0
         self.num_registered = self.num_reported = 0
+        self.is_shared = True
         self.entry_keys: KeyChain | None = None
         self.num_offered = 0
         self.windows_from = 0

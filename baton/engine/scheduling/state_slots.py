@@ -24,8 +24,8 @@ class StateSlots:
         self.num_slots = num_slots
         self.num_held = 0
         self._free = list(reversed(range(num_slots)))
-        # The least recently used first.
-        self._snapshots: OrderedDict[bytes, tuple[BlockKey, int]] = OrderedDict()
+        # Key, slot and root of each, the least recently used first.
+        self._snapshots: OrderedDict[bytes, tuple[BlockKey, int, bytes]] = OrderedDict()
         self._pins: Counter[int] = Counter()  # copies from a snapshot that have not ended, by slot
         self._forgotten: set[int] = set()  # pinned slots whose snapshot was dropped
 
@@ -85,12 +85,16 @@ class StateSlots:
             return NO_SLOT
         return self._vacate() if self.num_available > spare else NO_SLOT
 
-    def end_snapshot(self, key: BlockKey, slot: int, *, written: bool) -> None:
-        """Offers the snapshot to later requests when its step has ended, if it was written."""
+    def end_snapshot(self, key: BlockKey, slot: int, *, written: bool, root: bytes = b"") -> None:
+        """Offers the snapshot to later requests when its step has ended, if it was written.
+
+        Args:
+            root: the parent of its sequence's first block, for `forget_root`.
+        """
         if not written or key.digest in self._snapshots:
             self._free.append(slot)
         else:
-            self._snapshots[key.digest] = key, slot
+            self._snapshots[key.digest] = key, slot, root
 
     def demote(self, key: BlockKey) -> None:
         """Makes this snapshot the first to be evicted."""
@@ -109,9 +113,14 @@ class StateSlots:
         else:
             self._free.append(slot)
 
+    def forget_root(self, root: bytes) -> None:
+        """Drops the snapshots of all sequences with this root."""
+        for key in [key for key, _, of in self._snapshots.values() if of == root]:
+            self.forget(key)
+
     def _vacate(self) -> int:
         if self._free:
             return self._free.pop()
-        digest, (_, slot) = next(item for item in self._snapshots.items() if item[1][1] not in self._pins)
+        digest, (_, slot, _) = next(item for item in self._snapshots.items() if item[1][1] not in self._pins)
         del self._snapshots[digest]
         return slot

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from baton.core.errors import DeadlineExceeded
+from baton.core.kv_entries import KeepTime
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
@@ -26,6 +27,7 @@ class Request:
         timeout_s: time from the start to the deadline.
         priority: lower values go first among waiting requests.
         slo: the client's bounds; the gateway's apply where a bound is absent.
+        keep: how long nodes keep its KV outside of their caches; None: as they like.
         session_id: includes the client's name. Requests of one session go to the same nodes where that costs nothing.
         output: tokens that the client already has; the answer continues after them.
         revision: revision of the weights that computed `output`, the only one that may continue it; empty: any.
@@ -44,6 +46,7 @@ class Request:
     priority: int = 0
     slo: Slo = NO_SLO
     session_id: str = ""
+    keep: KeepTime | None = None
     output: tuple[int, ...] = ()
     revision: str = ""
     ended: OutputEnd | None = None

@@ -28,6 +28,18 @@ _COSTS_EACH_S = 0.1  # nodes report about as often
 _COSTS_EACH_NODE_S = 1e-3  # in a large cluster: an update takes 40 us for each node
 
 
+class CachedTokens(dict[str, int]):
+    """Number of cached prompt tokens of nodes, by address.
+
+    Attributes:
+        outside: of these, the last ones, which the node must load from host memory first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: dict[str, int] = {}
+
+
 class Fleet(NodeTable):
     """All nodes, and the choice among them.
 
@@ -85,19 +97,20 @@ class Fleet(NodeTable):
         return placement
 
     def _place(
-        self, wanted: RoutedRequest, candidates: Candidates, cached: Mapping[str, int], now_s: float
+        self, wanted: RoutedRequest, candidates: Candidates, cached: CachedTokens, now_s: float
     ) -> Placement | None:
         decoding = [*candidates.decodes, *(node for node in candidates.prefills if node.also_decodes)]
         decodes = [_at(node.decode_view(), cached, node.queue_s(now_s)) for node in decoding]
         prefills = [_at(node.view(), cached, node.queue_s(now_s)) for node in candidates.prefills]
         return place(decodes, prefills, wanted)
 
-    def _shortlist(self, wanted: RoutedRequest, cached: Mapping[str, int], now_s: float) -> Candidates:
+    def _shortlist(self, wanted: RoutedRequest, cached: CachedTokens, now_s: float) -> Candidates:
         def soonest(node: FleetNode) -> tuple[bool, float]:
             view, known = node.view(), cached.get(node.address, 0)
             if view.costs is None:
                 return True, view.tokens_waiting + view.tokens_since - known
-            return False, node.queue_s(now_s) + view.prompt_s(known, wanted.num_tokens)
+            load_s = cached.outside.get(node.address, 0) * view.load_token_s
+            return False, max(node.queue_s(now_s), load_s) + view.prompt_s(known, wanted.num_tokens)
 
         if not self._decode_of:
             self.pairs()
@@ -166,20 +179,24 @@ class Fleet(NodeTable):
         for identity, block_size in {node.cache_kind for node in self.nodes() if node.cache.known}:
             yield from self._index.look_ahead(request.blocks.numbers(identity, block_size))
 
-    def _cached_tokens(self, nodes: Iterable[FleetNode], wanted: RoutedRequest) -> dict[str, int]:
+    def _cached_tokens(self, nodes: Iterable[FleetNode], wanted: RoutedRequest) -> CachedTokens:
         """Number of cached prompt tokens of each node, by address; nodes without any are left out."""
+        cached = CachedTokens()
         if wanted.prompt is None:
-            return {}
+            return cached
         kinds: dict[tuple[str, int], list[str]] = {}
         for node in nodes:
             if node.cache.known:
                 kinds.setdefault(node.cache_kind, []).append(node.address)
-        cached: dict[str, int] = {}
         for (identity, block_size), addresses in kinds.items():
-            found = self._index.cached_blocks(wanted.prompt.numbers(identity, block_size), addresses)
+            numbers = wanted.prompt.numbers(identity, block_size)
+            found = self._index.cached_blocks(numbers, addresses)
             # The last token is always computed.
             max_blocks = (wanted.num_tokens - 1) // block_size
-            cached.update((address, min(blocks, max_blocks) * block_size) for address, blocks in found.items())
+            found = {address: min(blocks, max_blocks) for address, blocks in found.items()}
+            for address, inside in self._index.blocks_inside(numbers, found).items():
+                cached[address] = found[address] * block_size
+                cached.outside[address] = (found[address] - inside) * block_size
         return cached
 
     def kept_elsewhere(self, node: FleetNode, wanted: RoutedRequest) -> KeptPrefix | None:
@@ -298,6 +315,8 @@ class Fleet(NodeTable):
         return reports
 
 
-def _at(view: NodeView, cached: Mapping[str, int], queue_s: float) -> NodeView:
+def _at(view: NodeView, cached: CachedTokens, queue_s: float) -> NodeView:
     """The node's view for one request: with its cached tokens and its queue now."""
-    return (view.with_cached(cached[view.address]) if view.address in cached else view).with_queue(queue_s)
+    if tokens := cached.get(view.address):
+        view = view.with_cached(tokens, cached.outside[view.address])
+    return view.with_queue(queue_s)

@@ -153,7 +153,7 @@ def _best_local(
         steps = local_steps(node, wanted.num_tokens, wanted.slo.tpot_s, grows=grows)
         if steps is None:
             continue
-        first_s = steps.ttft_s(node.queue_s, node.cached_tokens, wanted.num_tokens)
+        first_s = steps.ttft_s(node.wait_s, node.cached_tokens, wanted.num_tokens)
         end_s = first_s + output_s(node, wanted)
         if not steps.bounded:
             end_s += steps.extra_s(node.cached_tokens, wanted.num_tokens)
@@ -210,7 +210,7 @@ def _local_by_policy(decode: NodeView, reason: str, wanted: RoutedRequest) -> Pl
     steps = local_steps(decode, wanted.num_tokens, wanted.slo.tpot_s)
     first_s = None
     if steps is not None:
-        first_s = steps.ttft_s(decode.queue_s, decode.cached_tokens, wanted.num_tokens)
+        first_s = steps.ttft_s(decode.wait_s, decode.cached_tokens, wanted.num_tokens)
     meets = first_s is None or wanted.slo.ttft_s is None or first_s <= wanted.slo.ttft_s
     return Placement(Route.LOCAL, decode, None, 0, reason, first_s, meets)
 

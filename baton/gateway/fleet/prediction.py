@@ -29,7 +29,7 @@ def prefill_s(node: NodeView, start: int, stop: int, tpot_s: float | None) -> fl
     if not node.decode_rows:
         return node.prefill_s(start, stop)
     steps = local_steps(node, stop, tpot_s)
-    return math.inf if steps is None else steps.ttft_s(node.queue_s, start, stop)
+    return math.inf if steps is None else steps.ttft_s(node.wait_s, start, stop)
 
 
 def transfer_s(prefill: NodeView, decode: NodeView, tokens: int) -> float:

@@ -1,11 +1,12 @@
 """Index of the nodes' prefix cache blocks, in bounded memory. Pure.
 
 Each block that some node has is one entry: its number, and a mask with one bit for each node. Beyond `max_blocks` the
-least recently used entries are dropped. Blocks that follow a dropped one in a prompt are then not found any more.
+least recently used entries are dropped. Blocks that follow a dropped one in a prompt are then not found any more. A
+second mask has the nodes that must load the block from host memory first.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from baton.core.block_keys import BlockNumbers
 
@@ -23,6 +24,7 @@ class PrefixIndex:
     def __init__(self, max_blocks: int = 1 << 20) -> None:
         self._max_blocks = max_blocks
         self._masks: OrderedDict[int, int] = OrderedDict()  # least recently used first
+        self._outside: dict[int, int] = {}  # for some of the same blocks; like the others, masks may have dead bits
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._free_bits: list[int] = []
@@ -34,25 +36,31 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._masks)
 
-    def store(self, node: str, blocks: Iterable[int]) -> None:
-        """Records that the node has these blocks."""
+    def store(self, node: str, blocks: Sequence[int], outside: Collection[int] = ()) -> None:
+        """Records that the node has these blocks, and those `outside` of its cache alone."""
         bit, masks, alive = self._bit(node), self._masks, self._alive
         for block in blocks:
             masks[block] = masks.get(block, 0) & alive | bit
             masks.move_to_end(block)
+        if self._outside or outside:
+            self._note_outside(bit, blocks, frozenset(outside))
         while len(masks) > self._max_blocks:
-            masks.popitem(last=False)
+            self._outside.pop(masks.popitem(last=False)[0], None)
         self._sweep()
 
     def remove(self, node: str, blocks: Iterable[int]) -> None:
         """Records that the node no longer has these blocks."""
         bit, masks = self._bit(node), self._masks
+        blocks = list(blocks)
+        if self._outside:
+            self._note_outside(bit, blocks, frozenset())
         for block in blocks:
             mask = masks.get(block, 0) & ~bit & self._alive
             if mask:
                 masks[block] = mask
             else:
                 masks.pop(block, None)
+                self._outside.pop(block, None)
         self._sweep()
 
     def forget(self, node: str) -> None:
@@ -101,7 +109,41 @@ class PrefixIndex:
         self._touch(reversed(prompt.up_to(length)[:length]))
         return cached
 
+    def blocks_inside(self, prompt: BlockNumbers, cached: Mapping[str, int]) -> dict[str, int]:
+        """Of the leading blocks that nodes have, how many each has in its cache before the first that it must load."""
+        inside = dict(cached)
+        nodes = 0
+        for node in cached:
+            nodes |= self._bits.get(node, 0)
+        if not self._outside or not nodes:
+            return inside
+        longest = max(cached.values())
+        blocks = prompt.up_to(longest)[:longest]
+        if set(map(self._outside.get, blocks)) == {None}:  # the common case, faster than a loop
+            return inside
+        for length, block in enumerate(blocks):
+            mask = self._outside.get(block, 0) & nodes
+            nodes &= ~mask
+            while mask:
+                bit = mask & -mask
+                name = self._names[bit]
+                inside[name] = min(inside[name], length)
+                mask ^= bit
+            if not nodes:
+                break
+        return inside
+
     # ----
+
+    def _note_outside(self, bit: int, blocks: Iterable[int], outside: Collection[int]) -> None:
+        """Records which of these blocks the node of this bit must load."""
+        for block in blocks:
+            known = self._outside.get(block, 0)
+            mask = known & self._alive & ~bit | (bit if block in outside else 0)
+            if mask:
+                self._outside[block] = mask
+            elif known:
+                del self._outside[block]
 
     def _touch(self, blocks: Iterable[int]) -> None:
         """Marks entries as recently used. Callers pass a prompt's last blocks first, so that they are dropped first."""
@@ -112,6 +154,7 @@ class PrefixIndex:
         for block in blocks:
             masks.move_to_end(block)
             masks[block] &= self._alive
+            self._note_outside(0, (block,), ())
 
     def _all_have(self, blocks: Iterable[int], nodes: int) -> bool:
         """Whether all nodes of the mask have all the blocks. Answers this common case faster than a loop."""
@@ -146,6 +189,9 @@ class PrefixIndex:
             block, mask = masks.popitem(last=False)
             if mask & self._alive:
                 masks[block] = mask & self._alive
+                self._note_outside(0, (block,), ())
+            else:
+                self._outside.pop(block, None)
         self._unswept -= _SWEPT_AT_ONCE
         if self._unswept <= 0:
             self._free_bits += self._dead_bits

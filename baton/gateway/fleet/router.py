@@ -60,6 +60,8 @@ class NodeView:
     also_prefills: bool = False  # whether this is a prefill node that serves requests alone
     adapters: frozenset[AdapterRef] = frozenset()
     cached_tokens: int = 0  # cached part of this request's prompt, as far as this gateway knows
+    outside_tokens: int = 0  # the end of this part, which the node must load from host memory first
+    load_token_s: float = 0.0  # predicted time to load the KV of a token
     kv_bytes_per_token: int = 0
     state_bytes: int = 0  # size of a request's recurrent state
     # Measured speeds of a prefill node's pairs, by the decode node's incarnation.
@@ -90,6 +92,16 @@ class NodeView:
         """Predicted wait of a prompt that is sent now; infinite without costs."""
         return self.backlog_s + self.step_s / self.step_tokens * self.tokens_since if self.costs is not None else inf
 
+    @property
+    def load_s(self) -> float:
+        """Predicted time to load what is outside of the cache."""
+        return self.outside_tokens * self.load_token_s
+
+    @property
+    def wait_s(self) -> float:
+        """Predicted time until the prompt's first token can be computed: it is loaded while others are computed."""
+        return max(self.queue_s, self.load_s)
+
     def prompt_s(self, start: int, stop: int) -> float:
         """Predicted time for a prompt's tokens from `start` to `stop`, without waiting; infinite without costs."""
         costs = self.costs
@@ -103,19 +115,20 @@ class NodeView:
 
     def prefill_s(self, start: int, stop: int) -> float:
         """Predicted time until these tokens are computed, including the wait."""
-        return self.queue_s + self.prompt_s(start, stop)
+        return self.wait_s + self.prompt_s(start, stop)
 
     def has_room(self, num_tokens: int) -> bool:
         return self.room_tokens >= num_tokens
 
-    def with_cached(self, cached_tokens: int) -> "NodeView":
-        """A copy for one prompt, with the number of its tokens that the node has cached.
+    def with_cached(self, cached_tokens: int, outside_tokens: int = 0) -> "NodeView":
+        """A copy for one prompt, with the number of its tokens that the node has cached, and must load first.
 
         A copy is made for each node and request, so this copies the fields without `__init__`.
         """
         view = object.__new__(NodeView)
         view.__dict__.update(self.__dict__)
         view.__dict__["cached_tokens"] = cached_tokens
+        view.__dict__["outside_tokens"] = outside_tokens
         return view
 
     def with_queue(self, queue_s: float) -> "NodeView":
@@ -305,7 +318,7 @@ def _paired(decodes: list[NodeView], partners: list[NodeView]) -> list[NodeView]
 def _output_s(node: NodeView, wanted: RoutedRequest) -> float:
     """Estimated time of transfer and output on a decode node after the prompt has been computed."""
     missing = wanted.num_tokens - node.cached_tokens
-    return OUTPUT_TOKENS * decode_s(node, wanted) + _TRANSFER_TOKEN_S * missing
+    return OUTPUT_TOKENS * decode_s(node, wanted) + _TRANSFER_TOKEN_S * missing + node.load_s
 
 
 def _least_work(nodes: Sequence[NodeView], wanted: RoutedRequest) -> NodeView | None:

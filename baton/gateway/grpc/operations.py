@@ -5,21 +5,24 @@ from contextlib import aclosing
 
 import grpc
 
+from baton.core.errors import InvalidRequest
 from baton.core.version import __version__
 from baton.gateway.grpc.call import answering
 from baton.gateway.http.view import View
 from baton.gateway.request.connections import Connections
+from baton.gateway.request.kv_drop import drop_kv
 from baton.gateway.request.role_change import switch_role
 from baton.gateway.serving.serving import Serving
 from baton.protos.v1 import operations_pb2 as pb
 from baton.protos.v1 import operations_pb2_grpc
+from baton.rpc.convert import adapters_from_proto
 from baton.security import identity
 
 SERVICE_NAME = "baton.v1.Operations"
 
 
 class OperationsService(operations_pb2_grpc.OperationsServicer):
-    """Reports the cluster's state as this gateway sees it, and switches the roles of nodes."""
+    """Reports the cluster's state as this gateway sees it, switches the roles of nodes and drops their KV."""
 
     def __init__(self, serving: Serving, connections: Connections, view: View) -> None:
         self._view = view
@@ -78,3 +81,19 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):
             async with aclosing(switching):
                 async for progress in switching:
                     yield pb.SwitchNodeRoleResponse(progress=progress)
+
+    async def DropKv(
+        self, request: pb.DropKvRequest, context: grpc.aio.ServicerContext[pb.DropKvRequest, pb.DropKvResponse]
+    ) -> pb.DropKvResponse:
+        async with answering(context):
+            if identity.current().proved and not request.client:
+                raise InvalidRequest(
+                    "the request names no client, and this gateway keeps the KV of each client apart",
+                    field="client",
+                    value="",
+                    allowed=("the name of an API key", "the subject of a token"),
+                    cure="name the client; `baton drop-kv` has --client",
+                )
+            salt = identity.salt_of(request.client, request.cache_salt) if request.client else request.cache_salt
+            nodes = await drop_kv(self._connections, salt, adapters_from_proto(request.adapters))
+            return pb.DropKvResponse(nodes=nodes)

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from baton.core.kv_entries import KEEP_S_MAX
 from baton.gateway.http.checking import U32, Items, Model
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
@@ -16,6 +17,13 @@ class BatonOptions(Model):
     tpot_s: float | None = Field(None, gt=0, description="target mean time per further token; default: the gateway's")
     session_id: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="requests of one session go to the same nodes if that costs nothing"
+    )
+    kv_keep_s: float | None = Field(
+        None,
+        ge=0,
+        le=KEEP_S_MAX,
+        description="seconds for which [stores outside of the caches](kept-kv.md#keep-times) keep the request's KV, as "
+        "far as the client's share goes; 0: the session is over",
     )
     output_token_ids: Items[U32] = Field(
         [],
@@ -33,6 +41,8 @@ class BatonOptions(Model):
         message.output_token_ids.extend(self.output_token_ids)
         message.revision = self.revision
         message.session_id = self.session_id or ""
+        if self.kv_keep_s is not None:
+            message.kv_keep_s = self.kv_keep_s
         set_slo(message.slo, ttft_s=self.ttft_s, tpot_s=self.tpot_s)
 
 

@@ -131,8 +131,10 @@ class GenerationBody(ClientFields):
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
     service_tier: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
-    prompt_cache_key: str | None = Field(None, description=IGNORED)
-    prompt_cache_retention: str | None = Field(None, description=IGNORED)
+    prompt_cache_key: str | None = Field(None, description="session, if `baton.session_id` gives none")
+    prompt_cache_retention: str | None = Field(
+        None, description="`24h` or `in_memory`: how long [stores](kept-kv.md#keep-times) keep the prompt's KV"
+    )
 
     @model_validator(mode="after")
     def _is_possible(self) -> "GenerationBody":

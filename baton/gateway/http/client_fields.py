@@ -73,8 +73,8 @@ class ClientFields(Model):
 
     usage: UsageAccounting | None = Field(None, description="`include`: end a stream with the usage")
     prompt_cache_options: Any = Field(None, description=IGNORED)
-    promptCacheKey: Any = Field(None, description=IGNORED)
-    cache_control: Any = Field(None, description=IGNORED)
+    promptCacheKey: Any = Field(None, description="other name of `prompt_cache_key`")
+    cache_control: Any = Field(None, description="`ttl`: as `prompt_cache_retention`")
     vllm_xargs: dict[str, Any] | None = Field(None, description=NO_EFFECT)
     provider: Any = Field(None, description=NO_EFFECT)
     models: Any = Field(None, description=NO_EFFECT)

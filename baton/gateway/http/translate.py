@@ -9,6 +9,7 @@ from baton.core.sampling_field import Door
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
 from baton.gateway.http.common_fields import fill, reasoning_variables
+from baton.gateway.http.keep_time import longest_ttl, set_keep_time
 from baton.gateway.text.chat.json_request import chat_request as conversation
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import generation_pb2 as pb
@@ -103,6 +104,11 @@ def _message(body: GenerationBody, request_id: str, door: Door) -> pb.GenerateRe
     if body.truncate_prompt_tokens is not None:
         message.truncate_prompt_tokens = body.truncate_prompt_tokens
     fill(message, body, door)
+    parts = [{"cache_control": body.cache_control}]
+    if isinstance(body, ChatBody):
+        parts += [*body.messages, *body.tools]
+    retention = body.prompt_cache_retention or longest_ttl(parts)
+    set_keep_time(message, cache_key=body.prompt_cache_key or body.promptCacheKey, retention=retention)
     return message
 
 

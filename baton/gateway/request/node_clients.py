@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import grpc
 
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, PeerRefused
 from baton.gateway.fleet.connect_pace import ConnectPace
 from baton.gateway.fleet.watch_pace import WatchPace
 from baton.gateway.request.decode_session import DecodeSession
@@ -232,6 +232,19 @@ class NodeClient:
                     yield progress
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from None
+
+    async def drop_kv(self, request: node_pb2.DropKvRequest, *, timeout_s: float) -> node_pb2.DropKvResponse:
+        """Makes the node drop the KV of a cache salt.
+
+        Raises:
+            BatonError: the node refuses, or the call failed.
+        """
+        try:
+            return await self._stub.DropKv(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise PeerRefused("its release cannot drop KV", cure="upgrade it, or restart it") from None
+            raise from_rpc_error(error) from None
 
     def session(self) -> DecodeSession:
         """The Session stream for all requests that the node decodes for this gateway. Opens it if it is not open."""

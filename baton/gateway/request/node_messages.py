@@ -9,6 +9,7 @@ from baton.gateway.core.request import Request
 from baton.gateway.fleet.placement import Placement, Route
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
 from baton.rpc.convert import adapter_to_proto, kept_prefix_to_proto, sampling_to_proto
+from baton.rpc.convert_node import keep_time_to_proto
 
 _POLICIES = {
     LocalPolicy.STRICT: decode_pb2.LOCAL_POLICY_STRICT,
@@ -43,6 +44,7 @@ class NodeMessages:
     def __init__(self, request: Request, policy: LocalPolicy) -> None:
         self._request = request
         self._adapter = None if request.adapter is None else adapter_to_proto(request.adapter)
+        self._keep = keep_time_to_proto(request.keep)
         self._policy = policy
         # The gateway checks stop strings, because nodes see no text.
         self._sampling = sampling_to_proto(request.sampling)
@@ -66,6 +68,7 @@ class NodeMessages:
             sampling=self._sampling,
             cache_salt=self._request.cache_salt,
             adapter=self._adapter,
+            keep=self._keep,
             policy=_POLICIES[self._policy],
             prefill_available=placement.prefill is not None or placement.route is not Route.LOCAL,
             prefill_incarnation=prefill_incarnation,
@@ -97,6 +100,7 @@ class NodeMessages:
             sampling=self._sampling,
             cache_salt=self._request.cache_salt,
             adapter=self._adapter,
+            keep=self._keep,
             ticket=ticket,
             priority=self._request.priority,
             ttft_budget_s=due.ttft_budget_s,

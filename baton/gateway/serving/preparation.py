@@ -17,6 +17,7 @@ from baton.core.types import AdapterRef
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.core.request import Request, deadline_exceeded
 from baton.gateway.serving.validate import (
+    check_keep_time,
     check_output,
     check_prompt,
     check_prompt_given,
@@ -139,6 +140,7 @@ async def prepare(
         priority=message.priority,
         slo=slo_from_proto(message.slo),
         session_id=identity.current().session(check_session_id(message.session_id)),
+        keep=check_keep_time(message, tenant=identity.current().tenant),
         output=output,
         revision=revision,
         ended=end_of(output, sampling, model, max_output=max_output),

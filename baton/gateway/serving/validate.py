@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from baton.core.errors import ContextOverflow, InvalidRequest
+from baton.core.kv_entries import KEEP_S_MAX, KeepTime
 from baton.core.sampling import SAMPLING_FIELDS, ResolvedSampling, SamplingParams
 from baton.core.sampling_field import SamplingField
 from baton.core.types import AdapterRef
@@ -20,6 +21,8 @@ _STOP_STRING_CHARACTERS_MAX = 256
 _STOP_STRINGS_CHARACTERS_MAX = 4096  # each output keeps every beginning of every stop string
 _REQUEST_ID_BYTES_MAX = 256
 _OUTPUTS_MAX = 128
+# The keep time of a request that has a session and none of its own: the pause between two turns of an agent.
+SESSION_KEEP_S = 300.0
 
 _REVISION = re.compile(r"(?P<weights>[0-9a-f]{12})(?:\+(?P<adapter>[0-9a-f]{1,64}))?")
 _REVISION_SHOWN = 40
@@ -57,6 +60,21 @@ def check_session_id(session_id: str) -> str:
         allowed = (f"up to {_REQUEST_ID_BYTES_MAX} bytes of UTF-8",)
         raise InvalidRequest(f"session_id has {size} bytes", field="session_id", value=size, allowed=allowed)
     return session_id
+
+
+def check_keep_time(message: pb.GenerateRequest, *, tenant: int) -> KeepTime | None:
+    """Returns how long the request's KV is kept; None if the message has neither a time nor a session.
+
+    Raises:
+        InvalidRequest: the time is not possible.
+    """
+    if not message.HasField("kv_keep_s"):
+        return KeepTime(SESSION_KEEP_S, tenant) if message.session_id else None
+    seconds = message.kv_keep_s
+    if not 0 <= seconds <= KEEP_S_MAX:
+        allowed = (f"seconds from 0 to {KEEP_S_MAX:.0f}",)
+        raise InvalidRequest(f"kv_keep_s is {seconds}", field="kv_keep_s", value=seconds, allowed=allowed)
+    return KeepTime(seconds, tenant)
 
 
 def check_revision(revision: str, adapter: AdapterRef | None = None) -> tuple[str, AdapterRef | None]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from baton.core.errors import BatonError, ConfigError
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from baton.security.roles import Role
 from baton.settings.node_config import NodeSettings
 from kvtransfer.conversion import KVConversion
@@ -205,12 +205,18 @@ class ServePull(Verb[int]):
 
 
 @dataclass(frozen=True)
+class KeepEntries(Verb[None]):
+    keys: tuple[EntryKey, ...]
+    keep: KeepTime
+
+
+@dataclass(frozen=True)
 class DropEntries(Verb[None]):
     keys: tuple[EntryKey, ...]
 
 
 @dataclass(frozen=True)
-class DropEntriesOf(Verb[None]):
+class DropEntriesOf(Verb[DroppedEntries]):
     root: bytes
 
 

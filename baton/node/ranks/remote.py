@@ -7,7 +7,7 @@ import time
 from typing import Any, TypeVar
 
 from baton.core.errors import Draining
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from baton.node.ranks.channel import Channel
 from baton.node.ranks.messages import (
     AwaitWarmUp,
@@ -20,6 +20,7 @@ from baton.node.ranks.messages import (
     EndPull,
     FindEntries,
     Heartbeat,
+    KeepEntries,
     LinkFailed,
     Listen,
     LoadEntries,
@@ -162,11 +163,14 @@ class RemoteTransfer(RankTransfer):
     async def serve_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
         return await self._ask(ServePull(peer, number, keys))
 
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+        await self._ask(KeepEntries(keys, keep))
+
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         await self._ask(DropEntries(keys))
 
-    async def drop_entries_of(self, root: bytes) -> None:
-        await self._ask(DropEntriesOf(root))
+    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
+        return await self._ask(DropEntriesOf(root))
 
     def counters(self) -> TransferCounters:
         """The counters of the rank's last heartbeat, which is at most a second old."""

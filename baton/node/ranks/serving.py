@@ -24,6 +24,7 @@ from baton.node.ranks.messages import (
     EndPull,
     FindEntries,
     Heartbeat,
+    KeepEntries,
     LinkFailed,
     Listen,
     LoadEntries,
@@ -186,6 +187,8 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
             return transfer.end_pull(verb.peer, verb.number, first=verb.first, timeout_s=verb.timeout_s)
         case ServePull():
             return transfer.serve_pull(verb.peer, verb.number, verb.keys)
+        case KeepEntries():
+            return transfer.keep_entries(verb.keys, verb.keep)
         case DropEntries():
             return transfer.drop_entries(verb.keys)
         case DropEntriesOf():

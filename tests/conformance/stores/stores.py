@@ -8,7 +8,7 @@ from threading import Lock
 
 import torch
 
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import EntryKey, KeepTime
 from kvtransfer.stores.files import FileStore
 from kvtransfer.stores.host_memory import HostMemory
 from kvtransfer.stores.store import Store, StoreCounters
@@ -68,6 +68,10 @@ class HostStore:
         with self._lock:
             self._memory.commit(place)
         return True
+
+    def keep(self, keys: Sequence[EntryKey], keep: KeepTime) -> None:
+        with self._lock:
+            self._memory.keep(keys, keep)
 
     def drop(self, keys: Sequence[EntryKey]) -> None:
         with self._lock:

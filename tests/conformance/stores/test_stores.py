@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import EntryKey, KeepTime
 from kvtransfer.stores.store import Store
 from tests.conformance.stores.stores import ENTRY_BYTES, STORES, StoreMaker
 from tests.unit.kvtransfer.stores.entries import entry_keys, entry_of, root_of
@@ -136,6 +136,16 @@ def test_a_root_is_dropped_with_all_of_its_entries(store: Store) -> None:
     assert store.drop_root(root_of("ours")) == 0
     assert [got(store, key) for key in ours] == [None] * 4
     assert [got(store, key) for key in theirs] == [contents(key) for key in theirs]
+
+
+def test_a_keep_time_changes_nothing_but_what_leaves_first(store: Store) -> None:
+    keys = entry_keys(4)
+    put(store, *keys[:3])
+    store.keep(keys, KeepTime(300.0, 1))
+    store.keep(keys, KeepTime(0.0, 1))
+    assert [got(store, key) for key in keys] == [contents(key) for key in keys[:3]] + [None]
+    store.drop(keys)
+    assert store.has(keys) == 0
 
 
 def test_hits_misses_entries_and_bytes_are_counted(maker: StoreMaker, store: Store) -> None:

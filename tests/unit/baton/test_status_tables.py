@@ -27,7 +27,7 @@ def test_kv_that_is_kept_outside_of_the_cache_is_shown_by_store() -> None:
         node_status_pb2.StoreState(name="file", bytes=9 << 20, damaged_total=2, failed_total=1),
         node_status_pb2.StoreState(name="peer", loaded_total=4),
     ]
-    status = node_status_pb2.NodeStatus(stores=stores)
+    status = node_status_pb2.NodeStatus(stores=stores, kv_loaded_tokens_total=1280, kv_load_s_total=0.1)
     status.info.name, status.info.model.name = "prefill-0", "llama"
     node = operations_pb2.NodeReport(status=status, reachable=True)
     cluster = operations_pb2.ClusterStatusResponse(gateway="gw", nodes=[node])
@@ -37,6 +37,7 @@ def test_kv_that_is_kept_outside_of_the_cache_is_shown_by_store() -> None:
     shown_text = captured.get().replace("\n  ", " ")
     assert "host 3 MiB, 1,280 tokens read back; file 9 MiB, 0 tokens read back, 2 damaged, 1 calls failed" in shown_text
     assert "other nodes, 256 tokens read back" in " ".join(shown_text.split())
+    assert "; loaded at 12,800 tokens/s" in " ".join(shown_text.split())
     shown = to_json(cluster)["nodes"]
     assert isinstance(shown, list)
     assert [store["name"] for store in shown[0]["stores"]] == ["host", "file", "peer"]

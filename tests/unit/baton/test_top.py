@@ -79,6 +79,14 @@ def test_a_frame_shows_the_gateway_its_nodes_links_percentiles_and_slow_requests
         assert line in found
 
 
+def test_a_node_shows_what_it_keeps_outside_of_its_cache() -> None:
+    stores = [{"name": "host", "bytes": 1_340_000_000, "tokens_read": 9}, {"name": HOSTILE, "bytes": 0}]
+    shown = drawn(Frame(view(nodes=[NODE | {"stores": stores}])), width=160)
+    assert "host 1.34 GB, " in shown
+    assert "\x1b" not in shown
+    assert "kept" not in drawn(Frame(view()), width=160)
+
+
 def test_a_link_shows_what_it_carries_since_the_view_before() -> None:
     later = view(now_s=1002.0, links=[LINK | {"bytes_total": 5_000_000}])
     restarted = view(now_s=1002.0, links=[LINK | {"bytes_total": 0}])

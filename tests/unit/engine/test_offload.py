@@ -4,7 +4,7 @@ from array import array
 
 from baton.core.block_keys import KeyChain
 from baton.core.errors import InternalError
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeepTime
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
 from baton.engine.request import EngineRequest
@@ -253,6 +253,29 @@ def test_entries_of_logits_that_are_not_finite_are_dropped() -> None:
     assert offload(scheduler).take_forgotten() == ()
 
 
+def test_a_request_that_ends_has_its_whole_sequence_kept() -> None:
+    scheduler, keep = tiered(), KeepTime(300.0, 7)
+    decode_all(scheduler, "a")
+    save_all(scheduler)
+    assert offload(scheduler).take_kept() == []
+    longer = ResolvedSampling(max_tokens=ENTRY_TOKENS, temperature=0.0)
+    scheduler.submit(request("b", PROMPT, sampling=longer, keep=keep), 0.0)
+    while scheduler.load().requests_running + scheduler.load().requests_waiting:
+        step(scheduler)
+    ((keys, wanted),) = offload(scheduler).take_kept()
+    assert [key.number for key in keys] == [0, 1, 2], "also those that came from the cache, and decoded ones"
+    assert wanted == keep
+    assert offload(scheduler).take_kept() == []
+
+
+def test_an_aborted_request_has_kept_what_was_computed() -> None:
+    scheduler = tiered()
+    scheduler.submit(request("a", PROMPT, keep=KeepTime(0.0, 7)), 0.0)
+    step(scheduler)
+    scheduler.abort("a")
+    assert [key.number for keys, _ in offload(scheduler).take_kept() for key in keys] == [0, 1]
+
+
 # ---- what followers of the cache see
 
 
@@ -281,10 +304,13 @@ def test_followers_get_the_changes_of_stores_and_cache_together() -> None:
     changes = cache.take_changes()
     assert changes is not None
     assert set(changes) == seen(scheduler)
+    assert not any(map(cache.is_outside, changes))
+    first = set(changes)
     decode_all(scheduler, "other", tuple(range(500, 500 + 3 * ENTRY_TOKENS + 78)))
     changes = cache.take_changes()
     assert changes is not None
     assert None not in changes.values()
+    assert {digest for digest in changes if cache.is_outside(digest)} == first, "they must be loaded now"
     (key,) = entries_at(PROMPT[:ENTRY_TOKENS])
     offload(scheduler).kept.lost([key.block.digest])
     changes = cache.take_changes()

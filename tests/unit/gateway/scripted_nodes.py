@@ -97,6 +97,9 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
     async def GetExpertLoad(self, request: object, context: object) -> node_pb2.GetExpertLoadResponse:  # noqa: N802
         return node_pb2.GetExpertLoadResponse()
 
+    async def DropKv(self, request: object, context: object) -> node_pb2.DropKvResponse:  # noqa: N802
+        return node_pb2.DropKvResponse()
+
     async def WatchCache(  # noqa: N802
         self, request: node_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[node_pb2.WatchCacheResponse]:

@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
+
+from baton.core.costs import StepCosts
 from baton.core.kv_entries import KeptPrefix
 from baton.core.types import LocalPolicy
 from baton.gateway.core.prompt_blocks import PromptBlocks
@@ -9,6 +12,7 @@ from baton.gateway.fleet.fleet_node import _kept_kind
 from baton.gateway.fleet.router import RoutedRequest
 from baton.protos.internal.v1 import node_pb2
 from baton.protos.v1 import node_status_pb2
+from baton.rpc.convert_node import costs_to_proto
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node
 
 PROMPT = list(range(100))
@@ -184,3 +188,79 @@ def test_nobody_is_told_of_a_node_that_keeps_nothing_is_gone_or_has_another_kind
     bare = SmallFleet(1, 1)
     assert changed(bare, "d1", 1, snapshot=True, stored=long_blocks(25))
     assert bare.kept_elsewhere(bare.prefills["p1"], long_prompt()) is None
+
+
+# ---- blocks that a node must load first
+
+# A token takes 1 ms to compute, so that the whole prompt takes 0.1 s.
+COSTS = StepCosts(points=((1, 0.001), (1000, 1.0)), key_s=0.0, pair_s=0.0, decode_row_s=0.0)
+
+
+def measured(fleet: SmallFleet, address: str, *, load_token_s: float | None) -> None:
+    """The node reports step costs, and how fast it loads; None: it has loaded nothing yet."""
+    status = node_status_pb2.NodeStatus()
+    status.CopyFrom(fleet.prefills[address].status)
+    status.step_costs.CopyFrom(costs_to_proto(COSTS))
+    status.info.cache_spec.CopyFrom(
+        node_status_pb2.CacheSpec(
+            kind=node_status_pb2.KV_KIND_GQA, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"
+        )
+    )
+    if load_token_s is not None:
+        status.kv_loaded_tokens_total, status.kv_load_s_total = 10_000, 10_000 * load_token_s
+    fleet.status_received(PREFILL, address, status, 0.0)
+
+
+def picked(fleet: SmallFleet) -> str:
+    node = fleet.pick_prefill(fleet.decodes["d1"], wanted(), 0.0)
+    assert node is not None
+    return node.address
+
+
+def test_a_load_costs_what_the_node_has_measured() -> None:
+    for load_token_s, best in ((1e-5, "p1"), (0.1, "p2")):
+        fleet = SmallFleet(2, 1)
+        measured(fleet, "p1", load_token_s=load_token_s)
+        measured(fleet, "p2", load_token_s=load_token_s)
+        assert changed(fleet, "p1", 1, snapshot=True, stored=BLOCKS, outside=BLOCKS)
+        assert picked(fleet) == best
+
+
+def test_a_block_in_the_cache_costs_nothing() -> None:
+    fleet = SmallFleet(2, 1)
+    for address in ("p1", "p2"):
+        measured(fleet, address, load_token_s=0.0005)
+    assert changed(fleet, "p1", 1, snapshot=True, stored=BLOCKS, outside=BLOCKS)
+    assert changed(fleet, "p2", 1, snapshot=True, stored=BLOCKS)
+    assert picked(fleet) == "p2"
+    assert changed(fleet, "p2", 2, stored=BLOCKS[:1], outside=BLOCKS[:1])
+    views = {view.address: view for view in fleet.prefill_views(wanted(), 0.0)}
+    assert views["p2"].outside_tokens == 96, "a load takes all that follows the first block"
+    assert changed(fleet, "p2", 3, stored=BLOCKS[:1])
+    assert fleet.prefill_views(wanted(), 0.0)[1].outside_tokens == 0
+
+
+def test_a_node_that_has_loaded_nothing_counts_as_slower_than_a_link_to_host_memory() -> None:
+    fleet = SmallFleet(1, 1)
+    measured(fleet, "p1", load_token_s=None)
+    assert changed(fleet, "p1", 1, snapshot=True, stored=BLOCKS, outside=BLOCKS)
+    (view,) = fleet.prefill_views(wanted(), 0.0)
+    assert view.load_s == pytest.approx(96 * view.kv_bytes_per_token / 5e9)
+    assert view.kv_bytes_per_token == 131072
+
+
+def test_a_node_that_reports_nonsense_about_its_loads_counts_as_one_that_has_not_measured() -> None:
+    for nonsense in (float("nan"), float("inf"), -1.0, 0.0):
+        fleet = SmallFleet(1, 1)
+        measured(fleet, "p1", load_token_s=nonsense)
+        assert changed(fleet, "p1", 1, snapshot=True, stored=BLOCKS, outside=[*BLOCKS, 1, 2, 3])
+        assert 0 < fleet.prefill_views(wanted(), 0.0)[0].load_s < 1.0
+
+
+def test_a_load_runs_while_a_queue_is_computed() -> None:
+    fleet = SmallFleet(1, 1)
+    measured(fleet, "p1", load_token_s=0.001)
+    assert changed(fleet, "p1", 1, snapshot=True, stored=BLOCKS, outside=BLOCKS)
+    (view,) = fleet.prefill_views(wanted(), 0.0)
+    assert view.wait_s == view.load_s == pytest.approx(0.096)
+    assert view.with_queue(1.0).wait_s == 1.0

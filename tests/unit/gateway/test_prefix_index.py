@@ -31,21 +31,32 @@ class IndexMachine(RuleBasedStateMachine):
         self.swept_at_once, prefix_index._SWEPT_AT_ONCE = prefix_index._SWEPT_AT_ONCE, 2
         self.index = PrefixIndex()
         self.blocks: dict[str, set[int]] = {}
+        self.outside: dict[str, set[int]] = {}
 
-    @rule(node=st.sampled_from(NODES), blocks=st.lists(st.integers(0, 12), max_size=6))
-    def store(self, node: str, blocks: list[int]) -> None:
-        self.index.store(node, blocks)
+    @rule(
+        node=st.sampled_from(NODES),
+        blocks=st.lists(st.integers(0, 12), max_size=6),
+        some=st.sets(st.integers(0, 12)),
+    )
+    def store(self, node: str, blocks: list[int], some: set[int]) -> None:
+        outside = some.intersection(blocks)
+        self.index.store(node, blocks, outside)
         self.blocks.setdefault(node, set()).update(blocks)
+        known = self.outside.setdefault(node, set())
+        known.difference_update(blocks)
+        known.update(outside)
 
     @rule(node=st.sampled_from(NODES), blocks=st.lists(st.integers(0, 12), max_size=6))
     def remove(self, node: str, blocks: list[int]) -> None:
         self.index.remove(node, blocks)
         self.blocks.setdefault(node, set()).difference_update(blocks)
+        self.outside.setdefault(node, set()).difference_update(blocks)
 
     @rule(node=st.sampled_from(NODES))
     def forget(self, node: str) -> None:
         self.index.forget(node)
         self.blocks.pop(node, None)
+        self.outside.pop(node, None)
 
     @rule(prompt=st.lists(st.integers(0, 12), max_size=8), nodes=st.sets(st.sampled_from(NODES)))
     def look_up(self, prompt: list[int], nodes: set[str]) -> None:
@@ -55,6 +66,11 @@ class IndexMachine(RuleBasedStateMachine):
             if length:
                 expected[node] = length
         assert self.index.cached_blocks(Prompt(prompt), nodes) == expected
+        inside = {
+            node: next((at for at in range(length) if prompt[at] in self.outside[node]), length)
+            for node, length in expected.items()
+        }
+        assert self.index.blocks_inside(Prompt(prompt), expected) == inside
 
     @invariant()
     def there_is_no_entry_that_no_node_ever_had(self) -> None:
@@ -80,6 +96,20 @@ def test_beyond_its_bound_the_least_recently_used_blocks_go(changes: list[tuple[
     kept = list(recent)[-10:]
     assert all(index.cached_blocks(Prompt([block]), NODES) for block in kept)
     assert not any(index.cached_blocks(Prompt([block]), NODES) for block in recent if block not in kept)
+
+
+def test_what_is_loaded_later_has_no_entry_of_its_own() -> None:
+    index = PrefixIndex(max_blocks=10)
+    for first in range(0, 1000, 10):
+        blocks = range(first, first + 10)
+        index.store("a", blocks, blocks)
+    assert len(index._outside) == 10
+    index.store("a", range(990, 1000))
+    assert index._outside == {}
+    index.store("a", range(990, 1000), range(990, 1000))
+    index.forget("a")
+    index.store("b", range(990, 1000))
+    assert index.blocks_inside(Prompt([990, 991]), {"b": 2}) == {"b": 2}
 
 
 def test_the_start_of_a_prompt_outlives_its_end() -> None:

@@ -14,6 +14,7 @@ from baton.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from baton.core.sampling import SamplingParams
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.serving.preparation import Prepared, RequestCall, prepare
+from baton.gateway.serving.validate import SESSION_KEEP_S
 from baton.gateway.text.chat.checkpoint import Checkpoint
 from baton.gateway.text.chat.model import ChatModel
 from baton.gateway.text.chat.renderer import ChatRenderer
@@ -241,3 +242,32 @@ async def test_a_session_is_its_clients_own(model: ServedModel) -> None:
         sessions.add((await prepared(model, pb.GenerateRequest(text="a", session_id="1"))).request.session_id)
     assert len(sessions) == 2
     assert (await prepared(model, pb.GenerateRequest(text="a"))).request.session_id == ""
+
+
+async def test_a_request_is_kept_as_long_as_it_asks_for_or_as_its_session_pauses(model: ServedModel) -> None:
+    async def kept(**fields: object) -> float | None:
+        message = pb.GenerateRequest(text="a", **fields)  # type: ignore[arg-type]
+        keep = (await prepared(model, message)).request.keep
+        return None if keep is None else keep.seconds
+
+    assert await kept() is None
+    assert await kept(session_id="s") == SESSION_KEEP_S
+    assert await kept(session_id="s", kv_keep_s=7.0) == 7.0
+    assert await kept(kv_keep_s=0.0) == 0.0
+    for seconds in (-1.0, 1e9, float("nan"), float("inf")):
+        with pytest.raises(InvalidRequest) as refused:
+            await kept(kv_keep_s=seconds)
+        assert refused.value.field == "kv_keep_s"
+
+
+async def test_each_client_is_a_tenant_whatever_salts_and_sessions_it_invents(model: ServedModel) -> None:
+    async def tenant(name: str, salt: str) -> int:
+        identity.enter(identity.Caller(name, identity.ALL_RIGHTS, proved=True))
+        keep = (await prepared(model, pb.GenerateRequest(text="a", session_id=salt, cache_salt=salt))).request.keep
+        assert keep is not None
+        return keep.tenant
+
+    try:
+        assert await tenant("alice", "1") == await tenant("alice", "2") != await tenant("bob", "1")
+    finally:
+        identity.enter(identity.EVERYBODY)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from baton.core.block_keys import KeyChain, root_digest
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeepTime
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.movers.cpu import CpuMover
@@ -77,6 +77,7 @@ class MemoryStore:
     gate: threading.Event = field(default_factory=threading.Event)
     kept: dict[EntryKey, bytes] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    keeps: list[tuple[tuple[EntryKey, ...], KeepTime]] = field(default_factory=list)
     error: Exception | None = None
     is_closed: bool = False
 
@@ -98,6 +99,10 @@ class MemoryStore:
         self._call("put")
         self.kept[key] = bytes(entry)
         return True
+
+    def keep(self, keys: Sequence[EntryKey], keep: KeepTime) -> None:
+        self._call("keep")
+        self.keeps.append((tuple(keys), keep))
 
     def drop(self, keys: Sequence[EntryKey]) -> None:
         self._call("drop")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import ConfigError, DeadlineExceeded, InternalError
-from baton.core.kv_entries import ENTRY_TOKENS
+from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, KeepTime
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
@@ -289,14 +289,15 @@ def test_entries_that_are_dropped_while_they_are_saved_are_not_kept(by_root: boo
     other = user.begin_save(others, blocks_of(user.cache, 1, 2))
     world.run_until(lambda: len(script.waiting()) == SLOTS)
     dropped: Future[None] = Future()
+    dropped_of_root: Future[DroppedEntries] = Future()
     if by_root:
-        user.offloader.drop_root(keys[0].root, dropped)
+        user.offloader.drop_root(keys[0].root, dropped_of_root)
     else:
         user.offloader.drop(keys, dropped)
     script.release_all()
     assert world.result(save) == 0
     assert world.result(other) == 1
-    world.result(dropped)
+    world.run_until(lambda: dropped.done() or dropped_of_root.done())
     world.settle()
     assert list(store.kept) == list(others)
     assert (world.find(keys), world.find(others)) == (0, 1)
@@ -474,6 +475,96 @@ def test_a_find_and_a_drop_do_not_wait_for_ever_for_a_store() -> None:
         world.result(dropped)
     store.gate.set()
     world.run_until(lambda: not store.kept)
+
+
+def test_stores_keep_entries_for_a_time_after_they_have_written_them() -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, keep = keys_of(3), KeepTime(60.0, 5)
+    user.save(keys, blocks_of(user.cache, 3, 1))
+    done: Future[None] = Future()
+    user.offloader.keep(keys, keep, done)
+    world.result(done)
+    world.run_until(lambda: bool(store.keeps))
+    assert store.keeps == [(keys, keep)]
+    assert store.calls.index("keep") > max(at for at, call in enumerate(store.calls) if call == "put")
+
+
+def test_host_memory_keeps_an_ended_time_no_longer() -> None:
+    world = World(places=8)
+    user = world.user(cache_of(SPEC, entries=8))
+    ours = keys_of(2)
+    user.save(ours, blocks_of(user.cache, 2, 1))
+    done: Future[None] = Future()
+    user.offloader.keep(ours, KeepTime(60.0, 5), done)
+    for number in range(8):
+        user.save(keys_of(1, salt=f"other {number}"), blocks_of(user.cache, 1, 2))
+    assert world.find(ours) == 2
+    world.clock.now_s += 60.0
+    for number in range(8, 16):
+        user.save(keys_of(1, salt=f"other {number}"), blocks_of(user.cache, 1, 2))
+    assert world.find(ours) == 0
+
+
+def drop_root(world: World, root: bytes) -> "Future[DroppedEntries]":
+    dropped: Future[DroppedEntries] = Future()
+    world.users[0].offloader.drop_root(root, dropped)
+    world.run()
+    return dropped
+
+
+def test_a_drop_of_a_tenant_says_how_many_entries_each_store_had() -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, others = keys_of(3), keys_of(1, salt="another tenant")
+    user.save(keys, blocks_of(user.cache, 3, 1))
+    user.save(others, blocks_of(user.cache, 1, 2))
+    world.forget_host(keys[2:])
+    done = world.result(drop_root(world, keys[0].root))
+    assert (done.counts, done.left) == ({"host": 2, "memory": 3}, {})
+    assert (world.find(keys), world.find(others)) == (0, 1)
+
+
+def test_a_drop_of_a_tenant_names_a_store_that_may_still_have_entries() -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys = keys_of(2)
+    user.save(keys, blocks_of(user.cache, 2, 1))
+    store.error = RuntimeError("a bug")
+    done = world.result(drop_root(world, keys[0].root))
+    assert done.counts == {"host": 2}
+    assert list(done.left) == ["memory"]
+    store.error = None
+    store.gate.clear()
+    late_answer = drop_root(world, keys[0].root)
+    assert not late_answer.done()
+    world.clock.now_s += DROP_LIMIT_S
+    done = world.result(late_answer)
+    assert (done.counts, done.left) == ({"host": 0}, {"memory": "it has not answered within 10 s"})
+    store.gate.set()
+    world.run_until(lambda: not store.kept)
+
+
+def test_a_load_of_a_tenant_that_is_dropped_brings_nothing_back_to_host_memory() -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC, entries=8))
+    keys = keys_of(6)
+    user.save(keys, blocks_of(user.cache, 6, 1))
+    world.forget_host(keys)
+    store.gate.clear()
+    load = user.begin_load(keys, blocks_of(user.cache, 6, 2))
+    world.run()
+    dropped = drop_root(world, keys[0].root)
+    store.gate.set()
+    assert world.result(load) == 0
+    world.result(dropped)
+    world.settle()
+    assert (store.kept, world.tiers.counters().entries, world.find(keys)) == ({}, 0, 0)
+    world.check_nothing_is_left()
 
 
 def test_writes_that_a_slow_store_cannot_follow_are_left_out_and_counted() -> None:

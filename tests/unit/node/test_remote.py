@@ -7,7 +7,7 @@ import pytest
 
 from baton.core.block_keys import BlockKey
 from baton.core.errors import Cancelled, Draining
-from baton.core.kv_entries import EntryBlocks, EntryKey
+from baton.core.kv_entries import EntryBlocks, EntryKey, KeepTime
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
@@ -75,6 +75,7 @@ async def test_calls_about_entries_of_a_rank_that_is_gone_are_errors() -> None:
         transfer.save_entries(ENTRIES),
         transfer.find_entries(ENTRIES.keys),
         transfer.load_entries(ENTRIES, timeout_s=DEADLINE_S),
+        transfer.keep_entries(ENTRIES.keys, KeepTime(1.0, 1)),
         transfer.drop_entries(ENTRIES.keys),
         transfer.drop_entries_of(b"root"),
     ):

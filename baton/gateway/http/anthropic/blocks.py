@@ -63,7 +63,7 @@ class OpenObject(BaseModel):
 
 
 class CacheControl(Model):
-    """Accepted without effect, because every prefix is cached."""
+    """How long stores outside of the caches keep the conversation. In the caches, every prefix is cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None

@@ -21,6 +21,7 @@ from baton.gateway.http.anthropic.models import (
 from baton.gateway.http.anthropic.tool_loading import visible
 from baton.gateway.http.anthropic.tools import AnyTool, Auto, ClientTool, NoTool, OneTool, OwnTool, ServerTool
 from baton.gateway.http.common_fields import fill, reasoning_variables
+from baton.gateway.http.keep_time import longest_ttl, set_keep_time
 from baton.gateway.text.chat.types import ChatRequest, NamedTool, ToolChoice
 from baton.protos.v1 import generation_pb2 as pb
 
@@ -43,6 +44,7 @@ def to_message(request: MessagesRequest, *, interleaved: bool = False) -> pb.Gen
         raise InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=("less than max_tokens",))
     message = pb.GenerateRequest(model=request.model)
     sampling = fill(message, request, Door.MESSAGES)
+    set_keep_time(message, retention=longest_ttl(request))
     sampling.max_tokens = max(1, request.max_tokens)  # after 0, `without_output` leaves the token out
     return message
 

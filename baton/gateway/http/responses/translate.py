@@ -11,6 +11,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.sampling_field import Door
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.http.common_fields import fill, reasoning_variables
+from baton.gateway.http.keep_time import set_keep_time
 from baton.gateway.http.responses.custom_input import as_arguments
 from baton.gateway.http.responses.items import (
     AdditionalTools,
@@ -73,6 +74,7 @@ def to_message(request: ResponsesRequest) -> pb.GenerateRequest:
     """
     message = pb.GenerateRequest(model=request.model)
     sampling = fill(message, request, Door.RESPONSES)
+    set_keep_time(message, cache_key=request.prompt_cache_key, retention=request.prompt_cache_retention)
     if request.max_output_tokens is not None:
         sampling.max_tokens = request.max_output_tokens
     if wants_logprobs(request):

@@ -286,6 +286,43 @@ def test_another_process_adds_files(tmp_path: Path) -> None:
         assert one.has(KEYS) == 0
 
 
+def test_a_root_is_dropped_in_all_namespaces_of_the_directory(tmp_path: Path) -> None:
+    """Those of other numbers of ranks have the same keys."""
+    with opened(tmp_path, namespace=OTHER) as before:
+        put(before, *KEYS, *entry_keys(1, salt="theirs"))
+    with opened(tmp_path) as store:
+        put(store, *KEYS[:2])
+        assert store.drop_root(root_of()) == 6
+    assert [path.name for path in files(tmp_path)] == [str(EntryFileName.of(*entry_keys(1, salt="theirs")))]
+
+
+def test_a_root_whose_files_cannot_all_be_removed_is_not_dropped(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, *KEYS)
+    unlink = os.unlink
+
+    def unlink_but_one(path: str) -> None:
+        if Path(path).name == str(EntryFileName.of(KEYS[1])):
+            raise PermissionError(errno.EPERM, "not permitted")
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", unlink_but_one)
+    assert store.drop_root(root_of()) is None
+    monkeypatch.undo()
+    assert store.drop_root(root_of()) == 1
+
+
+def test_a_folder_that_cannot_be_read_is_not_a_drop(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, *KEYS)
+
+    def refuse(path: str) -> Iterator[os.DirEntry[str]]:
+        raise PermissionError(errno.EACCES, "not permitted", path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert store.drop_root(root_of()) is None
+
+
 def test_stores_that_share_a_directory_keep_to_its_size(tmp_path: Path) -> None:
     with opened(tmp_path, entries=8) as one, opened(tmp_path, entries=8) as two:
         for number in range(40):

@@ -68,6 +68,7 @@ class Node:
             settings,
             on_filled=self.filled.append,
             on_refused=self.refused.append,
+            on_entry=self.transport.discard,
             catch_up=lambda: None,
             clock=clock,
         )

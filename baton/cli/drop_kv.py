@@ -33,9 +33,10 @@ def drop_kv(
     api_key: ApiKey = None,
     client_ca: ClientCa = None,
 ) -> None:
-    """Drop all KV of a cache salt: in the nodes' caches, host memory, files and shared stores.
+    """Drop all KV of a cache salt on all nodes.
 
-    Requests that run go on, and no other request finds their KV. Exits with 1 if a node may still have some.
+    It goes from caches, host memory, files and shared stores. Requests that run go on, and no other request finds their
+    KV. Exits with 1 if a node may still have some.
     """
     use(api_key, client_ca)
     answer = asyncio.run(_drop(target, cache_salt, client, dict(map(_adapter, adapter or []))))

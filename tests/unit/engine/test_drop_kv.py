@@ -46,7 +46,8 @@ def test_an_adapter_has_a_root_of_its_own() -> None:
 
 def test_a_block_whose_predecessor_is_gone_is_dropped_too() -> None:
     """Else it would be found as soon as a request has computed its predecessor again."""
-    blocks, keys, tokens = BlockManager(4), KeyChain(identity="m", cache_salt=OURS, block_size=4), int_array(range(8))
+    blocks, tokens = BlockManager(4), int_array(list(range(8)))
+    keys = KeyChain(identity="m", cache_salt=OURS, block_size=4)
     held = blocks.take((), 2)
     blocks.register(held[1], keys.key(1, tokens), root=keys.root)
     assert blocks.forget_root(keys.root) == 1

@@ -24,6 +24,7 @@ from baton.gateway.text.text_work import _SMALL_BYTES, TextWork
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.security import identity
+from baton.security.authorize import ALL_RIGHTS
 from baton.settings.config import DEMO_MODELS
 
 BOUND_S = 60.0
@@ -262,7 +263,7 @@ async def test_a_request_is_kept_as_long_as_it_asks_for_or_as_its_session_pauses
 
 async def test_each_client_is_a_tenant_whatever_salts_and_sessions_it_invents(model: ServedModel) -> None:
     async def tenant(name: str, salt: str) -> int:
-        identity.enter(identity.Caller(name, identity.ALL_RIGHTS, proved=True))
+        identity.enter(identity.Caller(name, ALL_RIGHTS, proved=True))
         keep = (await prepared(model, pb.GenerateRequest(text="a", session_id=salt, cache_salt=salt))).request.keep
         assert keep is not None
         return keep.tenant

@@ -39,6 +39,9 @@ class _EmptyCache:
     def take_changes(self) -> dict[bytes, BlockKey | None]:
         return {}
 
+    def is_outside(self, digest: bytes) -> bool:  # noqa: ARG002
+        return False
+
 
 class LightNodes:
     """All nodes of one process, by address.
@@ -67,6 +70,7 @@ class LightNodes:
             load_adapter=_no_adapter,
             unload_adapter=_nothing,
             expert_load=_no_load,
+            drop_kv=_no_drop,
         )
         service.serve(parts)
         node_pb2_grpc.add_NodeServicer_to_server(service, server)
@@ -209,6 +213,10 @@ async def _no_switch(request: node_pb2.SwitchRoleRequest) -> AsyncIterator[pb.Ro
 
 async def _no_adapter(name: str, path: Path) -> AdapterRef:
     raise NotImplementedError(f"{name} in {path}")
+
+
+async def _no_drop(_: node_pb2.DropKvRequest) -> node_pb2.DropKvResponse:
+    raise NotImplementedError
 
 
 async def _no_load() -> node_pb2.GetExpertLoadResponse:

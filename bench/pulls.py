@@ -96,7 +96,7 @@ async def _serve(connection: Connection) -> None:
             await transfer.save_entries(EntryBlocks((key,), blocks))
         unused: Any = None
         service = NodeService(node_status_pb2.NodeStatus)
-        service.serve(NodeParts(unused, unused, unused, unused, unused, unused, unused, owner=pulled.owner))
+        service.serve(NodeParts(unused, unused, unused, unused, unused, unused, unused, unused, owner=pulled.owner))
         server = grpc.aio.server(options=channel_options())
         node_pb2_grpc.add_NodeServicer_to_server(service, server)
         port = server.add_insecure_port("127.0.0.1:0")

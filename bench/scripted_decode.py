@@ -87,6 +87,14 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
     ) -> node_pb2.GetExpertLoadResponse:
         await _refuse(context)
 
+    async def DropKv(self, request: node_pb2.DropKvRequest, context: Context) -> node_pb2.DropKvResponse:
+        await _refuse(context)
+
+    async def Pull(  # type: ignore[override]
+        self, requests: AsyncIterator[node_pb2.PullRequest], context: Context
+    ) -> None:
+        await _refuse(context)
+
     async def Pair(  # type: ignore[override]
         self, requests: AsyncIterator[decode_pb2.PairRequest], context: Context
     ) -> None:

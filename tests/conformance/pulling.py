@@ -103,7 +103,7 @@ class PullingNode:
         self._server = GrpcServer("127.0.0.1:0", advertise=None, protection=self._protection)
         unused: Any = None
         service = NodeService(node_status_pb2.NodeStatus)
-        service.serve(NodeParts(unused, unused, unused, unused, unused, unused, unused, owner=self.pulls.owner))
+        service.serve(NodeParts(unused, unused, unused, unused, unused, unused, unused, unused, owner=self.pulls.owner))
         node_pb2_grpc.add_NodeServicer_to_server(service, self._server.grpc)
         self.address = self._server.address
         await self._server.start(())

@@ -74,6 +74,7 @@ async def node_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
             load_adapter=adapters.load,
             unload_adapter=adapters.unload,
             expert_load=decode.experts.message,
+            drop_kv=decode.drop_kv,
         )
         about.serve(parts)
         node_pb2_grpc.add_NodeServicer_to_server(about, server.grpc)

@@ -111,14 +111,14 @@ class RecurrentMachine(SchedulerMachine):
         assert NO_SLOT not in slots
         manager = self.scheduler._blocks.states.slots
         assert manager.num_held == len(slots)
-        snapshots = [slot for _, slot in manager._snapshots.values()]
+        snapshots = [slot for _, slot, _ in manager._snapshots.values()]
         assert not set(slots) & set(snapshots)
         assert len(set(manager._free)) == len(manager._free)
         assert not set(manager._free) & {*slots, *snapshots}
 
     @invariant()
     def snapshots_hold_the_states_of_their_prefixes(self) -> None:
-        for key, slot in self.scheduler._blocks.states.slots._snapshots.values():
+        for key, slot, _ in self.scheduler._blocks.states.slots._snapshots.values():
             kept = self.kept[slot]
             assert kept is not None
             assert [*memoryview(key.tokens).cast("i")] == [*kept[-BLOCK_SIZE:]]

@@ -100,6 +100,9 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
     async def DropKv(self, request: object, context: object) -> node_pb2.DropKvResponse:  # noqa: N802
         return node_pb2.DropKvResponse()
 
+    def Pull(self, requests: object, context: object) -> AsyncIterator[node_pb2.PullResponse]:  # noqa: N802
+        raise NotImplementedError
+
     async def WatchCache(  # noqa: N802
         self, request: node_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[node_pb2.WatchCacheResponse]:

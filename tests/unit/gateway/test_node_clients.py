@@ -50,6 +50,12 @@ class Publishing(node_pb2_grpc.NodeServicer):
     async def Describe(self, request: object, context: object) -> node_status_pb2.NodeStatus:  # noqa: N802
         return status(DECODE, 1)
 
+    async def DropKv(self, request: object, context: object) -> node_pb2.DropKvResponse:  # noqa: N802
+        return node_pb2.DropKvResponse()
+
+    def Pull(self, requests: object, context: object) -> AsyncIterator[node_pb2.PullResponse]:  # noqa: N802
+        raise NotImplementedError
+
     async def Drain(self, request: object, context: object) -> node_pb2.DrainResponse:  # noqa: N802
         return node_pb2.DrainResponse()
 

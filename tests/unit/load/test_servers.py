@@ -196,11 +196,12 @@ async def test_a_server_that_stalls_fails_by_its_time_limit(monkeypatch: pytest.
     async with standing_in(breaking("stall", asyncio.Event())) as stand_in:
         sending = sender(await probe(Target.parse(stand_in.url)), count=3, timeout_s=limit_s)
         running = asyncio.create_task(sending.run())
-        received = lambda: [len(answer.times) for _, answer in sending._running.values()]  # noqa: E731
-        assert await until(lambda: received() == [2, 2, 2], timeout_s=LONG_S)
+        assert await until(
+            lambda: [len(each.times) for _, each in sending._running.values()] == [2, 2, 2], timeout_s=LONG_S
+        )
         loop = asyncio.get_running_loop()
-        time_s = loop.time
-        monkeypatch.setattr(loop, "time", lambda: time_s() + limit_s)
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + limit_s)
         records = sorted_records(await running)
     assert outcomes(records) == [(LoadOutcome.FAILED, "Timeout")] * 3
     assert records[0].tokens == 2

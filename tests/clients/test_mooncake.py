@@ -181,17 +181,18 @@ def test_dropped_entries_are_gone_for_every_node(cluster: MooncakeCluster, names
         assert [read(other.store, key) is None for key in keys] == [False, True, True]
 
 
-def test_a_tenants_entries_are_dropped_and_no_others(cluster: MooncakeCluster, namespace: bytes) -> None:
+def test_a_tenants_entries_of_all_ranks_are_dropped_and_no_others(cluster: MooncakeCluster, namespace: bytes) -> None:
+    tenant = b"t" * 16
     with node(cluster, namespace) as one, node(cluster, namespace + b"2") as another_rank:
         for index in range(3):
-            write(one.store, entry_key(index), content(index))
+            write(one.store, entry_key(index, tenant), content(index))
             write(one.store, entry_key(index, OTHER_ROOT), content(index))
-            write(another_rank.store, entry_key(index), content(index))
-        assert one.store.drop_root(ROOT) == 6
-        assert one.store.drop_root(ROOT) == 0
-        assert read(one.store, entry_key(1)) is None
+            write(another_rank.store, entry_key(index, tenant), content(index))
+        assert one.store.drop_root(tenant) == 6
+        assert one.store.drop_root(tenant) == 0
+        assert read(one.store, entry_key(1, tenant)) is None
+        assert read(another_rank.store, entry_key(1, tenant)) is None
         assert read(one.store, entry_key(1, OTHER_ROOT)) == content(1)
-        assert read(another_rank.store, entry_key(1)) is None
 
 
 def test_threads_get_their_own_entries(cluster: MooncakeCluster, namespace: bytes) -> None:

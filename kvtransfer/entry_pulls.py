@@ -23,6 +23,8 @@ INDEX_BITS = 24
 # Entries of one pull that its owner has pinned: some to send next, and some in flight.
 _AHEAD = 2
 _IN_FLIGHT = 4
+# A root that was dropped is not pulled for so long, which is longer than a pull takes: another node may have it still.
+_DROPPED_S = 30.0
 # The share of host memory's places that all pulls of a reader may hold.
 _PULLED_SHARE = 1 / 2
 
@@ -36,6 +38,7 @@ class _Pull:
         arriving: entries that are being received.
         end: set by `end`: how many of the first entries it waits for, until when, and whom to tell.
         is_lost: nothing more can arrive.
+        is_dropped: what still arrives is not kept.
     """
 
     peer: int
@@ -44,6 +47,7 @@ class _Pull:
     arriving: dict[int, tuple[HostPlace, TransferRequest]] = field(default_factory=dict)
     end: "tuple[int, float, Future[int]] | None" = None
     is_lost: bool = False
+    is_dropped: bool = False
 
     def awaits(self, first: int) -> bool:
         """Whether one of the first entries is still to come."""
@@ -89,6 +93,7 @@ class EntryPulls:
         self._clock = clock
         self._pulls: dict[tuple[int, int], _Pull] = {}
         self._serving: list[_Serving] = []
+        self._dropped: dict[bytes, float] = {}  # until when a root is not pulled
 
     @property
     def in_flight(self) -> int:
@@ -105,6 +110,8 @@ class EntryPulls:
         room = int(self._tiers.places * _PULLED_SHARE) - sum(
             len(pull.places) + len(pull.arriving) for pull in self._pulls.values()
         )
+        if self._clock() < self._dropped.get(keys[0].root, 0.0):
+            room = 0
         places: dict[int, HostPlace] = {}
         stop = len(keys)
         for index, key in enumerate(keys):
@@ -138,6 +145,16 @@ class EntryPulls:
             return
         pull.end = first, self._clock() + timeout_s, future
         self._advance_pull((peer, number), pull)
+
+    def drop_root(self, root: bytes) -> None:
+        """Keeps nothing of the pulls of this root that run or begin soon."""
+        now_s = self._clock()
+        self._dropped = {each: end_s for each, end_s in self._dropped.items() if now_s < end_s}
+        self._dropped[root] = now_s + _DROPPED_S
+        for pull in self._pulls.values():
+            if pull.keys and pull.keys[0].root == root:
+                pull.is_dropped = True
+                self._give_back(pull)
 
     # ---- the owner's end
 
@@ -188,7 +205,7 @@ class EntryPulls:
         over = [index for index, (_, request) in pull.arriving.items() if request.done]
         for index in over:
             place, request = pull.arriving.pop(index)
-            if request.failure() is None:
+            if request.failure() is None and not pull.is_dropped:
                 self._tiers.commit_pulled(place)
             else:
                 self._tiers.abandon(place)

@@ -230,7 +230,7 @@ class KVTransfer(RankTransfer):
     async def drop_entries_of(self, root: bytes) -> DroppedEntries:
         if self._tiers is None:
             return DroppedEntries()
-        return await self._call(lambda future: self._thread.offloader.drop_root(root, future))
+        return await self._call(lambda future: self._thread.drop_root(root, future))
 
     def counters(self) -> TransferCounters:
         counters = self._thread.ledger.snapshot()

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError, DataLoss, Draining, InternalError
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryKey
 from baton.kvcache.cache import PagedKVCache
 from kvtransfer.entry_pulls import EntryPulls
 from kvtransfer.ledger import Ledger, Peer
@@ -231,6 +231,10 @@ class TransferThread:
     def serve_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
         self._check_connected(peer)
         self.pulls.serve(peer, number, keys, future)
+
+    def drop_root(self, root: bytes, future: "Future[DroppedEntries]") -> None:
+        self.pulls.drop_root(root)
+        self.offloader.drop_root(root, future)
 
     def _check_connected(self, peer: int) -> None:
         if peer not in self.ledger.peers:

@@ -123,7 +123,7 @@ class TieredPrefixes:
         except (TimeoutError, BatonError):  # the search for the load will say so
             return
         start = wanted.starts[0] if found is None else found[1]
-        if start < stop:
+        if start < stop and not self._is_dropped(wanted.entry_keys.root):
             # A pull goes on when the call is cancelled: what it brings stays, and its places must be given back.
             await asyncio.shield(self._start(self._source.pull(wanted.entries(start, stop), kept)))
 

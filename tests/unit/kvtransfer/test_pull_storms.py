@@ -179,3 +179,37 @@ def _renew(way: Way, link: int, rng: random.Random) -> None:
         assert way.pull.ended.done()
         way.pull = None
     way.connect(link)
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_pull_brings_back_nothing_of_a_root_that_is_dropped_meanwhile(steps: int) -> None:
+    """Its owner may drop it later, or not be there when the others do."""
+    keys = SEQUENCES[0]
+    reader, owner = (Side(places=20, has_store=False) for _ in range(2))
+    write(owner.user, keys, BLOCKS)
+    saved = owner.user.begin_save(keys, BLOCKS)
+    owner.world.run_until(saved.done)
+    way = Way(reader, owner)
+    way.connect(1 << 40)
+    begun, served, ended = Future[int](), Future[int](), Future[int]()
+    reader.pulls.begin(way.link, 7, keys, begun)
+    assert begun.result() == len(keys)
+    owner.pulls.serve(way.link, 7, keys, served)
+    for _ in range(steps):
+        owner.step()
+        reader.step()
+    reader.pulls.drop_root(keys[0].root)
+    reader.user.offloader.drop_root(keys[0].root, Future())
+    reader.pulls.end(way.link, 7, len(keys), 60.0, ended)
+    for _ in range(100):
+        owner.step()
+        reader.step()
+    assert served.result() == len(keys)
+    assert ended.result() == 0
+    assert not reader.world.tiers.count(keys)
+    again, later = Future[int](), Future[int]()
+    reader.pulls.begin(way.link, 8, keys, again)
+    assert again.result() == 0
+    reader.world.clock.now_s += 60.0
+    reader.pulls.begin(way.link, 9, keys, later)
+    assert later.result() == len(keys)

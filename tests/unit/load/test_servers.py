@@ -196,8 +196,11 @@ async def test_a_server_that_stalls_fails_by_its_time_limit(monkeypatch: pytest.
     async with standing_in(breaking("stall", asyncio.Event())) as stand_in:
         sending = sender(await probe(Target.parse(stand_in.url)), count=3, timeout_s=limit_s)
         running = asyncio.create_task(sending.run())
-        received = lambda: [len(answer.times) for _, answer in sending._running.values()]  # noqa: E731
-        assert await until(lambda: received() == [2, 2, 2], timeout_s=LONG_S)
+
+        def received() -> bool:
+            return [len(answer.times) for _, answer in sending._running.values()] == [2, 2, 2]
+
+        assert await until(received, timeout_s=LONG_S)
         loop = asyncio.get_running_loop()
         time_s = loop.time
         monkeypatch.setattr(loop, "time", lambda: time_s() + limit_s)

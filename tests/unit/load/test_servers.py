@@ -169,9 +169,10 @@ def breaking(how: str, started: asyncio.Event | None = None) -> StandIn:
         if how == "stall":
             assert started is not None
             started.set()
-            await asyncio.Event().wait()
+            await never.wait()
         return True
 
+    never = asyncio.Event()  # the stand-in keeps it, or the collector would take the tasks that wait for it
     return StandIn(behave=behave)
 
 

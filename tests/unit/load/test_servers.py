@@ -169,9 +169,10 @@ def breaking(how: str, started: asyncio.Event | None = None) -> StandIn:
         if how == "stall":
             assert started is not None
             started.set()
-            await asyncio.Event().wait()
+            await never.wait()
         return True
 
+    never = asyncio.Event()  # the stand-in keeps it, or the collector would take the tasks that wait for it
     return StandIn(behave=behave)
 
 
@@ -196,9 +197,11 @@ async def test_a_server_that_stalls_fails_by_its_time_limit(monkeypatch: pytest.
     async with standing_in(breaking("stall", asyncio.Event())) as stand_in:
         sending = sender(await probe(Target.parse(stand_in.url)), count=3, timeout_s=limit_s)
         running = asyncio.create_task(sending.run())
-        assert await until(
-            lambda: [len(each.times) for _, each in sending._running.values()] == [2, 2, 2], timeout_s=LONG_S
-        )
+
+        def received() -> bool:
+            return [len(answer.times) for _, answer in sending._running.values()] == [2, 2, 2]
+
+        assert await until(received, timeout_s=LONG_S)
         loop = asyncio.get_running_loop()
         now = loop.time
         monkeypatch.setattr(loop, "time", lambda: now() + limit_s)

@@ -7,9 +7,10 @@ cancelled, and its calls fail.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from statistics import median
+from typing import Any, TypeVar
 
 import grpc
 
@@ -46,6 +47,7 @@ _TURNS = 7
 _TURN_EVERY_S = 0.01
 
 Call = grpc.aio.StreamStreamCall[pb.PairRequest, pb.PairResponse]
+T = TypeVar("T")
 Deliver = Callable[[LeaseEnded | PeerLost], None]
 
 
@@ -191,7 +193,7 @@ class DecodePeer:
     async def _measure(self, call: Call) -> bool:
         """Sends the warm-up messages that the decode node times. Returns False if a node refuses so slow a link."""
         transfer = self._node.transfer
-        warm = await transfer.warm_up(self.number, self._sender_number)
+        warm = await _unless_ended(call, transfer.warm_up(self.number, self._sender_number))
         await _write(call, pb.PairRequest(warmed_up=from_warm_ups(warm)))
         response = await _read(call, self.state.name)
         if response.WhichOneof("message") == "refused":
@@ -276,6 +278,24 @@ class DecodePeer:
 async def _write(call: Call, message: pb.PairRequest) -> None:
     with suppress(asyncio.InvalidStateError):  # the stream has ended, and `_read` says why
         await call.write(message)
+
+
+async def _unless_ended(call: Call, work: Coroutine[Any, Any, T]) -> T:
+    """Waits for work on the links, but not after the decode node has given the pair up, which ends the stream.
+
+    Raises:
+        NoNode: the stream has ended.
+    """
+    working, ending = asyncio.create_task(work), asyncio.create_task(call.code())
+    try:
+        await asyncio.wait([working, ending], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise NoNode("the decode node ended the stream during the handshake", cure="see its log")
+        return working.result()
+    finally:
+        for task in (working, ending):
+            task.cancel()
+        await asyncio.wait([working, ending])
 
 
 async def _turn_s(transfer: RankedTransfer, peer: int) -> float:

@@ -182,13 +182,14 @@ class DecodePeer:
         addresses = from_addresses(await transfer.listen(self.number, flows, sends=True, on_failed=self._link_failed))
         await _write(call, pb.PairRequest(linked=pb.PairLinked(worker_addresses=addresses)))
         await _read(call, self.state.name)
-        await transfer.connect(
+        connecting = transfer.connect(
             self.number,
             to_addresses(accepted.worker_addresses),
             message_bytes=accepted.message_bytes,
             conversion=self._conversion,
             sealed=self._sealed,
         )
+        await _unless_ended(call, connecting)
 
     async def _measure(self, call: Call) -> bool:
         """Sends the warm-up messages that the decode node times. Returns False if a node refuses so slow a link."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from baton.core.errors import InternalError
+from baton.core.errors import DataLoss, InternalError
 from baton.core.kv_entries import EntryKey
 from kvtransfer.offload_tiers import EntryTiers, Fetch
 from kvtransfer.stores.host_memory import HostPlace
@@ -36,6 +36,7 @@ class _Pull:
     Attributes:
         places: of the entries that have not begun to arrive, by index.
         arriving: entries that are being received.
+        others: entries that something else was bringing to host memory already, such as another pull, by index.
         end: set by `end`: how many of the first entries it waits for, until when, and whom to tell.
         is_lost: nothing more can arrive.
         is_dropped: what still arrives is not kept.
@@ -44,6 +45,7 @@ class _Pull:
     peer: int
     keys: tuple[EntryKey, ...]
     places: dict[int, HostPlace]
+    others: dict[int, EntryKey]
     arriving: dict[int, tuple[HostPlace, TransferRequest]] = field(default_factory=dict)
     end: "tuple[int, float, Future[int]] | None" = None
     is_lost: bool = False
@@ -113,16 +115,19 @@ class EntryPulls:
         if self._clock() < self._dropped.get(keys[0].root, 0.0):
             room = 0
         places: dict[int, HostPlace] = {}
+        others: dict[int, EntryKey] = {}
         stop = len(keys)
         for index, key in enumerate(keys):
             if self._tiers.has(key):
+                if self._tiers.is_coming(key):
+                    others[index] = key
                 continue
             place = self._tiers.take(key, is_pulled=True) if len(places) < room else None
             if place is None:
                 stop = index
                 break
             places[index] = place
-        self._pulls[peer, number] = _Pull(peer, keys[:stop], places)
+        self._pulls[peer, number] = _Pull(peer, keys[:stop], places, others)
         future.set_result(stop)
 
     def arrived(self, arrival: Arrival) -> None:
@@ -138,7 +143,8 @@ class EntryPulls:
 
     def end(self, peer: int, number: int, first: int, timeout_s: float, future: "Future[int]") -> None:
         """Waits for the first entries, then gives back the places of the others. The future gets the number of leading
-        entries that host memory has. If that is below `first`, disconnect the peer: an entry may still be arriving."""
+        entries that host memory has, which may have lost some again. It gets DataLoss if an entry from the peer has not
+        arrived in time: disconnect the peer then, because it may still be arriving."""
         pull = self._pulls.get((peer, number))
         if pull is None:
             future.set_result(0)
@@ -214,14 +220,25 @@ class EntryPulls:
     def _end_pull(self, key: tuple[int, int], pull: _Pull) -> bool:
         if pull.end is not None and not pull.end[2].done():
             first, end_s, future = pull.end
-            if pull.awaits(first) and self._clock() < end_s:
+            is_late = pull.awaits(first)
+            if (is_late or self._others_bring(pull, first)) and self._clock() < end_s:
                 return False
             self._give_back(pull)
-            future.set_result(self._tiers.count(pull.keys))
+            if is_late:
+                future.set_exception(DataLoss("entries that the peer has sent did not arrive", field="number"))
+            else:
+                future.set_result(self._tiers.count(pull.keys))
         if pull.arriving or (pull.end is None and not pull.is_lost):
             return False
         del self._pulls[key]
         return True
+
+    def _others_bring(self, pull: _Pull, first: int) -> bool:
+        """Whether something else still brings one of the first entries."""
+        if pull.others:
+            coming = {index: key for index, key in pull.others.items() if self._tiers.is_coming(key)}
+            pull.others = {} if pull.is_lost else coming
+        return any(index < first for index in pull.others)
 
     def _give_back(self, pull: _Pull) -> None:
         for place in pull.places.values():

@@ -187,9 +187,12 @@ class EntryTiers:
 
     def has(self, key: EntryKey) -> bool:
         """Whether host memory has an entry, or is about to."""
+        return self.is_coming(key) or self._host.find((key,)) == 1
+
+    def is_coming(self, key: EntryKey) -> bool:
+        """Whether host memory is about to have an entry."""
         coming = self._saving.get(key), self._reads[key].place if key in self._reads else None
-        is_coming = any(isinstance(place, HostPlace) and not place.is_forgotten for place in coming)
-        return is_coming or self._host.find((key,)) == 1
+        return any(isinstance(place, HostPlace) and not place.is_forgotten for place in coming)
 
     def take(self, key: EntryKey, *, is_pulled: bool = False) -> HostPlace | None:
         """Makes room for a new entry, which ends with `commit` or `abandon`. Returns None if there is none now.

@@ -221,7 +221,11 @@ class RankTransfer(Protocol):
 
     async def end_pull(self, peer: int, number: int, *, first: int, timeout_s: float) -> int:
         """Waits until the first entries have arrived, and gives the places of the others back. Returns the number of
-        leading entries that host memory has; if it is less than `first`, disconnect the peer."""
+        leading entries that host memory has.
+
+        Raises:
+            DataLoss: not all of the first entries have arrived in time. Disconnect the peer.
+        """
         ...
 
     async def serve_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:

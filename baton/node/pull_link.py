@@ -102,9 +102,10 @@ class PullLink:
                 first = min(await sent, begun)
         finally:
             del self._sent[number]
-            found = await self._transfer.end_pull(self._number, number, first=first, timeout_s=_ARRIVE_S)
-        if found < first:
-            raise self.close(DataLoss(f"{first - found} of {first} entries from {self.address} did not arrive"))
+            try:
+                found = await self._transfer.end_pull(self._number, number, first=first, timeout_s=_ARRIVE_S)
+            except DataLoss as error:
+                raise self.close(error) from None
         return found
 
     def close(self, error: BatonError) -> BatonError:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.core.errors import InternalError, InvalidRequest
 from baton.core.kv_entries import KeptPrefix
 from baton.kvcache.layout import KVCacheLayout
 from baton.node import pull_costs, pull_link, pull_owner, pulls
@@ -299,4 +300,18 @@ async def test_messages_that_are_impossible_end_their_stream_alone() -> None:
                 call = node_pb2_grpc.NodeStub(channel).Pull()
                 await call.write(first)
                 assert (await call.code()).name == "INVALID_ARGUMENT"
+        assert await reader.pull(owner.kept()) == ENTRIES
+
+
+async def test_an_impossible_message_after_the_hello_is_refused_by_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    async with an_owner() as owner, a_reader() as reader:
+        assert await owner.keep() == ENTRIES
+        assert await reader.pull(owner.kept(), KEYS[:2]) == 2
+        link = reader.pulls._links[owner.address]
+        link._outbox.put_nowait(pb.PullRequest(wanted=pb.WantedEntries(number=1, digests=bytes(3))))
+        await link.wait_closed()
+        with pytest.raises(InvalidRequest, match="digests has 3 bytes"):
+            raise link.close(InternalError("it goes on"))
+        await eventually(lambda: not owner.held())
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
         assert await reader.pull(owner.kept()) == ENTRIES

@@ -65,6 +65,8 @@ class PullLink:
         self._outbox: asyncio.Queue[pb.PullRequest | None] = asyncio.Queue()
         self._sent: dict[int, asyncio.Future[int]] = {}
         self._settled = asyncio.Event()
+        self._was_made = False
+        self._running = 0
         self._task = asyncio.create_task(self._live(), name=f"pull-link-{address}")
 
     @property
@@ -82,6 +84,16 @@ class PullLink:
         """Whether it is made."""
         return self._settled.is_set() and not self.is_over
 
+    @property
+    def why_unmade(self) -> BatonError | None:
+        """Why it could not be made; None if it was, or still may be."""
+        return None if self._was_made else self._error
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a pull waits for it or runs over it."""
+        return self._running > 0
+
     async def pull(self, keys: tuple[EntryKey, ...]) -> int:
         """Brings the first of these entries to host memory. Returns how many of the first ones it has then. Whoever
         cancels the call closes the link, too.
@@ -89,7 +101,14 @@ class PullLink:
         Raises:
             BatonError: the link cannot be made, or has broken.
         """
-        await self._settled.wait()
+        self._running += 1
+        try:
+            await self._settled.wait()
+            return await self._pull(keys)
+        finally:
+            self._running -= 1
+
+    async def _pull(self, keys: tuple[EntryKey, ...]) -> int:
         self._check()
         number = secrets.randbits(NUMBER_BITS)
         first = 0
@@ -131,6 +150,7 @@ class PullLink:
                 call = node_pb2_grpc.NodeStub(channel).Pull()
                 async with asyncio.timeout(_OPEN_S):
                     await self._open(call)
+                self._was_made = True
                 self._settled.set()
                 await self._exchange(call)
         except* Exception as failed:  # noqa: BLE001  any failure of one link costs that link alone

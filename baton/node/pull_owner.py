@@ -27,6 +27,8 @@ _LINKS_MAX = 32
 _PULLS_MAX = 8
 # A pull that takes longer is given up, and with it the link: only so its entries are certainly not in flight.
 _SERVE_S = 10.0
+# Answers that wait until their reader takes them. A reader has fewer pulls at a time, so one with more takes none.
+_ANSWERS_MAX = 64
 
 Write = Callable[[pb.PullResponse], Awaitable[None]]
 
@@ -81,7 +83,7 @@ class PullOwner:
             PeerRefused: its entries are of another kind, or its introduction is impossible.
             UnknownLease: it means another incarnation of this node.
             InvalidRequest: a message is impossible.
-            Overloaded: there are too many links.
+            Overloaded: there are too many links, or the reader takes no answers.
             Draining: this node makes no new links.
             BatonError: the link could not be made.
         """
@@ -136,7 +138,11 @@ class PullOwner:
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(self._read(reader, incoming), name=f"reader-{reader.number:x}")
             while (response := await reader.outbox.get()) is not None:
-                await write(response)
+                try:
+                    async with asyncio.timeout(_SERVE_S):
+                        await write(response)
+                except TimeoutError:
+                    raise _takes_no_answers(reader) from None
             reading.cancel()
 
     async def _read(self, reader: _Reader, incoming: AsyncIterator[pb.PullRequest]) -> None:
@@ -144,6 +150,8 @@ class PullOwner:
             async for message in incoming:
                 wanted = message.wanted
                 keys = entry_keys(wanted)
+                if reader.outbox.qsize() >= _ANSWERS_MAX:
+                    raise _takes_no_answers(reader)
                 if self._pulls >= _PULLS_MAX:
                     reader.outbox.put_nowait(_sent(wanted.number, 0))
                     continue
@@ -175,6 +183,10 @@ class PullOwner:
         await self._transfer.disconnect(reader.number)
         self._readers.discard(reader)
         reader.ended.set()
+
+
+def _takes_no_answers(reader: _Reader) -> Overloaded:
+    return Overloaded(f"{reader.name} takes no answers about its pulls", retry_after_s=1.0)
 
 
 def _sent(number: int, entries: int) -> pb.PullResponse:

@@ -133,9 +133,14 @@ class Pulls:
         begun_s = self._clock()
         found = await link.pull(keys)
         if found and was_ready:  # else the time has that of making the link in it
-            speed = self._speeds.setdefault(kept.address, PullSpeed())
-            speed.add(PullSample(self._clock(), found * self._entry_bytes, self._clock() - begun_s))
+            self._measured(kept.address, PullSample(self._clock(), found * self._entry_bytes, self._clock() - begun_s))
         return found
+
+    def _measured(self, address: str, sample: PullSample) -> None:
+        if address not in self._speeds:
+            valid = {known: speed for known, speed in self._speeds.items() if speed.seconds(1, sample.at_s) is not None}
+            self._speeds = valid | {address: PullSpeed()}
+        self._speeds[address].add(sample)
 
     def _compute_s(self, keys: tuple[EntryKey, ...]) -> float | None:
         costs = self._costs()
@@ -153,16 +158,22 @@ class Pulls:
 
         Raises:
             ConfigError: the address is none.
+            BatonError: the link could not be made, and took longer than every pull that waited for it.
         """
-        link = self._links.get(kept.address)
-        if link is not None and not link.is_over and link.incarnation == kept.incarnation:
-            return link
+        link = self._links.pop(kept.address, None)
+        if link is not None:
+            self._links[kept.address] = link  # as the one that was used last
+            if link.incarnation == kept.incarnation and not link.is_over:
+                return link
+            if link.incarnation == kept.incarnation and link.why_unmade is not None:
+                raise link.why_unmade
         # gRPC would also connect to names of other forms, such as unix:PATH.
         ListenAddress.parse(kept.address, field="kept_elsewhere.address")
         if link is not None:
             self._drop(kept.address, Draining(f"{kept.address} has restarted"))
         while len(self._links) >= _LINKS_MAX:
-            self._drop(next(iter(self._links)), Draining("this node has links to too many others"))
+            unused = min(self._links, key=lambda address: self._links[address].is_used)
+            self._drop(unused, Draining("this node has links to too many others"))
         hello = pb.PullHello(info=self._info(), incarnation=kept.incarnation, namespace=self._namespace)
         link = self._links[kept.address] = PullLink(
             self._transfer,

@@ -4,6 +4,7 @@ other never waits for long, holds nothing afterwards, and loads only what was co
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.errors import InternalError, InvalidRequest
+from baton.core.errors import InternalError, InvalidRequest, Overloaded
 from baton.core.kv_entries import KeptPrefix
 from baton.kvcache.layout import KVCacheLayout
 from baton.node import pull_costs, pull_link, pull_owner, pulls
@@ -22,6 +23,7 @@ from baton.protos.internal.v1 import node_pb2_grpc
 from baton.rpc.channels import connect
 from baton.security.certificates import write_set
 from baton.security.tls import InternalTls
+from kvtransfer.flows import RankPair
 from tests.conformance.kv import DEADLINE_S, eventually
 from tests.conformance.kv_child import Child, child
 from tests.conformance.pulling import (
@@ -315,3 +317,80 @@ async def test_an_impossible_message_after_the_hello_is_refused_by_its_reason(ca
         await eventually(lambda: not owner.held())
         assert not [record for record in caplog.records if record.levelname == "ERROR"]
         assert await reader.pull(owner.kept()) == ENTRIES
+
+
+async def test_two_requests_pull_the_same_entries_at_once_and_the_link_stays() -> None:
+    async with owner_elsewhere() as (_, kept), a_reader() as reader:
+        assert await asyncio.gather(reader.pull(kept), reader.pull(kept), reader.pull(kept, KEYS[:5])) == [
+            ENTRIES,
+            ENTRIES,
+            5,
+        ]
+        assert reader.pulls.failures == 0
+        await until_only_the_link_is_held(reader, links=1)
+
+
+async def test_a_node_that_answers_too_late_for_any_pull_is_left_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every request would wait for it again otherwise."""
+    monkeypatch.setattr(pulls, "PULL_S_MIN", 0.01)
+    monkeypatch.setattr(pulls, "PULL_S_MAX", 0.01)
+    monkeypatch.setattr(pulls, "_BACK_OFF_S", DEADLINE_S)
+    monkeypatch.setattr(pull_link, "_OPEN_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        kept = KeptPrefix(f"127.0.0.1:{silent.getsockname()[1]}", 7, ENTRIES * 64)
+        async with a_reader() as reader:
+            assert await reader.pull(kept) == 0
+            assert reader.pulls.failures == 0  # the link is still being made
+            await until_only_the_link_is_held(reader)
+            await eventually(lambda: reader.pulls._links[kept.address].is_over)
+            assert await reader.pull(kept) == 0
+            assert reader.pulls.failures == 1
+            assert not reader.pulls._links
+            assert await reader.pull(kept) == 0
+            assert not reader.pulls._links
+
+
+async def test_a_link_that_is_used_makes_no_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "_LINKS_MAX", 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as other:
+        first, third = (KeptPrefix(f"127.0.0.1:{each.getsockname()[1]}", 7, ENTRIES * 64) for each in (silent, other))
+        async with an_owner() as owner, a_reader() as reader:
+            assert await owner.keep() == ENTRIES
+            waiting = [asyncio.create_task(reader.pull(first))]
+            assert await reader.pull(owner.kept(), KEYS[:2]) == 2
+            waiting.append(asyncio.create_task(reader.pull(third)))
+            await eventually(lambda: third.address in reader.pulls._links)
+            assert list(reader.pulls._links) == [first.address, third.address]
+            await reader.pulls.close()
+            assert await asyncio.gather(*waiting) == [0, 0]
+
+
+@pytest.mark.parametrize("asks", [1, 1000])
+async def test_a_reader_that_takes_no_answers_loses_its_link(asks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers would fill the owner's memory, and a switch of roles would wait for the end of the link."""
+    monkeypatch.setattr(pull_owner, "_PULLS_MAX", 0)
+    monkeypatch.setattr(pull_owner, "_SERVE_S", 0.2 if asks == 1 else DEADLINE_S)
+    accepted = asyncio.Event()
+
+    async def write(_: pb.PullResponse) -> None:
+        if accepted.is_set():
+            await asyncio.Event().wait()
+        accepted.set()
+
+    async def asking(hello: pb.PullHello) -> AsyncIterator[pb.PullRequest]:
+        yield pb.PullRequest(hello=hello)
+        for _ in range(asks):
+            yield pb.PullRequest(wanted=wanted_entries(1, KEYS[:1]))
+        await asyncio.Event().wait()
+
+    async with an_owner() as owner, a_reader() as reader:
+        addresses = await reader.transfer.listen(1 << 50, {RankPair(0, 0): ()}, sends=False)
+        hello = pb.PullHello(info=reader.info, incarnation=OWNER, namespace=b"one model")
+        hello.worker_addresses.extend(addresses.values())
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.wait_for(owner.pulls.owner.serve(asking(hello), write), DEADLINE_S)
+        assert isinstance(ended.value.exceptions[0], Overloaded)
+        assert not owner.held()
+        await reader.transfer.disconnect(1 << 50)

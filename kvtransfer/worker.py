@@ -394,6 +394,8 @@ class TransferThread:
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
         while self._in_flight and time.monotonic() < deadline_s:
             self._advance()
+        if self._tiers is not None:
+            self._tiers.stop_waiting()  # again, because calls may have come; the next thread must not answer them
 
     def _close(self) -> None:
         try:

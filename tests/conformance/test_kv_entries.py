@@ -1,6 +1,7 @@
 """The verbs for entries: of one rank's transfer on its thread, of several ranks, and of ranks in other processes."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -8,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.core.errors import DataLoss
+from baton.core.errors import DataLoss, InternalError
 from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
@@ -231,3 +232,32 @@ async def test_each_rank_pulls_from_the_rank_of_its_number(ranks: int) -> None:
             await node.transfer.disconnect(FIRST_PULL_LINK)
         with pytest.raises(DataLoss):
             await reader.transfer.begin_pull(FIRST_PULL_LINK, 8, KEYS)
+
+
+async def test_a_drop_that_comes_while_the_transfer_closes_does_not_end_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store answers after the reopening, to calls that have got their error."""
+    monkeypatch.setattr(worker, "_CALLS_S", 0.0)  # so that the thread closes before the last of these calls
+    monkeypatch.setattr(worker, "_CLOSE_TIMEOUT_S", 0.05)
+    cache, store, go = a_cache(), MemoryStore(), threading.Event()
+    async with a_transfer(cache, stores=(lambda *_: store,)) as transfer:
+        store.gate.clear()
+        thread = transfer._thread
+        thread.call(lambda _: go.wait(DEADLINE_S))  # so that all of them are waiting
+        saving = asyncio.create_task(transfer.save_entries(EntryBlocks(KEYS, blocks_of(cache, ENTRIES, 1))))
+        await eventually(lambda: thread._calls.qsize() >= 1)
+        waiting = thread._calls.qsize()
+        closing = asyncio.create_task(transfer.reopen(incarnation=2, receive_bytes_per_s=None))
+        await eventually(lambda: thread._calls.qsize() > waiting)
+        drops = [asyncio.create_task(transfer.drop_entries_of(KEYS[0].root)) for _ in range(4)]
+        await eventually(lambda: thread._calls.qsize() > waiting + 4)
+        go.set()
+        await closing
+        for error in await asyncio.gather(*drops, return_exceptions=True):
+            assert isinstance(error, InternalError)
+        await asyncio.gather(saving, return_exceptions=True)
+        store.gate.set()
+        await eventually(lambda: "drop_root" in store.calls)
+        assert (await transfer.drop_entries_of(KEYS[0].root)).left == {}
+        assert not transfer.stuck(after_s=DEADLINE_S)

@@ -23,8 +23,6 @@ INDEX_BITS = 24
 # Entries of one pull that its owner has pinned: some to send next, and some in flight.
 _AHEAD = 2
 _IN_FLIGHT = 4
-# A root that was dropped is not pulled for so long, which is longer than a pull takes: another node may have it still.
-_DROPPED_S = 30.0
 # The share of host memory's places that all pulls of a reader may hold.
 _PULLED_SHARE = 1 / 2
 
@@ -95,7 +93,6 @@ class EntryPulls:
         self._clock = clock
         self._pulls: dict[tuple[int, int], _Pull] = {}
         self._serving: list[_Serving] = []
-        self._dropped: dict[bytes, float] = {}  # until when a root is not pulled
 
     @property
     def in_flight(self) -> int:
@@ -112,7 +109,7 @@ class EntryPulls:
         room = int(self._tiers.places * _PULLED_SHARE) - sum(
             len(pull.places) + len(pull.arriving) for pull in self._pulls.values()
         )
-        if self._clock() < self._dropped.get(keys[0].root, 0.0):
+        if self._tiers.is_dropped(keys[0].root):
             room = 0
         places: dict[int, HostPlace] = {}
         others: dict[int, EntryKey] = {}
@@ -152,16 +149,6 @@ class EntryPulls:
         pull.end = first, self._clock() + timeout_s, future
         self._advance_pull((peer, number), pull)
 
-    def drop_root(self, root: bytes) -> None:
-        """Keeps nothing of the pulls of this root that run or begin soon."""
-        now_s = self._clock()
-        self._dropped = {each: end_s for each, end_s in self._dropped.items() if now_s < end_s}
-        self._dropped[root] = now_s + _DROPPED_S
-        for pull in self._pulls.values():
-            if pull.keys and pull.keys[0].root == root:
-                pull.is_dropped = True
-                self._give_back(pull)
-
     # ---- the owner's end
 
     def serve(self, peer: int, number: int, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
@@ -170,6 +157,17 @@ class EntryPulls:
         self._serving.append(_Serving(peer, number, keys, future, stop=len(keys)))
 
     # ---- both
+
+    def drop_root(self, root: bytes) -> None:
+        """Ends the pulls of this root: nothing more that arrives is kept, and nothing more is sent. The tiers let
+        nothing of it come back for a while."""
+        for pull in self._pulls.values():
+            if pull.keys and pull.keys[0].root == root:
+                pull.is_dropped = True
+                self._give_back(pull)
+        for serving in self._serving:
+            if serving.keys[0].root == root:
+                self._stop_at(serving, serving.next)
 
     def lost(self, peer: int) -> None:
         """Ends the pulls of a peer. The caller then has the transport cancel what is in flight."""

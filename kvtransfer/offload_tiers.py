@@ -33,6 +33,9 @@ _PASSING_MAX = 8
 FIND_LIMIT_S = 0.5
 # `drop` fails if a store takes longer.
 DROP_LIMIT_S = 10.0
+# For so long after a drop of a root nothing of it comes back, from a store that drops it slowly or from another node
+# that has it still. Longer than a drop and a pull take.
+_DROPPED_S = 30.0
 _CLOSE_TIMEOUT_S = 5.0
 # At about this position attention costs as much as the rest of a model: Llama-8B's does at 30k tokens.
 _ATTENTION_EVEN_AT = 32768
@@ -154,6 +157,7 @@ class EntryTiers:
         self._writes: list[_Write] = []
         self._finds: list[_Find] = []
         self._drops: list[_Drop | _DropOfRoot] = []
+        self._dropped: dict[bytes, float] = {}  # until when a root is not brought back
         self._saved = self._failed = self._not_written = 0
         self._pulled = self._served = 0
         self._loaded, self._damaged = Counter[str](), Counter[str]()
@@ -256,7 +260,7 @@ class EntryTiers:
         read = self._reads.get(key)
         if read is None:
             stores = self._usable_stores()
-            if not stores:
+            if not stores or self.is_dropped(key.root):
                 return Fetch(key, True)
             place = self._host.take(key, _cost(key)) or (self._passing.pop() if self._passing else None)
             if place is None:
@@ -322,9 +326,16 @@ class EntryTiers:
 
     def drop_root(self, root: bytes, future: "Future[DroppedEntries]") -> None:
         """Forgets every entry with this root. The future is done when all stores have, or are late."""
+        now_s = self._clock()
+        self._dropped = {each: end_s for each, end_s in self._dropped.items() if now_s < end_s}
+        self._dropped[root] = now_s + _DROPPED_S
         from_host = self._host.drop_root(root)
         answers = {store.name: store.drop_root(root) for store in self._stores}
         self._await_drop(_DropOfRoot(future, self._clock() + DROP_LIMIT_S, from_host, answers))
+
+    def is_dropped(self, root: bytes) -> bool:
+        """Whether a root was dropped just now, so that nothing of it may come back from elsewhere."""
+        return bool(self._dropped) and self._clock() < self._dropped.get(root, 0.0)
 
     def take_evicted(self) -> tuple[bytes, ...]:
         """Digests of the entries that have left host memory for others, or went through it, since the last call."""

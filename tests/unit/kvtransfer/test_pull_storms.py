@@ -2,6 +2,7 @@
 reports only what was computed, and no pin or place is left."""
 
 import random
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.core.errors import DataLoss
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import DroppedEntries, EntryKey
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape
@@ -27,8 +28,9 @@ BLOCKS = tuple(range(4 * EACH))
 class Side:
     """One node: its host memory, a store below it or none, one cache, and its ends of pulls."""
 
-    def __init__(self, *, places: int, has_store: bool) -> None:
-        self.world = World(SPEC, places=places, stores=[MemoryStore()] if has_store else [])
+    def __init__(self, *, places: int, has_store: bool, store: MemoryStore | None = None) -> None:
+        stores = [store or MemoryStore()] if has_store or store else []
+        self.world = World(SPEC, places=places, stores=stores)
         self.user = self.world.user(PagedKVCache(SPEC, SHAPE))
         self.transport = LoopbackTransport()
         self.pulls = EntryPulls(self.world.tiers, self.transport, self.world.clock)
@@ -214,3 +216,52 @@ def test_a_pull_brings_back_nothing_of_a_root_that_is_dropped_meanwhile(steps: i
     reader.world.clock.now_s += 60.0
     reader.pulls.begin(way.link, 9, keys, later)
     assert later.result() == len(keys)
+
+
+class DropsLate(MemoryStore):
+    """A store whose drops wait for the test, as those behind many writes do."""
+
+    def drop_root(self, root: bytes) -> int:
+        assert self.may_drop.wait(DEADLINE_S)
+        return super().drop_root(root)
+
+    may_drop: threading.Event
+
+
+@pytest.mark.parametrize("is_served", ["before the drop", "after the drop", "after a switch of roles"])
+def test_an_owner_reads_nothing_back_of_a_root_that_its_store_is_still_dropping(is_served: str) -> None:
+    keys, store = SEQUENCES[0], DropsLate()
+    store.may_drop = threading.Event()
+    owner, reader = Side(places=20, has_store=False, store=store), Side(places=20, has_store=False)
+    write(owner.user, keys, BLOCKS)
+    owner.world.run_until(owner.user.begin_save(keys, BLOCKS).done)
+    owner.world.settle()
+    owner.world.forget_host(keys)
+    way = Way(reader, owner)
+    way.connect(1 << 40)
+    served, dropped = Future[int](), Future[DroppedEntries]()
+    reader.pulls.begin(way.link, 7, keys, Future())
+    if is_served == "before the drop":
+        owner.pulls.serve(way.link, 7, keys, served)
+        owner.pulls.step()
+    owner.pulls.drop_root(keys[0].root)
+    owner.user.offloader.drop_root(keys[0].root, dropped)
+    if is_served == "after a switch of roles":
+        owner.pulls.close()
+        owner.pulls = EntryPulls(owner.world.tiers, owner.transport, owner.world.clock)
+    if is_served != "before the drop":
+        owner.pulls.serve(way.link, 7, keys, served)
+
+    def is_over() -> bool:
+        for side in (owner, reader):
+            side.step()
+        return served.done()
+
+    owner.world.run_until(is_over)
+    store.may_drop.set()
+    assert owner.world.result(dropped).counts["memory"] == len(keys)
+    assert served.result() == 0
+    assert owner.world.tiers.count(keys) == 0
+    way.disconnect(owner)
+    owner.step()
+    owner.check_nothing_is_left()

@@ -42,6 +42,13 @@ class Side:
         self.pulls.step()
         self.user.offloader.step()
 
+    def drop_root(self, root: bytes) -> "Future[DroppedEntries]":
+        """As the transfer thread does."""
+        dropped: Future[DroppedEntries] = Future()
+        self.pulls.drop_root(root)
+        self.user.offloader.drop_root(root, dropped)
+        return dropped
+
     def place_to_damage(self, rng: random.Random) -> None:
         places = [place for place in self.world.tiers._host._places.values() if place.is_written]
         if places:
@@ -129,7 +136,7 @@ def test_pulls_leave_nothing_and_bring_only_what_was_computed(seed: int) -> None
         way.connect(next(links))
     for _ in range(ACTIONS):
         way, side, keys = rng.choice(ways), rng.choice(sides), rng.choice(SEQUENCES)
-        match rng.randrange(16):
+        match rng.randrange(17):
             case 0 | 1:
                 write(side.user, keys, BLOCKS)
                 future = side.user.begin_save(keys, BLOCKS)
@@ -139,12 +146,14 @@ def test_pulls_leave_nothing_and_bring_only_what_was_computed(seed: int) -> None
             case 3:
                 side.user.offloader.drop(keys[rng.randrange(4) :], Future())
             case 4:
-                side.user.offloader.drop_root(keys[0].root, Future())
+                side.drop_root(keys[0].root)
             case 5:
                 side.world.forget_host(keys[rng.randrange(4) :])
-            case 6 if way.is_up:
+            case 6:
+                side.world.clock.now_s += rng.choice([0.1, 60.0])
+            case 7 if way.is_up:
                 way.disconnect(side)
-            case 7:
+            case 8:
                 side.place_to_damage(rng)
             case _ if way.is_up:
                 way.act(rng)
@@ -201,8 +210,7 @@ def test_a_pull_brings_back_nothing_of_a_root_that_is_dropped_meanwhile(steps: i
     for _ in range(steps):
         owner.step()
         reader.step()
-    reader.pulls.drop_root(keys[0].root)
-    reader.user.offloader.drop_root(keys[0].root, Future())
+    reader.drop_root(keys[0].root)
     reader.pulls.end(way.link, 7, len(keys), 60.0, ended)
     for _ in range(100):
         owner.step()
@@ -239,13 +247,12 @@ def test_an_owner_reads_nothing_back_of_a_root_that_its_store_is_still_dropping(
     owner.world.forget_host(keys)
     way = Way(reader, owner)
     way.connect(1 << 40)
-    served, dropped = Future[int](), Future[DroppedEntries]()
+    served = Future[int]()
     reader.pulls.begin(way.link, 7, keys, Future())
     if is_served == "before the drop":
         owner.pulls.serve(way.link, 7, keys, served)
         owner.pulls.step()
-    owner.pulls.drop_root(keys[0].root)
-    owner.user.offloader.drop_root(keys[0].root, dropped)
+    dropped = owner.drop_root(keys[0].root)
     if is_served == "after a switch of roles":
         owner.pulls.close()
         owner.pulls = EntryPulls(owner.world.tiers, owner.transport, owner.world.clock)

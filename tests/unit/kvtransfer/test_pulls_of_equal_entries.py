@@ -1,4 +1,4 @@
-"""Two pulls of the same entries at once: each ends with what is there, and a link is blamed only for its own entries."""
+"""Two pulls of the same entries at once: each gets what is there, and a link is blamed only for its entries."""
 
 from concurrent.futures import Future
 

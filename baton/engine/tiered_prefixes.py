@@ -73,7 +73,8 @@ class TieredPrefixes:
         wanted = self._scheduler.wanted(request)
         if wanted is None or self._is_dropped(wanted.entry_keys.root):
             return 0
-        await self._pull(wanted, request.kept_elsewhere)
+        if not await self._pull(wanted, request.kept_elsewhere):
+            return 0
         async with self._places:
             try:
                 found = await asyncio.wait_for(self._find(wanted), _FIND_S)
@@ -112,20 +113,24 @@ class TieredPrefixes:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _pull(self, wanted: WantedPrefix, kept: KeptPrefix | None) -> None:
+    async def _pull(self, wanted: WantedPrefix, kept: KeptPrefix | None) -> bool:
         """Copies what another node has, and the stores lack, to the stores. Not where ranks have requests of their own,
-        because nobody knows which of the other node's ranks has it."""
+        because nobody knows which of the other node's ranks has it.
+
+        Returns False if the stores could not be searched, so that a request waits for one such search only.
+        """
         if kept is None or self._source is None or len(wanted.starts) > 1:
-            return
+            return True
         stop = min(wanted.stop, kept.tokens // ENTRY_TOKENS)
         try:
             found = await asyncio.wait_for(self._find(wanted), _FIND_S)
-        except (TimeoutError, BatonError):  # the search for the load will say so
-            return
+        except (TimeoutError, BatonError):
+            return False
         start = wanted.starts[0] if found is None else found[1]
         if start < stop and not self._is_dropped(wanted.entry_keys.root):
             # A pull goes on when the call is cancelled: what it brings stays, and its places must be given back.
             await asyncio.shield(self._start(self._source.pull(wanted.entries(start, stop), kept)))
+        return True
 
     async def _find(self, wanted: WantedPrefix) -> tuple[int, int] | None:
         """The pool whose rank has most of the wanted entries, and where they stop. Returns None if no rank has any."""

@@ -180,9 +180,11 @@ class PullOwner:
         reader.end()
 
     async def _disconnect(self, reader: _Reader) -> None:
-        await self._transfer.disconnect(reader.number)
-        self._readers.discard(reader)
-        reader.ended.set()
+        try:
+            await self._transfer.disconnect(reader.number)
+        finally:
+            self._readers.discard(reader)
+            reader.ended.set()
 
 
 def _takes_no_answers(reader: _Reader) -> Overloaded:

@@ -192,7 +192,9 @@ class Pulls:
         self._not_before_s = {node: until_s for node, until_s in self._not_before_s.items() if until_s > now_s}
         self._not_before_s[kept.address, kept.incarnation] = now_s + _BACK_OFF_S
         log.warning("could not pull from %s: %s", kept.address, error)
-        self._drop(kept.address, error)
+        link = self._links.get(kept.address)
+        if link is not None and link.incarnation == kept.incarnation:
+            self._drop(kept.address, error)
 
     def _drop(self, address: str, why: BatonError) -> None:
         link = self._links.pop(address, None)

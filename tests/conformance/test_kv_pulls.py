@@ -394,3 +394,18 @@ async def test_a_reader_that_takes_no_answers_loses_its_link(asks: int, monkeypa
         assert isinstance(ended.value.exceptions[0], Overloaded)
         assert not owner.held()
         await reader.transfer.disconnect(1 << 50)
+
+
+async def test_a_pull_that_fails_because_its_node_has_restarted_leaves_the_new_link_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        before = KeptPrefix(f"127.0.0.1:{silent.getsockname()[1]}", 7, ENTRIES * 64)
+        async with a_reader() as reader:
+            old = asyncio.create_task(reader.pull(before))
+            await eventually(lambda: before.address in reader.pulls._links)
+            new = asyncio.create_task(reader.pull(replace(before, incarnation=8)))
+            assert await old == 0
+            assert reader.pulls._links[before.address].incarnation == 8
+            assert not reader.pulls._links[before.address].is_over
+            assert reader.pulls.failures == 1
+            await reader.pulls.close()
+            assert await new == 0

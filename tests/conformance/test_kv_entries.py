@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -241,10 +242,14 @@ async def test_a_drop_that_comes_while_the_transfer_closes_does_not_end_the_next
     monkeypatch.setattr(worker, "_CALLS_S", 0.0)  # so that the thread closes before the last of these calls
     monkeypatch.setattr(worker, "_CLOSE_TIMEOUT_S", 0.05)
     cache, store, go = a_cache(), MemoryStore(), threading.Event()
+
+    def held(_: "Future[None]") -> None:
+        go.wait(DEADLINE_S)
+
     async with a_transfer(cache, stores=(lambda *_: store,)) as transfer:
         store.gate.clear()
         thread = transfer._thread
-        thread.call(lambda _: go.wait(DEADLINE_S))  # so that all of them are waiting
+        thread.call(held)  # so that all of them are waiting
         saving = asyncio.create_task(transfer.save_entries(EntryBlocks(KEYS, blocks_of(cache, ENTRIES, 1))))
         await eventually(lambda: thread._calls.qsize() >= 1)
         waiting = thread._calls.qsize()

@@ -321,11 +321,8 @@ async def test_an_impossible_message_after_the_hello_is_refused_by_its_reason(ca
 
 async def test_two_requests_pull_the_same_entries_at_once_and_the_link_stays() -> None:
     async with owner_elsewhere() as (_, kept), a_reader() as reader:
-        assert await asyncio.gather(reader.pull(kept), reader.pull(kept), reader.pull(kept, KEYS[:5])) == [
-            ENTRIES,
-            ENTRIES,
-            5,
-        ]
+        pulled = await asyncio.gather(*(reader.pull(kept, KEYS[:stop]) for stop in (ENTRIES, ENTRIES, 5)))
+        assert pulled == [ENTRIES, ENTRIES, 5]
         assert reader.pulls.failures == 0
         await until_only_the_link_is_held(reader, links=1)
 

@@ -19,9 +19,10 @@ class SilentStores:
 
     searches = 0
 
-    async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:  # noqa: ARG002
+    async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:
         self.searches += 1
-        return await asyncio.get_running_loop().create_future()
+        never: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        return await never
 
     async def save_entries(self, entries: EntryBlocks) -> int:
         raise NotImplementedError

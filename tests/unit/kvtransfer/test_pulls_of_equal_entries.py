@@ -14,7 +14,7 @@ ALL = len(KEYS)
 FIRST, SECOND = 1 << 40, 2 << 40
 
 
-class Nodes:
+class ReaderAndOwner:
     """A reader, and an owner that has the entries, with two links."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Nodes:
 
 
 def test_a_pull_waits_for_the_entries_that_another_one_brings() -> None:
-    nodes = Nodes()
+    nodes = ReaderAndOwner()
     assert (nodes.begin(FIRST), nodes.begin(SECOND)) == (ALL, ALL)
     nodes.serve(SECOND)  # it has no places, so what arrives is dropped
     second = nodes.end(SECOND)
@@ -59,7 +59,7 @@ def test_a_pull_waits_for_the_entries_that_another_one_brings() -> None:
 
 @pytest.mark.parametrize("ends_by", ["loss", "time"])
 def test_what_another_pull_does_not_bring_is_no_fault_of_the_link(ends_by: str) -> None:
-    nodes = Nodes()
+    nodes = ReaderAndOwner()
     assert (nodes.begin(FIRST), nodes.begin(SECOND)) == (ALL, ALL)
     nodes.serve(SECOND)
     second = nodes.end(SECOND)
@@ -73,7 +73,7 @@ def test_what_another_pull_does_not_bring_is_no_fault_of_the_link(ends_by: str) 
 
 
 def test_a_link_whose_entries_do_not_arrive_is_at_fault() -> None:
-    nodes = Nodes()
+    nodes = ReaderAndOwner()
     assert nodes.begin(FIRST) == ALL
     ended = nodes.end(FIRST)
     assert not ended.done()
@@ -84,7 +84,7 @@ def test_a_link_whose_entries_do_not_arrive_is_at_fault() -> None:
 
 
 def test_a_pulled_entry_that_has_left_host_memory_again_is_no_fault_of_the_link() -> None:
-    nodes = Nodes()
+    nodes = ReaderAndOwner()
     assert nodes.begin(FIRST) == ALL
     nodes.serve(FIRST)
     nodes.reader.world.forget_host(KEYS[2:])

@@ -12,6 +12,7 @@ from baton.client.client import DEFAULT_TARGET
 from baton.client.operators import OperatorClient
 from baton.core.errors import InvalidRequest
 from baton.core.log_lines import escaped
+from baton.core.types import AdapterRef
 from baton.protos.v1 import operations_pb2
 
 
@@ -39,7 +40,7 @@ def drop_kv(
     KV. Exits with 1 if a node may still have some.
     """
     use(api_key, client_ca)
-    answer = asyncio.run(_drop(target, cache_salt, client, dict(map(_adapter, adapter or []))))
+    answer = asyncio.run(_drop(target, cache_salt, client, list(map(_adapter, adapter or []))))
     if as_json:
         print(json.dumps(MessageToDict(answer, always_print_fields_with_no_presence=True)))
     else:
@@ -51,19 +52,19 @@ def drop_kv(
         raise typer.Exit(1)
 
 
-async def _drop(target: str, cache_salt: str, client: str, adapters: dict[str, str]) -> operations_pb2.DropKvResponse:
+async def _drop(target: str, cache_salt: str, client: str, adapters: list[AdapterRef]) -> operations_pb2.DropKvResponse:
     async with OperatorClient(target) as operator:
         return await operator.drop_kv(cache_salt, client=client, adapters=adapters)
 
 
-def _adapter(given: str) -> tuple[str, str]:
+def _adapter(given: str) -> AdapterRef:
     name, _, revision = given.partition("=")
     if not name or not revision:
         raise InvalidRequest(
             f"{given!r} names no revision of an adapter", field="adapter", value=given, allowed=("NAME=REVISION",),
             cure="`baton adapter list --json` shows revisions",
         )  # fmt: skip
-    return name, revision
+    return AdapterRef(name, revision)
 
 
 def _line(node: operations_pb2.NodeKvDrop) -> str:

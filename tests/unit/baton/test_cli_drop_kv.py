@@ -1,0 +1,36 @@
+"""`baton drop-kv` asks for what it is told to drop, and for nothing else."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from baton.cli.drop_kv import drop_kv
+from baton.protos.v1 import operations_pb2 as pb
+from baton.protos.v1 import operations_pb2_grpc
+
+
+class Gateway(operations_pb2_grpc.OperationsServicer):
+    """Has one node, which drops everything that it is asked to."""
+
+    def __init__(self) -> None:
+        self.asked: list[pb.DropKvRequest] = []
+
+    async def DropKv(self, request: pb.DropKvRequest, context: object) -> pb.DropKvResponse:  # noqa: N802
+        self.asked.append(request)
+        return pb.DropKvResponse(nodes=[pb.NodeKvDrop(name="decode-0", blocks=3)])
+
+
+async def test_each_revision_of_an_adapter_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """An adapter that was trained again has KV of each of its revisions."""
+    gateway, server = Gateway(), grpc.aio.server()
+    operations_pb2_grpc.add_OperationsServicer_to_server(gateway, server)
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        await asyncio.to_thread(drop_kv, "ours", adapter=["sql=r1", "sql=r2", "law=r1"], target=target)
+    finally:
+        await server.stop(None)
+    (asked,) = gateway.asked
+    assert {(each.name, each.revision) for each in asked.adapters} == {("sql", "r1"), ("sql", "r2"), ("law", "r1")}
+    assert capsys.readouterr().out == "decode-0: dropped cache 3 blocks\n"

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,7 +15,8 @@ import pytest
 
 from baton.core.errors import BatonError, ConfigError
 from baton.core.version import __version__
-from baton.node.ranks import host
+from baton.node.fault import Fault
+from baton.node.ranks import group, host
 from baton.node.ranks.carry import Greeting, read_line
 from baton.node.ranks.gate import Gate
 from baton.node.ranks.group import Worker, wait_for_ranks
@@ -173,6 +175,34 @@ async def test_a_host_that_waits_for_a_drain_ends_before_its_pod_is_killed(monke
     monkeypatch.setattr(host, "_END_S", 0.01)
     assert await await_drain([hangs], grace_s=0.0) == 0.0
     hangs.cancel()
+
+
+def test_a_rank_that_left_a_process_with_its_connection_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has ended, and so must the node, whatever a plug-in of it has started."""
+    monkeypatch.setattr(group, "_READ_S", 3600.0)
+    monkeypatch.setattr(group, "_SILENT_S", 0.01)
+    ours, left_open = Pipe()
+    with socket.socket() as calls, ours, left_open:
+        worker = Worker(1, None, calls, ours)
+        worker.wait_drained()
+        assert not worker.drained.is_set()
+
+
+def test_what_a_rank_has_sent_is_waited_for_however_late_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_READ_S", 3600.0)
+    monkeypatch.setattr(group, "_SILENT_S", 0.0)
+    ours, theirs = Pipe()
+    faults: list[Fault] = []
+    with socket.socket() as calls, ours:
+        worker = Worker(1, None, calls, ours)
+        theirs.send(Fault("it has failed"))
+        theirs.close()
+        waiting = threading.Thread(target=worker.wait_drained)
+        waiting.start()
+        worker.receive_all(faults.append)
+        waiting.join()
+    assert [fault.reason for fault in faults] == ["it has failed"]
+    assert worker.drained.is_set()
 
 
 # ---- the gate

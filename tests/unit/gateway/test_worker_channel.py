@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from baton.gateway.process.relay import Relay
 from baton.gateway.process.worker_channel import Message, WorkerChannel
 
 BOUND_S = 60.0  # however long a busy machine takes for an answer
@@ -65,3 +66,19 @@ async def test_a_question_whose_asker_leaves_is_forgotten() -> None:
         asked.cancel()
         await asyncio.wait([asked])
         assert not vars(first)["_pending"]
+
+
+async def test_a_worker_that_starts_is_not_asked() -> None:
+    """It knows no request and no stored answer, and answers only once it has read the model's files."""
+
+    async def nothing(question: Message) -> Message:
+        return {}
+
+    async with lines() as ((first, second), _):
+        relay, (ours, theirs) = Relay(), socket.socketpair()
+        with ours, theirs:
+            for row, channel in enumerate((first, second, WorkerChannel(ours, nothing))):
+                relay.add(row, channel)
+            relay.ready |= {0, 1}
+            asking = relay.ask_others(1, {"what": "a"}, within_s=3600.0)
+            assert await asyncio.wait_for(asking, BOUND_S) == [{"from": 1, "asked": "a"}]

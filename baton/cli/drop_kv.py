@@ -29,6 +29,9 @@ def drop_kv(
             help="An adapter that no node has had since its start; may be repeated. KV of others is dropped anyway.",
         ),
     ] = None,
+    no_salt: Annotated[
+        bool, typer.Option("--no-salt", help='Without --client, "" needs this: it means everybody who gives no salt.')
+    ] = False,
     target: Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")] = DEFAULT_TARGET,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     api_key: ApiKey = None,
@@ -40,6 +43,7 @@ def drop_kv(
     KV. Exits with 1 if a node may still have some.
     """
     use(api_key, client_ca)
+    _check_salt(cache_salt, client, no_salt=no_salt)
     answer = asyncio.run(_drop(target, cache_salt, client, list(map(_adapter, adapter or []))))
     if as_json:
         print(json.dumps(MessageToDict(answer, always_print_fields_with_no_presence=True)))
@@ -50,6 +54,20 @@ def drop_kv(
             print("the gateway knows no node")
     if not answer.nodes or any(node.error or any(store.error for store in node.stores) for node in answer.nodes):
         raise typer.Exit(1)
+
+
+def _check_salt(cache_salt: str, client: str, *, no_salt: bool) -> None:
+    if no_salt and cache_salt:
+        raise InvalidRequest(
+            "both a cache salt and --no-salt are given", field="cache_salt", value=cache_salt, cure="give one of them"
+        )
+    if not (cache_salt or client or no_salt):
+        raise InvalidRequest(
+            "the cache salt is empty, which means all requests without one",
+            field="cache_salt",
+            value="",
+            cure="add --no-salt if you mean them; a shell's unset variable is empty too",
+        )
 
 
 async def _drop(target: str, cache_salt: str, client: str, adapters: list[AdapterRef]) -> operations_pb2.DropKvResponse:

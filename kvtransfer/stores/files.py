@@ -131,10 +131,12 @@ class FileStore:
         Raises:
             OSError: a folder cannot be read.
         """
-        paths = []
+        paths, text = [], root.hex()
         for folder in namespace_folders(self._directory):
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
-                paths += [each.path for each in found if _root_of(each) == root]
+                # There may be a root for each of hundreds of adapters, and to parse a name takes 3 us.
+                likely = (each for each in found if text in each.name or each.name.startswith(TEMPORARY))
+                paths += [each.path for each in likely if _root_of(each) == root]
         return paths
 
     def counters(self) -> StoreCounters:

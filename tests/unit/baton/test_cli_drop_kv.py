@@ -27,7 +27,7 @@ class Gateway(operations_pb2_grpc.OperationsServicer):
 @asynccontextmanager
 async def gateways() -> AsyncIterator[tuple[Gateway, str]]:
     """A gateway and its address."""
-    gateway, server = Gateway(), grpc.aio.server()
+    gateway, server = Gateway(), grpc.aio.server()  # type: ignore[abstract]  # the other calls are not implemented
     operations_pb2_grpc.add_OperationsServicer_to_server(gateway, server)
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

@@ -189,12 +189,12 @@ class DecodePeer:
             conversion=self._conversion,
             sealed=self._sealed,
         )
-        await _unless_ended(call, connecting)
+        await _unless_ended(call, self.state.name, connecting)
 
     async def _measure(self, call: Call) -> bool:
         """Sends the warm-up messages that the decode node times. Returns False if a node refuses so slow a link."""
         transfer = self._node.transfer
-        warm = await _unless_ended(call, transfer.warm_up(self.number, self._sender_number))
+        warm = await _unless_ended(call, self.state.name, transfer.warm_up(self.number, self._sender_number))
         await _write(call, pb.PairRequest(warmed_up=from_warm_ups(warm)))
         response = await _read(call, self.state.name)
         if response.WhichOneof("message") == "refused":
@@ -281,17 +281,19 @@ async def _write(call: Call, message: pb.PairRequest) -> None:
         await call.write(message)
 
 
-async def _unless_ended(call: Call, work: Coroutine[Any, Any, T]) -> T:
+async def _unless_ended(call: Call, name: str, work: Coroutine[Any, Any, T]) -> T:
     """Waits for work on the links, but not after the decode node has given the pair up, which ends the stream.
 
     Raises:
-        NoNode: the stream has ended.
+        AioRpcError: the decode node gave up for this reason.
+        NoNode: the stream has ended without one.
     """
     working, ending = asyncio.create_task(work), asyncio.create_task(call.code())
     try:
         await asyncio.wait([working, ending], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise NoNode("the decode node ended the stream during the handshake", cure="see its log")
+            await _read(call, name)
+            raise NoNode(f"{name} ended the stream during the handshake", cure="see its log")
         return working.result()
     finally:
         for task in (working, ending):

@@ -12,6 +12,7 @@ from baton.client.client import DEFAULT_TARGET
 from baton.client.operators import OperatorClient
 from baton.core.errors import InvalidRequest
 from baton.core.log_lines import escaped
+from baton.core.types import AdapterRef
 from baton.protos.v1 import operations_pb2
 
 
@@ -28,6 +29,9 @@ def drop_kv(
             help="An adapter that no node has had since its start; may be repeated. KV of others is dropped anyway.",
         ),
     ] = None,
+    no_salt: Annotated[
+        bool, typer.Option("--no-salt", help='Without --client, "" needs this: it means everybody who gives no salt.')
+    ] = False,
     target: Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")] = DEFAULT_TARGET,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     api_key: ApiKey = None,
@@ -39,7 +43,8 @@ def drop_kv(
     KV. Exits with 1 if a node may still have some.
     """
     use(api_key, client_ca)
-    answer = asyncio.run(_drop(target, cache_salt, client, dict(map(_adapter, adapter or []))))
+    _check_salt(cache_salt, client, no_salt=no_salt)
+    answer = asyncio.run(_drop(target, cache_salt, client, list(map(_adapter, adapter or []))))
     if as_json:
         print(json.dumps(MessageToDict(answer, always_print_fields_with_no_presence=True)))
     else:
@@ -51,19 +56,33 @@ def drop_kv(
         raise typer.Exit(1)
 
 
-async def _drop(target: str, cache_salt: str, client: str, adapters: dict[str, str]) -> operations_pb2.DropKvResponse:
+def _check_salt(cache_salt: str, client: str, *, no_salt: bool) -> None:
+    if no_salt and cache_salt:
+        raise InvalidRequest(
+            "both a cache salt and --no-salt are given", field="cache_salt", value=cache_salt, cure="give one of them"
+        )
+    if not (cache_salt or client or no_salt):
+        raise InvalidRequest(
+            "the cache salt is empty, which means all requests without one",
+            field="cache_salt",
+            value="",
+            cure="add --no-salt if you mean them; a shell's unset variable is empty too",
+        )
+
+
+async def _drop(target: str, cache_salt: str, client: str, adapters: list[AdapterRef]) -> operations_pb2.DropKvResponse:
     async with OperatorClient(target) as operator:
         return await operator.drop_kv(cache_salt, client=client, adapters=adapters)
 
 
-def _adapter(given: str) -> tuple[str, str]:
+def _adapter(given: str) -> AdapterRef:
     name, _, revision = given.partition("=")
     if not name or not revision:
         raise InvalidRequest(
             f"{given!r} names no revision of an adapter", field="adapter", value=given, allowed=("NAME=REVISION",),
             cure="`baton adapter list --json` shows revisions",
         )  # fmt: skip
-    return name, revision
+    return AdapterRef(name, revision)
 
 
 def _line(node: operations_pb2.NodeKvDrop) -> str:

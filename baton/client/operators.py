@@ -3,11 +3,11 @@
 It returns protobuf messages, so `baton` does not export it.
 """
 
-from collections.abc import AsyncIterable, Mapping
-from types import MappingProxyType
+from collections.abc import AsyncIterable, Iterable
 
 from baton.client.client import AsyncClient
 from baton.client.messages import set_text
+from baton.core.types import AdapterRef
 from baton.protos.v1 import node_status_pb2, operations_pb2
 
 # Longer than a gateway waits for nodes.
@@ -55,20 +55,20 @@ class OperatorClient(AsyncClient):
         )
 
     async def drop_kv(
-        self, cache_salt: str, *, client: str = "", adapters: Mapping[str, str] = MappingProxyType({})
+        self, cache_salt: str, *, client: str = "", adapters: Iterable[AdapterRef] = ()
     ) -> operations_pb2.DropKvResponse:
         """Drops all KV of a cache salt on all nodes. The answer has what each node has dropped, or its error.
 
         Args:
             cache_salt: as the requests give it; empty: requests without one.
             client: name of the API key, or subject of the token, with which the requests came.
-            adapters: revisions by name, besides the adapters that nodes have or have had since their start.
+            adapters: besides those that nodes have or have had since their start; each revision is one of its own.
 
         Raises:
             BatonError: the gateway refuses.
         """
         request = operations_pb2.DropKvRequest(
-            adapters=[node_status_pb2.Adapter(name=name, revision=revision) for name, revision in adapters.items()]
+            adapters=[node_status_pb2.Adapter(name=name, revision=revision) for name, revision in adapters]
         )
         set_text(request, cache_salt=cache_salt, client=client)
         return await self._gateways.ask(

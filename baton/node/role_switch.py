@@ -32,6 +32,8 @@ GRACE_S = 2.0
 _GRACE_S_MAX = 1e9
 # Time for streams and links to end after the role has; they need milliseconds.
 _END_S = 60.0
+# The same once the process is to end. A pod has 15 s beyond the time for its drain.
+_STOPPING_END_S = 10.0
 _PROGRESS_EVERY_S = 0.1
 
 _CERTIFIED = {node_status_pb2.ROLE_PREFILL: certified.Role.PREFILL, node_status_pb2.ROLE_DECODE: certified.Role.DECODE}
@@ -237,7 +239,7 @@ class RoleSwitch:
         await self.services.end()
         if node.pulls is not None:
             await node.pulls.close()
-        if not await until(lambda: not transfer.linked, timeout_s=_END_S):
+        if not await links_end(lambda: transfer.linked, self._stop):
             raise InternalError("links of the old role did not end", cure="see the node's log")
         await node.become(role, settings)
         self.role = self._kinds[role].make(node, settings)
@@ -255,3 +257,13 @@ class RoleSwitch:
             node, status=self.status, leases=role.leases, knows=role.knows, switches=self._outcomes
         )
         self.services.serve(node.name, role.servicers)
+
+
+async def links_end(linked: Callable[[], bool], stop: asyncio.Event) -> bool:
+    """Waits until the node has no links, but not for ones of a peer that stands still. Returns whether it has none.
+
+    Args:
+        stop: set when the process is to end.
+    """
+    await until(lambda: stop.is_set() or not linked(), timeout_s=_END_S)
+    return await until(lambda: not linked(), timeout_s=_STOPPING_END_S if stop.is_set() else 0.0)

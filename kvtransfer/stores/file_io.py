@@ -14,6 +14,8 @@ import numpy as np
 
 # Kernels want memory, sizes and offsets at multiples of a disk's block, which is no larger than that.
 _ALIGN_BYTES = 4096
+# A pipe or a link that somebody put in a file's place must not be waited for or followed.
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 _Vector: TypeAlias = Callable[[int, Sequence[memoryview], int], int]
 
@@ -25,6 +27,19 @@ def read_whole(path: str, buffers: Sequence[memoryview]) -> bool:
         OSError: there is no such file, or it cannot be read.
     """
     return _around_cache(path, os.O_RDONLY, buffers, _read)
+
+
+def read_head(path: str, num_bytes: int) -> bytes:
+    """The first bytes of a file, or all of a shorter one.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | _FLAGS)
+    try:
+        return os.read(fd, num_bytes)
+    finally:
+        os.close(fd)
 
 
 def write_whole(path: str, buffers: Sequence[memoryview]) -> None:
@@ -42,8 +57,7 @@ def _around_cache(
     path: str, flags: int, buffers: Sequence[memoryview], use: Callable[[int, Sequence[memoryview]], bool]
 ) -> bool:
     direct = os.O_DIRECT if all(map(_is_aligned, buffers)) else 0
-    # A pipe or a link that somebody put in the file's place must not be waited for or followed.
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags |= _FLAGS
     while True:
         try:
             fd = os.open(path, flags | direct, mode=0o600)

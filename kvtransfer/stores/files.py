@@ -20,9 +20,9 @@ from pathlib import Path
 from threading import Condition, Lock
 
 from baton.core.kv_entries import EntryKey, KeepTime
-from kvtransfer.stores.file_format import HEADER_BYTES, TEMPORARY, EntryFileName, FileHeader
+from kvtransfer.stores.file_format import HEADER_BYTES, TEMPORARY, EntryFileName, FileHeader, decode_header
 from kvtransfer.stores.file_index import FileIndex, FileWrite
-from kvtransfer.stores.file_io import read_whole, write_whole
+from kvtransfer.stores.file_io import read_head, read_whole, write_whole
 from kvtransfer.stores.leftovers import Leftovers, namespace_folder, namespace_folders, open_locked
 from kvtransfer.stores.store import StoreCounters
 
@@ -37,6 +37,8 @@ _NAMES_A_WRITE = 32
 _REMOVED_A_WRITE = 8
 # A temporary file of this age has no writer any more.
 _ABANDONED_S = 3600.0
+# A drop takes one of this age for abandoned: a live writer's grows all the time, and its own process drops it too.
+_DROPPED_AFTER_S = 60.0
 # A disk that fails does so many times a second.
 _WARN_EVERY_S = 60.0
 
@@ -124,16 +126,17 @@ class FileStore:
         return dropped if self.counters().failed == failed else None
 
     def _paths_of(self, root: bytes) -> list[str]:
-        """The files with this root, of all namespaces.
+        """The files with this root, of all namespaces, also those that killed writers have left.
 
         Raises:
             OSError: a folder cannot be read.
         """
-        paths = []
+        paths, text = [], root.hex()
         for folder in namespace_folders(self._directory):
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
-                names = (EntryFileName.parse(each.name) for each in found)
-                paths += [f"{folder}/{name}" for name in names if name is not None and name.root == root]
+                # There may be a root for each of hundreds of adapters, and to parse a name takes 3 us.
+                likely = (each for each in found if text in each.name or each.name.startswith(TEMPORARY))
+                paths += [each.path for each in likely if _root_of(each) == root]
         return paths
 
     def counters(self) -> StoreCounters:
@@ -363,6 +366,18 @@ class FileStore:
     def _count(self, *names: str) -> None:
         with self._lock:
             self._totals.update(names)
+
+
+def _root_of(file: os.DirEntry[str]) -> bytes | None:
+    """The root of the entry in a file. Returns None if there is no entry, or if it is being written."""
+    if file.name.startswith(TEMPORARY):
+        with suppress(OSError):
+            if time.time() - file.stat(follow_symlinks=False).st_mtime > _DROPPED_AFTER_S:
+                header = decode_header(read_head(file.path, HEADER_BYTES))
+                return None if header is None else header.key.root
+        return None
+    name = EntryFileName.parse(file.name)
+    return None if name is None else name.root
 
 
 def _page() -> memoryview:

@@ -292,10 +292,10 @@ class RequestBlocks:
         """Removes all sequences with this root from the prefix cache. Returns the number of blocks.
 
         Args:
-            states: all live requests; those of this root share no block from now on.
+            states: all live requests; those of this root that have run share no block from now on.
         """
         for state in states:
-            if state.blocks and state.keys.root == root:
+            if (state.blocks or state.started) and state.keys.root == root:
                 state.is_shared = False
         self.states.slots.forget_root(root)
         return sum(pool.forget_root(root) for pool in self._pools)

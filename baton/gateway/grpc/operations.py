@@ -94,6 +94,15 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):
                     allowed=("the name of an API key", "the subject of a token"),
                     cure="name the client; `baton drop-kv` has --client",
                 )
+            for adapter in request.adapters:
+                if not (adapter.name and adapter.revision):
+                    raise InvalidRequest(
+                        "an adapter lacks its name or its revision, so nodes cannot know which KV is meant",
+                        field="adapters",
+                        value=adapter.name or adapter.revision,
+                        allowed=("name and revision",),
+                        cure="`baton adapter list --json` shows revisions",
+                    )
             salt = identity.salt_of(request.client, request.cache_salt) if request.client else request.cache_salt
             nodes = await drop_kv(self._connections, salt, adapters_from_proto(request.adapters))
             return pb.DropKvResponse(nodes=nodes)

@@ -54,9 +54,11 @@ class WorkerChannel:
         """Sends a question; returns its answer, or None if the other side is closed or does not answer in time."""
         number = next(self._numbers)
         pending = self._pending[number] = asyncio.get_running_loop().create_future()
-        self._send({"ask": number, **question})
-        done, _ = await asyncio.wait([pending], timeout=within_s)
-        del self._pending[number]
+        try:
+            self._send({"ask": number, **question})
+            done, _ = await asyncio.wait([pending], timeout=within_s)
+        finally:  # the client that waits for it may leave
+            del self._pending[number]
         return pending.result() if done and not pending.cancelled() else None
 
     def _received(self, message: Message) -> None:

@@ -21,6 +21,7 @@ from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.core.shared_sends import SharedSends
 from baton.gateway.core.shared_sessions import SharedSessions
 from baton.gateway.process.process import check_doors
+from baton.gateway.process.relay import Relay
 from baton.gateway.process.worker_channel import Message, WorkerChannel
 from baton.rpc.server import (
     ListenAddress,
@@ -109,9 +110,8 @@ class _Workers:
         self._counters, counters_fd = SharedCounters.create(settings.processes)
         self._limits, limits_fd = LimitTable.create(settings.processes)
         self._fds = (counters_fd, limits_fd, SharedSends.create(settings.processes), SharedSessions.create())
-        self._channels: dict[int, WorkerChannel] = {}  # by row
+        self._relay = Relay()
         self._processes: dict[int, Process] = {}
-        self._ready: set[int] = set()
         self._stopped = asyncio.Event()
 
     async def serve(self) -> None:
@@ -145,8 +145,8 @@ class _Workers:
             except OSError as error:  # out of memory or processes, or the child was killed at once
                 log.error("worker %d cannot start: %s", row, error)
                 code = -1
-            was_ready = row in self._ready
-            self._ready.discard(row)
+            was_ready = row in self._relay.ready
+            self._relay.ready.discard(row)
             self._counters.retire_row(row)
             self._limits.retire_row(row)
             if self._stopped.is_set():
@@ -175,26 +175,26 @@ class _Workers:
             _terminate(process)
         with suppress(BrokenPipeError):  # the child has ended; `wait` returns its code
             ours.sendall(json.dumps(self._settings.model_dump(mode="json")).encode() + b"\n")
-        channel = self._channels[row] = WorkerChannel(ours, lambda question: self._answer(row, question))
+        channel = WorkerChannel(ours, lambda question: self._answer(row, question))
+        self._relay.add(row, channel)
         following = asyncio.create_task(channel.run(), name=f"channel-{row}")
         try:
             return await process.wait()
         finally:
-            del self._channels[row], self._processes[row]
+            self._relay.remove(row)
+            del self._processes[row]
             following.cancel()
             await asyncio.wait([following])
 
     async def _answer(self, row: int, question: Message) -> Message:
         if "ready" in question:
             self.addresses = question["ready"]
-            self._ready.add(row)
-            if len(self._ready) == self._settings.processes:
+            self._relay.ready.add(row)
+            if len(self._relay.ready) == self._settings.processes:
                 self.all_ready.set()
             return {}
         within_s = question.pop("within_s")
-        others = [channel for other, channel in self._channels.items() if other != row]
-        answers = await asyncio.gather(*(channel.ask(question, within_s=within_s) for channel in others))
-        return {"answers": [answer for answer in answers if answer]}
+        return {"answers": await self._relay.ask_others(row, question, within_s=within_s)}
 
 
 async def _report_readiness(settings: GatewaySettings, workers: _Workers, supervisor: Supervisor) -> None:

@@ -7,6 +7,7 @@ without its main thread, which may wait for a rank: children are killed, the rea
 
 import logging
 import os
+import select
 import socket
 import subprocess
 import threading
@@ -38,8 +39,9 @@ log = logging.getLogger("baton")
 _END_TIMEOUT_S = 5.0
 # A rank's connections break up to this long before the parent sees that its process has ended.
 _EXPLAINED_S = 3.0
-# What a rank has sent is read after its end, and then its connection ends. Only a process that it left keeps it open.
-_READ_S = 10.0
+# What a rank has sent is read after its end, and then its connection ends. A busy machine may read it this late, but if
+# nothing comes for `_SILENT_S`, a process that the rank left keeps the connection open.
+_READ_S, _SILENT_S = 10.0, 1.0
 # Time to wait for killed processes, so that their memory is free when this one ends; one in a driver's call may stay.
 _REAP_S = 1.0
 # Requests get this long to fail once the node cannot go on: `baton.node.process` takes up to 2 s for it.
@@ -82,6 +84,17 @@ class Worker:
                     on_fault(message if ours else message.within(self.place))
         self.answers.put(None)
         self.drained.set()
+
+    def wait_drained(self) -> None:
+        """Waits, once the rank has ended, until everything that it sent has been read."""
+        deadline_s = time.monotonic() + _READ_S
+        while not self.drained.wait(_SILENT_S) and self._has_input() and time.monotonic() < deadline_s:
+            pass
+
+    def _has_input(self) -> bool:
+        steps = select.poll()
+        steps.register(self.steps.fileno(), select.POLLIN)
+        return bool(steps.poll(0))
 
     def close(self) -> None:
         """Lets the rank end. `receive_all` goes on until then."""
@@ -257,7 +270,7 @@ class RankGroup:
     def _watch(self, worker: Worker) -> None:
         assert worker.popen is not None
         code = worker.popen.wait()
-        worker.drained.wait(_READ_S)  # a fault that the rank sent is the better reason
+        worker.wait_drained()  # a fault that the rank sent is the better reason
         self.fail(f"{worker.place} {how_ended(code)}: this node ends")
 
     def _watch_stopped(self) -> None:

@@ -10,6 +10,7 @@ import socket
 import ssl
 import time
 from pathlib import Path
+from typing import Any
 
 from baton.core.errors import BatonError, ConfigError, PeerRefused
 from baton.core.ready_file import write_ready_file
@@ -32,6 +33,8 @@ _LOG_EVERY_S = 30.0
 # Once host 0 or a rank is gone, ranks end by themselves within this time, also on a busy machine, unless they load or
 # wait for a GPU. Ranks that need longer are killed, and host 0 then counts as lost although it may have ended in order.
 _END_S = 10.0
+# The same for ranks that have not loaded yet: a node whose start fails has ended within 5 s.
+_LOADING_END_S = 3.0
 # Time to wait for killed ranks; one in a driver's call may stay.
 _REAP_S = 1.0
 
@@ -169,16 +172,15 @@ async def _follow(
     stopped = asyncio.create_task(_stopped_while_loading(workers, loaded), name="stopped-ranks")
     try:
         await asyncio.wait([*waits, *carried, stopping, stopped], return_when=asyncio.FIRST_COMPLETED)
+        end_s = _END_S if loaded.is_set() else _LOADING_END_S
         if stopping.done() and not any(task.done() for task in (*waits, *carried)):
             # All hosts of a node get their signals together; host 0 drains first.
             log.info("got a signal to end; waiting for host 0 to drain")
-            await asyncio.wait(
-                [*waits, *carried], timeout=settings.drain_grace_s + _END_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            end_s = await await_drain([*waits, *carried], grace_s=settings.drain_grace_s)
         if stopped.done():
             log.error("%s: this host's ranks end, and so does the node", stopped.result())
             return 1
-        return await explain_end(waits, carried)
+        return await explain_end(waits, carried, within_s=end_s)
     finally:
         stopped.cancel()
         for worker in workers.values():
@@ -200,15 +202,28 @@ async def _stopped_while_loading(workers: "dict[int, asyncio.subprocess.Process]
         await asyncio.sleep(stopped.INTERVAL_S)
 
 
-async def explain_end(waits: "dict[asyncio.Task[int], int]", carried: "list[asyncio.Task[str]]") -> int:
+async def await_drain(ends: "list[asyncio.Task[Any]]", *, grace_s: float) -> float:
+    """Waits until host 0 has drained and the first of the ends comes, which it may never do.
+
+    Returns:
+        How long the others may take. All of it together is `_END_S` after the grace: pods are killed 15 s after it.
+    """
+    deadline_s = time.monotonic() + grace_s + _END_S
+    await asyncio.wait(ends, timeout=grace_s + _END_S, return_when=asyncio.FIRST_COMPLETED)
+    return max(0.0, min(_END_S, deadline_s - time.monotonic()))
+
+
+async def explain_end(
+    waits: "dict[asyncio.Task[int], int]", carried: "list[asyncio.Task[str]]", *, within_s: float
+) -> int:
     """Waits a moment for all ranks to end, once a rank or a connection has. Logs the reason; returns the exit code."""
     # The first end explains the others.
     lost = next((task.result() for task in carried if task.done() and task.result()), "")
-    if not lost and (failed := await _first_failed(waits)) is not None:
+    if not lost and (failed := await _first_failed(waits, within_s=within_s)) is not None:
         log.error("rank %d %s: this host's ranks end, and so does the node", waits[failed], how_ended(failed.result()))
         return 1
     if lost:
-        await asyncio.wait(waits, timeout=_END_S)
+        await asyncio.wait(waits, timeout=within_s)
     if all(task.done() and task.result() == 0 for task in waits):
         log.info("host 0 has ended, and so have this host's ranks")
         return 0
@@ -216,9 +231,9 @@ async def explain_end(waits: "dict[asyncio.Task[int], int]", carried: "list[asyn
     return 1
 
 
-async def _first_failed(waits: "dict[asyncio.Task[int], int]") -> "asyncio.Task[int] | None":
+async def _first_failed(waits: "dict[asyncio.Task[int], int]", *, within_s: float) -> "asyncio.Task[int] | None":
     """The first rank that failed. Waits a moment, because a rank's connections break before its end is known."""
-    waiting, deadline_s = set(waits), time.monotonic() + _END_S
+    waiting, deadline_s = set(waits), time.monotonic() + within_s
     while waiting:
         left_s = max(0.0, deadline_s - time.monotonic())
         done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)

@@ -82,6 +82,20 @@ def test_a_request_whose_kv_is_on_its_way_leaves_nothing() -> None:
     assert run(scheduler, "b", LONG, OURS) == 0
 
 
+def test_a_request_that_has_run_leaves_nothing_although_it_was_preempted_during_the_drop() -> None:
+    scheduler = make(num_blocks=2 * len(PROMPT) // BLOCK_SIZE + 3, tokens=64)
+    sampling = ResolvedSampling(max_tokens=60, temperature=0.0)
+    for salt in (THEIRS, OURS):
+        scheduler.submit(request(salt, PROMPT, sampling=sampling, cache_salt=salt), 0.0)
+    while not scheduler.load().preemptions:
+        step(scheduler)
+    assert scheduler.load().requests_waiting == 1
+    scheduler.drop_root(scheduler.root(OURS, None))
+    while scheduler.load().requests_running + scheduler.load().requests_waiting:
+        step(scheduler)
+    assert run(scheduler, "b", PROMPT, OURS) == 0
+
+
 def test_a_request_that_waits_leaves_its_blocks_as_it_comes_after_the_drop() -> None:
     scheduler = make(num_blocks=64, tokens=64)
     scheduler.submit(request("a", PROMPT, sampling=ONE_TOKEN, cache_salt=OURS), 0.0)

@@ -1,4 +1,4 @@
-"""What `baton top` gets from a real gateway: the page's own state, and one that goes away and comes back."""
+"""What operators get from a real gateway: the page's own state, one that goes away and comes back, a refused drop."""
 
 import asyncio
 import json
@@ -13,6 +13,8 @@ from rich.console import Console
 from baton.cli.frame import Frame
 from baton.cli.top import Frames
 from baton.client.operators import OperatorClient
+from baton.core.errors import InvalidRequest
+from baton.core.types import AdapterRef
 from baton.gateway.grpc.services import SERVICE_NAMES, add_services
 from baton.gateway.http.view import View
 from baton.gateway.request.connections import Connections
@@ -74,6 +76,17 @@ async def test_the_client_gets_what_the_page_gets(gateway: Gateway) -> None:
     assert got["nodes"] == page["nodes"]
     assert got["nodes"][0]["revision"]
     assert got["mixed"] == ""
+
+
+@pytest.mark.parametrize(("name", "revision"), [("sql", ""), ("", "r1")])
+async def test_a_drop_for_an_adapter_that_nobody_can_tell_is_refused(
+    gateway: Gateway, name: str, revision: str
+) -> None:
+    """Its KV would stay, and the answer would say that nothing did."""
+    async with gateway.served() as address, OperatorClient(address) as client:
+        with pytest.raises(InvalidRequest) as refused:
+            await client.drop_kv("ours", adapters=[AdapterRef(name, revision)])
+    assert refused.value.field == "adapters"
 
 
 @pytest.fixture

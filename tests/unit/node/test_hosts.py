@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,11 +15,12 @@ import pytest
 
 from baton.core.errors import BatonError, ConfigError
 from baton.core.version import __version__
-from baton.node.ranks import host
+from baton.node.fault import Fault
+from baton.node.ranks import group, host
 from baton.node.ranks.carry import Greeting, read_line
 from baton.node.ranks.gate import Gate
 from baton.node.ranks.group import Worker, wait_for_ranks
-from baton.node.ranks.host import explain_end, why_no_answer
+from baton.node.ranks.host import await_drain, explain_end, why_no_answer
 from baton.node.ranks.hosts import Hosts
 from baton.node.ranks.join import serve_store
 from baton.node.ranks.messages import CHANNELS, GateSetup, Joined, Meeting, RankLost, Setup, Up
@@ -123,6 +125,11 @@ async def ended(code: int, *, after_turns: int) -> int:
     return code
 
 
+async def ended_never() -> int:
+    await asyncio.Event().wait()
+    return 0
+
+
 async def closed(why: str) -> str:
     return why
 
@@ -137,16 +144,65 @@ async def closed(why: str) -> str:
     ],
 )
 async def test_a_host_says_what_ended_first(
-    codes: list[int], why: str, expected: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    codes: list[int], why: str, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rank's connections break before its end is known."""
     caplog.set_level("INFO", "baton")
-    monkeypatch.setattr(host, "_END_S", 60.0)  # a busy machine takes longer to know
     waits = {asyncio.create_task(ended(code, after_turns=9)): rank for rank, code in enumerate(codes, start=2)}
     carried = [asyncio.create_task(closed(why))]
     await asyncio.wait(carried)
-    assert await explain_end(waits, carried) == (0 if codes == [0, 0] else 1)
+    assert await explain_end(waits, carried, within_s=60.0) == (0 if codes == [0, 0] else 1)
     assert expected in caplog.text
+
+
+@pytest.mark.parametrize("why", ["it closed the connection", ""])
+async def test_ranks_that_do_not_end_by_themselves_are_not_waited_for_beyond_the_limit(
+    why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that load do not: all processes of a node whose start fails are gone within 5 s."""
+    loads = asyncio.create_task(ended_never())
+    carried = [asyncio.create_task(closed(why))]
+    await asyncio.wait(carried)
+    assert await explain_end({loads: 2}, carried, within_s=0.0) == 1
+    assert "host 0 is gone" in caplog.text
+    loads.cancel()
+
+
+async def test_a_host_that_waits_for_a_drain_ends_before_its_pod_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the drain and the one for the ranks have one limit together, from the signal on."""
+    hangs, over = asyncio.create_task(ended_never()), asyncio.create_task(closed(""))
+    assert await await_drain([hangs, over], grace_s=600.0) == host._END_S
+    monkeypatch.setattr(host, "_END_S", 0.01)
+    assert await await_drain([hangs], grace_s=0.0) == 0.0
+    hangs.cancel()
+
+
+def test_a_rank_that_left_a_process_with_its_connection_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has ended, and so must the node, whatever a plug-in of it has started."""
+    monkeypatch.setattr(group, "_READ_S", 3600.0)
+    monkeypatch.setattr(group, "_SILENT_S", 0.01)
+    ours, left_open = Pipe()
+    with socket.socket() as calls, ours, left_open:
+        worker = Worker(1, None, calls, ours)
+        worker.wait_drained()
+        assert not worker.drained.is_set()
+
+
+def test_what_a_rank_has_sent_is_waited_for_however_late_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_READ_S", 3600.0)
+    monkeypatch.setattr(group, "_SILENT_S", 0.0)
+    ours, theirs = Pipe()
+    faults: list[Fault] = []
+    with socket.socket() as calls, ours:
+        worker = Worker(1, None, calls, ours)
+        theirs.send(Fault("it has failed"))
+        theirs.close()
+        waiting = threading.Thread(target=worker.wait_drained)
+        waiting.start()
+        worker.receive_all(faults.append)
+        waiting.join()
+    assert [fault.reason for fault in faults] == ["it has failed"]
+    assert worker.drained.is_set()
 
 
 # ---- the gate

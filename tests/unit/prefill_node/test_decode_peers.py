@@ -120,6 +120,16 @@ async def test_a_stream_that_has_ended_before_it_is_written_to_says_why() -> Non
                 await decode_peer._read(call, "decode-0")
 
 
+async def test_a_decode_node_that_gives_up_while_links_are_made_says_why() -> None:
+    """Its error is the cause: the link that it could not open, or a limit of its own."""
+    with closed_addresses(1) as (address,):
+        async with connect(address) as channel:
+            call = decode_pb2_grpc.DecodeStub(channel).Pair()
+            links = asyncio.Event()
+            with pytest.raises(grpc.aio.AioRpcError, match="refused"):
+                await decode_peer._unless_ended(call, "decode-0", links.wait())
+
+
 async def test_a_decode_node_that_hangs_up_in_the_handshake() -> None:
     async with decode_node(hangs_up=True) as decode, peers() as (known, _):
         state = await known.connect(decode.address)

@@ -296,6 +296,21 @@ def test_a_root_is_dropped_in_all_namespaces_of_the_directory(tmp_path: Path) ->
     assert [path.name for path in files(tmp_path)] == [str(EntryFileName.of(*entry_keys(1, salt="theirs")))]
 
 
+def test_what_a_killed_writer_left_of_a_root_is_dropped_too(tmp_path: Path) -> None:
+    """It is a tenant's KV, though no store would read it."""
+    assert run(tmp_path, "half", "0").returncode == -signal.SIGKILL
+    (temporary,) = files(tmp_path)
+    with opened(tmp_path) as store:
+        assert store.drop_root(root_of()) == 0
+        assert temporary.exists(), "its writer may be alive"
+        long_ago_s = time.time() - 300.0
+        os.utime(temporary, (long_ago_s, long_ago_s))
+        assert store.drop_root(root_of("theirs")) == 0
+        assert temporary.exists()
+        assert store.drop_root(root_of()) == 1
+    assert files(tmp_path) == []
+
+
 def test_a_root_whose_files_cannot_all_be_removed_is_not_dropped(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

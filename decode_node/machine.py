@@ -17,11 +17,10 @@ from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.convert import (
     adapter_from_proto,
     finish_reason_to_proto,
-    kept_prefix_from_proto,
     resolved_sampling_from_proto,
     token_to_proto,
 )
-from baton.rpc.convert_node import keep_time_from_proto
+from baton.rpc.convert_node import keep_time_from_proto, kept_prefix_from_proto
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Admit, Command, EndSession, OpenLease, Prefetch, PrefillHere, Send

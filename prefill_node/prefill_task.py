@@ -19,11 +19,10 @@ from baton.protos.internal.v1 import prefill_pb2 as pb
 from baton.rpc.convert import (
     adapter_from_proto,
     finish_reason_to_proto,
-    kept_prefix_from_proto,
     resolved_sampling_from_proto,
     token_to_proto,
 )
-from baton.rpc.convert_node import keep_time_from_proto
+from baton.rpc.convert_node import keep_time_from_proto, kept_prefix_from_proto
 from baton.rpc.error_detail import to_detail
 from kvtransfer.records import SendJob
 from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, SegmentPiece

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from baton.core.errors import InvalidRequest, PeerRefused
-from baton.core.kv_entries import KeptPrefix
 from baton.core.sampling import SAMPLING_FIELDS, ResolvedSampling, SamplingParams
 from baton.core.types import (
     AdapterRef,
@@ -22,7 +21,6 @@ from baton.core.types import (
     TokenOutput,
     Usage,
 )
-from baton.protos.internal.v1 import lease_pb2
 from baton.protos.v1 import common_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 
@@ -187,15 +185,6 @@ def adapter_to_proto(adapter: AdapterRef) -> node_status_pb2.Adapter:
 def adapter_from_proto(message: node_status_pb2.Adapter) -> AdapterRef | None:
     """The adapter in a message. Returns None if the message is empty, which means the base model."""
     return AdapterRef(message.name, message.revision) if message.name else None
-
-
-def kept_prefix_to_proto(kept: KeptPrefix) -> lease_pb2.KeptPrefix:
-    return lease_pb2.KeptPrefix(address=kept.address, incarnation=kept.incarnation, tokens=kept.tokens)
-
-
-def kept_prefix_from_proto(message: lease_pb2.KeptPrefix) -> KeptPrefix | None:
-    """The node that has KV already. Returns None if the message is empty: no such node is known."""
-    return KeptPrefix(message.address, message.incarnation, message.tokens) if message.address else None
 
 
 def adapters_from_proto(messages: Iterable[node_status_pb2.Adapter]) -> list[AdapterRef]:

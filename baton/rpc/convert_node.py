@@ -1,5 +1,5 @@
 """Converts the messages in which nodes describe themselves: step costs, load of experts, loading, size of the cache.
-Also converts the keep times of requests."""
+Also converts what requests say about kept KV: for how long, and where it is."""
 
 import math
 from itertools import pairwise
@@ -7,7 +7,7 @@ from itertools import pairwise
 from baton.core.costs import StepCosts
 from baton.core.errors import shortened
 from baton.core.expert_load import ExpertLoad, LayerLoad
-from baton.core.kv_entries import KEEP_S_MAX, KeepTime
+from baton.core.kv_entries import KEEP_S_MAX, KeepTime, KeptPrefix
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, node_pb2, prefill_pb2
 from baton.protos.v1 import node_status_pb2
 from baton.protos.v1 import node_status_pb2 as pb
@@ -96,3 +96,12 @@ def keep_time_from_proto(request: decode_pb2.SubmitRequest | prefill_pb2.Prefill
     if not request.HasField("keep") or not 0 <= keep.seconds <= KEEP_S_MAX:
         return None
     return KeepTime(keep.seconds, keep.tenant)
+
+
+def kept_prefix_to_proto(kept: KeptPrefix) -> lease_pb2.KeptPrefix:
+    return lease_pb2.KeptPrefix(address=kept.address, incarnation=kept.incarnation, tokens=kept.tokens)
+
+
+def kept_prefix_from_proto(message: lease_pb2.KeptPrefix) -> KeptPrefix | None:
+    """The node that has KV already. Returns None if the message is empty: no such node is known."""
+    return KeptPrefix(message.address, message.incarnation, message.tokens) if message.address else None

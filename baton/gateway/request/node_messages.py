@@ -8,8 +8,8 @@ from baton.core.types import LocalPolicy
 from baton.gateway.core.request import Request
 from baton.gateway.fleet.placement import Placement, Route
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
-from baton.rpc.convert import adapter_to_proto, kept_prefix_to_proto, sampling_to_proto
-from baton.rpc.convert_node import keep_time_to_proto
+from baton.rpc.convert import adapter_to_proto, sampling_to_proto
+from baton.rpc.convert_node import keep_time_to_proto, kept_prefix_to_proto
 
 _POLICIES = {
     LocalPolicy.STRICT: decode_pb2.LOCAL_POLICY_STRICT,

@@ -11,7 +11,7 @@ from baton.node.pull_messages import check_hello, check_worker_addresses, entry_
 from baton.protos.internal.v1 import lease_pb2
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.convert import kept_prefix_from_proto
+from baton.rpc.convert_node import kept_prefix_from_proto
 from tests.unit.kvtransfer.offloading import keys_of
 
 KEYS = keys_of(6, salt="a tenant")

@@ -49,7 +49,7 @@ KEPT: dict[type, set[str]] = {
 LEFT_OUT: dict[type, set[str]] = {
     Receiver: {
         "_mover", "_transport", "_ledger", "_pools", "_slot_bytes", "_digests", "_parts", "_on_filled",
-        "_on_refused", "_catch_up", "_clock", "_incarnation", "_limit", "warm_ups", "round_trips",
+        "_on_refused", "_on_entry", "_catch_up", "_clock", "_incarnation", "_limit", "warm_ups", "round_trips",
     },
     _Reception: {"peer", "pool", "num_bytes"},
     LeaseTable: {"_parts", "_incarnation", "_used"},

@@ -97,7 +97,7 @@ async def test_few_connections_are_open_to_addresses_that_do_not_answer(
     async with await asyncio.start_server(strange.serve, "0.0.0.0", 0, backlog=MANY) as server:
         async with watching(server.sockets[0].getsockname()[1]):
             await asyncio.wait_for(strange.enough.wait(), BOUND_S)
-        # gRPC makes a new connection for one that was lost, which lasts for up to 2 s after its channel is closed. And a
+        # gRPC makes a new connection for one that was lost, which lasts for up to 2 s after its channel is closed. A
         # busy server notices late that connections have ended: 72 were seen with 32 turns. Without turns it is all.
         assert strange.most_open < MANY / 2
 

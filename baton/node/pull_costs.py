@@ -11,7 +11,7 @@ _SHARE = 0.7
 # Measurements older than this are forgotten, so that a link that was slow once is tried again.
 _VALID_S = 120.0
 _SAMPLES_MAX = 16
-# A fixed cost can be told from a rate only if the largest pull is this many times as large as the smallest.
+# Two pulls show a fixed cost and a rate only if one is this many times as large as the other.
 _SPREAD = 2.0
 
 

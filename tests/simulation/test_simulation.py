@@ -16,8 +16,8 @@ from tests.simulation.cluster import run_seed
 from tests.simulation.faults import BUSY_PREFILL_NODES, KINDS, USUAL
 from tests.simulation.many import run_seeds
 
-SEEDS = 3_000  # every planted fault of test_mutants is caught within 800; `make simulate` runs 10,000
-PARTS = 12
+SEEDS = 10_000
+PARTS = 20
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -17,7 +17,7 @@ from baton.models.loading.gguf.view import model_directory
 from tests.conformance.families.nodes import engine_answers, pair_answers
 
 NAMES = ("smollm2", "gemma3")
-TOKENS = 16
+TOKENS = 45
 TEXTS = (
     "The capital of France is",
     "In 1969, two astronauts walked on the Moon for the first time. They",

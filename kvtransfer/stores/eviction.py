@@ -43,7 +43,7 @@ class GreedyDual:
     Keys are digests, and an entry's parent is the digest of the entry before it, or a root.
 
     Args:
-        capacity: entries of the full store, of which shares may be kept for a time.
+        capacity: number of entries when the store is full; a share of them may be kept for a time.
         clock: monotonic seconds, for the times for which entries are kept.
     """
 

@@ -1,4 +1,4 @@
-"""`baton drop-kv` asks for what it is told to drop, and for nothing else."""
+"""`baton drop-kv` asks gateways to drop what its arguments name, and nothing else."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -50,8 +50,8 @@ async def refuse_in_http_2(reader: asyncio.StreamReader, writer: asyncio.StreamW
 
 
 class Strange:
-    """A server that is no node. It counts the connections that its clients, which are in this process, have open: a busy
-    server learns late that one has ended.
+    """A server that is no node. It counts the connections that its clients, which are in this process, have open: a
+    busy server learns late that one has ended.
     """
 
     def __init__(self, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:

@@ -78,14 +78,14 @@ class Offloader:
             save.forget(dropped.__contains__)
         self._tiers.drop(keys, future)
 
-    def drop_root(self, root: bytes, future: "Future[DroppedEntries]") -> None:
+    def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
         # A load would read entries from stores that have not dropped them yet back into host memory.
         for load in self._loads:
-            if load.root == root:
+            if load.root in roots:
                 load.stop()
         for save in self._saves:
-            save.forget(lambda key: key.root == root)
-        self._tiers.drop_root(root, future)
+            save.forget(lambda key: key.root in roots)
+        self._tiers.drop_roots(roots, future)
 
     def step(self) -> bool:
         """Advances messages in flight and begins at most one more. Returns whether anything happened."""

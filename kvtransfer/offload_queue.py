@@ -66,9 +66,9 @@ class StoreQueue:
     def drop(self, keys: tuple[EntryKey, ...]) -> "Future[None]":
         return self._run(self._writes, lambda: self._store.drop(keys), None)
 
-    def drop_root(self, root: bytes) -> "Future[int | None]":
+    def drop_roots(self, roots: frozenset[bytes]) -> "Future[int | None]":
         """The future gets the number of entries; None if the store may still have some."""
-        return self._run(self._writes, lambda: self._store.drop_root(root), None)
+        return self._run(self._writes, lambda: self._store.drop_roots(roots), None)
 
     def close(self, *, timeout_s: float) -> bool:
         """Waits for the calls and closes the store. Returns whether all threads ended in time."""

@@ -1,4 +1,4 @@
-"""Where a rank keeps entries: host memory and the stores below it. Knows no cache and no layout.
+"""The places of a rank's entries, in host memory and in the stores below it. Knows no cache and no layout.
 
 It outlives transfer threads, because KV of the same model stays valid; one transfer thread at a time uses it.
 """
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from baton.core.errors import ConfigError, DeadlineExceeded
+from baton.core.errors import ConfigError
 from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryKey, KeepTime
 from kvtransfer.movers.host_pages import HostPages
+from kvtransfer.offload_calls import HOST, StoreCalls
 from kvtransfer.offload_queue import StoreQueue
 from kvtransfer.records import EntryCounters
 from kvtransfer.settings import TransferSettings
@@ -21,7 +22,7 @@ from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.host_memory import HostMemory, HostPlace
 from kvtransfer.stores.store import StoreCounters
 
-HOST, PEER = "host", "peer"
+PEER = "peer"
 
 # The share of host memory's entries that may wait to be written to one store: they stay in host memory until then.
 _WRITES_SHARE = 1 / 4
@@ -29,10 +30,6 @@ _WRITES_SHARE = 1 / 4
 # So a sequence that is longer than host memory can be loaded from a store, and places in use never end a load.
 _PASSING_SHARE = 1 / 8
 _PASSING_MAX = 8
-# `find` answers without a store that takes longer.
-FIND_LIMIT_S = 0.5
-# `drop` fails if a store takes longer.
-DROP_LIMIT_S = 10.0
 # For so long after a drop of a root nothing of it comes back, from a store that drops it slowly or from another node
 # that has it still. Longer than a drop and a pull take.
 _DROPPED_S = 30.0
@@ -89,31 +86,6 @@ class _Write:
     answer: Future[bool]
 
 
-@dataclass(eq=False)
-class _Find:
-    keys: tuple[EntryKey, ...]
-    future: Future[int]
-    end_s: float
-    found: int
-    answer: Future[int]
-    others: list[StoreQueue]
-
-
-@dataclass(eq=False)
-class _Drop:
-    future: Future[None]
-    end_s: float
-    answers: dict[str, Future[None]]
-
-
-@dataclass(eq=False)
-class _DropOfRoot:
-    future: Future[DroppedEntries]
-    end_s: float
-    from_host: int
-    answers: dict[str, Future[int | None]]
-
-
 class EntryTiers:
     """The entries of one rank.
 
@@ -146,6 +118,7 @@ class EntryTiers:
         self._clock = clock
         self._pages: HostPages | None = None
         self._host: HostMemory
+        self._calls: StoreCalls
         self.places = 0
         self._stores: list[StoreQueue] = []
         self._writes_max = 0
@@ -155,8 +128,6 @@ class EntryTiers:
         self._saving: dict[EntryKey, HostPlace] = {}
         self._reads: dict[EntryKey, _Read] = {}
         self._writes: list[_Write] = []
-        self._finds: list[_Find] = []
-        self._drops: list[_Drop | _DropOfRoot] = []
         self._dropped: dict[bytes, float] = {}  # until when a root is not brought back
         self._saved = self._failed = self._not_written = 0
         self._pulled = self._served = 0
@@ -177,6 +148,7 @@ class EntryTiers:
         self._writes_max = max(1, int((places - passing) * _WRITES_SHARE))
         for open_store in settings.stores:
             self._stores.append(StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock))
+        self._calls = StoreCalls(self._host, self._stores, self._clock)
 
     def close(self) -> None:
         """Waits for the stores, but not for those that hang. No transfer thread uses the tiers any more."""
@@ -259,7 +231,7 @@ class EntryTiers:
             return None
         read = self._reads.get(key)
         if read is None:
-            stores = self._usable_stores()
+            stores = self._calls.usable_stores()
             if not stores or self.is_dropped(key.root):
                 return Fetch(key, True)
             place = self._host.take(key, _cost(key)) or (self._passing.pop() if self._passing else None)
@@ -307,10 +279,7 @@ class EntryTiers:
 
     def find(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
         """The future gets the number of leading keys that host memory or a store has."""
-        find = _Find(keys, future, self._clock() + FIND_LIMIT_S, 0, Future(), self._usable_stores())
-        self._finds.append(find)
-        find.answer.set_result(0)
-        self._advance_find(find)
+        self._calls.find(keys, future)
 
     def keep(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
         """Keeps the first entries of a sequence for a time. Stores do so after the writes before it."""
@@ -320,18 +289,14 @@ class EntryTiers:
 
     def drop(self, keys: tuple[EntryKey, ...], future: "Future[None]") -> None:
         """Forgets entries. The future is done when all stores have."""
-        self._host.drop(keys)
-        answers = {store.name: store.drop(keys) for store in self._stores}
-        self._await_drop(_Drop(future, self._clock() + DROP_LIMIT_S, answers))
+        self._calls.drop(keys, future)
 
-    def drop_root(self, root: bytes, future: "Future[DroppedEntries]") -> None:
-        """Forgets every entry with this root. The future is done when all stores have, or are late."""
+    def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
+        """Forgets every entry with one of these roots. The future is done when all stores have, or are late."""
         now_s = self._clock()
-        self._dropped = {each: end_s for each, end_s in self._dropped.items() if now_s < end_s}
-        self._dropped[root] = now_s + _DROPPED_S
-        from_host = self._host.drop_root(root)
-        answers = {store.name: store.drop_root(root) for store in self._stores}
-        self._await_drop(_DropOfRoot(future, self._clock() + DROP_LIMIT_S, from_host, answers))
+        self._dropped = {root: end_s for root, end_s in self._dropped.items() if now_s < end_s}
+        self._dropped |= dict.fromkeys(roots, now_s + _DROPPED_S)
+        self._calls.drop_roots(roots, future)
 
     def is_dropped(self, root: bytes) -> bool:
         """Whether a root was dropped just now, so that nothing of it may come back from elsewhere."""
@@ -354,26 +319,21 @@ class EntryTiers:
             self._writes.remove(write)
             write.store.writes_pending -= 1
             self._host.unpin(write.place)
-        found = [self._advance_find(find) for find in tuple(self._finds)]
-        dropped = [self._advance_drop(drop) for drop in tuple(self._drops)]
-        return bool(reads or writes) or any(found) or any(dropped)
+        return self._calls.step() or bool(reads or writes)
 
     @property
     def is_busy(self) -> bool:
         """Whether a store has not answered yet."""
-        return bool(self._reads or self._writes or self._finds or self._drops)
+        return bool(self._reads or self._writes or self._calls)
 
     @property
     def calls_waiting(self) -> int:
         """How many calls of `find` and `drop` have not ended."""
-        return len(self._finds) + len(self._drops)
+        return len(self._calls)
 
     def stop_waiting(self) -> None:
         """Ends calls of `find` with what they have found. Those of `drop` get no answer, though stores still drop."""
-        for find in self._finds:
-            find.future.set_result(find.found)
-        self._finds.clear()
-        self._drops.clear()
+        self._calls.stop_waiting()
 
     def counters(self) -> EntryCounters:
         """Totals; any thread may call it."""
@@ -405,9 +365,6 @@ class EntryTiers:
         if isinstance(place, PassingPlace) and not place.users:
             self._passing.append(place)
 
-    def _usable_stores(self) -> list[StoreQueue]:
-        return [store for store in self._stores if not store.is_stuck]
-
     def _write_behind(self, key: EntryKey) -> None:
         for store in self._stores:
             place = self._host.pin(key) if store.writes_pending < self._writes_max else None
@@ -438,60 +395,7 @@ class EntryTiers:
                 fetch.place = place
         self._free(place)
 
-    def _advance_find(self, find: _Find) -> bool:
-        """Goes on where a find stands, because host memory and stores may have entries in turn. Returns whether it has
-        ended."""
-        is_late = self._clock() >= find.end_s
-        if not find.answer.done() and not is_late:
-            return False
-        more = find.answer.result() if find.answer.done() else 0
-        if more:
-            find.others = self._usable_stores()
-        find.found += more
-        in_host = self._host.find(find.keys[find.found :])
-        if in_host:
-            find.found += in_host
-            find.others = self._usable_stores()
-        if find.found < len(find.keys) and find.others and not is_late:
-            find.answer = find.others.pop(0).has(find.keys[find.found :])
-            return False
-        self._finds.remove(find)
-        find.future.set_result(find.found)
-        return True
-
-    def _await_drop(self, drop: _Drop | _DropOfRoot) -> None:
-        self._drops.append(drop)
-        self._advance_drop(drop)
-
-    def _advance_drop(self, drop: _Drop | _DropOfRoot) -> bool:
-        waiting = [name for name, answer in drop.answers.items() if not answer.done()]
-        if waiting and self._clock() < drop.end_s:
-            return False
-        self._drops.remove(drop)
-        if isinstance(drop, _DropOfRoot):
-            drop.future.set_result(_dropped(drop, waiting))
-        elif waiting:
-            drop.future.set_exception(
-                DeadlineExceeded(f"the store {waiting[0]} has not dropped the entries within {DROP_LIMIT_S:g} s")
-            )
-        else:
-            drop.future.set_result(None)
-        return True
-
 
 def _cost(key: EntryKey) -> float:
     """The cost to compute an entry again, relative to one at the start of a prompt."""
     return 1 + key.token_start / _ATTENTION_EVEN_AT
-
-
-def _dropped(drop: _DropOfRoot, waiting: list[str]) -> DroppedEntries:
-    """What the stores have answered, but for those that still are waited for."""
-    counts, left = {HOST: drop.from_host}, dict.fromkeys(waiting, f"it has not answered within {DROP_LIMIT_S:g} s")
-    for name, answer in drop.answers.items():
-        if name not in left:
-            count = answer.result()
-            if count is None:
-                left[name] = "it could not be asked, or not all of them could be removed"
-            else:
-                counts[name] = count
-    return DroppedEntries(counts, left)

@@ -253,9 +253,9 @@ class RankTransfer(Protocol):
         """
         ...
 
-    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
-        """Forgets every entry with this root, also those that are being saved; loads of them end. Does not raise for a
-        store that fails or does not answer: the result names it."""
+    async def drop_entries_of(self, roots: frozenset[bytes]) -> DroppedEntries:
+        """Forgets every entry with one of these roots, also those that are being saved; loads of them end. Does not
+        raise for a store that fails or does not answer: the result names it."""
         ...
 
     def counters(self) -> TransferCounters:

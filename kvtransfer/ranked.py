@@ -328,8 +328,8 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         await _all(rank.drop_entries(keys) for rank in self._ranks)
 
-    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
-        return DroppedEntries.of_all(await _all(rank.drop_entries_of(root) for rank in self._ranks))
+    async def drop_entries_of(self, roots: frozenset[bytes]) -> DroppedEntries:
+        return DroppedEntries.of_all(await _all(rank.drop_entries_of(roots) for rank in self._ranks))
 
     def _linked(self, pair: int) -> tuple[_End, ...]:
         if not (ends := self._pairs.get(pair, ())):

@@ -227,10 +227,10 @@ class KVTransfer(RankTransfer):
         if self._tiers is not None and keys:
             await self._call(lambda future: self._thread.offloader.drop(keys, future))
 
-    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
+    async def drop_entries_of(self, roots: frozenset[bytes]) -> DroppedEntries:
         if self._tiers is None:
             return DroppedEntries()
-        return await self._call(lambda future: self._thread.drop_root(root, future))
+        return await self._call(lambda future: self._thread.drop_roots(roots, future))
 
     def counters(self) -> TransferCounters:
         counters = self._thread.ledger.snapshot()

@@ -232,9 +232,10 @@ class TransferThread:
         self._check_connected(peer)
         self.pulls.serve(peer, number, keys, future)
 
-    def drop_root(self, root: bytes, future: "Future[DroppedEntries]") -> None:
-        self.pulls.drop_root(root)
-        self.offloader.drop_root(root, future)
+    def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
+        for root in roots:
+            self.pulls.drop_root(root)
+        self.offloader.drop_roots(roots, future)
 
     def _check_connected(self, peer: int) -> None:
         if peer not in self.ledger.peers:

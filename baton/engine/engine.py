@@ -232,13 +232,12 @@ class Engine:
         """
         self._check_alive()
         known = {*self.adapters.known, *adapters}
-        roots = [self._scheduler.root(cache_salt, adapter) for adapter in (None, *sorted(known))]
-        num_blocks = sum(map(self._scheduler.drop_root, roots))
+        roots = frozenset(self._scheduler.root(cache_salt, adapter) for adapter in (None, *known))
+        num_blocks = self._scheduler.drop_roots(roots)
         self._room_freed()
         if self._prefixes is None:
             return num_blocks, DroppedEntries()
-        dropped = await asyncio.gather(*map(self._prefixes.drop_root, roots))
-        return num_blocks, DroppedEntries.of_all(dropped)
+        return num_blocks, await self._prefixes.drop_roots(roots)
 
     @property
     def loads(self) -> tuple[int, float]:

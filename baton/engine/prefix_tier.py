@@ -35,8 +35,8 @@ class PrefixTier(Protocol):
         """Forgets entries."""
         ...
 
-    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
-        """Forgets every entry with this root, also those that are being saved or loaded."""
+    async def drop_entries_of(self, roots: frozenset[bytes]) -> DroppedEntries:
+        """Forgets every entry with one of these roots, also those that are being saved or loaded."""
         ...
 
 

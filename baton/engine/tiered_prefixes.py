@@ -93,17 +93,17 @@ class TieredPrefixes:
         """The stores no longer have the entries with these digests."""
         self._offload.kept.lost(digests)
 
-    async def drop_root(self, root: bytes) -> DroppedEntries:
-        """Drops all entries with this root from the stores.
+    async def drop_roots(self, roots: frozenset[bytes]) -> DroppedEntries:
+        """Drops all entries with one of these roots from the stores.
 
         Raises:
             BatonError: the node ends.
         """
         now_s = asyncio.get_running_loop().time()
         self._dropped = {each: end_s for each, end_s in self._dropped.items() if end_s > now_s}
-        self._dropped[root] = now_s + DROPPED_S
+        self._dropped |= dict.fromkeys(roots, now_s + DROPPED_S)
         # A task, so that it comes after the saves that have begun.
-        return await asyncio.shield(self._start(self._tier.drop_entries_of(root)))
+        return await asyncio.shield(self._start(self._tier.drop_entries_of(roots)))
 
     def _is_dropped(self, root: bytes) -> bool:
         return asyncio.get_running_loop().time() < self._dropped.get(root, 0.0)

@@ -15,7 +15,8 @@ from baton.engine.build import BuiltRunner
 from baton.metrics.exposition import Figure
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.settings.node_config import NodeSettings
-from kvtransfer.offload_tiers import HOST, PEER
+from kvtransfer.offload_calls import HOST
+from kvtransfer.offload_tiers import PEER
 from kvtransfer.records import EntryCounters
 from kvtransfer.settings import OpenStore
 from kvtransfer.stores.entry import EntryLayout

@@ -6,6 +6,7 @@ checks the digest in the entry.
 
 import hashlib
 import struct
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Self
 
@@ -93,3 +94,10 @@ class EntryFileName:
 
     def __str__(self) -> str:
         return f"{self.digest.hex()}-{self.parent.hex()}-{self.root.hex()}-{self.number:x}{_SUFFIX}"
+
+
+def may_have_root(name: str, roots: Container[str]) -> bool:
+    """Whether a file may have an entry with one of these roots, in hexadecimal, as far as its name says. A file that is
+    being written may."""
+    parts = name.split("-", 3)
+    return name.startswith(TEMPORARY) or (len(parts) > 3 and parts[2] in roots)

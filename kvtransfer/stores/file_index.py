@@ -108,11 +108,11 @@ class FileIndex:
         if self._writes.pop(name.digest, None) is not None:
             self._order.remove(name.digest)
 
-    def drop_root(self, root: bytes) -> None:
-        """As `drop`, for all files with this root."""
+    def drop_roots(self, roots: frozenset[bytes]) -> None:
+        """As `drop`, for all files with one of these roots."""
         names = (*self._kept.values(), *(write.name for write in self._writes.values()))
         for name in names:
-            if name.root == root:
+            if name.root in roots:
                 self.drop(name)
 
     def may_displace(self, write: FileWrite) -> bool:

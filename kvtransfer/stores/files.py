@@ -20,7 +20,14 @@ from pathlib import Path
 from threading import Condition, Lock
 
 from baton.core.kv_entries import EntryKey, KeepTime
-from kvtransfer.stores.file_format import HEADER_BYTES, TEMPORARY, EntryFileName, FileHeader, decode_header
+from kvtransfer.stores.file_format import (
+    HEADER_BYTES,
+    TEMPORARY,
+    EntryFileName,
+    FileHeader,
+    decode_header,
+    may_have_root,
+)
 from kvtransfer.stores.file_index import FileIndex, FileWrite
 from kvtransfer.stores.file_io import read_head, read_whole, write_whole
 from kvtransfer.stores.leftovers import Leftovers, namespace_folder, namespace_folders, open_locked
@@ -113,30 +120,31 @@ class FileStore:
                 self._index.drop(name)
             self._unlink(self._path(name))
 
-    def drop_root(self, root: bytes) -> int | None:
+    def drop_roots(self, roots: frozenset[bytes]) -> int | None:
         with self._lock:
-            self._index.drop_root(root)
+            self._index.drop_roots(roots)
             failed = self._totals["failed"]
         try:
             # All names, also of files that other processes have written, and of namespaces that nobody opens any more.
-            dropped = sum(map(self._unlink, self._paths_of(root)))
+            dropped = sum(map(self._unlink, self._paths_of(roots)))
         except OSError:
             self._count("failed")
             return None
         return dropped if self.counters().failed == failed else None
 
-    def _paths_of(self, root: bytes) -> list[str]:
-        """The files with this root, of all namespaces, also those that killed writers have left.
+    def _paths_of(self, roots: frozenset[bytes]) -> list[str]:
+        """The files with one of these roots, of all namespaces, also those that killed writers have left.
 
         Raises:
             OSError: a folder cannot be read.
         """
-        paths, text = [], root.hex()
+        paths: list[str] = []
+        texts = frozenset(root.hex() for root in roots)
         for folder in namespace_folders(self._directory):
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
-                # There may be a root for each of hundreds of adapters, and to parse a name takes 3 us.
-                likely = (each for each in found if text in each.name or each.name.startswith(TEMPORARY))
-                paths += [each.path for each in likely if _root_of(each) == root]
+                # To parse a name takes 3 us, and a directory may have a million.
+                likely = (each for each in found if may_have_root(each.name, texts))
+                paths += [each.path for each in likely if _root_of(each) in roots]
         return paths
 
     def counters(self) -> StoreCounters:

@@ -165,9 +165,9 @@ class HostMemory:
             if place is not None and place.key == key:
                 self._forget(place)
 
-    def drop_root(self, root: bytes) -> int:
-        """As `drop`, for every entry with this root. Returns their number."""
-        found = [place for place in self._places.values() if place.key.root == root]
+    def drop_roots(self, roots: frozenset[bytes]) -> int:
+        """As `drop`, for every entry with one of these roots. Returns their number."""
+        found = [place for place in self._places.values() if place.key.root in roots]
         for place in found:
             self._forget(place)
         return len(found)

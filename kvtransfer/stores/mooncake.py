@@ -29,9 +29,11 @@ DEFAULT_PORT = 50051  # of mooncake_master
 
 _URL = re.compile(r"mooncake://(?P<host>[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
 _CONNECT_S = 3.0
-_DROP_ROOT_S = 30.0
+_DROP_ROOTS_S = 30.0
 # Keys of one call: a message to the process has a maximum size.
 _KEYS_MAX = 256
+# Roots of one pattern.
+_ROOTS_MAX = 64
 
 # Codes of Mooncake.
 _WRITTEN, _OTHER_SIZE = 0, -600
@@ -153,9 +155,15 @@ class MooncakeStore:
         for start in range(0, len(names), _KEYS_MAX):
             self._call("remove", names[start : start + _KEYS_MAX])
 
-    def drop_root(self, root: bytes) -> int | None:
-        removed = self._call("remove_matching", [f"^{_PREFIX}/[0-9a-f]+/{root.hex()}/.*$"], _DROP_ROOT_S)
-        return None if removed is None or removed[0] < 0 else removed[0]
+    def drop_roots(self, roots: frozenset[bytes]) -> int | None:
+        texts, dropped = sorted(root.hex() for root in roots), 0
+        for start in range(0, len(texts), _ROOTS_MAX):
+            any_root = "|".join(texts[start : start + _ROOTS_MAX])
+            removed = self._call("remove_matching", [f"^{_PREFIX}/[0-9a-f]+/({any_root})/.*$"], _DROP_ROOTS_S)
+            if removed is None or removed[0] < 0:
+                return None
+            dropped += removed[0]
+        return dropped
 
     def counters(self) -> StoreCounters:
         return self._counters

@@ -67,8 +67,8 @@ class Store(Protocol):
         """Forgets these entries."""
         ...
 
-    def drop_root(self, root: bytes) -> int | None:
-        """Forgets every entry with this root, also those of other namespaces. Returns their number.
+    def drop_roots(self, roots: frozenset[bytes]) -> int | None:
+        """Forgets every entry with one of these roots, also those of other namespaces. Returns their number.
 
         Returns None if it may still have some.
         """

@@ -188,8 +188,10 @@ def test_a_tenants_entries_of_all_ranks_are_dropped_and_no_others(cluster: Moonc
             write(one.store, entry_key(index, tenant), content(index))
             write(one.store, entry_key(index, OTHER_ROOT), content(index))
             write(another_rank.store, entry_key(index, tenant), content(index))
-        assert one.store.drop_root(tenant) == 6
-        assert one.store.drop_root(tenant) == 0
+        adapters = [bytes([number]) * 16 for number in range(100)]
+        write(one.store, entry_key(0, adapters[-1]), content(0))
+        assert one.store.drop_roots(frozenset({tenant, *adapters})) == 7
+        assert one.store.drop_roots(frozenset({tenant})) == 0
         assert read(one.store, entry_key(1, tenant)) is None
         assert read(another_rank.store, entry_key(1, tenant)) is None
         assert read(one.store, entry_key(1, OTHER_ROOT)) == content(1)
@@ -218,7 +220,7 @@ def test_a_full_store_takes_new_entries_in_place_of_old_ones(cluster: MooncakeCl
         for index in range(count):
             until(partial(write, opened.store, entry_key(index), content(0, entry_bytes)))
         assert sum(opened.store.has([entry_key(index)]) for index in range(count)) < count
-        dropped = opened.store.drop_root(ROOT)
+        dropped = opened.store.drop_roots(frozenset({ROOT}))
         assert dropped is not None
         assert dropped < count
 
@@ -319,4 +321,4 @@ def test_a_closed_store_has_nothing(cluster: MooncakeCluster, namespace: bytes) 
     assert read(opened.store, entry_key(1)) is None
     assert not write(opened.store, entry_key(2), content(2))
     opened.store.drop([entry_key(1)])
-    assert opened.store.drop_root(ROOT) is None
+    assert opened.store.drop_roots(frozenset({ROOT})) is None

@@ -74,7 +74,7 @@ async def test_a_transfer_keeps_entries_over_a_switch_of_roles() -> None:
         assert (counters.entries, counters.saved, counters.loaded) == (ENTRIES, ENTRIES, {"host": ENTRIES})
         await transfer.drop_entries(KEYS[3:])
         assert await transfer.find_entries(KEYS) == 3
-        await transfer.drop_entries_of(KEYS[0].root)
+        await transfer.drop_entries_of(frozenset({KEYS[0].root}))
         assert await transfer.find_entries(KEYS) == 0
         assert store.kept == {}
     assert store.is_closed
@@ -102,7 +102,7 @@ async def test_without_a_host_cache_or_with_a_state_there_are_no_entries(spec: K
         assert await transfer.find_entries(KEYS) == 0
         assert await transfer.load_entries(entries, timeout_s=DEADLINE_S) == 0
         await transfer.drop_entries(KEYS)
-        await transfer.drop_entries_of(KEYS[0].root)
+        await transfer.drop_entries_of(frozenset({KEYS[0].root}))
 
 
 @pytest.mark.parametrize("kind", ["save", "load"])
@@ -184,7 +184,7 @@ async def test_each_rank_keeps_its_share_and_an_entry_counts_where_all_have_thei
         await node.transfer._ranks[-1].drop_entries(KEYS[4:])
         assert await node.transfer.find_entries(KEYS) == 4
         assert await node.transfer.load_entries(EntryBlocks(KEYS, target), timeout_s=DEADLINE_S) == 4
-        await node.transfer.drop_entries_of(KEYS[0].root)
+        await node.transfer.drop_entries_of(frozenset({KEYS[0].root}))
         assert await node.transfer.find_entries(KEYS) == 0
 
 
@@ -255,7 +255,7 @@ async def test_a_drop_that_comes_while_the_transfer_closes_does_not_end_the_next
         waiting = thread._calls.qsize()
         closing = asyncio.create_task(transfer.reopen(incarnation=2, receive_bytes_per_s=None))
         await eventually(lambda: thread._calls.qsize() > waiting)
-        drops = [asyncio.create_task(transfer.drop_entries_of(KEYS[0].root)) for _ in range(4)]
+        drops = [asyncio.create_task(transfer.drop_entries_of(frozenset({KEYS[0].root}))) for _ in range(4)]
         await eventually(lambda: thread._calls.qsize() > waiting + 4)
         go.set()
         await closing
@@ -263,6 +263,6 @@ async def test_a_drop_that_comes_while_the_transfer_closes_does_not_end_the_next
             assert isinstance(error, InternalError)
         await asyncio.gather(saving, return_exceptions=True)
         store.gate.set()
-        await eventually(lambda: "drop_root" in store.calls)
-        assert (await transfer.drop_entries_of(KEYS[0].root)).left == {}
+        await eventually(lambda: "drop_roots" in store.calls)
+        assert (await transfer.drop_entries_of(frozenset({KEYS[0].root}))).left == {}
         assert not transfer.stuck(after_s=DEADLINE_S)

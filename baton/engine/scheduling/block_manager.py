@@ -125,7 +125,7 @@ class BlockManager:
         one does not.
 
         Args:
-            root: the parent of its sequence's first block, for `forget_root`.
+            root: the parent of its sequence's first block, for `forget_roots`.
             windowless: layers with a sliding window lack the KV of some of the block's tokens.
             reported: whether followers see the block now; if not, `report` shows it.
         """
@@ -163,12 +163,10 @@ class BlockManager:
         for block_id in block_ids:
             self._forget(block_id)
 
-    def forget_root(self, root: bytes) -> int:
-        """Removes the blocks of all sequences with this root from the prefix index. Returns their number."""
-        if root not in self._roots:  # the common case where each of many adapters has a root, faster than a loop
-            return 0
+    def forget_roots(self, roots: frozenset[bytes]) -> int:
+        """Removes the blocks of all sequences with one of these roots from the prefix index. Returns their number."""
         found = [
-            block_id for block_id, key in enumerate(self._keys) if key is not None and self._roots[block_id] == root
+            block_id for block_id, key in enumerate(self._keys) if key is not None and self._roots[block_id] in roots
         ]
         self.forget(found)
         return len(found)

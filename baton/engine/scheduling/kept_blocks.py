@@ -45,9 +45,9 @@ class KeptBlocks:
                 if self._keys.pop(key.digest, None) is not None:
                     self._note(key.digest, None)
 
-    def lost_root(self, root: bytes) -> None:
-        """The stores no longer have any entry with this root."""
-        self.lost([digest for digest, of in self._roots.items() if of == root])
+    def lost_roots(self, roots: frozenset[bytes]) -> None:
+        """The stores no longer have any entry with one of these roots."""
+        self.lost([digest for digest, root in self._roots.items() if root in roots])
 
     # ---- following
 

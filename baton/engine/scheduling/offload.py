@@ -129,14 +129,15 @@ class Offload:
         kept, self._kept = self._kept, []
         return kept
 
-    def drop_root(self, root: bytes) -> None:
-        """Forgets all entries with this root. What is being loaded of them will not be added to the prefix cache."""
+    def drop_roots(self, roots: frozenset[bytes]) -> None:
+        """Forgets all entries with one of these roots. What is being loaded of them will not be added to the prefix
+        cache."""
         for entries in self._finished:
-            if entries.keys[0].root == root:
+            if entries.keys[0].root in roots:
                 self.saved(entries, 0)
-        self._finished = [entries for entries in self._finished if entries.keys[0].root != root]
-        self._loads = [plan for plan in self._loads if plan.wanted.entry_keys.root != root]
-        self.kept.lost_root(root)
+        self._finished = [entries for entries in self._finished if entries.keys[0].root not in roots]
+        self._loads = [plan for plan in self._loads if plan.wanted.entry_keys.root not in roots]
+        self.kept.lost_roots(roots)
 
     def take_finished(self) -> list[EntryBlocks]:
         """The entries offered since the last call; their blocks stay held until `saved`."""

@@ -288,17 +288,17 @@ class RequestBlocks:
         if self.offload is not None:
             self.offload.forget(state)
 
-    def drop_root(self, root: bytes, states: Iterable[RequestState]) -> int:
-        """Removes all sequences with this root from the prefix cache. Returns the number of blocks.
+    def drop_roots(self, roots: frozenset[bytes], states: Iterable[RequestState]) -> int:
+        """Removes all sequences with one of these roots from the prefix cache. Returns the number of blocks.
 
         Args:
-            states: all live requests; those of this root that have run share no block from now on.
+            states: all live requests; those of these roots that have run share no block from now on.
         """
         for state in states:
-            if (state.blocks or state.started) and state.keys.root == root:
+            if (state.blocks or state.started) and state.keys.root in roots:
                 state.is_shared = False
-        self.states.slots.forget_root(root)
-        return sum(pool.forget_root(root) for pool in self._pools)
+        self.states.slots.forget_roots(roots)
+        return sum(pool.forget_roots(roots) for pool in self._pools)
 
     # ---- loading from the stores outside of the cache
 

@@ -379,12 +379,12 @@ class Scheduler:
         the requests that decode. Returns None if there are none."""
         return self._blocks.begin_load(wanted, pool, stop=stop, spare=self._roster.decoders()[pool])
 
-    def drop_root(self, root: bytes) -> int:
-        """Lets no request find what sequences with this root have left in the prefix cache. Returns the number of
-        blocks. Requests that run go on, and leave nothing either."""
+    def drop_roots(self, roots: frozenset[bytes]) -> int:
+        """Lets no request find what sequences with one of these roots have left in the prefix cache. Returns the number
+        of blocks. Requests that run go on, and leave nothing either."""
         if self._blocks.offload is not None:
-            self._blocks.offload.drop_root(root)
-        return self._blocks.drop_root(root, self._roster.everyone())
+            self._blocks.offload.drop_roots(roots)
+        return self._blocks.drop_roots(roots, self._roster.everyone())
 
     def root(self, cache_salt: str, adapter: AdapterRef | None) -> bytes:
         """The root of sequences with this salt and adapter."""

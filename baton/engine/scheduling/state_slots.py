@@ -89,7 +89,7 @@ class StateSlots:
         """Offers the snapshot to later requests when its step has ended, if it was written.
 
         Args:
-            root: the parent of its sequence's first block, for `forget_root`.
+            root: the parent of its sequence's first block, for `forget_roots`.
         """
         if not written or key.digest in self._snapshots:
             self._free.append(slot)
@@ -113,9 +113,9 @@ class StateSlots:
         else:
             self._free.append(slot)
 
-    def forget_root(self, root: bytes) -> None:
-        """Drops the snapshots of all sequences with this root."""
-        for key in [key for key, _, of in self._snapshots.values() if of == root]:
+    def forget_roots(self, roots: frozenset[bytes]) -> None:
+        """Drops the snapshots of all sequences with one of these roots."""
+        for key in [key for key, _, root in self._snapshots.values() if root in roots]:
             self.forget(key)
 
     def _vacate(self) -> int:

@@ -217,7 +217,7 @@ class DropEntries(Verb[None]):
 
 @dataclass(frozen=True)
 class DropEntriesOf(Verb[DroppedEntries]):
-    root: bytes
+    roots: frozenset[bytes]
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,8 @@ class RemoteTransfer(RankTransfer):
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         await self._ask(DropEntries(keys))
 
-    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
-        return await self._ask(DropEntriesOf(root))
+    async def drop_entries_of(self, roots: frozenset[bytes]) -> DroppedEntries:
+        return await self._ask(DropEntriesOf(roots))
 
     def counters(self) -> TransferCounters:
         """The counters of the rank's last heartbeat, which is at most a second old."""

@@ -192,7 +192,7 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
         case DropEntries():
             return transfer.drop_entries(verb.keys)
         case DropEntriesOf():
-            return transfer.drop_entries_of(verb.root)
+            return transfer.drop_entries_of(verb.roots)
         case Reopen():
             return transfer.reopen(incarnation=verb.incarnation, receive_bytes_per_s=verb.receive_bytes_per_s)
     raise InternalError(f"a KV transfer has no verb {verb}")

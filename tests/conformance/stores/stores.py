@@ -77,9 +77,9 @@ class HostStore:
         with self._lock:
             self._memory.drop(keys)
 
-    def drop_root(self, root: bytes) -> int:
+    def drop_roots(self, roots: frozenset[bytes]) -> int:
         with self._lock:
-            return self._memory.drop_root(root)
+            return self._memory.drop_roots(roots)
 
     def counters(self) -> StoreCounters:
         with self._lock:

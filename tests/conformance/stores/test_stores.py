@@ -132,10 +132,18 @@ def test_a_dropped_entry_may_be_put_again(store: Store) -> None:
 def test_a_root_is_dropped_with_all_of_its_entries(store: Store) -> None:
     ours, theirs = entry_keys(4, salt="ours"), entry_keys(3, salt="theirs")
     put(store, *ours, *theirs)
-    assert store.drop_root(root_of("ours")) == 4
-    assert store.drop_root(root_of("ours")) == 0
+    assert store.drop_roots(frozenset({root_of("ours")})) == 4
+    assert store.drop_roots(frozenset({root_of("ours")})) == 0
     assert [got(store, key) for key in ours] == [None] * 4
     assert [got(store, key) for key in theirs] == [contents(key) for key in theirs]
+
+
+def test_several_roots_are_dropped_at_once(store: Store) -> None:
+    salts = [f"adapter {number}" for number in range(70)]
+    kept = entry_keys(2, salt="theirs")
+    put(store, *(key for salt in salts[:2] + salts[-1:] for key in entry_keys(2, salt=salt)), *kept)
+    assert store.drop_roots(frozenset(map(root_of, salts))) == 6
+    assert store.has(kept) == 2
 
 
 def test_a_keep_time_changes_nothing_but_what_leaves_first(store: Store) -> None:
@@ -207,6 +215,6 @@ def test_a_store_that_is_opened_again_has_what_it_had(maker: StoreMaker, tmp_pat
         assert store.has(keys) == 5
         assert store.counters().entries == 5 or not maker.counts
         assert [got(store, key) for key in keys[:5]] == [contents(key) for key in keys[:5]]
-        assert store.drop_root(keys[0].root) == 5
+        assert store.drop_roots(frozenset({keys[0].root})) == 5
     with maker.open(tmp_path) as store:
         assert store.has(keys) == 0

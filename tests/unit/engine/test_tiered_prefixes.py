@@ -19,6 +19,9 @@ class SilentStores:
 
     searches = 0
 
+    def __init__(self) -> None:
+        self.drops: list[frozenset[bytes]] = []
+
     async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:
         self.searches += 1
         never: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -36,8 +39,9 @@ class SilentStores:
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         raise NotImplementedError
 
-    async def drop_entries_of(self, root: bytes) -> DroppedEntries:
-        raise NotImplementedError
+    async def drop_entries_of(self, roots: frozenset[bytes]) -> DroppedEntries:
+        self.drops.append(roots)
+        return DroppedEntries()
 
 
 class NoSource:
@@ -54,4 +58,13 @@ async def test_a_request_waits_for_one_search_of_stores_that_do_not_answer(
     prefixes = TieredPrefixes(stores, NoSource(), tiered(), on_room=lambda: None)
     assert await prefixes.prefetch(replace(request("a", LONG), kept_elsewhere=kept)) == 0
     assert stores.searches == 1
+    await prefixes.close()
+
+
+async def test_all_roots_of_a_drop_go_to_the_stores_in_one_call() -> None:
+    """Each call may be a pass over all files."""
+    stores, roots = SilentStores(), frozenset({b"model", b"adapter"})
+    prefixes = TieredPrefixes(stores, NoSource(), tiered(), on_room=lambda: None)
+    assert await prefixes.drop_roots(roots) == DroppedEntries()
+    assert stores.drops == [roots]
     await prefixes.close()

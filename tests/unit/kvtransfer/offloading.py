@@ -109,9 +109,9 @@ class MemoryStore:
         for key in keys:
             self.kept.pop(key, None)
 
-    def drop_root(self, root: bytes) -> int:
-        self._call("drop_root")
-        found = [key for key in self.kept if key.root == root]
+    def drop_roots(self, roots: frozenset[bytes]) -> int:
+        self._call("drop_roots")
+        found = [key for key in self.kept if key.root in roots]
         for key in found:
             del self.kept[key]
         return len(found)

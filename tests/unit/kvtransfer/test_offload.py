@@ -14,7 +14,8 @@ from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.offload import SLOTS
-from kvtransfer.offload_tiers import DROP_LIMIT_S, FIND_LIMIT_S, EntryTiers
+from kvtransfer.offload_calls import DROP_LIMIT_S, FIND_LIMIT_S
+from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.parts import parts_of
 from kvtransfer.records import EntryCounters
 from kvtransfer.segments import TRAILER_BYTES
@@ -291,7 +292,7 @@ def test_entries_that_are_dropped_while_they_are_saved_are_not_kept(by_root: boo
     dropped: Future[None] = Future()
     dropped_of_root: Future[DroppedEntries] = Future()
     if by_root:
-        user.offloader.drop_root(keys[0].root, dropped_of_root)
+        user.offloader.drop_roots(frozenset({keys[0].root}), dropped_of_root)
     else:
         user.offloader.drop(keys, dropped)
     script.release_all()
@@ -509,7 +510,7 @@ def test_host_memory_keeps_an_ended_time_no_longer() -> None:
 
 def drop_root(world: World, root: bytes) -> "Future[DroppedEntries]":
     dropped: Future[DroppedEntries] = Future()
-    world.users[0].offloader.drop_root(root, dropped)
+    world.users[0].offloader.drop_roots(frozenset({root}), dropped)
     world.run()
     return dropped
 

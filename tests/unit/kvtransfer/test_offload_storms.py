@@ -104,7 +104,7 @@ def test_a_load_never_reports_what_was_not_computed(seed: int) -> None:
             case 4:
                 user.offloader.drop(keys[rng.randrange(4) :], Future())
             case 5:
-                user.offloader.drop_root(keys[0].root, Future())
+                user.offloader.drop_roots(frozenset({keys[0].root}), Future())
             case 6 | 7:
                 world.forget_host(keys[rng.randrange(4) :])
             case 8 if running:

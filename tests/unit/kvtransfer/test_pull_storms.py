@@ -46,7 +46,7 @@ class Side:
         """As the transfer thread does."""
         dropped: Future[DroppedEntries] = Future()
         self.pulls.drop_root(root)
-        self.user.offloader.drop_root(root, dropped)
+        self.user.offloader.drop_roots(frozenset({root}), dropped)
         return dropped
 
     def place_to_damage(self, rng: random.Random) -> None:
@@ -229,9 +229,9 @@ def test_a_pull_brings_back_nothing_of_a_root_that_is_dropped_meanwhile(steps: i
 class DropsLate(MemoryStore):
     """A store whose drops wait for the test, as those behind many writes do."""
 
-    def drop_root(self, root: bytes) -> int:
+    def drop_roots(self, roots: frozenset[bytes]) -> int:
         assert self.may_drop.wait(DEADLINE_S)
-        return super().drop_root(root)
+        return super().drop_roots(roots)
 
     may_drop: threading.Event
 

@@ -77,7 +77,7 @@ async def test_calls_about_entries_of_a_rank_that_is_gone_are_errors() -> None:
         transfer.load_entries(ENTRIES, timeout_s=DEADLINE_S),
         transfer.keep_entries(ENTRIES.keys, KeepTime(1.0, 1)),
         transfer.drop_entries(ENTRIES.keys),
-        transfer.drop_entries_of(b"root"),
+        transfer.drop_entries_of(frozenset({b"root"})),
     ):
         with pytest.raises(Draining, match="rank 1 is gone"):
             await call

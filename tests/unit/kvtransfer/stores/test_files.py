@@ -171,7 +171,7 @@ def test_names_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "photos" / str(EntryFileName.of(KEYS[0]))).write_text("mine too")
     with opened(tmp_path, entries=2) as store:
         put(store, *entry_keys(2, first_token=1), *entry_keys(2, first_token=2))
-        store.drop_root(root_of())
+        store.drop_roots(frozenset({root_of()}))
     assert [path.read_text() for path in files(tmp_path)] == ["mine too", "mine"]
 
 
@@ -282,7 +282,7 @@ def test_another_process_adds_files(tmp_path: Path) -> None:
         assert put(two, KEYS[0]) == [True]
         assert two.counters().written == 0
         assert got(two, KEYS[1]) == contents(KEYS[1])
-        assert two.drop_root(root_of()) == 4
+        assert two.drop_roots(frozenset({root_of()})) == 4
         assert one.has(KEYS) == 0
 
 
@@ -292,8 +292,26 @@ def test_a_root_is_dropped_in_all_namespaces_of_the_directory(tmp_path: Path) ->
         put(before, *KEYS, *entry_keys(1, salt="theirs"))
     with opened(tmp_path) as store:
         put(store, *KEYS[:2])
-        assert store.drop_root(root_of()) == 6
+        assert store.drop_roots(frozenset({root_of()})) == 6
     assert [path.name for path in files(tmp_path)] == [str(EntryFileName.of(*entry_keys(1, salt="theirs")))]
+
+
+def test_many_roots_are_dropped_in_one_pass_over_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant has a root for each of hundreds of adapters, and the directory maybe a million files."""
+    salts = [f"adapter {number}" for number in range(100)]
+    scandir, scanned = os.scandir, list[str]()
+
+    def scan(path: str) -> Iterator[os.DirEntry[str]]:
+        scanned.append(path)
+        return scandir(path)
+
+    with opened(tmp_path, entries=300) as store:
+        put(store, *(key for salt in salts for key in entry_keys(2, salt=salt)), *KEYS)
+        monkeypatch.setattr(os, "scandir", scan)
+        assert store.drop_roots(frozenset(map(root_of, salts))) == 200
+        monkeypatch.undo()
+    assert len(scanned) == 2, "the directory and the one namespace in it"
+    assert len(files(tmp_path)) == len(KEYS)
 
 
 def test_what_a_killed_writer_left_of_a_root_is_dropped_too(tmp_path: Path) -> None:
@@ -301,13 +319,13 @@ def test_what_a_killed_writer_left_of_a_root_is_dropped_too(tmp_path: Path) -> N
     assert run(tmp_path, "half", "0").returncode == -signal.SIGKILL
     (temporary,) = files(tmp_path)
     with opened(tmp_path) as store:
-        assert store.drop_root(root_of()) == 0
+        assert store.drop_roots(frozenset({root_of()})) == 0
         assert temporary.exists(), "its writer may be alive"
         long_ago_s = time.time() - 300.0
         os.utime(temporary, (long_ago_s, long_ago_s))
-        assert store.drop_root(root_of("theirs")) == 0
+        assert store.drop_roots(frozenset({root_of("theirs")})) == 0
         assert temporary.exists()
-        assert store.drop_root(root_of()) == 1
+        assert store.drop_roots(frozenset({root_of()})) == 1
     assert files(tmp_path) == []
 
 
@@ -323,9 +341,9 @@ def test_a_root_whose_files_cannot_all_be_removed_is_not_dropped(
         unlink(path)
 
     monkeypatch.setattr(os, "unlink", unlink_but_one)
-    assert store.drop_root(root_of()) is None
+    assert store.drop_roots(frozenset({root_of()})) is None
     monkeypatch.undo()
-    assert store.drop_root(root_of()) == 1
+    assert store.drop_roots(frozenset({root_of()})) == 1
 
 
 def test_a_folder_that_cannot_be_read_is_not_a_drop(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +353,7 @@ def test_a_folder_that_cannot_be_read_is_not_a_drop(store: FileStore, monkeypatc
         raise PermissionError(errno.EACCES, "not permitted", path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    assert store.drop_root(root_of()) is None
+    assert store.drop_roots(frozenset({root_of()})) is None
 
 
 def test_stores_that_share_a_directory_keep_to_its_size(tmp_path: Path) -> None:
@@ -522,7 +540,7 @@ def test_a_directory_that_cannot_be_made_keeps_nothing(tmp_path: Path) -> None:
     with opened(tmp_path / "file" / "folder") as store:
         assert (put(store, KEYS[0]), store.has(KEYS), got(store, KEYS[0])) == ([False], 0, None)
         store.drop(KEYS)
-        assert store.drop_root(root_of()) == 0
+        assert store.drop_roots(frozenset({root_of()})) == 0
         assert store.counters().failed > 0
         assert store.counters().entries == 0
 
@@ -553,7 +571,10 @@ def test_an_entry_that_is_dropped_while_it_is_written_is_not_kept(
     store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.pwritev
-    drops: list[Callable[[], object]] = [lambda: store.drop([KEYS[0]]), lambda: store.drop_root(root_of())]
+    drops: list[Callable[[], object]] = [
+        lambda: store.drop([KEYS[0]]),
+        lambda: store.drop_roots(frozenset({root_of()})),
+    ]
 
     def write(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         drops.pop()()

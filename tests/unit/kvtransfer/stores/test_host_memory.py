@@ -194,10 +194,10 @@ def test_a_root_is_dropped_with_all_entries_and_no_others() -> None:
     ours, theirs = entry_keys(3, salt="ours"), entry_keys(2, salt="theirs")
     fill(memory, *ours[:2], *theirs)
     writing = taken(memory, ours[2])
-    assert memory.drop_root(root_of("ours")) == 3
+    assert memory.drop_roots(frozenset({root_of("ours")})) == 3
     memory.commit(writing)
     assert (memory.find(ours), memory.find(theirs)) == (0, 2)
-    assert memory.drop_root(root_of("ours")) == 0
+    assert memory.drop_roots(frozenset({root_of("ours")})) == 0
 
 
 def test_hits_and_misses_are_counted() -> None:
@@ -260,7 +260,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(salt=st.sampled_from(["", "tenant"]))
     def drop_root(self, salt: str) -> None:
-        self.memory.drop_root(root_of(salt))
+        self.memory.drop_roots(frozenset({root_of(salt)}))
         assert not any(self.memory.find([key]) for key in KEYS if key.root == root_of(salt))
 
     @invariant()

@@ -52,17 +52,31 @@ class FileIndex:
         self.add(name)
         self._order.touch(name.digest)
 
-    def keep(self, names: Iterable[EntryFileName], keep: KeepTime) -> None:
+    def keep(self, names: Iterable[EntryFileName], keep: KeepTime) -> bytes | None:
         """Keeps the first files of a sequence as long as asked for, or lets them leave first (`GreedyDual`).
+
+        Returns the digest of the last of them; None if there are none.
 
         Args:
             names: of the sequence from its beginning.
         """
         there = [name.digest for name in takewhile(lambda name: name.digest in self._kept, names)]
         if keep.seconds:
-            self._order.keep(there, keep)
+            there = there[: self._order.keep(there, keep)]
         else:
             self._order.end(there, keep.tenant)
+        return there[-1] if there else None
+
+    def sequence(self, digest: bytes) -> list[EntryFileName]:
+        """The files from the beginning of a sequence to the one with that digest. Returns an empty list if one is
+        missing."""
+        names: dict[bytes, EntryFileName] = {}
+        while digest in self._kept and digest not in names:  # names may say that a sequence is a circle
+            name = names[digest] = self._kept[digest]
+            if name.parent == name.root:
+                return list(names.values())[::-1]
+            digest = name.parent
+        return []
 
     def begin(self, name: EntryFileName) -> FileWrite | None:
         """Begins to write a file. Returns None if its digest's file is being written."""

@@ -30,6 +30,7 @@ from kvtransfer.stores.file_format import (
 )
 from kvtransfer.stores.file_index import FileIndex, FileWrite
 from kvtransfer.stores.file_io import read_head, read_whole, write_whole
+from kvtransfer.stores.keep_log import KeepLog, KeepRecord
 from kvtransfer.stores.leftovers import Leftovers, namespace_folder, namespace_folders, open_locked
 from kvtransfer.stores.store import StoreCounters
 
@@ -68,6 +69,7 @@ class FileStore:
         self._directory = directory
         self._folder = str(directory / namespace_folder(namespace))
         self._namespace = namespace
+        self._keep_log = KeepLog(self._folder)
         self._entry_bytes = entry_bytes
         self._file_bytes = HEADER_BYTES + entry_bytes
         self._max_bytes = max_bytes
@@ -78,12 +80,14 @@ class FileStore:
         self._totals = Counter[str]()
         self._calls = 0
         self._is_closed = False
+        self._has_found_all = False  # when it was opened, or since
         self._warned_s = -math.inf
         self._folder_fd = -1
         self._names_lock = Lock()
         self._names = self._found_names()
         self._open_folder()
         self._find_first_names()
+        self._recall_keeps()
 
     def has(self, keys: Sequence[EntryKey]) -> int:
         # The index does not know what other processes add and remove.
@@ -111,7 +115,13 @@ class FileStore:
 
     def keep(self, keys: Sequence[EntryKey], keep: KeepTime) -> None:
         with self._lock:
-            self._index.keep(map(EntryFileName.of, keys), keep)
+            last = self._index.keep(map(EntryFileName.of, keys), keep)
+        if last is None:
+            return
+        try:
+            self._keep_log.append(KeepRecord(time.time(), keep.seconds, keep.tenant, last))
+        except OSError:
+            self._count("failed")
 
     def drop(self, keys: Sequence[EntryKey]) -> None:
         for key in keys:
@@ -301,6 +311,8 @@ class FileStore:
                 found.append((each.stat(follow_symlinks=False).st_mtime, each.name))
             if time.monotonic() > end_s:
                 break
+        else:
+            self._has_found_all = True
         for _, name in sorted(found):
             self._add(name)
 
@@ -318,10 +330,32 @@ class FileStore:
                 each = next(self._names, None)
                 if each is None:
                     self._names = self._found_names()
+                    if not self._has_found_all:
+                        self._has_found_all = True
+                        self._recall_keeps()
                     return
                 self._add(each.name)
         finally:
             self._names_lock.release()
+
+    def _recall_keeps(self) -> None:
+        """Gives the files that were found the keep times that they had before a restart.
+
+        The newest record comes first. It mostly makes those of earlier turns needless.
+        """
+        now_s, end_s = time.time(), time.monotonic() + _OPEN_S
+        known: dict[tuple[bytes, int], float] = {}
+        for record in reversed(self._keep_log.records(now_s)):
+            until_s = record.written_s + record.seconds if record.seconds else math.inf
+            if time.monotonic() > end_s:
+                return
+            if known.get((record.digest, record.tenant), -math.inf) >= until_s:
+                continue
+            seconds = record.left_s(now_s) if record.seconds else 0.0
+            with self._lock:
+                names = self._index.sequence(record.digest)
+                self._index.keep(names, KeepTime(seconds, record.tenant))
+            known |= dict.fromkeys(((name.digest, record.tenant) for name in names), until_s)
 
     def _found_names(self) -> Generator[os.DirEntry[str], None, None]:
         with suppress(OSError), os.scandir(self._folder) as found:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtransfer.stores.file_format import TEMPORARY, VERSION, EntryFileName
+from kvtransfer.stores.keep_log import KEEP_TIMES
 
 _LOCK_TRIES, _LOCK_EACH_S = 50, 1e-3
 _NAMESPACE = re.compile(r"v\d+-([0-9a-f]{2})+")
@@ -102,6 +103,8 @@ def _leftovers(directory: Path, timeout_s: float) -> Iterator[_Leftover]:
     end_s = time.monotonic() + timeout_s
     for folder in _idle_folders(directory):
         with suppress(OSError):
+            if os.listdir(folder) == [KEEP_TIMES]:
+                (folder / KEEP_TIMES).unlink()
             folder.rmdir()  # only an empty one
         with suppress(OSError), os.scandir(folder) as found:
             for each in found:

@@ -130,6 +130,31 @@ async def test_a_session_that_is_kept_outlives_a_flood_of_others(
     assert again.receipt.decode_loaded_tokens == (0 if keep_s is None else WHOLE_ENTRIES)
 
 
+@pytest.mark.parametrize("keep_s", [600.0, None])
+async def test_a_session_that_is_kept_in_files_outlives_a_restart_and_a_flood_after_it(
+    start: Machines, reference: Reference, tmp_path: Path, keep_s: float | None
+) -> None:
+    """Files have room for 20 entries, host memory for 10."""
+    gib = ENTRY_BYTES / (1 << 30)
+    files: Flags = {"host_cache_gib": 10 * gib, "file_cache_dir": tmp_path, "file_cache_gib": 21 * gib}
+    (decode,) = start.nodes(("decode", {"model": LLAMA, **SMALL, **files}))
+    gateway = start.gateway([], [decode], model=LLAMA)
+    first, *others = reference.prompts([TOKENS] * 9)
+    async with AsyncClient(gateway.address) as client:
+        await client.complete(first, GREEDY, kv_keep_s=keep_s)
+        await until_kept(decode, "file", WHOLE_ENTRIES // 64)
+    assert start.end(gateway) == start.end(decode) == 0
+
+    (decode,) = start.nodes(("decode", {"model": LLAMA, **SMALL, **files}))
+    gateway = start.gateway([], [decode], model=LLAMA)
+    for number, prompt in enumerate(others, start=1):
+        await answer(gateway, reference, prompt)
+        await until_status(decode, lambda last, number=number: store(last, "host").entries >= min(4 * number, 9))
+    await until_status(decode, lambda last: store(last, "file").entries >= 20)
+    again = await answer(gateway, reference, first)
+    assert again.proof.decode_loaded_tokens == (0 if keep_s is None else WHOLE_ENTRIES)
+
+
 async def test_files_outlive_the_node_and_serve_another_layout_and_block_size(
     start: Machines, model: Path, references: References, tmp_path: Path
 ) -> None:

@@ -50,12 +50,16 @@ class Offloader:
         except BatonError as error:
             future.set_exception(error)
 
-    def load(self, entries: EntryBlocks, timeout_s: float, future: "Future[int]") -> None:
+    def load(self, entries: EntryBlocks, timeout_s: float, entry_s: float, future: "Future[int]") -> None:
         """The future gets the number of leading entries that are in the blocks, whole and checked, when nothing writes
-        to the blocks any more."""
+        to the blocks any more.
+
+        Args:
+            entry_s: stores that take longer for an entry are not read.
+        """
         end_s = self._clock() + timeout_s
         try:
-            self._loads.append(Load(entries, end_s, future, self._mover, self._tiers, self._clock))
+            self._loads.append(Load(entries, end_s, entry_s, future, self._mover, self._tiers, self._clock))
         except BatonError as error:
             future.set_exception(error)
 

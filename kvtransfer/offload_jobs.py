@@ -204,6 +204,7 @@ class Load:
 
     Args:
         end_s: no entry begins from this time on.
+        entry_s: stores that take longer for an entry are not read.
 
     Attributes:
         root: of its entries.
@@ -213,6 +214,7 @@ class Load:
         self,
         entries: EntryBlocks,
         end_s: float,
+        entry_s: float,
         future: "Future[int]",
         mover: Mover,
         tiers: EntryTiers,
@@ -226,7 +228,7 @@ class Load:
         self._keys = entries.keys
         self.root = entries.keys[0].root
         self._blocks = mover.place(entries.block_ids, incoming=True)
-        self._end_s = end_s
+        self._end_s, self._entry_s = end_s, entry_s
         # Entries from this one on are not loaded.
         self._stop = len(self._keys)
         self._begun = 0
@@ -256,7 +258,7 @@ class Load:
             return False
         fetch = self._ahead.popleft()
         if fetch.place is None:
-            self._tiers.missing()
+            self._tiers.missing(fetch)
             self.stop()
             return False
         self._entry = _Loaded(self._begun, fetch, deque(self._layout.parts))
@@ -303,7 +305,8 @@ class Load:
 
     def _look_ahead(self) -> None:
         while len(self._ahead) < READ_AHEAD and self._begun + len(self._ahead) < self._stop:
-            fetch = self._tiers.fetch(self._keys[self._begun + len(self._ahead)])
+            key = self._keys[self._begun + len(self._ahead)]
+            fetch = self._tiers.fetch(key, entry_s=self._entry_s)
             if fetch is None:
                 return
             self._ahead.append(fetch)

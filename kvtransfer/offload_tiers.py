@@ -3,8 +3,9 @@
 It outlives transfer threads, because KV of the same model stays valid; one transfer thread at a time uses it.
 """
 
+import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from kvtransfer.records import EntryCounters
 from kvtransfer.settings import TransferSettings
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.host_memory import HostMemory, HostPlace
+from kvtransfer.stores.read_speed import ReadSpeed
 from kvtransfer.stores.store import StoreCounters
 
 PEER = "peer"
@@ -58,12 +60,14 @@ class Fetch:
         done: whether it is known if some store has the entry.
         place: where it is; None: no store has it.
         source: `host`, or the name of the store that it came from.
+        is_too_slow: no store was asked, because computing is faster.
     """
 
     key: EntryKey
     done: bool = False
     place: HostPlace | PassingPlace | None = None
     source: str = HOST
+    is_too_slow: bool = False
 
 
 @dataclass(eq=False)
@@ -77,13 +81,6 @@ class _Read:
     answer: Future[bool]
     others: list[StoreQueue]
     waiting: list[Fetch] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Write:
-    place: HostPlace
-    store: StoreQueue
-    answer: Future[bool]
 
 
 class EntryTiers:
@@ -127,9 +124,11 @@ class EntryTiers:
         # The places that saves fill.
         self._saving: dict[EntryKey, HostPlace] = {}
         self._reads: dict[EntryKey, _Read] = {}
-        self._writes: list[_Write] = []
+        # The writes that have ended, and their places.
+        self._written: deque[tuple[StoreQueue, HostPlace]] = deque()
+        self._speeds: dict[str, ReadSpeed] = {}
         self._dropped: dict[bytes, float] = {}  # until when a root is not brought back
-        self._saved = self._failed = self._not_written = 0
+        self._saved = self._failed = self._not_written = self._not_read = 0
         self._pulled = self._served = 0
         self._loaded, self._damaged = Counter[str](), Counter[str]()
 
@@ -147,7 +146,9 @@ class EntryTiers:
         self.places = places - passing
         self._writes_max = max(1, int((places - passing) * _WRITES_SHARE))
         for open_store in settings.stores:
-            self._stores.append(StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock))
+            store = StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock)
+            self._stores.append(store)
+            self._speeds[store.name] = ReadSpeed()
         self._calls = StoreCalls(self._host, self._stores, self._clock)
 
     def close(self) -> None:
@@ -220,9 +221,13 @@ class EntryTiers:
 
     # ---- for loads
 
-    def fetch(self, key: EntryKey) -> Fetch | None:
+    def fetch(self, key: EntryKey, *, entry_s: float = math.inf) -> Fetch | None:
         """Finds an entry, in host memory or else in a store. Ends with `release`. Returns None if the caller must ask
-        again later, because the entry is being saved or there is no room to read it into."""
+        again later, because the entry is being saved or there is no room to read it into.
+
+        Args:
+            entry_s: stores whose reads took longer lately are not asked.
+        """
         place: HostPlace | PassingPlace | None
         place = self._host.pin(key)
         if place is not None:
@@ -231,14 +236,15 @@ class EntryTiers:
             return None
         read = self._reads.get(key)
         if read is None:
-            stores = self._calls.usable_stores()
+            usable = self._calls.usable_stores()
+            stores = [store for store in usable if self._is_faster(store, entry_s)]
             if not stores or self.is_dropped(key.root):
-                return Fetch(key, True)
+                return Fetch(key, True, is_too_slow=bool(usable) and not stores)
             place = self._host.take(key, _cost(key)) or (self._passing.pop() if self._passing else None)
             if place is None:
                 return None
             store, *others = stores
-            read = self._reads[key] = _Read(key, place, store, store.get(key, place.memory), others)
+            read = self._reads[key] = _Read(key, place, store, self._read(store, key, place), others)
         elif read.store.is_stuck:
             return Fetch(key, True)
         fetch = Fetch(key)
@@ -263,9 +269,12 @@ class EntryTiers:
             if isinstance(fetch.place, HostPlace):
                 fetch.place.source = ""
 
-    def missing(self) -> None:
-        """Counts an entry that ended a load because it was not there, or not in time."""
-        self._failed += 1
+    def missing(self, fetch: Fetch | None = None) -> None:
+        """Counts an entry that ended a load because it was not there, or not in time, or was not worth to be read."""
+        if fetch is not None and fetch.is_too_slow:
+            self._not_read += 1
+        else:
+            self._failed += 1
 
     def damaged(self, fetch: Fetch) -> None:
         """Counts a damaged entry and forgets it where it came from."""
@@ -314,17 +323,17 @@ class EntryTiers:
         reads = [read for read in self._reads.values() if read.answer.done()]
         for read in reads:
             self._advance_read(read)
-        writes = [write for write in self._writes if write.answer.done()]
-        for write in writes:
-            self._writes.remove(write)
-            write.store.writes_pending -= 1
-            self._host.unpin(write.place)
-        return self._calls.step() or bool(reads or writes)
+        is_written = bool(self._written)
+        while self._written:
+            store, place = self._written.popleft()
+            store.writes_pending -= 1
+            self._host.unpin(place)
+        return self._calls.step() or is_written or bool(reads)
 
     @property
     def is_busy(self) -> bool:
         """Whether a store has not answered yet."""
-        return bool(self._reads or self._writes or self._calls)
+        return bool(self._reads or self._calls) or any(store.writes_pending for store in self._stores)
 
     @property
     def calls_waiting(self) -> int:
@@ -350,6 +359,7 @@ class EntryTiers:
             damaged_from=self._damaged.copy(),
             failed=self._failed,
             not_written=self._not_written,
+            not_read=self._not_read,
             stores={store.name: store.counters for store in self._stores} | self._of_peers(),
             served=self._served,
         )
@@ -372,14 +382,25 @@ class EntryTiers:
                 self._not_written += 1
                 continue
             store.writes_pending += 1
-            self._writes.append(_Write(place, store, store.put(key, place.memory)))
+            # Hundreds may wait, so they are not polled: the store's thread says which one has ended.
+            answer = store.put(key, place.memory)
+            answer.add_done_callback(lambda _, store=store, place=place: self._written.append((store, place)))
+
+    def _is_faster(self, store: StoreQueue, entry_s: float) -> bool:
+        measured_s = self._speeds[store.name].entry_s(self._clock())
+        return measured_s is None or measured_s < entry_s
+
+    def _read(self, store: StoreQueue, key: EntryKey, place: HostPlace | PassingPlace) -> Future[bool]:
+        self._speeds[store.name].begun(self._clock())
+        return store.get(key, place.memory)
 
     def _advance_read(self, read: _Read) -> None:
         place, is_dropped = read.place, isinstance(read.place, HostPlace) and read.place.is_forgotten
+        self._speeds[read.store.name].ended(self._clock(), is_found=read.answer.result())
         found = read.answer.result() and not is_dropped
         if not found and read.others and not is_dropped:
             read.store = read.others.pop(0)
-            read.answer = read.store.get(read.key, place.memory)
+            read.answer = self._read(read.store, read.key, place)
             return
         del self._reads[read.key]
         if isinstance(place, HostPlace):

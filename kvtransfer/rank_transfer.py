@@ -5,6 +5,7 @@ process's `KVTransfer`, and `RankedTransfer` calls all ranks of a node.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -194,12 +195,13 @@ class RankTransfer(Protocol):
         """How many of the first keys the stores have. A later load may find fewer."""
         ...
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
         """Copies entries from the stores to the cache. Returns how many of the first ones are in their blocks, whole
         and checked; blocks after them hold anything. Nothing writes to the blocks any more when it returns or raises.
 
         Args:
             timeout_s: no further entry is begun after this time.
+            entry_s: seconds to compute an entry; stores that have taken longer lately are not read.
 
         Raises:
             InternalError: the cache has no such blocks, or they do not hold the entries' tokens.

@@ -5,6 +5,7 @@ other node's rank. A node of one rank is the simplest case.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
@@ -308,9 +309,9 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """
         return min(await _all(rank.find_entries(keys) for rank in self._of(owner)))
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
-        loads = (rank.load_entries(entries, timeout_s=timeout_s) for rank in self._of(entries.owner))
-        return min(await _all(loads))
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
+        ranks = self._of(entries.owner)
+        return min(await _all(rank.load_entries(entries, timeout_s=timeout_s, entry_s=entry_s) for rank in ranks))
 
     async def begin_pull(self, pair: int, number: int, keys: tuple[EntryKey, ...]) -> int:
         return min(await _all(end.rank.begin_pull(end.number, number, keys) for end in self._linked(pair)))

@@ -4,6 +4,7 @@ Owns one thread (`kvtransfer.worker`), which owns everything that moves bytes; c
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -194,10 +195,10 @@ class KVTransfer(RankTransfer):
             return 0
         return await self._ended(lambda future: self._thread.offloader.save(entries, future))
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
         if self._tiers is None or not entries.keys:
             return 0
-        return await self._ended(lambda future: self._thread.offloader.load(entries, timeout_s, future))
+        return await self._ended(lambda future: self._thread.offloader.load(entries, timeout_s, entry_s, future))
 
     async def find_entries(self, keys: tuple[EntryKey, ...]) -> int:
         if self._tiers is None or not keys:

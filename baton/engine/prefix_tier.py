@@ -22,9 +22,13 @@ class PrefixTier(Protocol):
         """How many of the first keys the stores have, on every rank or on the owner."""
         ...
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> int:
         """Copies entries to their blocks. Returns how many of the first ones are there. Nothing writes to the blocks
-        any more when it returns or raises, and it does so soon after the time limit."""
+        any more when it returns or raises, and it does so soon after the time limit.
+
+        Args:
+            entry_s: seconds to compute an entry; stores that have taken longer lately are not read.
+        """
         ...
 
     async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:

@@ -147,7 +147,8 @@ class TieredPrefixes:
         loaded = added = 0
         began_s = asyncio.get_running_loop().time()
         try:
-            loaded = await self._tier.load_entries(plan.entries, timeout_s=_LOAD_S)
+            entry_s = self._scheduler.entry_s(plan.entries.keys)
+            loaded = await self._tier.load_entries(plan.entries, timeout_s=_LOAD_S, entry_s=entry_s)
         except BatonError as error:  # the node ends
             _log.warning("entries could not be loaded: %s", error)
         finally:

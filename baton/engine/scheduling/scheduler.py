@@ -4,11 +4,13 @@ A step is in flight from `schedule` until `complete` or `fail`; meanwhile one mo
 may come and go. Times are arguments.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from baton.core.block_keys import adapted_identity, root_digest
 from baton.core.errors import BatonError
+from baton.core.kv_entries import EntryKey
 from baton.core.types import AdapterRef, FinishReason, Grammar, PromptLogprob, TokenOutput
 from baton.engine.batch import Batch, RowResult
 from baton.engine.events import ChunkComputed, PromptPooled, RequestFailed, RequestStarted, StepEvents, token_sampled
@@ -378,6 +380,14 @@ class Scheduler:
         """Holds blocks for the wanted entries before `stop` that the cache still lacks, as far as there is room next to
         the requests that decode. Returns None if there are none."""
         return self._blocks.begin_load(wanted, pool, stop=stop, spare=self._roster.decoders()[pool])
+
+    def entry_s(self, keys: Sequence[EntryKey]) -> float:
+        """The predicted time to compute one of these entries, on average; infinite while costs are unknown."""
+        costs = self._meter.costs
+        if costs is None:
+            return math.inf
+        tokens = keys[0].token_start, keys[-1].token_stop
+        return costs.prompt_s(*tokens, step_tokens=self._limits.max_batch_tokens) / len(keys)
 
     def drop_roots(self, roots: frozenset[bytes]) -> int:
         """Lets no request find what sequences with one of these roots have left in the prefix cache. Returns the number

@@ -180,6 +180,7 @@ class FindEntries(Verb[int]):
 class LoadEntries(Verb[int]):
     entries: EntryBlocks
     timeout_s: float
+    entry_s: float
 
 
 @dataclass(frozen=True)

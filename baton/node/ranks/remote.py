@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import socket
 import time
 from typing import Any, TypeVar
@@ -151,8 +152,8 @@ class RemoteTransfer(RankTransfer):
     async def find_entries(self, keys: tuple[EntryKey, ...]) -> int:
         return await self._ask(FindEntries(keys))
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
-        return await self._ask_to_end(LoadEntries(entries, timeout_s))
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
+        return await self._ask_to_end(LoadEntries(entries, timeout_s, entry_s))
 
     async def begin_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
         return await self._ask(BeginPull(peer, number, keys))

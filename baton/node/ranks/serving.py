@@ -180,7 +180,7 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
         case FindEntries():
             return transfer.find_entries(verb.keys)
         case LoadEntries():
-            return transfer.load_entries(verb.entries, timeout_s=verb.timeout_s)
+            return transfer.load_entries(verb.entries, timeout_s=verb.timeout_s, entry_s=verb.entry_s)
         case BeginPull():
             return transfer.begin_pull(verb.peer, verb.number, verb.keys)
         case EndPull():

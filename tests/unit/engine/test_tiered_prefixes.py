@@ -30,7 +30,7 @@ class SilentStores:
     async def save_entries(self, entries: EntryBlocks) -> int:
         raise NotImplementedError
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> int:
         raise NotImplementedError
 
     async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:

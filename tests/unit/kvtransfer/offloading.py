@@ -1,5 +1,6 @@
 """Caches, keys, a store in memory and an `Offloader` driven by hand in one thread, for the tests of offloading."""
 
+import math
 import threading
 import time
 from array import array
@@ -71,15 +72,22 @@ def transfer_settings(
 
 @dataclass
 class MemoryStore:
-    """A store in memory. Its calls wait while `gate` is closed."""
+    """A store in memory. Its calls wait while `gate` is closed.
+
+    Attributes:
+        read_s: how far each read moves the clock, if there is one.
+    """
 
     name: str = "memory"
     gate: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     kept: dict[EntryKey, bytes] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     keeps: list[tuple[tuple[EntryKey, ...], KeepTime]] = field(default_factory=list)
     error: Exception | None = None
     is_closed: bool = False
+    read_s: float = 0.0
+    clock: "Clock | None" = None
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -90,6 +98,9 @@ class MemoryStore:
 
     def get(self, key: EntryKey, into: memoryview) -> bool:
         self._call("get")
+        if self.clock is not None:
+            with self.lock:
+                self.clock.now_s += self.read_s
         if key not in self.kept:
             return False
         into[:] = self.kept[key]
@@ -216,10 +227,14 @@ class User:
         return future
 
     def begin_load(
-        self, keys: tuple[EntryKey, ...], blocks: tuple[int, ...], timeout_s: float = LIMIT_S
+        self,
+        keys: tuple[EntryKey, ...],
+        blocks: tuple[int, ...],
+        timeout_s: float = LIMIT_S,
+        entry_s: float = math.inf,
     ) -> "Future[int]":
         future: Future[int] = Future()
-        self.offloader.load(EntryBlocks(keys, blocks), timeout_s, future)
+        self.offloader.load(EntryBlocks(keys, blocks), timeout_s, entry_s, future)
         return future
 
     def save(self, keys: tuple[EntryKey, ...], blocks: tuple[int, ...]) -> int:

@@ -1,5 +1,6 @@
 """Entries leave a cache for host memory and stores, and come back bit for bit, or not at all."""
 
+import cProfile
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import product
@@ -580,6 +581,49 @@ def test_writes_that_a_slow_store_cannot_follow_are_left_out_and_counted() -> No
     store.gate.set()
     world.settle()
     assert set(store.kept) == set(keys[:2])
+    world.check_nothing_is_left()
+
+
+def test_a_step_costs_the_same_however_many_writes_wait() -> None:
+    """Host memory of 40 GiB has 1,280 of them behind a slow disk, and each load takes several steps per entry."""
+    calls = {}
+    for entries in (4, 64):
+        store = MemoryStore()
+        store.gate.clear()
+        world = World(places=8 * entries, stores=[store])
+        user = world.user(cache_of(SPEC, entries=entries))
+        assert world.result(user.begin_save(keys_of(entries), blocks_of(user.cache, entries, 1))) == entries
+        assert world.tiers._stores[0].writes_pending == entries
+        profile = cProfile.Profile()
+        profile.runcall(user.offloader.step)
+        calls[entries] = sum(each.callcount for each in profile.getstats())
+        store.gate.set()
+        world.settle()
+        world.check_nothing_is_left()
+    assert calls[64] == calls[4]
+
+
+def test_a_store_that_is_slower_than_computing_is_read_no_more_until_it_is_tried_again() -> None:
+    store = MemoryStore(read_s=0.125)
+    world = World(places=80, stores=[store])
+    user = world.user(cache_of(SPEC, entries=120))
+    keys, target = keys_of(60), blocks_of(user.cache, 60, 2)
+    user.save(keys, blocks_of(user.cache, 60, 1))
+    world.forget_host(keys[2:])
+    store.clock = world.clock
+
+    def load(count: int, *, entry_s: float) -> int:
+        loaded = world.result(user.begin_load(keys[:count], target, timeout_s=1000.0, entry_s=entry_s))
+        world.forget_host(keys[2:])
+        return loaded
+
+    # Measured while they are read, so the rest of the same load is computed.
+    assert 2 + 16 <= load(60, entry_s=0.0625) < 60
+    assert load(60, entry_s=0.0625) == 2  # those of host memory
+    assert world.tiers.counters().not_read == 2
+    assert load(60, entry_s=10.0) == 60
+    world.clock.now_s += 1000.0
+    assert load(8, entry_s=0.0625) == 8
     world.check_nothing_is_left()
 
 

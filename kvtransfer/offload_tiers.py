@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -384,7 +385,11 @@ class EntryTiers:
             store.writes_pending += 1
             # Hundreds may wait, so they are not polled: the store's thread says which one has ended.
             answer = store.put(key, place.memory)
-            answer.add_done_callback(lambda _, store=store, place=place: self._written.append((store, place)))
+            answer.add_done_callback(partial(self._end_write, store, place))
+
+    def _end_write(self, store: StoreQueue, place: HostPlace, _: Future[bool]) -> None:
+        """Runs on the store's thread."""
+        self._written.append((store, place))
 
     def _is_faster(self, store: StoreQueue, entry_s: float) -> bool:
         measured_s = self._speeds[store.name].entry_s(self._clock())

@@ -110,10 +110,10 @@ class EntryCounters:
         damaged: entries that a load refused, because their bytes or names were wrong.
         failed: entries for which a save found no room, and those that ended a load because no store had them in time.
         not_written: entries that were not written behind, because a store had too many writes before them.
-        not_read: loads that ended before an entry, because its store was slower lately than computing.
         stores: the totals of each store below host memory, by its name.
         damaged_from: the damaged entries, by where they were, as `loaded`.
         served: entries that other nodes got from here.
+        not_read: loads that ended before an entry, because its store was slower lately than computing.
     """
 
     entries: int = 0
@@ -124,10 +124,10 @@ class EntryCounters:
     damaged: int = 0
     failed: int = 0
     not_written: int = 0
-    not_read: int = 0
     stores: Mapping[str, StoreCounters] = field(default_factory=dict)
     damaged_from: Mapping[str, int] = field(default_factory=dict)
     served: int = 0
+    not_read: int = 0
 
     @classmethod
     def of_ranks(cls, counters: Sequence[Self]) -> Self:

@@ -1,6 +1,7 @@
 """The view that a node's first rank has of another rank's KV transfer."""
 
 import asyncio
+import math
 import socket
 
 import pytest
@@ -53,7 +54,7 @@ async def test_a_cancelled_load_of_entries_returns_when_the_rank_has_ended_it() 
     transfer, rank = await started()
     load = asyncio.create_task(transfer.load_entries(ENTRIES, timeout_s=DEADLINE_S))
     call = await rank.receive()
-    assert call.verb == LoadEntries(ENTRIES, DEADLINE_S)
+    assert call.verb == LoadEntries(ENTRIES, DEADLINE_S, math.inf)
     load.cancel()
     assert await rank.receive() == Cancel(call.number)
     assert not load.done()

@@ -11,7 +11,12 @@ class PrefixTier(Protocol):
     """Copies entries between the cache and the stores of all ranks. Every answer may be less than was asked for.
 
     All methods belong to the event loop. Each raises BatonError only if the node ends.
+
+    Attributes:
+        has_stores: there may be entries that this node has not saved, in files or in a store of several nodes.
     """
+
+    has_stores: bool
 
     async def save_entries(self, entries: EntryBlocks) -> int:
         """Copies entries to the stores. Returns how many of the first ones they have then. Until it returns nothing may

@@ -73,6 +73,9 @@ class TieredPrefixes:
         wanted = self._scheduler.wanted(request)
         if wanted is None or self._is_dropped(wanted.entry_keys.root):
             return 0
+        is_elsewhere = self._tier.has_stores or request.kept_elsewhere is not None
+        if not is_elsewhere and not self._offload.may_have(wanted):
+            return 0  # a search takes some milliseconds on a busy node
         if not await self._pull(wanted, request.kept_elsewhere):
             return 0
         async with self._places:

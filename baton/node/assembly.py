@@ -116,8 +116,10 @@ class Node:
             partial(open_transfer, settings, built, self.incarnation, on_evicted=self._entries_evicted)
         ]
         makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
-        message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes
-        self.transfer = RankedTransfer(makers, message_bytes=message_bytes)
+        transferred = transfer_settings(settings, built, self.incarnation)
+        self.transfer = RankedTransfer(
+            makers, message_bytes=transferred.message_bytes, has_stores=bool(transferred.stores)
+        )
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
         self.meter = StepMeter(built.costs)
         keeps = keeps_kv(settings, built)

@@ -37,6 +37,10 @@ class KeptBlocks:
                 self._keys[key.digest] = key
                 self._note(key.digest, key)
 
+    def has(self, entry: EntryKey) -> bool:
+        """Whether the stores have this entry, or will have it soon."""
+        return entry.block.digest in self._by_entry
+
     def lost(self, digests: Iterable[bytes]) -> None:
         """The stores no longer have the entries with these digests."""
         for digest in digests:

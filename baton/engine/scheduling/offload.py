@@ -16,6 +16,9 @@ from baton.engine.scheduling.state import RequestState
 
 # The share of a pool's blocks that saves may hold, for some milliseconds each. Entries that need more are not saved.
 _SAVING_SHARE = 0.5
+# A running request's entries are offered in so many at a time, and the rest when it ends. A call for each one kept the
+# transfer thread busy under a chat load on an H200, and made its tokens 4 % slower.
+_ENTRIES_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,12 @@ class Offload:
     # ---- from the cache
 
     def registered(self, state: RequestState) -> None:
-        """Offers the entries that are complete since the last call, and holds their blocks."""
+        """Offers the entries that are complete by now and holds their blocks, if they are enough for a call."""
+        self._offer(state, at_least=_ENTRIES_AT_ONCE)
+
+    def _offer(self, state: RequestState, *, at_least: int) -> None:
         first, stop = state.num_offered, state.num_registered * self._block_size // ENTRY_TOKENS
-        if stop <= first:
+        if stop - first < at_least:
             return
         state.num_offered = stop
         first = max(first, -(-state.windows_from // ENTRY_TOKENS))  # earlier ones lack layers
@@ -112,17 +118,25 @@ class Offload:
 
     def forget(self, state: RequestState) -> None:
         """Takes a request's entries back, because its KV is not to be trusted."""
+        state.is_shared = False
         forgotten = entries_of(self._chain_of(state), state.tokens, 0, state.num_offered)
         self._forgotten += forgotten
         self.kept.lost(key.block.digest for key in forgotten)
 
     def ended(self, state: RequestState) -> None:
-        """Asks for the keep time of a request that ends, if it has one."""
+        """Offers the rest of an ending request's entries, and asks for its keep time if it has one."""
+        if state.is_shared:
+            self._offer(state, at_least=1)
         keep = state.request.keep
         if keep is not None and state.num_offered and state.is_shared:
             keys = entries_of(self._chain_of(state), state.tokens, 0, state.num_offered)
             # Without tokens, because a long sequence has 2,000 entries, and each rank gets all of them.
             self._kept.append((tuple(key._replace(block=key.block._replace(tokens=b"")) for key in keys), keep))
+
+    def may_have(self, wanted: WantedPrefix) -> bool:
+        """Whether an entry was saved or loaded here that continues what is cached."""
+        starts = (start for start in wanted.starts if start < wanted.stop)
+        return any(self.kept.has(wanted.entries(start, start + 1)[0]) for start in starts)
 
     def take_kept(self) -> list[tuple[tuple[EntryKey, ...], KeepTime]]:
         """Sequences of entries to keep for a time, since the last call. Keep them after the saves that have begun."""

@@ -341,9 +341,13 @@ class RequestBlocks:
         """A part of a prompt that is computed elsewhere has a multiple of this many tokens."""
         return self._align_blocks * self._block_size
 
-    def give_back(self, state: RequestState) -> None:
+    def end(self, state: RequestState) -> None:
+        """Gives the blocks of a request back that ends. Those whose KV is being saved become free later."""
         if self.offload is not None:
             self.offload.ended(state)
+        self.give_back(state)
+
+    def give_back(self, state: RequestState) -> None:
         self._pools[state.pool].give_back(state.drop_blocks())
         self.states.give_back(state)
 

@@ -204,7 +204,7 @@ class RequestTable:
         if self.in_flight.has_row_of(ended):
             self.void.append(ended)
         else:
-            self.blocks.give_back(ended)
+            self.blocks.end(ended)
 
 
 def overloaded(message: str) -> Overloaded:

@@ -2,12 +2,15 @@
 
 from array import array
 
+import pytest
+
 from baton.core.block_keys import KeyChain
 from baton.core.errors import InternalError
 from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeepTime
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
 from baton.engine.request import EngineRequest
+from baton.engine.scheduling import offload as offloads
 from baton.engine.scheduling.offload import LoadPlan, Offload, entries_of
 from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import BLOCK_SIZE, launch, make, request, step
@@ -121,12 +124,39 @@ def test_blocks_whose_windows_are_missing_are_not_offered() -> None:
     assert offload(scheduler).take_finished() == []
 
 
-def test_received_tokens_are_offered() -> None:
+def test_received_tokens_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloads, "_ENTRIES_AT_ONCE", 2)
     scheduler = tiered()
     scheduler.reserve(request("a", PROMPT), 0.0)
     scheduler.admit("a", TokenOutput(5, 0))
     (entries,) = offload(scheduler).take_finished()
     assert [key.number for key in entries.keys] == [0, 1]
+
+
+def test_a_running_request_offers_many_entries_at_a_time_and_the_rest_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offloads, "_ENTRIES_AT_ONCE", 3)
+    scheduler = tiered()
+    prompt = tuple(range(100, 100 + 4 * ENTRY_TOKENS - 2))
+    scheduler.submit(request("a", prompt, sampling=ResolvedSampling(max_tokens=4, temperature=0.0)), 0.0)
+    step(scheduler)
+    assert [len(entries.keys) for entries in offload(scheduler).take_finished()] == [3]
+    while scheduler.load().requests_running:
+        assert offload(scheduler).take_finished() == []
+        step(scheduler)
+    (rest,) = offload(scheduler).take_finished()
+    assert [key.number for key in rest.keys] == [3]
+
+
+def test_a_preempted_request_offers_nothing_because_its_blocks_are_needed_now() -> None:
+    scheduler = tiered(num_blocks=2 * BLOCKS_PER_ENTRY + 3)
+    scheduler.submit(request("a", PROMPT[: ENTRY_TOKENS + 1]), 0.0)
+    scheduler.submit(request("b", PROMPT[-ENTRY_TOKENS - 1 :]), 0.0)
+    while not scheduler.load().preemptions:
+        step(scheduler)
+    assert offload(scheduler).take_finished() == []
+    assert offload(scheduler).num_held == 0
 
 
 def test_nothing_is_wanted_where_the_cache_has_it() -> None:
@@ -238,13 +268,19 @@ def test_each_rank_loads_into_its_own_pool() -> None:
     assert wanted.starts == (0, 2)
 
 
-def test_entries_of_logits_that_are_not_finite_are_dropped() -> None:
+def test_entries_of_logits_that_are_not_finite_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = tiered()
     scheduler.submit(request("a", PROMPT), 0.0)
     launch(scheduler)
     scheduler.complete([InternalError("its logits are not finite")], 0.0)
     assert [key.number for key in offload(scheduler).take_forgotten()] == []
     scheduler.submit(request("b", PROMPT), 0.0)
+    step(scheduler)
+    launch(scheduler)
+    scheduler.complete([InternalError("its logits are not finite")], 0.0)
+    assert offload(scheduler).take_finished() == []  # nor does the end of the request offer them
+    monkeypatch.setattr(offloads, "_ENTRIES_AT_ONCE", 2)
+    scheduler.submit(request("c", PROMPT), 0.0)
     step(scheduler)
     save_all(scheduler)
     launch(scheduler)

@@ -9,7 +9,7 @@ from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTim
 from baton.engine import tiered_prefixes
 from baton.engine.tiered_prefixes import TieredPrefixes
 from tests.unit.engine.scheduling import request
-from tests.unit.engine.test_offload import tiered
+from tests.unit.engine.test_offload import decode_all, save_all, tiered
 
 LONG = tuple(range(100, 300))
 
@@ -19,7 +19,8 @@ class SilentStores:
 
     searches = 0
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_stores: bool = True) -> None:
+        self.has_stores = has_stores
         self.drops: list[frozenset[bytes]] = []
 
     async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:
@@ -57,6 +58,22 @@ async def test_a_request_waits_for_one_search_of_stores_that_do_not_answer(
     stores = SilentStores()
     prefixes = TieredPrefixes(stores, NoSource(), tiered(), on_room=lambda: None)
     assert await prefixes.prefetch(replace(request("a", LONG), kept_elsewhere=kept)) == 0
+    assert stores.searches == 1
+    await prefixes.close()
+
+
+async def test_host_memory_is_not_asked_for_what_was_never_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_prefixes, "_FIND_S", 0.01)
+    stores, scheduler = SilentStores(has_stores=False), tiered()
+    prefixes = TieredPrefixes(stores, NoSource(), scheduler, on_room=lambda: None)
+    assert await prefixes.prefetch(request("a", LONG)) == 0
+    assert stores.searches == 0
+    decode_all(scheduler, "a", LONG)
+    save_all(scheduler)
+    for number in range(3):  # others take its blocks
+        decode_all(scheduler, str(number), tuple(range(900 - number, -number, -1)))
+        save_all(scheduler)
+    assert await prefixes.prefetch(request("b", LONG)) == 0
     assert stores.searches == 1
     await prefixes.close()
 

@@ -13,16 +13,21 @@ from baton.core.errors import BatonError
 from baton.core.kv_entries import EntryBlocks, EntryKey
 from kvtransfer.movers.mover import CacheReading, Mover, Pending
 from kvtransfer.offload_tiers import EntryTiers, Fetch
-from kvtransfer.parts import Part
 from kvtransfer.staging import Slot
+from kvtransfer.stores.entry import EntryLayout, EntryMessage
 from kvtransfer.stores.host_memory import HostPlace
 
 # Entries that a load has found, or that stores read for it, before it begins them.
 READ_AHEAD = 8
 
 
+# An entry, or a piece of a state, and its messages.
+_Piece = tuple[EntryKey, tuple[EntryMessage, ...]]
+
+
 class OffloadJob(Protocol):
-    """A save or a load. Its future gets a number of entries once none of its messages is in a slot."""
+    """A save or a load. Its future gets a number of entries once none of its messages is in a slot. A state counts as
+    one more, if all of its pieces do."""
 
     future: Future[int]
 
@@ -60,11 +65,11 @@ class _Saved:
     """An entry while its messages are copied to host memory.
 
     Attributes:
-        parts: whose messages have not begun.
+        messages: that have not begun.
     """
 
     place: HostPlace
-    parts: deque[Part]
+    messages: deque[EntryMessage]
     in_flight: int = 0
 
 
@@ -83,9 +88,10 @@ class Save:
         self._mover = mover
         self._tiers = tiers
         self._layout = tiers.layout
-        self._blocks = mover.place(entries.block_ids, incoming=False)
-        self._all = entries.keys
-        self._keys = deque(entries.keys)
+        self._blocks = mover.place(entries.block_ids, incoming=False, state_slot=_slot_of(entries))
+        self._all = _pieces_of(entries, tiers.layout)
+        self._left = deque(self._all)
+        self._num_entries = len(entries.keys)
         self._entry: _Saved | None = None
         self._messages: list[_SaveMessage] = []
         self._error: BatonError | None = None
@@ -96,40 +102,41 @@ class Save:
 
     @property
     def is_over(self) -> bool:
-        return not self._messages and not self._keys and self._entry is None
+        return not self._messages and not self._left and self._entry is None
 
     def ready(self) -> bool:
-        while self._entry is None and self._keys:
-            if self._tiers.has(self._keys[0]):
-                self._keys.popleft()
+        while self._entry is None and self._left:
+            key, messages = self._left[0]
+            if self._tiers.has(key):
+                self._left.popleft()
                 continue
-            place = self._tiers.take(self._keys[0])
+            place = self._tiers.take(key)
             if place is None:
                 if not self._messages:  # others hold all places, maybe for long, and the blocks are needed
-                    self._tiers.no_room(len(self._keys))
-                    self._keys.clear()
+                    self._tiers.no_room(len(self._left))
+                    self._left.clear()
                 return False
-            self._keys.popleft()
-            self._entry = _Saved(place, deque(self._layout.parts))
+            self._left.popleft()
+            self._entry = _Saved(place, deque(messages))
         return self._entry is not None
 
     def begin(self, slot: Slot) -> bool:
         entry = self._entry
         assert entry is not None
-        part = entry.parts[0]
-        segment = self._layout.segment(entry.place.key, part)
-        start, size = self._layout.place(part)
+        message = entry.messages[0]
+        segment = self._layout.segment(entry.place.key, message)
+        start, size = message.start, message.size
         try:
-            self._mover.gather(slot, self._blocks, segment, part.place(segment), with_digest=True)
+            self._mover.gather(slot, self._blocks, segment, message.part.place(segment), with_digest=True)
             copy = self._mover.copy_out(slot, size, entry.place.tensor[start : start + size])
         except BatonError as error:
             self._error = error
             self.stop()
             return False
-        entry.parts.popleft()
+        entry.messages.popleft()
         entry.in_flight += 1
         self._messages.append(_SaveMessage(entry, slot, copy))
-        if not entry.parts:
+        if not entry.messages:
             self._entry = None
         return True
 
@@ -142,7 +149,7 @@ class Save:
         return [message.slot for message in over]
 
     def stop(self) -> None:
-        self._keys.clear()
+        self._left.clear()
         if self._entry is not None:
             entry, self._entry = self._entry, None
             self._end(entry)
@@ -152,18 +159,18 @@ class Save:
         if self._error is not None:
             self.future.set_exception(self._error)
         else:
-            kept = (number for number, key in enumerate(self._all) if not self._tiers.has(key))
-            self.future.set_result(next(kept, len(self._all)))
+            lacking = (number for number, (key, _) in enumerate(self._all) if not self._tiers.has(key))
+            self.future.set_result(_whole(next(lacking, len(self._all)), self._num_entries, len(self._all)))
 
     def forget(self, matches: Callable[[EntryKey], bool]) -> None:
         """Begins no entry with such a key. Host memory forgets those that have begun."""
-        self._keys = deque(key for key in self._keys if not matches(key))
+        self._left = deque(piece for piece in self._left if not matches(piece[0]))
 
     def _end(self, entry: _Saved) -> None:
         """Keeps an entry if all of it is there, or gives its place back if the rest of it never comes."""
         if entry.in_flight or entry is self._entry:
             return
-        if entry.parts:
+        if entry.messages:
             self._tiers.abandon(entry.place)
         else:
             self._tiers.commit(entry.place)
@@ -175,12 +182,12 @@ class _Loaded:
 
     Attributes:
         number: of the entry in the job.
-        parts: whose messages have not begun.
+        messages: that have not begun.
     """
 
     number: int
     fetch: Fetch
-    parts: deque[Part]
+    messages: deque[EntryMessage]
     in_flight: int = 0
 
 
@@ -193,7 +200,7 @@ class _LoadMessage:
     """
 
     entry: _Loaded
-    part: Part
+    form: EntryMessage
     slot: Slot
     reading: CacheReading
     scatter: Pending | None = None
@@ -223,12 +230,13 @@ class Load:
         self._tiers = tiers
         self._layout = tiers.layout
         self._clock = clock
-        self._keys = entries.keys
-        self.root = entries.keys[0].root
-        self._blocks = mover.place(entries.block_ids, incoming=True)
+        self._all = _pieces_of(entries, tiers.layout)
+        self._num_entries = len(entries.keys)
+        self.root = entries.root
+        self._blocks = mover.place(entries.block_ids, incoming=True, state_slot=_slot_of(entries))
         self._end_s = end_s
         # Entries from this one on are not loaded.
-        self._stop = len(self._keys)
+        self._stop = len(self._all)
         self._begun = 0
         self._ahead: deque[Fetch] = deque()
         self._entry: _Loaded | None = None
@@ -259,7 +267,7 @@ class Load:
             self._tiers.missing()
             self.stop()
             return False
-        self._entry = _Loaded(self._begun, fetch, deque(self._layout.parts))
+        self._entry = _Loaded(self._begun, fetch, deque(self._all[self._begun][1]))
         self._begun += 1
         return True
 
@@ -267,8 +275,8 @@ class Load:
         entry = self._entry
         assert entry is not None
         assert entry.fetch.place is not None
-        part = entry.parts.popleft()
-        start, size = self._layout.place(part)
+        message = entry.messages.popleft()
+        start, size = message.start, message.size
         try:
             self._mover.copy_in(slot, size, entry.fetch.place.tensor[start : start + size])
             reading = self._mover.read(slot, size, with_digest=True, with_extremes=False)
@@ -276,8 +284,8 @@ class Load:
             self._fail(entry, error)
             return False
         entry.in_flight += 1
-        self._messages.append(_LoadMessage(entry, part, slot, reading))
-        if not entry.parts:
+        self._messages.append(_LoadMessage(entry, message, slot, reading))
+        if not entry.messages:
             self._entry = None
         return True
 
@@ -299,11 +307,11 @@ class Load:
             return
         count = next((number for number in range(self._stop) if number not in self._whole), self._stop)
         self._tiers.loaded(self._whole[number] for number in range(count))
-        self.future.set_result(count)
+        self.future.set_result(_whole(count, self._num_entries, len(self._all)))
 
     def _look_ahead(self) -> None:
         while len(self._ahead) < READ_AHEAD and self._begun + len(self._ahead) < self._stop:
-            fetch = self._tiers.fetch(self._keys[self._begun + len(self._ahead)])
+            fetch = self._tiers.fetch(self._all[self._begun + len(self._ahead)][0])
             if fetch is None:
                 return
             self._ahead.append(fetch)
@@ -316,13 +324,14 @@ class Load:
                 return False
             if entry.number >= self._stop:
                 return True
-            segment = self._layout.segment(entry.fetch.key, message.part)
+            segment = self._layout.segment(entry.fetch.key, message.form)
             if message.reading.trailer != segment.encode(segment.digest_over(message.reading.digest)):
                 self._tiers.damaged(entry.fetch)
                 self._stop_at(entry.number)
                 return True
             try:
-                message.scatter = self._mover.scatter(message.slot, self._blocks, segment, message.part.place(segment))
+                place = message.form.part.place(segment)
+                message.scatter = self._mover.scatter(message.slot, self._blocks, segment, place)
             except BatonError as error:
                 self._fail(entry, error)
                 return True
@@ -348,3 +357,22 @@ class Load:
         self._tiers.release(entry.fetch)
         if entry.number < self._stop:
             self._whole[entry.number] = entry.fetch
+
+
+def _pieces_of(entries: EntryBlocks, layout: EntryLayout) -> tuple[_Piece, ...]:
+    """The entries, then the pieces of the state."""
+    pieces: list[_Piece] = [(key, layout.messages) for key in entries.keys]
+    if entries.state is not None:
+        keys = layout.state_keys(entries.state.after)
+        pieces += [(key, (message,)) for key, message in zip(keys, layout.pieces, strict=True)]
+    return tuple(pieces)
+
+
+def _slot_of(entries: EntryBlocks) -> int:
+    return -1 if entries.state is None else entries.state.slot
+
+
+def _whole(pieces: int, num_entries: int, num_pieces: int) -> int:
+    """The number of entries, and of states after them, that so many leading pieces make."""
+    has_state = pieces == num_pieces > num_entries
+    return min(pieces, num_entries) + has_state

@@ -104,11 +104,12 @@ class EntryTiers:
     def __init__(
         self, layout: EntryLayout, settings: TransferSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        least = layout.entry_bytes * (2 if settings.stores else 1)
+        least = layout.entry_bytes * (1 + len(layout.pieces) + bool(settings.stores))
         if settings.host_cache_bytes < least:
+            state = " with a recurrent state" if layout.pieces else ""
             raise ConfigError(
-                f"the host cache has {settings.host_cache_bytes} bytes, and {ENTRY_TOKENS} tokens of KV have "
-                f"{layout.entry_bytes}",
+                f"the host cache has {settings.host_cache_bytes} bytes, and {ENTRY_TOKENS} tokens of KV{state} have "
+                f"{layout.entry_bytes * (1 + len(layout.pieces))}",
                 field="host_cache_gib",
                 value=settings.host_cache_bytes,
                 allowed=("0", f"at least {least}"),
@@ -280,6 +281,11 @@ class EntryTiers:
     def find(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
         """The future gets the number of leading keys that host memory or a store has."""
         self._calls.find(keys, future)
+
+    def find_first(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
+        """The future gets the position of the first of these keys that host memory or a store has; their number if none
+        has any."""
+        self._calls.find_first(keys, future)
 
     def keep(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
         """Keeps the first entries of a sequence for a time. Stores do so after the writes before it."""

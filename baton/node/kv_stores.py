@@ -52,8 +52,8 @@ def check_stores(settings: NodeSettings) -> None:
 
 def keeps_kv(settings: NodeSettings, built: BuiltRunner) -> bool:
     """Whether a node keeps KV outside of its cache. Logs why it does not although its settings ask for it."""
-    if settings.host_cache_bytes and built.cache.state is not None:
-        _log.warning("KV is kept in the cache alone: the model has recurrent states, which stores cannot keep yet")
+    if settings.host_cache_bytes and built.cache.state is not None and built.parallel.num_owners > 1:
+        _log.warning("KV is kept in the cache alone: the model has recurrent states, and ranks requests of their own")
         return False
     return settings.host_cache_bytes > 0
 

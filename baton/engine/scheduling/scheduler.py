@@ -288,9 +288,10 @@ class Scheduler:
         pooled: list[RequestState] = []
         block_size, running = self._block_size, RequestPhase.RUNNING  # locals are looked up faster for every row
         step = self._requests.end_oldest_step()
-        self._blocks.states.end_snapshots(step, results)
+        likely = self._blocks.states.end_snapshots(step, results)
         for snapshot in step.snapshots:
             self._blocks.report(snapshot.state)
+        self._blocks.offer_states(likely)
         scored = step.collect_scores(results, scores) if scores else ()
         step.collect_pools(pools)
         for state, row, token in zip(step.states, step.rows, results, strict=True):

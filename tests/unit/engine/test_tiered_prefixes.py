@@ -27,13 +27,16 @@ class SilentStores:
         never: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         return await never
 
+    async def find_state(self, after: tuple[EntryKey, ...]) -> int:
+        raise NotImplementedError
+
     async def save_entries(self, entries: EntryBlocks) -> int:
         raise NotImplementedError
 
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float) -> int:
         raise NotImplementedError
 
-    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
         raise NotImplementedError
 
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:

@@ -11,7 +11,9 @@ from typing import TypeVar
 from baton.core.errors import BatonError
 from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from kvtransfer.movers.mover import Mover
-from kvtransfer.offload_jobs import Load, OffloadJob, Save
+from kvtransfer.offload_jobs import OffloadJob
+from kvtransfer.offload_load import Load
+from kvtransfer.offload_save import Save
 from kvtransfer.offload_tiers import EntryTiers
 
 J = TypeVar("J", bound=OffloadJob)

@@ -74,9 +74,7 @@ class Offloader:
         """The future gets the number of these entries up to the last one after which there is a state, or 0."""
         position = Future[int]()
         position.add_done_callback(lambda done: future.set_result(len(after) - done.result()))
-        # The last pieces: stores evict them before the others.
-        lasts = tuple(self._tiers.layout.state_keys(key)[-1] for key in reversed(after))
-        self._tiers.find_first(lasts, position)
+        self._tiers.find_first(tuple(map(self._tiers.layout.last_state_key, reversed(after))), position)
 
     def keep(
         self, keys: tuple[EntryKey, ...], keep: KeepTime, future: "Future[None]", *, with_state: bool = False

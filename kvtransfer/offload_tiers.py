@@ -34,8 +34,6 @@ _PASSING_MAX = 8
 # that has it still. Longer than a drop and a pull take.
 _DROPPED_S = 30.0
 _CLOSE_TIMEOUT_S = 5.0
-# At about this position attention costs as much as the rest of a model: Llama-8B's does at 30k tokens.
-_ATTENTION_EVEN_AT = 32768
 
 
 @dataclass(eq=False)
@@ -177,7 +175,7 @@ class EntryTiers:
         Args:
             is_pulled: it comes from another node, and ends with `commit_pulled` or `abandon`.
         """
-        place = self._host.take(key, _cost(key))
+        place = self._host.take(key, self.layout.cost(key))
         if place is not None:
             self._saving[key] = place
             place.source = PEER if is_pulled else ""
@@ -235,7 +233,7 @@ class EntryTiers:
             stores = self._calls.usable_stores()
             if not stores or self.is_dropped(key.root):
                 return Fetch(key, True)
-            place = self._host.take(key, _cost(key)) or (self._passing.pop() if self._passing else None)
+            place = self._host.take(key, self.layout.cost(key)) or (self._passing.pop() if self._passing else None)
             if place is None:
                 return None
             store, *others = stores
@@ -400,8 +398,3 @@ class EntryTiers:
                 place.users += 1
                 fetch.place = place
         self._free(place)
-
-
-def _cost(key: EntryKey) -> float:
-    """The cost to compute an entry again, relative to one at the start of a prompt."""
-    return 1 + key.token_start / _ATTENTION_EVEN_AT

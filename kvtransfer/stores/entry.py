@@ -21,6 +21,9 @@ from kvtransfer.segments import LEASE_NUMBER_BITS, TRAILER_BYTES, Segment, paylo
 
 # Messages begin at multiples of this, so that files can be read without the page cache.
 MESSAGE_ALIGN_BYTES = 4096
+# At about this position attention costs as much as the rest of a model: Llama-8B's does at 30k tokens.
+_ATTENTION_EVEN_AT = 32768
+_TOKEN_BYTES = 4
 # The number of this form of entries. It changes when an entry's bytes get another meaning.
 _FORM = 1
 
@@ -80,13 +83,23 @@ class EntryLayout:
         They are a sequence of their own: an entry that comes before a state may leave a store before it, and a session
         that ends need not know the states of its earlier turns.
         """
-        keys, parent = [], after.root
-        for number in range(len(self.pieces)):
-            named = number.to_bytes(4, "little")
-            digest = hashlib.blake2b(after.block.digest + b"state" + named, digest_size=DIGEST_BYTES).digest()
-            keys.append(EntryKey(BlockKey(digest, after.block.tokens + named, parent), after.root, after.number))
-            parent = digest
-        return tuple(keys)
+        return tuple(_piece_key(after, number) for number in range(len(self.pieces)))
+
+    def last_state_key(self, after: EntryKey) -> EntryKey:
+        """The last one of `state_keys`. Stores evict it before the others."""
+        return _piece_key(after, len(self.pieces) - 1)
+
+    def cost(self, key: EntryKey) -> float:
+        """The cost to compute an entry again, relative to one at the start of a prompt.
+
+        A state is of use with the entries before it only. So its pieces cost as much less as they are many: those of a
+        short prompt leave first.
+        """
+        cost = 1 + key.token_start / _ATTENTION_EVEN_AT
+        if len(key.block.tokens) == ENTRY_TOKENS * _TOKEN_BYTES:
+            return cost
+        entries = key.number + 1
+        return cost * entries / (entries + len(self.pieces))
 
     def segment(self, key: EntryKey, message: EntryMessage) -> Segment:
         """The segment that a message of this entry must hold, without its digest."""
@@ -103,6 +116,20 @@ class EntryLayout:
             head_stop=message.heads.stop,
             payload_bytes=message.size - TRAILER_BYTES,
         )
+
+
+def _piece_key(after: EntryKey, number: int) -> EntryKey:
+    before = _piece_digest(after, number - 1) if number else after.root
+    tokens = after.block.tokens + _named(number)
+    return EntryKey(BlockKey(_piece_digest(after, number), tokens, before), after.root, after.number)
+
+
+def _piece_digest(after: EntryKey, number: int) -> bytes:
+    return hashlib.blake2b(after.block.digest + b"state" + _named(number), digest_size=DIGEST_BYTES).digest()
+
+
+def _named(number: int) -> bytes:
+    return number.to_bytes(4, "little")
 
 
 def _pieces(part: Part, entry_bytes: int) -> Iterator[EntryMessage]:

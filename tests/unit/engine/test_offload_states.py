@@ -1,11 +1,16 @@
 """Which recurrent states the scheduler offers to the stores outside of its cache, and how they come back."""
 
+from contextlib import suppress
+from random import Random
+
 import pytest
 
+from baton.core.errors import Overloaded
 from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks
 from baton.core.sampling import ResolvedSampling
+from baton.engine.scheduling.offload import LoadPlan
 from baton.engine.scheduling.scheduler import Scheduler
-from tests.unit.engine.scheduling import BLOCK_SIZE, make, request, step
+from tests.unit.engine.scheduling import BLOCK_SIZE, finish, make, request, step
 from tests.unit.engine.test_offload import free_blocks, offload, save_all, seen
 
 BLOCKS_PER_ENTRY = ENTRY_TOKENS // BLOCK_SIZE
@@ -207,3 +212,69 @@ def test_followers_do_not_see_what_could_not_be_saved() -> None:
     for entries in offload(scheduler).take_finished():
         offload(scheduler).saved(entries, 0)
     assert offload(scheduler).kept.cached_keys() == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_blocks_and_slots_are_free_at_the_end(seed: int) -> None:
+    random = Random(seed)
+    scheduler = tiered(slots=random.choice((2, 3, 6)), num_blocks=random.choice((90, 256)))
+    texts = [tuple(random.choices(range(900), k=64 * random.randint(1, 4))) for _ in range(3)]
+    saving: list[EntryBlocks] = []
+    loading: list[LoadPlan] = []
+    names = iter(range(10_000))
+    live: list[str] = []
+
+    def arrive() -> None:
+        prompt = random.choice(texts) + tuple(random.choices(range(900), k=random.randint(1, 90)))
+        sampling = ResolvedSampling(max_tokens=random.randint(1, 150), temperature=0.0)
+        arrived = request(f"r{next(names)}", prompt, sampling=sampling, cache_salt=random.choice("ab"))
+        wanted = scheduler.wanted(arrived)
+        if wanted is not None:
+            stop = random.choice([0, *wanted.states])
+            plan = scheduler.begin_load(wanted, 0, stop=stop) if stop else None
+            loading.extend([] if plan is None else [plan])
+        with suppress(Overloaded):
+            scheduler.submit(arrived, 0.0)
+            live.append(arrived.request_id)
+
+    def end_load() -> None:
+        if loading:
+            plan = loading.pop(random.randrange(len(loading)))
+            offload(scheduler).end_load(plan, random.choice((0, len(plan.entries) // 2, len(plan.entries))))
+
+    def end_save() -> None:
+        saving.extend(offload(scheduler).take_finished())
+        if saving:
+            entries = saving.pop(random.randrange(len(saving)))
+            offload(scheduler).saved(entries, random.choice((0, len(entries))))
+
+    def compute() -> None:
+        if scheduler.load().requests_running + scheduler.load().requests_waiting:
+            batch = scheduler.schedule(0.0)
+            if batch is not None:
+                finish(scheduler, batch)
+
+    def leave() -> None:
+        if live:
+            scheduler.abort(live.pop(random.randrange(len(live))))
+
+    def drop() -> None:
+        scheduler.drop_roots(frozenset({scheduler.root(random.choice("ab"), None)}))
+
+    happens = [arrive, end_load, end_save, compute, leave, drop]
+    for _ in range(400):
+        random.choices(happens, (2, 3, 3, 12, 0.5, 0.1))[0]()
+    for name in live:
+        scheduler.abort(name)
+    while loading:
+        end_load()
+    saving.extend(offload(scheduler).take_finished())
+    while saving:
+        end_save()
+    assert scheduler.load().blocks_free == scheduler.load().blocks_total
+    assert scheduler.leaked_blocks(lambda _: True) == 0
+    assert pinned(scheduler) == 0
+    slots = scheduler._blocks.states.slots
+    assert (slots.num_held, slots.num_available) == (0, slots.num_slots)
+    assert offload(scheduler).num_held == 0
+    assert offload(scheduler)._shown == {}

@@ -51,6 +51,15 @@ def test_a_state_is_cut_into_pieces_of_an_entrys_size(state: KVCacheSpec, pieces
     assert len({key.block.digest for key in (*keys_of(2), *keys)}) == 2 + pieces
     assert [key.block.parent for key in keys] == [keys[0].root, *(key.block.digest for key in keys[:-1])]
     assert {key.token_stop for key in keys} == {2 * ENTRY_TOKENS}
+    assert layout.last_state_key(keys_of(2)[1]) == keys[-1]
+
+
+def test_the_pieces_of_a_short_prompts_state_cost_less_than_entries_and_those_of_a_long_one_nearly_as_much() -> None:
+    layout = EntryLayout(parts_of(replace(GQA, state=replace(STATE, head_dim=3000))))
+    keys = keys_of(400)
+    short, long = (layout.cost(layout.state_keys(keys[number])[0]) for number in (0, 399))
+    assert short == layout.cost(keys[0]) / 5
+    assert 0.98 * layout.cost(keys[399]) < long < layout.cost(keys[399])
 
 
 @pytest.mark.parametrize("head_dim", [5, 3000, 9000])

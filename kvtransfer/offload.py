@@ -11,7 +11,9 @@ from typing import TypeVar
 from baton.core.errors import BatonError
 from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from kvtransfer.movers.mover import Mover
-from kvtransfer.offload_jobs import Load, OffloadJob, Save
+from kvtransfer.offload_jobs import OffloadJob
+from kvtransfer.offload_load import Load
+from kvtransfer.offload_save import Save
 from kvtransfer.offload_tiers import EntryTiers
 
 J = TypeVar("J", bound=OffloadJob)
@@ -72,15 +74,28 @@ class Offloader:
     def find(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
         self._tiers.find(keys, future)
 
-    def keep(self, keys: tuple[EntryKey, ...], keep: KeepTime, future: "Future[None]") -> None:
+    def find_state(self, after: tuple[EntryKey, ...], future: "Future[int]") -> None:
+        """The future gets the number of these entries up to the last one after which there is a state, or 0."""
+        position = Future[int]()
+        position.add_done_callback(lambda done: future.set_result(len(after) - done.result()))
+        self._tiers.find_first(tuple(map(self._tiers.layout.last_state_key, reversed(after))), position)
+
+    def keep(
+        self, keys: tuple[EntryKey, ...], keep: KeepTime, future: "Future[None]", *, with_state: bool = False
+    ) -> None:
+        """Keeps entries, and if wanted the state after the last one, for a time."""
         self._tiers.keep(keys, keep)
+        if with_state:
+            self._tiers.keep(self._tiers.layout.state_keys(keys[-1]), keep)
         future.set_result(None)
 
     def drop(self, keys: tuple[EntryKey, ...], future: "Future[None]") -> None:
-        dropped = set(keys)
+        """Forgets entries, and the states after them."""
+        states = (piece for key in keys for piece in self._tiers.layout.state_keys(key))
+        dropped = tuple(dict.fromkeys((*keys, *states)))
         for save in self._saves:
-            save.forget(dropped.__contains__)
-        self._tiers.drop(keys, future)
+            save.forget(set(dropped).__contains__)
+        self._tiers.drop(dropped, future)
 
     def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
         # A load would read entries from stores that have not dropped them yet back into host memory.

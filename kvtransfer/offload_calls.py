@@ -28,6 +28,14 @@ class _Find:
 
 
 @dataclass(eq=False)
+class _FindFirst:
+    keys: tuple[EntryKey, ...]
+    future: Future[int]
+    end_s: float
+    answers: list[Future[int]]
+
+
+@dataclass(eq=False)
 class _Drop:
     future: Future[None]
     end_s: float
@@ -55,10 +63,11 @@ class StoreCalls:
         self._stores = stores
         self._clock = clock
         self._finds: list[_Find] = []
+        self._firsts: list[_FindFirst] = []
         self._drops: list[_Drop | _DropOfRoots] = []
 
     def __len__(self) -> int:
-        return len(self._finds) + len(self._drops)
+        return len(self._finds) + len(self._firsts) + len(self._drops)
 
     def usable_stores(self) -> list[StoreQueue]:
         """The stores that answer."""
@@ -70,6 +79,15 @@ class StoreCalls:
         self._finds.append(find)
         find.answer.set_result(0)
         self._advance_find(find)
+
+    def find_first(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
+        """The future gets the position of the first of these keys that host memory or a store has; their number if none
+        has any."""
+        before = keys[: self._host.first(keys)]
+        stores = self.usable_stores() if before else []
+        answers = [store.first(before) for store in stores]
+        self._firsts.append(_FindFirst(before, future, self._clock() + FIND_LIMIT_S, answers))
+        self._advance_first(self._firsts[-1])
 
     def drop(self, keys: tuple[EntryKey, ...], future: "Future[None]") -> None:
         """Forgets entries. The future is done when all stores have."""
@@ -86,14 +104,18 @@ class StoreCalls:
     def step(self) -> bool:
         """Takes the answers of the stores. Returns whether a call has ended."""
         found = [self._advance_find(find) for find in tuple(self._finds)]
+        first = [self._advance_first(find) for find in tuple(self._firsts)]
         dropped = [self._advance_drop(drop) for drop in tuple(self._drops)]
-        return any(found) or any(dropped)
+        return any(found) or any(first) or any(dropped)
 
     def stop_waiting(self) -> None:
         """Ends searches with what they have found. Drops get no answer, though stores still drop."""
         for find in self._finds:
             find.future.set_result(find.found)
+        for first in self._firsts:
+            first.future.set_result(len(first.keys))
         self._finds.clear()
+        self._firsts.clear()
         self._drops.clear()
 
     def _advance_find(self, find: _Find) -> bool:
@@ -115,6 +137,14 @@ class StoreCalls:
             return False
         self._finds.remove(find)
         find.future.set_result(find.found)
+        return True
+
+    def _advance_first(self, find: _FindFirst) -> bool:
+        answers = [answer.result() for answer in find.answers if answer.done()]
+        if len(answers) < len(find.answers) and self._clock() < find.end_s:
+            return False
+        self._firsts.remove(find)
+        find.future.set_result(min(answers, default=len(find.keys)))
         return True
 
     def _await_drop(self, drop: _Drop | _DropOfRoots) -> None:

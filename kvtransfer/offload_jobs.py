@@ -1,28 +1,22 @@
-"""A save and a load of one sequence's entries, message by message: when each may begin, and what its end means.
+"""What a save and a load of one sequence's entries have in common, as `Offloader` sees it.
 
 `Offloader` owns the slots and calls both alike: `ready`, `begin` in a slot, `advance` until `is_over`, `finish`.
 """
 
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Protocol
 
-from baton.core.errors import BatonError
 from baton.core.kv_entries import EntryBlocks, EntryKey
-from kvtransfer.movers.mover import CacheReading, Mover, Pending
-from kvtransfer.offload_tiers import EntryTiers, Fetch
-from kvtransfer.parts import Part
 from kvtransfer.staging import Slot
-from kvtransfer.stores.host_memory import HostPlace
+from kvtransfer.stores.entry import EntryLayout, EntryMessage
 
-# Entries that a load has found, or that stores read for it, before it begins them.
-READ_AHEAD = 8
+# An entry, or a piece of a state, and its messages.
+Piece = tuple[EntryKey, tuple[EntryMessage, ...]]
 
 
 class OffloadJob(Protocol):
-    """A save or a load. Its future gets a number of entries once none of its messages is in a slot."""
+    """A save or a load. Its future gets a number of entries once none of its messages is in a slot. A state counts as
+    one more, if all of its pieces do."""
 
     future: Future[int]
 
@@ -55,299 +49,20 @@ class OffloadJob(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class _Saved:
-    """An entry while its messages are copied to host memory.
-
-    Attributes:
-        parts: whose messages have not begun.
-    """
-
-    place: HostPlace
-    parts: deque[Part]
-    in_flight: int = 0
+def pieces_of(entries: EntryBlocks, layout: EntryLayout) -> tuple[Piece, ...]:
+    """The entries, then the pieces of the state."""
+    pieces: list[Piece] = [(key, layout.messages) for key in entries.keys]
+    if entries.state is not None:
+        keys = layout.state_keys(entries.state.after)
+        pieces += [(key, (message,)) for key, message in zip(keys, layout.pieces, strict=True)]
+    return tuple(pieces)
 
 
-@dataclass(eq=False)
-class _SaveMessage:
-    entry: _Saved
-    slot: Slot
-    copy: Pending
+def slot_of(entries: EntryBlocks) -> int:
+    return -1 if entries.state is None else entries.state.slot
 
 
-class Save:
-    """Copies entries from the cache to host memory, unless they are there."""
-
-    def __init__(self, entries: EntryBlocks, future: "Future[int]", mover: Mover, tiers: EntryTiers) -> None:
-        self.future = future
-        self._mover = mover
-        self._tiers = tiers
-        self._layout = tiers.layout
-        self._blocks = mover.place(entries.block_ids, incoming=False)
-        self._all = entries.keys
-        self._keys = deque(entries.keys)
-        self._entry: _Saved | None = None
-        self._messages: list[_SaveMessage] = []
-        self._error: BatonError | None = None
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._messages)
-
-    @property
-    def is_over(self) -> bool:
-        return not self._messages and not self._keys and self._entry is None
-
-    def ready(self) -> bool:
-        while self._entry is None and self._keys:
-            if self._tiers.has(self._keys[0]):
-                self._keys.popleft()
-                continue
-            place = self._tiers.take(self._keys[0])
-            if place is None:
-                if not self._messages:  # others hold all places, maybe for long, and the blocks are needed
-                    self._tiers.no_room(len(self._keys))
-                    self._keys.clear()
-                return False
-            self._keys.popleft()
-            self._entry = _Saved(place, deque(self._layout.parts))
-        return self._entry is not None
-
-    def begin(self, slot: Slot) -> bool:
-        entry = self._entry
-        assert entry is not None
-        part = entry.parts[0]
-        segment = self._layout.segment(entry.place.key, part)
-        start, size = self._layout.place(part)
-        try:
-            self._mover.gather(slot, self._blocks, segment, part.place(segment), with_digest=True)
-            copy = self._mover.copy_out(slot, size, entry.place.tensor[start : start + size])
-        except BatonError as error:
-            self._error = error
-            self.stop()
-            return False
-        entry.parts.popleft()
-        entry.in_flight += 1
-        self._messages.append(_SaveMessage(entry, slot, copy))
-        if not entry.parts:
-            self._entry = None
-        return True
-
-    def advance(self) -> list[Slot]:
-        over = [message for message in self._messages if message.copy.done]
-        for message in over:
-            self._messages.remove(message)
-            message.entry.in_flight -= 1
-            self._end(message.entry)
-        return [message.slot for message in over]
-
-    def stop(self) -> None:
-        self._keys.clear()
-        if self._entry is not None:
-            entry, self._entry = self._entry, None
-            self._end(entry)
-
-    def finish(self) -> None:
-        self._blocks.free()
-        if self._error is not None:
-            self.future.set_exception(self._error)
-        else:
-            kept = (number for number, key in enumerate(self._all) if not self._tiers.has(key))
-            self.future.set_result(next(kept, len(self._all)))
-
-    def forget(self, matches: Callable[[EntryKey], bool]) -> None:
-        """Begins no entry with such a key. Host memory forgets those that have begun."""
-        self._keys = deque(key for key in self._keys if not matches(key))
-
-    def _end(self, entry: _Saved) -> None:
-        """Keeps an entry if all of it is there, or gives its place back if the rest of it never comes."""
-        if entry.in_flight or entry is self._entry:
-            return
-        if entry.parts:
-            self._tiers.abandon(entry.place)
-        else:
-            self._tiers.commit(entry.place)
-
-
-@dataclass(eq=False)
-class _Loaded:
-    """An entry while its messages are checked and scattered.
-
-    Attributes:
-        number: of the entry in the job.
-        parts: whose messages have not begun.
-    """
-
-    number: int
-    fetch: Fetch
-    parts: deque[Part]
-    in_flight: int = 0
-
-
-@dataclass(eq=False)
-class _LoadMessage:
-    """One message, while it holds a slot:
-
-    reading ──► scatter ──► over          damaged messages, and those after the job's last entry, are not scattered
-       └─────────────────► over
-    """
-
-    entry: _Loaded
-    part: Part
-    slot: Slot
-    reading: CacheReading
-    scatter: Pending | None = None
-
-
-class Load:
-    """Copies entries from host memory to the cache, each message after its check.
-
-    Args:
-        end_s: no entry begins from this time on.
-        entry_s: stores that take longer for an entry are not read.
-
-    Attributes:
-        root: of its entries.
-    """
-
-    def __init__(
-        self,
-        entries: EntryBlocks,
-        end_s: float,
-        entry_s: float,
-        future: "Future[int]",
-        mover: Mover,
-        tiers: EntryTiers,
-        clock: Callable[[], float],
-    ) -> None:
-        self.future = future
-        self._mover = mover
-        self._tiers = tiers
-        self._layout = tiers.layout
-        self._clock = clock
-        self._keys = entries.keys
-        self.root = entries.keys[0].root
-        self._blocks = mover.place(entries.block_ids, incoming=True)
-        self._end_s, self._entry_s = end_s, entry_s
-        # Entries from this one on are not loaded.
-        self._stop = len(self._keys)
-        self._begun = 0
-        self._ahead: deque[Fetch] = deque()
-        self._entry: _Loaded | None = None
-        self._messages: list[_LoadMessage] = []
-        # The entries that are scattered whole, by their numbers.
-        self._whole: dict[int, Fetch] = {}
-        self._error: BatonError | None = None
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._messages)
-
-    @property
-    def is_over(self) -> bool:
-        return not self._messages and self._entry is None and self._begun >= self._stop
-
-    def ready(self) -> bool:
-        if self._entry is not None:
-            return True
-        if self._begun < self._stop and self._clock() >= self._end_s:
-            self._tiers.missing()
-            self.stop()
-        self._look_ahead()
-        if not self._ahead or not self._ahead[0].done:
-            return False
-        fetch = self._ahead.popleft()
-        if fetch.place is None:
-            self._tiers.missing(fetch)
-            self.stop()
-            return False
-        self._entry = _Loaded(self._begun, fetch, deque(self._layout.parts))
-        self._begun += 1
-        return True
-
-    def begin(self, slot: Slot) -> bool:
-        entry = self._entry
-        assert entry is not None
-        assert entry.fetch.place is not None
-        part = entry.parts.popleft()
-        start, size = self._layout.place(part)
-        try:
-            self._mover.copy_in(slot, size, entry.fetch.place.tensor[start : start + size])
-            reading = self._mover.read(slot, size, with_digest=True, with_extremes=False)
-        except BatonError as error:
-            self._fail(entry, error)
-            return False
-        entry.in_flight += 1
-        self._messages.append(_LoadMessage(entry, part, slot, reading))
-        if not entry.parts:
-            self._entry = None
-        return True
-
-    def advance(self) -> list[Slot]:
-        over = [message for message in tuple(self._messages) if self._is_over(message)]
-        for message in over:
-            self._messages.remove(message)
-            message.entry.in_flight -= 1
-            self._end(message.entry)
-        return [message.slot for message in over]
-
-    def stop(self) -> None:
-        self._stop_at(self._begun)
-
-    def finish(self) -> None:
-        self._blocks.free()
-        if self._error is not None:
-            self.future.set_exception(self._error)
-            return
-        count = next((number for number in range(self._stop) if number not in self._whole), self._stop)
-        self._tiers.loaded(self._whole[number] for number in range(count))
-        self.future.set_result(count)
-
-    def _look_ahead(self) -> None:
-        while len(self._ahead) < READ_AHEAD and self._begun + len(self._ahead) < self._stop:
-            key = self._keys[self._begun + len(self._ahead)]
-            fetch = self._tiers.fetch(key, entry_s=self._entry_s)
-            if fetch is None:
-                return
-            self._ahead.append(fetch)
-
-    def _is_over(self, message: _LoadMessage) -> bool:
-        """Advances one message. Returns whether its slot is free."""
-        entry = message.entry
-        if message.scatter is None:
-            if not message.reading.done:
-                return False
-            if entry.number >= self._stop:
-                return True
-            segment = self._layout.segment(entry.fetch.key, message.part)
-            if message.reading.trailer != segment.encode(segment.digest_over(message.reading.digest)):
-                self._tiers.damaged(entry.fetch)
-                self._stop_at(entry.number)
-                return True
-            try:
-                message.scatter = self._mover.scatter(message.slot, self._blocks, segment, message.part.place(segment))
-            except BatonError as error:
-                self._fail(entry, error)
-                return True
-        return message.scatter.done
-
-    def _fail(self, entry: _Loaded, error: BatonError) -> None:
-        self._error = error
-        self._stop_at(entry.number)
-
-    def _stop_at(self, number: int) -> None:
-        """Ends the job before that entry."""
-        self._stop = min(self._stop, number)
-        while self._ahead:
-            self._tiers.release(self._ahead.popleft())
-        if self._entry is not None and self._entry.number >= self._stop:
-            entry, self._entry = self._entry, None
-            self._end(entry)
-
-    def _end(self, entry: _Loaded) -> None:
-        """Ends an entry none of whose messages is in a slot or will be."""
-        if entry.in_flight or entry is self._entry:
-            return
-        self._tiers.release(entry.fetch)
-        if entry.number < self._stop:
-            self._whole[entry.number] = entry.fetch
+def num_whole(pieces: int, num_entries: int, num_pieces: int) -> int:
+    """The number of entries, and of states after them, that so many leading pieces make."""
+    has_state = pieces == num_pieces > num_entries
+    return min(pieces, num_entries) + has_state

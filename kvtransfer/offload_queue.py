@@ -54,6 +54,9 @@ class StoreQueue:
     def has(self, keys: tuple[EntryKey, ...]) -> "Future[int]":
         return self._run(self._reads, lambda: self._store.has(keys), 0)
 
+    def first(self, keys: tuple[EntryKey, ...]) -> "Future[int]":
+        return self._run(self._reads, lambda: self._store.first(keys), len(keys))
+
     def get(self, key: EntryKey, into: memoryview) -> "Future[bool]":
         return self._run(self._reads, lambda: self._store.get(key, into), False)
 

@@ -37,8 +37,6 @@ _PASSING_MAX = 8
 # that has it still. Longer than a drop and a pull take.
 _DROPPED_S = 30.0
 _CLOSE_TIMEOUT_S = 5.0
-# At about this position attention costs as much as the rest of a model: Llama-8B's does at 30k tokens.
-_ATTENTION_EVEN_AT = 32768
 
 
 @dataclass(eq=False)
@@ -102,11 +100,12 @@ class EntryTiers:
     def __init__(
         self, layout: EntryLayout, settings: TransferSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        least = layout.entry_bytes * (2 if settings.stores else 1)
+        least = layout.entry_bytes * (1 + len(layout.pieces) + bool(settings.stores))
         if settings.host_cache_bytes < least:
+            state = " with a recurrent state" if layout.pieces else ""
             raise ConfigError(
-                f"the host cache has {settings.host_cache_bytes} bytes, and {ENTRY_TOKENS} tokens of KV have "
-                f"{layout.entry_bytes}",
+                f"the host cache has {settings.host_cache_bytes} bytes, and {ENTRY_TOKENS} tokens of KV{state} have "
+                f"{layout.entry_bytes * (1 + len(layout.pieces))}",
                 field="host_cache_gib",
                 value=settings.host_cache_bytes,
                 allowed=("0", f"at least {least}"),
@@ -178,7 +177,7 @@ class EntryTiers:
         Args:
             is_pulled: it comes from another node, and ends with `commit_pulled` or `abandon`.
         """
-        place = self._host.take(key, _cost(key))
+        place = self._host.take(key, self.layout.cost(key))
         if place is not None:
             self._saving[key] = place
             place.source = PEER if is_pulled else ""
@@ -241,7 +240,7 @@ class EntryTiers:
             stores = [store for store in usable if self._is_faster(store, entry_s)]
             if not stores or self.is_dropped(key.root):
                 return Fetch(key, True, is_too_slow=bool(usable) and not stores)
-            place = self._host.take(key, _cost(key)) or (self._passing.pop() if self._passing else None)
+            place = self._host.take(key, self.layout.cost(key)) or (self._passing.pop() if self._passing else None)
             if place is None:
                 return None
             store, *others = stores
@@ -290,6 +289,11 @@ class EntryTiers:
     def find(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
         """The future gets the number of leading keys that host memory or a store has."""
         self._calls.find(keys, future)
+
+    def find_first(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
+        """The future gets the position of the first of these keys that host memory or a store has; their number if none
+        has any."""
+        self._calls.find_first(keys, future)
 
     def keep(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
         """Keeps the first entries of a sequence for a time. Stores do so after the writes before it."""
@@ -420,8 +424,3 @@ class EntryTiers:
                 place.users += 1
                 fetch.place = place
         self._free(place)
-
-
-def _cost(key: EntryKey) -> float:
-    """The cost to compute an entry again, relative to one at the start of a prompt."""
-    return 1 + key.token_start / _ATTENTION_EVEN_AT

@@ -195,6 +195,11 @@ class RankTransfer(Protocol):
         """How many of the first keys the stores have. A later load may find fewer."""
         ...
 
+    async def find_state(self, after: tuple[EntryKey, ...]) -> int:
+        """The number of these entries up to the last one after which the stores have the recurrent state; 0: there is
+        none."""
+        ...
+
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
         """Copies entries from the stores to the cache. Returns how many of the first ones are in their blocks, whole
         and checked; blocks after them hold anything. Nothing writes to the blocks any more when it returns or raises.
@@ -239,11 +244,12 @@ class RankTransfer(Protocol):
         """
         ...
 
-    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
         """Keeps the first entries of a sequence for a time, as far as the stores have them and the tenant's share goes.
 
         Args:
             keys: of the sequence from its beginning, maybe without tokens.
+            with_state: the recurrent state after the last one too.
         """
         ...
 

@@ -311,6 +311,9 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """
         return min(await _all(rank.find_entries(keys) for rank in self._of(owner)))
 
+    async def find_state(self, after: tuple[EntryKey, ...]) -> int:
+        return min(await _all(rank.find_state(after) for rank in self._ranks))
+
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
         ranks = self._of(entries.owner)
         return min(await _all(rank.load_entries(entries, timeout_s=timeout_s, entry_s=entry_s) for rank in ranks))
@@ -325,8 +328,8 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     async def serve_pull(self, pair: int, number: int, keys: tuple[EntryKey, ...]) -> int:
         return min(await _all(end.rank.serve_pull(end.number, number, keys) for end in self._linked(pair)))
 
-    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
-        await _all(rank.keep_entries(keys, keep) for rank in self._ranks)
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
+        await _all(rank.keep_entries(keys, keep, with_state=with_state) for rank in self._ranks)
 
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         await _all(rank.drop_entries(keys) for rank in self._ranks)

@@ -67,9 +67,7 @@ class KVTransfer(RankTransfer):
         self._used_leases = UsedNumbers()
         self._on_link_failed: OnLinkFailed | None = None
         self._on_failed: OnFailed | None = None
-        # A recurrent state is no KV of some tokens, so such a model has no entries.
-        keeps_entries = settings.host_cache_bytes and cache.state is None
-        layout = EntryLayout(settings.parts(cache.spec)) if keeps_entries else None
+        layout = EntryLayout(settings.parts(cache.spec)) if settings.host_cache_bytes else None
         self._tiers = EntryTiers(layout, settings, clock=clock) if layout is not None else None
         self._make_thread = partial(
             TransferThread,
@@ -191,12 +189,12 @@ class KVTransfer(RankTransfer):
         return await self._call(lambda future: self._thread.receiver.close(number, future))
 
     async def save_entries(self, entries: EntryBlocks) -> int:
-        if self._tiers is None or not entries.keys:
+        if self._tiers is None or not entries:
             return 0
         return await self._ended(lambda future: self._thread.offloader.save(entries, future))
 
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
-        if self._tiers is None or not entries.keys:
+        if self._tiers is None or not entries:
             return 0
         return await self._ended(lambda future: self._thread.offloader.load(entries, timeout_s, entry_s, future))
 
@@ -204,6 +202,11 @@ class KVTransfer(RankTransfer):
         if self._tiers is None or not keys:
             return 0
         return await self._call(lambda future: self._thread.offloader.find(keys, future))
+
+    async def find_state(self, after: tuple[EntryKey, ...]) -> int:
+        if self._tiers is None or not self._tiers.layout.pieces or not after:
+            return 0
+        return await self._call(lambda future: self._thread.offloader.find_state(after, future))
 
     async def begin_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
         if self._tiers is None or not keys:
@@ -220,9 +223,9 @@ class KVTransfer(RankTransfer):
             return 0
         return await self._call(lambda future: self._thread.serve_pull(peer, number, keys, future))
 
-    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
         if self._tiers is not None and keys:
-            await self._call(lambda future: self._thread.offloader.keep(keys, keep, future))
+            await self._call(lambda future: self._thread.offloader.keep(keys, keep, future, with_state=with_state))
 
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         if self._tiers is not None and keys:

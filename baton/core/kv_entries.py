@@ -39,6 +39,19 @@ class EntryKey(NamedTuple):
 
 
 @dataclass(frozen=True)
+class EntryState:
+    """The recurrent state after an entry, and where it is in a cache.
+
+    Attributes:
+        after: key of the last entry that it includes.
+        slot: of the cache's states.
+    """
+
+    after: EntryKey
+    slot: int
+
+
+@dataclass(frozen=True)
 class KeptPrefix:
     """A node that has the first tokens of a sequence, as a gateway believes.
 
@@ -54,7 +67,8 @@ class KeptPrefix:
 
 @dataclass(frozen=True)
 class EntryBlocks:
-    """Consecutive entries of one sequence, and where their tokens are in a cache.
+    """Consecutive entries of one sequence, and where their tokens are in a cache; maybe with the state after them, or a
+    state alone.
 
     Attributes:
         keys: in the sequence's order.
@@ -66,6 +80,15 @@ class EntryBlocks:
     keys: tuple[EntryKey, ...]
     block_ids: tuple[int, ...]
     owner: int | None = None
+    state: EntryState | None = None
+
+    def __len__(self) -> int:
+        """Number of entries; a state counts as one more."""
+        return len(self.keys) + (self.state is not None)
+
+    @property
+    def root(self) -> bytes:
+        return self.keys[0].root if self.state is None else self.state.after.root
 
     @property
     def token_stop(self) -> int:

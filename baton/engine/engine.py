@@ -44,7 +44,7 @@ class Engine:
         grammars: compiles the grammars of requests.
         meter: learns step costs; None: they stay unknown.
         num_adapters: slots of the runner for adapters.
-        tier: the stores outside of the cache; None: there are none. Not for models with recurrent states.
+        tier: the stores outside of the cache; None: there are none.
         source: the stores of other nodes; None: nothing is pulled from them.
         on_room: called on the event loop when copies between cache and stores have given blocks back, without which
             `reserve` may have found no room. It must not raise.

@@ -19,25 +19,31 @@ class PrefixTier(Protocol):
     has_stores: bool
 
     async def save_entries(self, entries: EntryBlocks) -> int:
-        """Copies entries to the stores. Returns how many of the first ones they have then. Until it returns nothing may
-        write to their blocks."""
+        """Copies entries to the stores. Returns how many of the first ones they have then; a state counts as one more.
+        Until it returns nothing may write to their blocks or to the state."""
         ...
 
     async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:
         """How many of the first keys the stores have, on every rank or on the owner."""
         ...
 
+    async def find_state(self, after: tuple[EntryKey, ...]) -> int:
+        """The number of these entries up to the last one after which the stores have the recurrent state; 0: there is
+        none."""
+        ...
+
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> int:
-        """Copies entries to their blocks. Returns how many of the first ones are there. Nothing writes to the blocks
-        any more when it returns or raises, and it does so soon after the time limit.
+        """Copies entries to their blocks. Returns how many of the first ones are there; a state counts as one more.
+        Nothing writes to them any more when it returns or raises, and it does so soon after the time limit.
 
         Args:
             entry_s: seconds to compute an entry; stores that have taken longer lately are not read.
         """
         ...
 
-    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
-        """Keeps the first entries of a sequence for a time, or lets them leave first."""
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
+        """Keeps the first entries of a sequence for a time, or lets them leave first; maybe with the recurrent state
+        after the last one."""
         ...
 
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:

@@ -74,7 +74,7 @@ class TieredPrefixes:
         if wanted is None or self._is_dropped(wanted.entry_keys.root):
             return 0
         is_elsewhere = self._tier.has_stores or request.kept_elsewhere is not None
-        if not is_elsewhere and not self._offload.may_have(wanted):
+        if not is_elsewhere and not wanted.states and not self._offload.may_have(wanted):
             return 0  # a search takes some milliseconds on a busy node
         if not await self._pull(wanted, request.kept_elsewhere):
             return 0
@@ -118,11 +118,12 @@ class TieredPrefixes:
 
     async def _pull(self, wanted: WantedPrefix, kept: KeptPrefix | None) -> bool:
         """Copies what another node has, and the stores lack, to the stores. Not where ranks have requests of their own,
-        because nobody knows which of the other node's ranks has it.
+        because nobody knows which of the other node's ranks has it, and not for models with recurrent states, which are
+        not pulled.
 
         Returns False if the stores could not be searched, so that a request waits for one such search only.
         """
-        if kept is None or self._source is None or len(wanted.starts) > 1:
+        if kept is None or self._source is None or len(wanted.starts) > 1 or wanted.states:
             return True
         stop = min(wanted.stop, kept.tokens // ENTRY_TOKENS)
         try:
@@ -142,9 +143,21 @@ class TieredPrefixes:
             owner = pool if len(wanted.starts) > 1 else None
             keys = wanted.entries(start, wanted.stop)
             stop = start + await self._tier.find_entries(keys, owner=owner) if keys else start
+            if wanted.states:
+                stop = await self._last_state(wanted, stop)
+                return (pool, stop) if stop else None
             if stop > start and stop > most:
                 best, most = (pool, stop), stop
         return best
+
+    async def _last_state(self, wanted: WantedPrefix, stop: int) -> int:
+        """The most entries before `stop` after which the cache or the stores have the state; 0: there is none."""
+        after = [number for number in wanted.states if number <= stop]
+        known = max(wanted.known.intersection(after), default=0)
+        after = [number for number in after if number > known]
+        keys = tuple(key for number in after for key in wanted.entries(number - 1, number))
+        found = await self._tier.find_state(keys) if keys else 0
+        return after[found - 1] if found else known
 
     async def _load(self, plan: LoadPlan) -> int:
         loaded = added = 0
@@ -157,7 +170,7 @@ class TieredPrefixes:
         finally:
             added = self._offload.end_load(plan, loaded)
             if loaded:
-                self.loaded_tokens += loaded * ENTRY_TOKENS
+                self.loaded_tokens += min(loaded, len(plan.entries.keys)) * ENTRY_TOKENS
                 self.load_s += asyncio.get_running_loop().time() - began_s
             self._on_room()
         return added
@@ -178,7 +191,7 @@ class TieredPrefixes:
         if after:
             await asyncio.wait(after)
         try:
-            await self._tier.keep_entries(keys, keep)
+            await self._tier.keep_entries(keys, keep, with_state=self._offload.has_states)
         except BatonError as error:  # the node ends
             _log.warning("entries could not be kept: %s", error)
 

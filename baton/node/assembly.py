@@ -25,7 +25,7 @@ from baton.node.describe import to_info, to_step_costs
 from baton.node.expert_load import ExpertLoads
 from baton.node.from_settings import engine_limits, open_transfer, transfer_settings
 from baton.node.gpu_meter import GpuMeter, gpu_uuids
-from baton.node.kv_stores import keeps_kv, pull_namespace, store_drops, store_states, with_failed_pulls
+from baton.node.kv_stores import pull_namespace, store_drops, store_states, with_failed_pulls
 from baton.node.meter import NodeMeter
 from baton.node.pulls import Pulls
 from baton.node.ranks.group import RankGroup
@@ -122,7 +122,7 @@ class Node:
         )
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
         self.meter = StepMeter(built.costs)
-        keeps = keeps_kv(settings, built)
+        keeps = settings.host_cache_bytes > 0
         self.pulls = self._open_pulls(settings, built) if keeps and built.parallel.num_owners == 1 else None
         self.engine = Engine(
             runner,

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,8 +22,6 @@ from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.files import FileStore
 from kvtransfer.stores.mooncake import open_mooncake, parse_mooncake_url
 from kvtransfer.stores.store import Store, StoreCounters
-
-_log = logging.getLogger(__name__)
 
 
 def check_stores(settings: NodeSettings) -> None:
@@ -48,14 +45,6 @@ def check_stores(settings: NodeSettings) -> None:
         _check_directory(settings.file_cache_dir)
     if settings.kv_store is not None:
         parse_mooncake_url(settings.kv_store)
-
-
-def keeps_kv(settings: NodeSettings, built: BuiltRunner) -> bool:
-    """Whether a node keeps KV outside of its cache. Logs why it does not although its settings ask for it."""
-    if settings.host_cache_bytes and built.cache.state is not None:
-        _log.warning("KV is kept in the cache alone: the model has recurrent states, which stores cannot keep yet")
-        return False
-    return settings.host_cache_bytes > 0
 
 
 def open_stores(settings: NodeSettings, built: BuiltRunner) -> tuple[OpenStore, ...]:

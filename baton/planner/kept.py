@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from baton.planner.plan import NodeKind, Plan
 
 _GIB = 1 << 30
+# At the ends of its prompt and of its answer.
+_STATES_A_REQUEST = 2
 
 
 @dataclass(frozen=True)
@@ -31,29 +33,34 @@ class KeptTokens:
     hours: float | None
 
 
-def tokens_of(kind: NodeKind, gib: float) -> int:
-    """The tokens whose KV fits into stores of this size on each rank of a node; a rank has its share of the heads."""
-    return int(gib * _GIB * min(kind.gpus, kind.kv_holders or kind.gpus) / kind.kv_bytes_per_token)
+def tokens_of(kind: NodeKind, gib: float, *, request_tokens: float) -> int:
+    """The tokens whose KV and states fit into stores of this size on each rank of a node; a rank has its share of the
+    heads.
+
+    Args:
+        request_tokens: of a prompt and its answer.
+    """
+    bytes_per_token = kind.kv_bytes_per_token + _STATES_A_REQUEST * kind.state_bytes / request_tokens
+    return int(gib * _GIB * min(kind.gpus, kind.kv_holders or kind.gpus) / bytes_per_token)
 
 
 def kept_tokens(plan: Plan, sizes: StoreSizes) -> Iterator[KeptTokens]:
     """What each store of a decode node holds, at the rate that is asked for, or else at the best one."""
-    kind, best, rate = plan.question.kind, plan.best, plan.question.rate or plan.best.rate
-    tokens_per_s = rate * (plan.demand.prompt + plan.demand.output) / best.spec.decodes
+    best, rate = plan.best, plan.question.rate or plan.best.rate
+    request_tokens = plan.demand.prompt + plan.demand.output
+    tokens_per_s = rate * request_tokens / best.spec.decodes
     for store, gib in (("host memory", sizes.host_gib), ("files", sizes.file_gib)):
-        if gib and not kind.state_bytes:
-            tokens = tokens_of(kind, gib)
+        if gib:
+            tokens = tokens_of(plan.question.kind, gib, request_tokens=request_tokens)
             yield KeptTokens(store, gib, tokens, tokens / tokens_per_s / 3600 if tokens_per_s else None)
 
 
 def kept_lines(plan: Plan, sizes: StoreSizes) -> Iterator[str]:
     """Sentences about the stores; about a GiB of them if none has a size."""
-    kind, rate = plan.question.kind, plan.question.rate or plan.best.rate
-    if kind.state_bytes:
-        yield "the model has recurrent states, so no KV is kept outside of the cache"
-        return
+    rate = plan.question.rate or plan.best.rate
     if not sizes.host_gib and not sizes.file_gib:
-        one = _thousands(tokens_of(kind, 1.0))
+        request_tokens = plan.demand.prompt + plan.demand.output
+        one = _thousands(tokens_of(plan.question.kind, 1.0, request_tokens=request_tokens))
         yield f"a GiB of --host-cache-gib or --file-cache-gib holds {one} more tokens of a node"
     for kept in kept_tokens(plan, sizes):
         line = f"{kept.gib:g} GiB of {kept.store} for each GPU hold {_thousands(kept.tokens)} tokens of a node"

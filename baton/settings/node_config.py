@@ -174,8 +174,7 @@ class NodeSettings(CommonSettings):
         ge=0,
         le=_HOST_CACHE_GIB_MAX,
         description="host memory in which each rank keeps a copy of the KV that it computes or receives, for prefixes "
-        "that the cache no longer has; on a GPU it is page-locked; 0: none. Needs prefix_cache; models with recurrent "
-        "states are not kept yet",
+        "that the cache no longer has; on a GPU it is page-locked; 0: none. Needs prefix_cache",
     )
     file_cache_dir: Path | None = Field(
         None,

@@ -96,6 +96,10 @@ class FileStore:
                 return number
         return len(keys)
 
+    def first(self, keys: Sequence[EntryKey]) -> int:
+        there = (number for number, key in enumerate(keys) if self._is_there(EntryFileName.of(key)))
+        return next(there, len(keys))
+
     def get(self, key: EntryKey, into: memoryview) -> bool:
         assert into.nbytes == self._entry_bytes
         with self._call() as is_open:

@@ -79,6 +79,10 @@ class HostMemory:
                 return number
         return len(keys)
 
+    def first(self, keys: Sequence[EntryKey]) -> int:
+        """The position of the first of these keys that it has; their number if it has none."""
+        return next((number for number, key in enumerate(keys) if self._written(key) is not None), len(keys))
+
     def take(self, key: EntryKey, cost: float) -> HostPlace | None:
         """Returns a place to write a new entry to; others leave if none is free. End it by `commit` or `abandon`.
 
@@ -144,7 +148,7 @@ class HostMemory:
         Args:
             keys: of the sequence from its beginning, maybe without tokens.
         """
-        assert not keys or keys[0].number == 0
+        assert not keys or keys[0].block.parent == keys[0].root
         there = [key.block.digest for key in takewhile(self._has_digest, keys)]
         if keep.seconds:
             self._order.keep(there, keep)

@@ -124,6 +124,15 @@ class MooncakeStore:
                 return start + there
         return len(names)
 
+    def first(self, keys: Sequence[EntryKey]) -> int:
+        names = [self._name(key) for key in keys]
+        for start in range(0, len(names), _KEYS_MAX):
+            found = self._call("has", names[start : start + _KEYS_MAX]) or []
+            there = next((at for at, code in enumerate(found) if code == 1), None)
+            if there is not None:
+                return start + there
+        return len(names)
+
     def get(self, key: EntryKey, into: memoryview) -> bool:
         assert into.nbytes == self._entry_bytes
         found = self._get(key, into)

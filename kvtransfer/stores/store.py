@@ -46,6 +46,10 @@ class Store(Protocol):
         """How many of the first keys it has. A later `get` may fail all the same."""
         ...
 
+    def first(self, keys: Sequence[EntryKey]) -> int:
+        """The position of the first of these keys that it has; their number if it has none."""
+        ...
+
     def get(self, key: EntryKey, into: memoryview) -> bool:
         """Reads an entry into `into`, which has its size. Returns whether all of it is there."""
         ...

@@ -34,7 +34,7 @@ _MIB = 1 << 20
 _LOG_TAIL = 2000
 _HOST_CACHE_GIB = 0.01  # 27 entries of 64 tokens
 _NODE: Flags = {
-    "model": LLAMA, "device": "cpu", "num_blocks": 400, "max_batch_tokens": 64, "segment_mib": 0.05, "keepalive_s": 3,
+    "model": LLAMA, "device": "cpu", "num_blocks": 200, "max_batch_tokens": 64, "segment_mib": 0.05, "keepalive_s": 3,
     "drain_grace_s": 4,
 }  # fmt: skip
 _FLAGS: dict[str, Flags] = {
@@ -94,6 +94,11 @@ class Cluster:
     logs: Path
     members: dict[str, Member] = field(default_factory=dict)
     links: dict[str, Link] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> Path:
+        """The directory of the nodes' files of KV."""
+        return self.logs / "kv"
 
     # ---- processes
 
@@ -229,7 +234,7 @@ async def cluster(scenario: Scenario, history: History, logs: Path) -> AsyncIter
             link = Link(name, addresses[name.partition("-")[2]])
             made.links[name] = await stack.enter_async_context(link)
         # Nodes keep KV in memory and in files that all of them share, and read it back in their next lives.
-        kept: Flags = {"host_cache_gib": _HOST_CACHE_GIB, "file_cache_dir": logs / "kv"}
+        kept: Flags = {"host_cache_gib": _HOST_CACHE_GIB, "file_cache_dir": made.kept}
         for name in names:
             flags = {**_FLAGS[name[0]], **_place(scenario, made.links, name)}
             if name not in scenario.gateways:

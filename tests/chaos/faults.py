@@ -40,6 +40,12 @@ KINDS: Mapping[str, Kind] = {
     "die_decode": Kind(("decode",), (0.1, 1.0), 3, DECODE_STEPS),
     # It starts again as a process that damages some of the segments that it sends.
     "damage": Kind(("prefill",), (3.0, 8.0), 1),
+    # A file of KV in the directory that all nodes share loses a bit or its end, and so does the log of keep times.
+    "rot": Kind(_NODES, (0.0, 0.1), 1.5),
+    # It starts again as a process whose host memory loses bits of entries.
+    "bad_memory": Kind(_NODES, (3.0, 8.0), 1),
+    # It starts again as a process whose writes to files fail, most of them after a part.
+    "full_disk": Kind(_NODES, (3.0, 8.0), 1),
     # Connections are reset, and refused for a while.
     "cut": Kind(("link",), (0.5, 6.0), 2),
     # Connections are reset; new ones work.

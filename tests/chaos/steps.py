@@ -3,14 +3,20 @@
 Each step is before or after a call of the product. `die_at` runs in the node's process before it starts.
 """
 
+import errno
 import functools
 import importlib
 import inspect
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from random import Random
 from typing import Any
+
+from baton.core.kv_entries import EntryKey
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,15 @@ class Step:
 
 
 _PEER, _PEERS, _RANKED = "prefill_node.decode_peer", "prefill_node.decode_peers", "kvtransfer.ranked"
+# Either role keeps KV outside of its cache, and sends it to others.
+_KEPT = {
+    "has saved KV": Step(_RANKED, "RankedTransfer", "save_entries"),
+    "loads KV": Step(_RANKED, "RankedTransfer", "load_entries", before=True),
+    "names a file": Step("kvtransfer.stores.files", "FileStore", "_end", before=True),
+    "begins a pull": Step(_RANKED, "RankedTransfer", "begin_pull"),
+    "serves a pull": Step(_RANKED, "RankedTransfer", "serve_pull", before=True),
+    "has served a pull": Step(_RANKED, "RankedTransfer", "serve_pull"),
+}
 _PREFILL = {
     "has said hello": Step(_PEER, "DecodePeer", "_introduce"),
     "listens": Step(_RANKED, "RankedTransfer", "listen"),
@@ -41,6 +56,7 @@ _PREFILL = {
     "hands over": Step(_PEERS, "DecodePeers", "send", before=True),
     "has handed over": Step(_PEERS, "DecodePeers", "send"),
     "becomes quiet": Step(_RANKED, "RankedTransfer", "quiet"),
+    **_KEPT,
 }
 _DECODE = {
     "has accepted the hello": Step(_RANKED, "RankedTransfer", "listen"),
@@ -54,9 +70,11 @@ _DECODE = {
     "has all KV": Step("decode_node.driver", "DecodeDriver", "_on_filled"),
     "closes a lease": Step(_RANKED, "RankedTransfer", "close_lease", before=True),
     "has closed a lease": Step(_RANKED, "RankedTransfer", "close_lease"),
+    **_KEPT,
 }
 PREFILL_STEPS, DECODE_STEPS = tuple(_PREFILL), tuple(_DECODE)
 _DAMAGED_EVERY = 5
+_CUT_SHARE = 0.2
 
 
 def step_of(role: str, name: str) -> Step:
@@ -85,6 +103,56 @@ def damage_segments() -> None:
         return post(self, item)
 
     Sender._post = post_damaged  # type: ignore[method-assign]
+
+
+def damage_host_memory() -> None:
+    """In a node's process: every fifth entry that is read in host memory has lost a bit."""
+    from kvtransfer.stores.host_memory import HostMemory, HostPlace
+
+    pin = HostMemory.pin
+    count = 0
+
+    def pin_damaged(self: HostMemory, key: EntryKey) -> HostPlace | None:
+        nonlocal count
+        place = pin(self, key)
+        count += 1
+        if place is not None and count % _DAMAGED_EVERY == 0:
+            place.tensor[count % len(place.tensor)] ^= 1 << count % 8
+        return place
+
+    HostMemory.pin = pin_damaged  # type: ignore[method-assign]
+
+
+def fill_disk() -> None:
+    """In a node's process: two of three writes of files fail because the disk is full, each after a part."""
+    pwritev = os.pwritev
+    count = 0
+
+    def write_part(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nonlocal count
+        count += 1
+        if count % 3 == 0:
+            return pwritev(fd, buffers, offset)
+        pwritev(fd, buffers[:1], offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.pwritev = write_part
+
+
+def rot(directory: Path, random: Random) -> None:
+    """Damages a tenth of the files of KV in a directory, under the eyes of the nodes that read and write there."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    for path in random.sample(files, -(-len(files) // 10)):
+        with suppress(OSError), path.open("r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            if not size or random.random() < _CUT_SHARE:
+                file.truncate(random.randint(0, size))
+                continue
+            place = random.randrange(size)
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes((byte ^ 1 << random.randrange(8),)))
 
 
 def _deadly(method: Callable[..., Any], *, before: bool) -> Callable[..., Any]:

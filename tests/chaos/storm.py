@@ -5,11 +5,12 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from random import Random
 
 from tests.chaos.cluster import Cluster
 from tests.chaos.history import DiedAt, FaultBegan, FaultEnded
 from tests.chaos.scenario import Fault
-from tests.chaos.steps import damage_segments, die_at, step_of
+from tests.chaos.steps import damage_host_memory, damage_segments, die_at, fill_disk, rot, step_of
 
 # A node that never comes to the step at which it should die is killed after so long.
 _DIE_S = 8.0
@@ -100,8 +101,21 @@ class Storm:
         await self._start(fault.target)
 
     async def damage(self, fault: Fault) -> None:
+        await self._live_as(fault, damage_segments)
+
+    async def bad_memory(self, fault: Fault) -> None:
+        await self._live_as(fault, damage_host_memory)
+
+    async def full_disk(self, fault: Fault) -> None:
+        await self._live_as(fault, fill_disk)
+
+    async def rot(self, fault: Fault) -> None:
+        await asyncio.to_thread(rot, self._cluster.kept, Random(fault.number))
+
+    async def _live_as(self, fault: Fault, prepare: Callable[[], None]) -> None:
+        """Lets a process live for a while with this change."""
         await self._cluster.kill(fault.target)
-        self._cluster.start(fault.target, prepare=damage_segments)
+        self._cluster.start(fault.target, prepare=prepare)
         await self._cluster.until_ready(fault.target)
         await self._pause(fault.seconds)
         if self._cluster.members[fault.target].ended:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.core.errors import DataLoss, InternalError
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryState
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
@@ -91,10 +91,9 @@ async def test_what_was_written_behind_outlives_the_transfer() -> None:
         assert torch.equal(as_bytes(tokens_of(cache, entries.block_ids, ENTRIES * ENTRY_TOKENS)), wanted)
 
 
-@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, state=STATE)])
-async def test_without_a_host_cache_or_with_a_state_there_are_no_entries(spec: KVCacheSpec) -> None:
-    cache = a_cache(spec)
-    settings = transfer_settings(SPEC, places=0 if spec.state is None else 8)
+async def test_without_a_host_cache_there_are_no_entries() -> None:
+    cache = a_cache()
+    settings = transfer_settings(SPEC, places=0)
     transfer = KVTransfer(cache, settings, on_filled=lambda _: None, on_refused=lambda _: None)
     entries = EntryBlocks(KEYS, blocks_of(cache, ENTRIES, 1))
     async with transfer:
@@ -103,6 +102,28 @@ async def test_without_a_host_cache_or_with_a_state_there_are_no_entries(spec: K
         assert await transfer.load_entries(entries, timeout_s=DEADLINE_S) == 0
         await transfer.drop_entries(KEYS)
         await transfer.drop_entries_of(frozenset({KEYS[0].root}))
+
+
+async def test_a_state_is_kept_next_to_the_entries_and_found_by_the_last_of_them() -> None:
+    cache = a_cache(replace(SPEC, state=STATE))
+    assert cache.state is not None
+    wanted = cache.state.view[:, :, 1].clone()
+    async with a_transfer(cache, places=16) as transfer:
+        assert await transfer.find_state(KEYS) == 0
+        assert await transfer.save_entries(EntryBlocks((), (), state=EntryState(KEYS[3], 1))) == 1
+        assert await transfer.save_entries(EntryBlocks((), (), state=EntryState(KEYS[1], 2))) == 1
+        assert [await transfer.find_state(KEYS[:count]) for count in range(ENTRIES + 1)] == [0, 0, 2, 2, 4, 4, 4]
+        entries, tokens = await save_and_wipe(transfer, cache)
+        both = replace(entries, keys=KEYS[:4], state=EntryState(KEYS[3], 0))
+        assert await transfer.load_entries(both, timeout_s=DEADLINE_S) == 5
+        assert torch.equal(cache.state.view[:, :, 0], wanted)
+        loaded = as_bytes(tokens_of(cache, entries.block_ids, ENTRIES * ENTRY_TOKENS))
+        assert loaded.numel() == tokens.numel()
+        await transfer.drop_entries(KEYS[3:4])
+        assert await transfer.find_state(KEYS) == 2, "the state after a dropped entry is dropped too"
+        assert await transfer.load_entries(both, timeout_s=DEADLINE_S) == 3
+        await transfer.drop_entries_of(frozenset({KEYS[0].root}))
+        assert await transfer.find_state(KEYS) == 0
 
 
 @pytest.mark.parametrize("kind", ["save", "load"])

@@ -1,11 +1,12 @@
 """Entries of a cache on a GPU: copied by the GPU to page-locked memory and back, into another layout and block size."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 
-from baton.core.kv_entries import ENTRY_TOKENS
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryState
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
@@ -13,7 +14,7 @@ from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.cuda import CudaMover
 from kvtransfer.movers.mover import Mover
 from tests.conformance.kv import as_bytes, tokens_of
-from tests.unit.kvtransfer.offloading import World, blocks_of, fill_randomly, keys_of
+from tests.unit.kvtransfer.offloading import LIMIT_S, World, blocks_of, fill_randomly, keys_of
 
 pytestmark = pytest.mark.gpu
 
@@ -59,5 +60,27 @@ def test_entries_of_a_gpu_come_back_bit_for_bit_on_a_gpu_or_cpu(name: str, to_gp
     for part, wanted in zip(target_cache.parts, on_cpu.parts, strict=True):
         loaded = tokens_of(part, here, ENTRIES * ENTRY_TOKENS).cpu()
         assert torch.equal(as_bytes(loaded), as_bytes(tokens_of(wanted, there, ENTRIES * ENTRY_TOKENS)))
+    world.check_nothing_is_left()
+    world.tiers.close()
+
+
+@pytest.mark.parametrize("head_dim", [200, 40_000])
+def test_a_state_of_a_gpu_comes_back_bit_for_bit(head_dim: int) -> None:
+    spec = replace(LLAMA, state=KVCacheSpec(KVKind.STATE, 4, 8, head_dim, "float32"))
+    cache = PagedKVCache(spec, KVCacheShape(KVCacheLayout.HND, 16, 80, state_slots=4), "cuda")
+    assert cache.state is not None
+    cache.state.storage.copy_(torch.randn(cache.state.storage.shape))
+    wanted = cache.state.view[:, :, 1].clone()
+    torch.cuda.synchronize()
+    world = World(spec, places=64)
+    user = world.user(cache, gpu_mover)
+    (key,) = keys_of(1)
+    saved, loaded = Future[int](), Future[int]()
+    user.offloader.save(EntryBlocks((), (), state=EntryState(key, 1)), saved)
+    assert world.result(saved) == 1
+    user.offloader.load(EntryBlocks((), (), state=EntryState(key, 2)), LIMIT_S, loaded)
+    assert world.result(loaded) == 1
+    torch.cuda.synchronize()
+    assert torch.equal(cache.state.view[:, :, 2], wanted)
     world.check_nothing_is_left()
     world.tiers.close()

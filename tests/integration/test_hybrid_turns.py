@@ -10,6 +10,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
+from baton.cli.processes import Process
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
 from baton.models.families.reader import read_config
@@ -76,6 +77,49 @@ async def test_a_prompt_that_comes_again_is_computed_from_its_last_kept_state_on
     assert [result.proof.prompt_tokens_sent for result in results] == [66, 2]
     for each in (prefill, decode):
         await until_status(each, nothing_held)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_a_conversation_comes_back_from_host_memory_and_from_files(
+    start: Machines, directory: Path, tmp_path: Path, ranks: int
+) -> None:
+    """Other prompts take all blocks and states of both nodes' caches between its turns, and then both nodes restart."""
+    reference = Reference(directory)
+    kept: Flags = {"num_blocks": 12, "host_cache_gib": 0.02, "file_cache_gib": 0.2, "tensor_parallel_size": ranks}
+    roles = ("prefill", "decode")
+
+    def nodes() -> tuple[Process, Process, Process]:
+        prefill, decode = start.nodes(
+            *((role, {**node_of(directory), **kept, "file_cache_dir": tmp_path / role}) for role in roles)
+        )
+        return prefill, decode, start.gateway([prefill], [decode], model=directory, local_policy="strict")
+
+    async def answer(gateway: Process, prompt: list[int]) -> Result:
+        result = await generate(gateway, prompt, GREEDY)
+        assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
+        return result
+
+    prefill, decode, gateway = nodes()
+    first = await answer(gateway, PROMPT)
+    turn = [*PROMPT, *first.token_ids, *NEW_TEXT]
+    for number in range(1, 7):
+        await answer(gateway, [number + token for token in PROMPT])
+    for each in (prefill, decode):
+        await until_status(each, lambda last: nothing_held(last) and bool(last.stores[1].entries))
+    again = await answer(gateway, PROMPT)
+    assert again.proof.prefill_loaded_tokens == again.proof.prefill_cached_tokens == 64
+    second = await answer(gateway, turn)
+    assert second.proof.decode_loaded_tokens + second.proof.decode_cached_tokens > 0
+    for process in (gateway, prefill, decode):
+        assert start.end(process) == 0
+
+    prefill, decode, gateway = nodes()
+    back = await answer(gateway, turn)
+    assert back.proof.prefill_loaded_tokens == back.proof.prefill_cached_tokens == 128
+    assert back.proof.decode_loaded_tokens == back.proof.decode_cached_tokens == 128
+    for each in (prefill, decode):
+        status = await until_status(each, nothing_held)
+        assert sum(store.damaged_total for store in status.stores) == 0
 
 
 async def test_a_turn_whose_prefill_node_is_killed_is_computed_on_the_decode_node(

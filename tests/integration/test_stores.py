@@ -1,10 +1,12 @@
 """KV outlives its place in a node's cache: it comes back from host memory and files, and every token stays the same."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from baton.cli.processes import Process
 from baton.client.client import AsyncClient
@@ -196,6 +198,26 @@ async def test_damaged_files_cost_time_and_no_token(start: Machines, reference: 
     for prompt in prompts:
         assert (await answer(gateway, reference, prompt)).proof.decode_loaded_tokens == 0
     await until_status(decode, lambda last: store(last, "file").damaged_total >= 2)
+
+
+async def test_files_of_another_revision_of_the_weights_are_not_used(
+    start: Machines, reference: Reference, tmp_path: Path
+) -> None:
+    """The node restarts with other weights of the same shapes, and then with the first ones."""
+    other = tmp_path / "other"
+    shutil.copytree(LLAMA, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor.flip(0).contiguous() for name, tensor in weights.items()}, other / "model.safetensors")
+    references = {LLAMA: reference, other: Reference(other)}
+    (prompt,) = reference.prompts([TOKENS])
+    loaded = []
+    for model in (LLAMA, other, LLAMA, other):
+        (decode,) = start.nodes(("decode", {"model": model, **SMALL, **HOST, "file_cache_dir": tmp_path / "kv"}))
+        gateway = start.gateway([], [decode], model=model)
+        loaded.append((await answer(gateway, references[model], prompt)).proof.decode_loaded_tokens)
+        await until_kept(decode, "file", WHOLE_ENTRIES // 64)
+        assert start.end(gateway) == start.end(decode) == 0
+    assert loaded == [0, 0, WHOLE_ENTRIES, WHOLE_ENTRIES]
 
 
 async def test_two_ranks_keep_their_shares(start: Machines, reference: Reference) -> None:

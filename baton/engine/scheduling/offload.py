@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.block_keys import KeyChain, adapted_identity
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeepTime
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, EntryState, KeepTime
 from baton.core.pools import blocks_for
 from baton.engine.request import EngineRequest, IntArray
 from baton.engine.scheduling.block_manager import BlockManager
 from baton.engine.scheduling.kept_blocks import KeptBlocks
 from baton.engine.scheduling.state import RequestState
+from baton.engine.scheduling.state_slots import NO_SLOT, StateSlots
 
 # The share of a pool's blocks that saves may hold, for some milliseconds each. Entries that need more are not saved.
 _SAVING_SHARE = 0.5
@@ -29,6 +30,9 @@ class WantedPrefix:
         tokens: the whole sequence; `keys` and `entry_keys` are its chains of blocks and of entries.
         starts: for each pool, the first entry that is not in the cache.
         stop: number of entries that the request can use.
+        states: numbers of entries after which the recurrent state would be of use; only such a prefix is. Empty: the
+            model has no states.
+        known: those of them whose state the cache has, but not all of the KV before it.
     """
 
     tokens: IntArray
@@ -36,6 +40,8 @@ class WantedPrefix:
     entry_keys: KeyChain
     starts: tuple[int, ...]
     stop: int
+    states: range = range(0)
+    known: frozenset[int] = frozenset()
 
     def entries(self, start: int, stop: int) -> tuple[EntryKey, ...]:
         return entries_of(self.entry_keys, self.tokens, start, stop)
@@ -48,6 +54,7 @@ class LoadPlan:
     Attributes:
         cached: the cached blocks before the entries, held too: the request needs them as well.
         blocks: the blocks of the entries.
+        gained: tokens that need not be computed once all is there.
     """
 
     wanted: WantedPrefix
@@ -55,12 +62,14 @@ class LoadPlan:
     entries: EntryBlocks
     cached: tuple[int, ...]
     blocks: tuple[int, ...]
+    gained: int
 
 
 class Offload:
     """The entries of one engine's cache.
 
     Args:
+        slots: of recurrent states; None: the model has none.
         has_owners: whether each pool belongs to one rank.
 
     Attributes:
@@ -70,9 +79,18 @@ class Offload:
         loaded_tokens: tokens whose KV has been loaded so far.
     """
 
-    def __init__(self, pools: Sequence[BlockManager], *, identity: str, block_size: int, has_owners: bool) -> None:
+    def __init__(
+        self,
+        pools: Sequence[BlockManager],
+        slots: StateSlots | None = None,
+        *,
+        identity: str,
+        block_size: int,
+        has_owners: bool,
+    ) -> None:
         self.num_held = self.skipped = self.loaded_tokens = 0
         self._pools = pools
+        self._slots = slots
         self._identity = identity
         self._block_size = block_size
         self._has_owners = has_owners
@@ -81,12 +99,18 @@ class Offload:
         self._finished: list[EntryBlocks] = []
         self._forgotten: list[EntryKey] = []
         self._kept: list[tuple[tuple[EntryKey, ...], KeepTime]] = []
+        self._shown: dict[EntryKey, tuple[bytes, ...]] = {}  # entries that followers see because of a state
         self._loads: list[LoadPlan] = []
 
     def entry_keys(self, request: EngineRequest) -> KeyChain:
         """The chain of a request's entries."""
         identity = adapted_identity(self._identity, request.adapter)
         return KeyChain(identity=identity, cache_salt=request.cache_salt, block_size=ENTRY_TOKENS)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent states."""
+        return self._slots is not None
 
     # ---- from the cache
 
@@ -114,7 +138,27 @@ class Offload:
         self._pools[state.pool].take(held, 0)
         self._count(state.pool, len(held))
         self._finished.append(entries)
-        self.kept.kept(entries.keys, state.keys, state.tokens)
+        if self._slots is None:
+            self.kept.kept(entries.keys, state.keys, state.tokens)
+
+    def offer_state(self, state: RequestState, num_tokens: int) -> None:
+        """Offers the snapshot after that many tokens of a request, if there is one, and holds it. Followers of the
+        cache see the entries before it from now on, because only such a prefix is of use."""
+        assert self._slots is not None
+        count = num_tokens // ENTRY_TOKENS
+        slot = self._slots.pin(state.keys.key(num_tokens // self._block_size - 1, state.tokens)) if count else NO_SLOT
+        if slot == NO_SLOT or not state.is_shared:
+            if slot != NO_SLOT:
+                self._slots.unpin(slot)
+            return
+        self._offer(state, at_least=1)  # a state is of no use without the entries before it
+        chain = self._chain_of(state)
+        (after,) = entries_of(chain, state.tokens, count - 1, count)
+        shown = entries_of(chain, state.tokens, min(state.num_shown, count), count)
+        self.kept.kept(shown, state.keys, state.tokens)
+        self._shown[after] = tuple(key.block.digest for key in shown)
+        state.num_shown = max(state.num_shown, count)
+        self._finished.append(EntryBlocks((), (), state=EntryState(after, slot)))
 
     def forget(self, state: RequestState) -> None:
         """Takes a request's entries back, because its KV is not to be trusted."""
@@ -129,7 +173,12 @@ class Offload:
             self._offer(state, at_least=1)
         keep = state.request.keep
         if keep is not None and state.num_offered and state.is_shared:
-            keys = entries_of(self._chain_of(state), state.tokens, 0, state.num_offered)
+            stop = state.num_offered
+            if self._slots is not None:
+                stop = min(stop, state.state_tokens // ENTRY_TOKENS)
+            if not stop:
+                return
+            keys = entries_of(self._chain_of(state), state.tokens, 0, stop)
             # Without tokens, because a long sequence has 2,000 entries, and each rank gets all of them.
             self._kept.append((tuple(key._replace(block=key.block._replace(tokens=b"")) for key in keys), keep))
 
@@ -147,9 +196,9 @@ class Offload:
         """Forgets all entries with one of these roots. What is being loaded of them will not be added to the prefix
         cache."""
         for entries in self._finished:
-            if entries.keys[0].root in roots:
+            if entries.root in roots:
                 self.saved(entries, 0)
-        self._finished = [entries for entries in self._finished if entries.keys[0].root not in roots]
+        self._finished = [entries for entries in self._finished if entries.root not in roots]
         self._loads = [plan for plan in self._loads if plan.wanted.entry_keys.root not in roots]
         self.kept.lost_roots(roots)
 
@@ -166,6 +215,12 @@ class Offload:
     def saved(self, entries: EntryBlocks, num_kept: int) -> None:
         """Releases the blocks of offered entries. The stores have the first `num_kept` of them."""
         self.kept.lost(key.block.digest for key in entries.keys[num_kept:])
+        if entries.state is not None:
+            assert self._slots is not None
+            self._slots.unpin(entries.state.slot)
+            shown = self._shown.pop(entries.state.after, ())
+            if num_kept < len(entries):
+                self.kept.lost(shown)
         pool, held = entries.owner or 0, self._blocks_of(entries)
         self._pools[pool].give_back(held)
         self._count(pool, -len(held))
@@ -176,7 +231,7 @@ class Offload:
         return state.entry_keys
 
     def _blocks_of(self, entries: EntryBlocks) -> tuple[int, ...]:
-        return entries.block_ids[entries.keys[0].token_start // self._block_size :]
+        return entries.block_ids[entries.keys[0].token_start // self._block_size :] if entries.keys else ()
 
     def _count(self, pool: int, held: int) -> None:
         self._saving[pool] += held
@@ -195,6 +250,8 @@ class Offload:
             spare: free blocks to leave.
         """
         start = self.first_missing(len(cached) * self._block_size)
+        if wanted.states:
+            return self._begin_load_with_state(wanted, pool, cached, min(start, stop), stop, spare)
         if not wanted.starts[pool] <= start < stop:
             return None  # what was found does not continue what is cached
         first_block = start * ENTRY_TOKENS // self._block_size
@@ -203,38 +260,95 @@ class Offload:
         stop = min(stop, start + room * self._block_size // ENTRY_TOKENS)
         if stop <= start:
             return None
-        num_blocks = blocks_for(stop * ENTRY_TOKENS, self._block_size) - first_block
+        return self._plan(wanted, pool, cached, start, stop, state=None, gained=0)
+
+    def _begin_load_with_state(
+        self, wanted: WantedPrefix, pool: int, cached: list[int], start: int, stop: int, spare: int
+    ) -> LoadPlan | None:
+        """As `begin_load`; all of it or nothing."""
+        assert self._slots is not None
+        if start < min(wanted.starts[pool], stop):
+            return None  # the cache has lost blocks since the search
+        cached = cached[: start * ENTRY_TOKENS // self._block_size]
+        room = self._pools[pool].num_free_without(cached) - spare
+        if room < (stop - start) * ENTRY_TOKENS // self._block_size:
+            return None
+        last_block = wanted.keys.key(stop * ENTRY_TOKENS // self._block_size - 1, wanted.tokens)
+        gained = (stop - wanted.states.start + wanted.states.step) * ENTRY_TOKENS
+        if self._slots.has(last_block):
+            if start == stop:
+                return None  # another request has loaded it meanwhile
+            return self._plan(wanted, pool, cached, start, stop, state=None, gained=gained)
+        slot = self._slots.begin_snapshot(last_block, spare=1)  # for a request, which goes first
+        if slot == NO_SLOT:
+            return None
+        (after,) = wanted.entries(stop - 1, stop)
+        return self._plan(wanted, pool, cached, start, stop, state=EntryState(after, slot), gained=gained)
+
+    def _plan(
+        self,
+        wanted: WantedPrefix,
+        pool: int,
+        cached: list[int],
+        start: int,
+        stop: int,
+        *,
+        state: EntryState | None,
+        gained: int,
+    ) -> LoadPlan:
+        num_blocks = blocks_for(stop * ENTRY_TOKENS, self._block_size) - len(cached)
         held = self._pools[pool].take(cached, num_blocks)
         self.num_held += len(held)
         owner = pool if self._has_owners else None
-        entries = EntryBlocks(wanted.entries(start, stop), tuple(held), owner)
+        entries = EntryBlocks(wanted.entries(start, stop), tuple(held), owner, state)
         # Before the load, because what only passes through host memory is reported as lost meanwhile.
         self.kept.kept(entries.keys, wanted.keys, wanted.tokens)
-        plan = LoadPlan(wanted, pool, entries, tuple(cached), tuple(held[first_block:]))
+        plan = LoadPlan(wanted, pool, entries, tuple(cached), tuple(held[len(cached) :]), gained)
         self._loads.append(plan)
         return plan
 
     def end_load(self, plan: LoadPlan, num_entries: int) -> int:
-        """Adds the full blocks of the first entries to the prefix cache, and releases all blocks. Returns the number of
-        tokens that were added."""
-        pool, size = self._pools[plan.pool], self._block_size
+        """Adds the full blocks of the first entries to the prefix cache, and the state if there is one and all before
+        it is there. Releases all blocks. Returns the number of tokens that need not be computed any more."""
+        pool, size, entries = self._pools[plan.pool], self._block_size, plan.entries
         first_block = len(plan.cached)
         is_wanted = plan in self._loads
         if is_wanted:
             self._loads.remove(plan)
         else:
             num_entries = 0
-        stop_block = (plan.entries.keys[0].token_start + num_entries * ENTRY_TOKENS) // size
+        is_whole = is_wanted and num_entries == len(entries)
+        stop_block = first_block
+        if entries.keys:
+            stop_block = (entries.keys[0].token_start + min(num_entries, len(entries.keys)) * ENTRY_TOKENS) // size
         for index in range(first_block, stop_block):
             key = plan.wanted.keys.key(index, plan.wanted.tokens)
-            pool.register(plan.blocks[index - first_block], key, root=plan.wanted.keys.root)
-        self.kept.lost(key.block.digest for key in plan.entries.keys[num_entries:])
+            is_usable = is_whole or not plan.wanted.states
+            pool.register(plan.blocks[index - first_block], key, root=plan.wanted.keys.root, reported=is_usable)
+        in_stores = 0 if plan.wanted.states and not is_whole else num_entries
+        self.kept.lost(key.block.digest for key in entries.keys[in_stores:])
         held = (*plan.cached, *plan.blocks)
+        if plan.wanted.states:
+            added = self._end_state(plan, is_whole=is_whole)
+        else:
+            added = max(0, stop_block - first_block) * size
         pool.give_back(held)
         self.num_held -= len(held)
-        added = max(0, stop_block - first_block) * size
         self.loaded_tokens += added
         return added
+
+    def _end_state(self, plan: LoadPlan, *, is_whole: bool) -> int:
+        """Ends the load of a prefix that is of use only with its state. Returns the number of tokens that need not be
+        computed any more."""
+        wanted, state = plan.wanted, plan.entries.state
+        if state is not None:
+            assert self._slots is not None
+            last_block = wanted.keys.key(state.after.token_stop // self._block_size - 1, wanted.tokens)
+            self._slots.end_snapshot(last_block, state.slot, written=is_whole, root=wanted.keys.root)
+        if not is_whole:
+            return 0
+        self._pools[plan.pool].report(plan.cached)
+        return plan.gained
 
     def first_missing(self, cached_tokens: int) -> int:
         """The first entry to load after this many cached tokens. It begins with a block, so that no cached block is

@@ -6,6 +6,7 @@ With attention data parallelism each rank has a pool of blocks, and a request ha
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class RequestBlocks:
     Args:
         align_tokens: prefixes are reused up to a multiple of it. Above 1 the KV of decoded tokens is not reused: it
             differs in its last bits from the KV of the same tokens in a prompt.
-        offloads: whether there are stores outside of the cache. Not for models with recurrent states.
+        offloads: whether there are stores outside of the cache. Not with recurrent states and several owners.
 
     Attributes:
         offload: its entries for the stores outside of the cache; None: there are no such stores.
@@ -55,13 +56,19 @@ class RequestBlocks:
         self._window_blocks = self._blocks_for(max(0, facts.window_tokens - 1))
         self._window_tokens = facts.window_tokens
         self._pools = tuple(BlockManager(facts.num_blocks) for _ in range(facts.num_owners))
-        self.states = RequestStates(facts, prefix_cache=prefix_cache, align_tokens=align_tokens)
+        self.states = RequestStates(
+            facts,
+            prefix_cache=prefix_cache,
+            align_tokens=align_tokens,
+            entry_tokens=ENTRY_TOKENS if offloads else 1,
+        )
         self.queried_tokens = self.hit_tokens = 0
         self.offload: Offload | None = None
         if offloads and prefix_cache:
-            assert not facts.state_slots, "an entry has no recurrent state"
+            assert not facts.state_slots or facts.num_owners == 1, "the slots of states have no owners"
             self.offload = Offload(
                 self._pools,
+                self.states.slots if self.states.unit else None,
                 identity=facts.identity,
                 block_size=facts.block_size,
                 has_owners=facts.num_owners > 1,
@@ -281,6 +288,12 @@ class RequestBlocks:
             self._pools[state.pool].report(state.blocks[state.num_reported : stop])
             state.num_reported = stop
 
+    def offer_states(self, snapshots: Iterable[tuple[RequestState, int]]) -> None:
+        """Offers snapshots of requests, each with its number of tokens, to the stores outside of the cache."""
+        if self.offload is not None:
+            for state, num_tokens in snapshots:
+                self.offload.offer_state(state, num_tokens)
+
     def forget(self, state: RequestState) -> None:
         """Removes the request's blocks from the prefix cache, because logits computed from them were not finite."""
         self._pools[state.pool].forget(state.blocks)
@@ -319,12 +332,29 @@ class RequestBlocks:
         if not stop:
             return None
         keys = self.keys(request)
-        starts = tuple(
-            self.offload.first_missing(self.tokens_in(self._run(pool, keys, tokens, usable))) for pool in self._pools
+        runs = [self._run(pool, keys, tokens, usable) for pool in self._pools]
+        starts = tuple(self.offload.first_missing(self.tokens_in(run)) for run in runs)
+        wanted = WantedPrefix(tokens, keys, self.offload.entry_keys(request), starts, stop)
+        if self.states.unit:
+            return self._with_states(wanted, len(runs[0]))
+        return None if min(starts) >= stop else wanted
+
+    def _with_states(self, wanted: WantedPrefix, num_cached: int) -> WantedPrefix | None:
+        """The same, where a prefix is of use only with the state after it. Returns None if the cache has the last one
+        that the request can use."""
+        unit = self.states.unit // ENTRY_TOKENS
+        has_state = {number for number in range(unit, wanted.stop + 1, unit) if self._has_state(wanted, number)}
+        resumed = max(
+            (number for number in has_state if number * ENTRY_TOKENS <= num_cached * self._block_size), default=0
         )
-        if min(starts) >= stop:
+        after = range(resumed + unit, wanted.stop + 1, unit)
+        if not after:
             return None
-        return WantedPrefix(tokens, keys, self.offload.entry_keys(request), starts, stop)
+        return replace(wanted, states=after, stop=after[-1], known=frozenset(has_state.intersection(after)))
+
+    def _has_state(self, wanted: WantedPrefix, entries: int) -> bool:
+        last_block = wanted.keys.key(entries * ENTRY_TOKENS // self._block_size - 1, wanted.tokens)
+        return self.states.slots.has(last_block)
 
     def begin_load(self, wanted: WantedPrefix, pool: int, *, stop: int, spare: int) -> LoadPlan | None:
         """See `Offload.begin_load`."""
@@ -344,6 +374,8 @@ class RequestBlocks:
     def end(self, state: RequestState) -> None:
         """Gives the blocks of a request back that ends. Those whose KV is being saved become free later."""
         if self.offload is not None:
+            if state.passing is not None:  # the last of a request that ends is where a conversation goes on
+                self.offload.offer_state(state, state.state_tokens)
             self.offload.ended(state)
         self.give_back(state)
 

@@ -28,14 +28,16 @@ class RequestStates:
     Args:
         align_tokens: `EngineLimits.chunk_align_tokens`, or 1. Above 1, chunks end at its multiples only, and states
             after decoded tokens are not kept: they differ in their last bits from those after a prompt's.
+        entry_tokens: of entries of stores outside of the cache, which keep states after an entry; 1: there are none.
 
     Attributes:
         unit: snapshots are taken at multiples of this many tokens; 0: the model has no states.
     """
 
-    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int) -> None:
+    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int, entry_tokens: int = 1) -> None:
         self.slots = StateSlots(facts.state_slots)
-        self.unit = math.lcm(facts.block_size, facts.scan_tokens, align_tokens) if facts.state_slots else 0
+        unit = math.lcm(facts.block_size, facts.scan_tokens, align_tokens, entry_tokens)
+        self.unit = unit if facts.state_slots else 0
         self._block_size = facts.block_size
         self._keeps = prefix_cache and self.unit > 0
         self._aligned = align_tokens > 1
@@ -128,12 +130,15 @@ class RequestStates:
             stops.append(row.token_stop)
         return stops
 
-    def end_snapshots(self, step: Step, results: Sequence[RowResult] | None) -> None:
+    def end_snapshots(self, step: Step, results: Sequence[RowResult] | None) -> list[tuple[RequestState, int]]:
         """Keeps or drops the snapshots of an ended step, before its requests are updated.
+
+        Returns the requests that have left one which other requests are likely to use, each with its number of tokens.
 
         Args:
             results: the results of the step's rows; None: the step has failed.
         """
+        likely: list[tuple[RequestState, int]] = []
         for state, stop, key, slot in step.snapshots:
             # The rows of requests that have failed or ended meanwhile computed nothing useful.
             written = (
@@ -148,8 +153,12 @@ class RequestStates:
                 continue
             if state.passing is not None:  # the one before served only this request, should it be preempted
                 self.slots.demote(state.passing)
-            state.passing = key if slot != NO_SLOT and stop not in state.snapshot_stops else None
+            is_likely = stop in state.snapshot_stops
+            state.passing = key if slot != NO_SLOT and not is_likely else None
             state.state_tokens = stop
+            if is_likely:
+                likely.append((state, stop))
+        return likely
 
     def _unpin(self, state: RequestState) -> None:
         if state.restore_from not in (NO_SLOT, state.state_slot):

@@ -290,9 +290,10 @@ class Scheduler:
         pooled: list[RequestState] = []
         block_size, running = self._block_size, RequestPhase.RUNNING  # locals are looked up faster for every row
         step = self._requests.end_oldest_step()
-        self._blocks.states.end_snapshots(step, results)
+        likely = self._blocks.states.end_snapshots(step, results)
         for snapshot in step.snapshots:
             self._blocks.report(snapshot.state)
+        self._blocks.offer_states(likely)
         scored = step.collect_scores(results, scores) if scores else ()
         step.collect_pools(pools)
         for state, row, token in zip(step.states, step.rows, results, strict=True):
@@ -382,9 +383,9 @@ class Scheduler:
         return self._blocks.begin_load(wanted, pool, stop=stop, spare=self._roster.decoders()[pool])
 
     def entry_s(self, keys: Sequence[EntryKey]) -> float:
-        """The predicted time to compute one of these entries, on average; infinite while costs are unknown."""
+        """The predicted time to compute one of these entries, on average. Returns infinity while costs are unknown."""
         costs = self._meter.costs
-        if costs is None:
+        if costs is None or not keys:
             return math.inf
         tokens = keys[0].token_start, keys[-1].token_stop
         return costs.prompt_s(*tokens, step_tokens=self._limits.max_batch_tokens) / len(keys)

@@ -70,6 +70,7 @@ class RequestState:
         is_shared: later requests may use its blocks; False from the time when its tenant's KV is dropped.
         entry_keys: keys of its entries, from the time when the first is offered to the stores outside of the cache.
         num_offered: leading entries that were offered to these stores, or came from the prefix cache.
+        num_shown: leading entries that followers of the prefix cache have seen; only for models with states.
         num_reported: leading blocks that followers of the prefix cache have seen; only for models with states.
         windows_from: layers with a sliding window may lack the KV of tokens before this one.
         state_slot: slot of its recurrent state, from the time when it holds blocks; -1: none.
@@ -118,7 +119,7 @@ class RequestState:
         self.num_registered = self.num_reported = 0
         self.is_shared = True
         self.entry_keys: KeyChain | None = None
-        self.num_offered = 0
+        self.num_offered = self.num_shown = 0
         self.windows_from = 0
         self.state_slot = self.restore_from = -1
         self.state_tokens = 0
@@ -192,7 +193,7 @@ class RequestState:
         self.blocks, self.owner = int_array(blocks), owner
         self._row_blocks = int_array()
         self.num_registered = num_cached_blocks
-        self.num_offered = num_cached_blocks * block_size // ENTRY_TOKENS
+        self.num_offered = self.num_shown = num_cached_blocks * block_size // ENTRY_TOKENS
         self.num_computed = self.num_scheduled = num_cached_blocks * block_size
         self.restart_at = restart_at
         self.prefill_stop = self._prompt_stop
@@ -209,13 +210,14 @@ class RequestState:
         first = self.restart_at // block_size
         self.blocks[first : first + len(blocks)] = int_array(blocks)
         self.num_registered = first
-        self.num_offered = self.restart_at // ENTRY_TOKENS
+        self.num_offered = self.num_shown = self.restart_at // ENTRY_TOKENS
         self.num_cached = self.num_computed = self.num_scheduled = self.restart_at
 
     def drop_blocks(self) -> IntArray:
         """Takes all blocks and their KV away; returns the blocks."""
         blocks, self.blocks = self.blocks, int_array()
-        self.num_computed = self.num_scheduled = self.num_registered = self.num_reported = self.num_offered = 0
+        self.num_computed = self.num_scheduled = self.num_registered = self.num_reported = 0
+        self.num_offered = self.num_shown = 0
         self.windows_from = self.steady_stop = 0
         self.shared_row = None
         self.prefill_stop = self._prompt_stop

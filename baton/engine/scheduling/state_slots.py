@@ -59,6 +59,17 @@ class StateSlots:
         self._pins[snapshot] += 1
         return self._vacate(), snapshot
 
+    def pin(self, key: BlockKey) -> int:
+        """Keeps the snapshot after this block until `unpin`, because it is being read. Returns its slot; NO_SLOT if
+        there is no snapshot, or if no other slot would be available."""
+        if not self.has(key):
+            return NO_SLOT
+        snapshot = self._snapshots[key.digest][1]
+        if snapshot not in self._pins and self.num_available < 2:
+            return NO_SLOT
+        self._pins[snapshot] += 1
+        return snapshot
+
     def unpin(self, snapshot: int) -> None:
         """Ends one pin of a snapshot: the copy has ended, or is not needed."""
         self._pins[snapshot] -= 1

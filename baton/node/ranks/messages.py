@@ -177,6 +177,11 @@ class FindEntries(Verb[int]):
 
 
 @dataclass(frozen=True)
+class FindState(Verb[int]):
+    after: tuple[EntryKey, ...]
+
+
+@dataclass(frozen=True)
 class LoadEntries(Verb[int]):
     entries: EntryBlocks
     timeout_s: float
@@ -209,6 +214,7 @@ class ServePull(Verb[int]):
 class KeepEntries(Verb[None]):
     keys: tuple[EntryKey, ...]
     keep: KeepTime
+    with_state: bool
 
 
 @dataclass(frozen=True)

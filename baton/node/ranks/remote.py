@@ -20,6 +20,7 @@ from baton.node.ranks.messages import (
     DropEntriesOf,
     EndPull,
     FindEntries,
+    FindState,
     Heartbeat,
     KeepEntries,
     LinkFailed,
@@ -152,6 +153,9 @@ class RemoteTransfer(RankTransfer):
     async def find_entries(self, keys: tuple[EntryKey, ...]) -> int:
         return await self._ask(FindEntries(keys))
 
+    async def find_state(self, after: tuple[EntryKey, ...]) -> int:
+        return await self._ask(FindState(after))
+
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
         return await self._ask_to_end(LoadEntries(entries, timeout_s, entry_s))
 
@@ -164,8 +168,8 @@ class RemoteTransfer(RankTransfer):
     async def serve_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
         return await self._ask(ServePull(peer, number, keys))
 
-    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
-        await self._ask(KeepEntries(keys, keep))
+    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
+        await self._ask(KeepEntries(keys, keep, with_state))
 
     async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
         await self._ask(DropEntries(keys))

@@ -23,6 +23,7 @@ from baton.node.ranks.messages import (
     DropEntriesOf,
     EndPull,
     FindEntries,
+    FindState,
     Heartbeat,
     KeepEntries,
     LinkFailed,
@@ -179,6 +180,8 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
             return transfer.save_entries(verb.entries)
         case FindEntries():
             return transfer.find_entries(verb.keys)
+        case FindState():
+            return transfer.find_state(verb.after)
         case LoadEntries():
             return transfer.load_entries(verb.entries, timeout_s=verb.timeout_s, entry_s=verb.entry_s)
         case BeginPull():
@@ -188,7 +191,7 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
         case ServePull():
             return transfer.serve_pull(verb.peer, verb.number, verb.keys)
         case KeepEntries():
-            return transfer.keep_entries(verb.keys, verb.keep)
+            return transfer.keep_entries(verb.keys, verb.keep, with_state=verb.with_state)
         case DropEntries():
             return transfer.drop_entries(verb.keys)
         case DropEntriesOf():

@@ -47,6 +47,10 @@ class HostStore:
         with self._lock:
             return self._memory.find(keys)
 
+    def first(self, keys: Sequence[EntryKey]) -> int:
+        with self._lock:
+            return self._memory.first(keys)
+
     def get(self, key: EntryKey, into: memoryview) -> bool:
         with self._lock:
             place = self._memory.pin(key)

@@ -129,6 +129,15 @@ def test_a_dropped_entry_may_be_put_again(store: Store) -> None:
     assert got(store, key) == contents(key)
 
 
+def test_the_first_of_some_keys_that_are_in_no_sequence_is_found(store: Store) -> None:
+    keys = entry_keys(300)
+    assert store.first(keys) == 300
+    put(store, keys[290], keys[297])
+    assert store.first(keys) == 290
+    assert store.first(keys[::-1]) == 2
+    assert store.first([]) == 0
+
+
 def test_a_root_is_dropped_with_all_of_its_entries(store: Store) -> None:
     ours, theirs = entry_keys(4, salt="ours"), entry_keys(3, salt="theirs")
     put(store, *ours, *theirs)

@@ -41,7 +41,7 @@ def save_all(scheduler: Scheduler) -> list[EntryBlocks]:
     """Takes what was offered as saved."""
     finished = offload(scheduler).take_finished()
     for entries in finished:
-        offload(scheduler).saved(entries, len(entries.keys))
+        offload(scheduler).saved(entries, len(entries))
     return finished
 
 

@@ -96,6 +96,10 @@ class MemoryStore:
         self._call("has")
         return next((number for number, key in enumerate(keys) if key not in self.kept), len(keys))
 
+    def first(self, keys: Sequence[EntryKey]) -> int:
+        self._call("first")
+        return next((number for number, key in enumerate(keys) if key in self.kept), len(keys))
+
     def get(self, key: EntryKey, into: memoryview) -> bool:
         self._call("get")
         if self.clock is not None:

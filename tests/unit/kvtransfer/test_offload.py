@@ -141,7 +141,7 @@ def test_a_flipped_bit_anywhere_in_a_message_is_never_scattered(part: int) -> No
     blocks = blocks_of(user.cache, 1, 1)
     fill_randomly(user.cache)
     other = blocks_of(user.cache, 1, 2)
-    start, size = world.layout.place(world.layout.parts[part])
+    start, size = world.layout.messages[part].start, world.layout.messages[part].size
     for number in range(size):
         assert user.save((key,), blocks) == 1
         before = clone_of(user.cache)

@@ -16,14 +16,16 @@ LENGTHS = Lengths(1000, 8000)
 
 
 def test_each_rank_has_its_share_of_a_tokens_kv() -> None:
-    assert tokens_of(KIND, 64) == 64 * GIB // 131072
-    assert tokens_of(replace(KIND, gpus=4), 64) == 4 * 64 * GIB // 131072
-    assert tokens_of(replace(KIND, gpus=4, kv_holders=1), 64) == 64 * GIB // 131072, "every rank has all of MLA's KV"
+    assert tokens_of(KIND, 64, request_tokens=1000) == 64 * GIB // 131072
+    assert tokens_of(replace(KIND, gpus=4), 64, request_tokens=1000) == 4 * 64 * GIB // 131072
+    assert tokens_of(replace(KIND, gpus=4, kv_holders=1), 64, request_tokens=1000) == 64 * GIB // 131072, (
+        "every rank has all of MLA's KV"
+    )
 
 
 def test_ranks_without_heads_of_their_own_hold_the_same_tokens_again() -> None:
     llama = kind_by_roofline(size_of("llama-3.1-8b"), GPUS["h200"], LENGTHS, ranks=16, link_bytes_per_s=1e9)
-    assert tokens_of(llama, 1) == 8 * GIB // 131072
+    assert tokens_of(llama, 1, request_tokens=1000) == 8 * GIB // 131072
 
 
 def test_hours_are_those_of_the_rate_that_a_decode_node_serves() -> None:
@@ -53,7 +55,7 @@ def test_without_stores_a_plan_says_what_a_gib_would_hold() -> None:
     assert line == "a GiB of --host-cache-gib or --file-cache-gib holds 8k more tokens of a node"
 
 
-def test_recurrent_states_are_not_kept() -> None:
-    found = plan(gpus=1, kind=replace(KIND, state_bytes=1000))
-    assert list(kept_tokens(found, StoreSizes(64))) == []
-    assert "recurrent" in next(iter(kept_lines(found, StoreSizes(64))))
+def test_each_request_leaves_two_recurrent_states() -> None:
+    kind = replace(KIND, state_bytes=1000 * 131072)
+    assert tokens_of(kind, 64, request_tokens=2000) == 64 * GIB // (2 * 131072)
+    assert next(iter(kept_tokens(plan(gpus=1, kind=kind), StoreSizes(64)))).tokens < 524288

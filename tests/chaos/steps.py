@@ -136,7 +136,7 @@ def fill_disk() -> None:
         pwritev(fd, buffers[:1], offset)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    os.pwritev = write_part
+    os.pwritev = write_part  # type: ignore[assignment]
 
 
 def rot(directory: Path, random: Random) -> None:

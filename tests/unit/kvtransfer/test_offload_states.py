@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryState
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryState, KeepTime
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
@@ -146,3 +146,22 @@ def test_the_last_state_is_found_in_host_memory_or_a_store() -> None:
     assert world.result(future) == 2, "without the store that does not answer"
     store.gate.set()
     world.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("seconds", [60.0, None])
+def test_a_state_is_kept_with_the_entries_before_it(seconds: float | None) -> None:
+    spec = replace(GQA, state=replace(STATE, head_dim=3000))
+    world = World(spec, places=24)
+    user = world.user(cache_of(spec))
+    ours, others = keys_of(2), [keys_of(1, seed=number + 1) for number in range(90)]
+    saved = Future[int]()
+    user.offloader.save(EntryBlocks(ours, blocks_of(user.cache, 2, 1), state=EntryState(ours[1], 0)), saved)
+    assert world.result(saved) == 3
+    if seconds is not None:
+        user.offloader.keep(ours, KeepTime(seconds, 5), Future(), with_state=True)
+    for keys in others:
+        assert user.save(keys, blocks_of(user.cache, 1, 1)) == 1
+    found = Future[int]()
+    user.offloader.find_state(ours, found)
+    is_kept = seconds is not None
+    assert (world.find(ours), world.result(found)) == ((2, 2) if is_kept else (0, 0))

@@ -1,4 +1,4 @@
-"""Mooncake Store passes the suite that every store of entries passes, with a real cluster that each test finds empty."""
+"""Mooncake Store passes the suite of all stores, with a real cluster that each test finds empty."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

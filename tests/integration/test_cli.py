@@ -315,7 +315,9 @@ def test_a_chat_in_a_terminal_has_roles_commands_pastes_and_speed(up: Up) -> Non
         return read_until(terminal, b"you> ")
 
     try:
-        assert b"/help" in read_until(terminal, b"you> ")
+        greeting = read_until(terminal, b"you> ")
+        assert b"/help" in greeting
+        assert b"demo model, trained on docstrings" in greeting
         assert b"/clear" in said(b"/help\n")
         first = said(b"Return the list\n")
         assert b"llama>" in first

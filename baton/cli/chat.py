@@ -92,9 +92,12 @@ def _converse(conversation: Conversation, questions: "Questions") -> bool:
     # Input is read outside the event loop: there Ctrl-C ends the read, whereas inside the loop it cancels the answer.
     with asyncio.Runner() as runner, _connected(runner, questions.target) as client:
         if interactive:
-            names = [escaped(card.name) for card in runner.run(client.list_models())]
+            cards = runner.run(client.list_models())
+            names = [escaped(card.name) for card in cards]
             name = questions.model or next(iter(names), "")
             notes.print(f"{', '.join(names)} at {client.target}; {_FIRST}", style="dim", markup=False)
+            if cards and cards[0].description:
+                notes.print(escaped(cards[0].description), style="dim", markup=False)
         while (line := turns.read()) is not None:
             if not line.strip():
                 continue

@@ -25,7 +25,7 @@ from baton.core.log_lines import escaped
 from baton.core.logs import write_line
 from baton.core.sampling import SamplingParams
 from baton.core.sampling_field import Door
-from baton.core.types import TokenOutput
+from baton.core.types import FinishReason, TokenOutput
 
 _FILE_REQUESTS_MAX = 256  # prompts of one file that run at once
 _FILE_RETRY_S = 600.0  # how long a prompt of a file waits for room in a full cluster
@@ -93,7 +93,7 @@ async def print_answer(target: str, prompt: Prompt, sampling: Sampling, **option
     """Prints text as it arrives, then the tokens' logprobs if they were requested. Returns the last event."""
     finished: Finished | None = None
     tokens: list[TokenOutput] = []
-    shown = False
+    shown, text = False, ""
     async with AsyncClient(target) as client:
         try:
             async for event in client.generate(prompt, sampling, **options):
@@ -101,6 +101,7 @@ async def print_answer(target: str, prompt: Prompt, sampling: Sampling, **option
                     write_line(f"baton: {event.message}")
                     continue
                 print(event.text, end="", flush=True)
+                text += event.text
                 tokens += event.tokens
                 shown = True
                 if isinstance(event, Finished):
@@ -110,6 +111,8 @@ async def print_answer(target: str, prompt: Prompt, sampling: Sampling, **option
                 print(flush=True)  # an error after the text starts on a new line
         if finished is None:
             raise InternalError("the stream ended without its last message", cure="see the gateway's log")
+        if not text and finished.finish_reason is FinishReason.STOP and not finished.stop_reason:
+            write_line("baton: the model ended at once, without text; ask it a question with `baton chat`")
         await _print_logprobs(client, tokens)
     return finished
 

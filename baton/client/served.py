@@ -23,6 +23,7 @@ class ModelCard:
     Attributes:
         revisions: revisions of the weights that serve; more than one only while nodes change to new weights.
         parent: of an adapter, the model that it belongs to; else empty.
+        description: for people; "": none.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ModelCard:
     vocab_size: int
     revisions: tuple[ModelRevision, ...] = ()
     parent: str = ""
+    description: str = ""
 
     @classmethod
     def from_message(cls, message: pb.ModelCard) -> "ModelCard":
@@ -42,6 +44,7 @@ class ModelCard:
             message.vocab_size,
             revisions,
             message.parent,
+            message.description,
         )
 
 

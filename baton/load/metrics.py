@@ -30,7 +30,8 @@ class Summary:
     """Numbers of the counted requests of a run.
 
     Args:
-        window_s: time from when the first request was due to the last end; for several runs, the sum.
+        window_s: time from the last arrival that does not count, or from the run's start, to the last end; for several
+            runs, the sum.
         ttft, tpot, e2e: one value for each answered request; None without any.
         gap: one value for each token after the first of its request, of all requests.
         gap_p99: one value for each request, the 99th percentile of its own gaps.
@@ -109,9 +110,10 @@ def summarize(*runs: Sequence[LoadRecord]) -> Summary:
 
 
 def _window_s(run: Sequence[LoadRecord]) -> float:
-    counted = [record for record in run if record.counted]
-    first = min((record.due_s for record in counted), default=0.0)
-    return max((record.due_s + record.end_s for record in counted), default=0.0) - first
+    # From the arrival before the first counted one: n requests come in n gaps. From the first one's own arrival there
+    # are n - 1, and eight requests at one per second were 1.44 per second.
+    begin = max((record.due_s for record in run if not record.counted), default=0.0)
+    return max((record.due_s + record.end_s - begin for record in run if record.counted), default=0.0)
 
 
 def _types(records: Sequence[LoadRecord], outcomes: set[LoadOutcome]) -> dict[str, int]:

@@ -81,6 +81,7 @@ def look(page: Page) -> dict[str, Any]:
         "nodes": page.locator(".node .name .text").all_inner_texts(),
         "links": page.locator("#lines path.ready").count(),
         "hand_over": page.inner_text("#hand-over"),
+        "description": page.inner_text("#description"),
     }
 
 

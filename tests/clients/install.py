@@ -7,6 +7,7 @@ import ctypes.util
 import hashlib
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 import time
 import venv
@@ -16,6 +17,8 @@ from pathlib import Path
 WANTED = Path(__file__).parent / "environments"
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ROOT / ".clients"
+# These see the project's packages: torch and transformers alone would take gigabytes a second time.
+SHARING = ("sentence_transformers",)
 # Mooncake's programs need them even where there is no RDMA: Debian's packages of libibverbs and what it needs.
 RDMA_PACKAGES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
 
@@ -77,6 +80,9 @@ def _install(name: str, sources: list[Path], install: Callable[..., None]) -> No
 
 def _python(place: Path, wanted: Path, constraints: Path) -> None:
     venv.create(place, with_pip=True)
+    if wanted.stem in SHARING:
+        packages = sysconfig.get_path("purelib", vars={"base": str(place)})
+        Path(packages, "project.pth").write_text(sysconfig.get_path("purelib"))
     pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--constraint", str(constraints), "--requirement", str(wanted)], check=True)
 

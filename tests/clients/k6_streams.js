@@ -9,7 +9,7 @@ const outputTokens = Number(__ENV.TOKENS || 16);
 const tokens = new Counter("tokens");
 
 export const options = {
-  scenarios: { streams: { executor: "per-vu-iterations", vus: streams, iterations: 1, maxDuration: "120s" } },
+  scenarios: { streams: { executor: "per-vu-iterations", vus: streams, iterations: 1, maxDuration: "540s" } },
   thresholds: { checks: ["rate==1"], iterations: [`count==${streams}`] },
 };
 
@@ -29,7 +29,8 @@ export default function (begin) {
     stream_options: { include_usage: true },
   });
   const headers = { "content-type": "application/json", "x-request-id": `k6-${__VU}` };
-  const answer = http.post(`${__ENV.BATON || "http://127.0.0.1:8000"}/v1/chat/completions`, body, { headers });
+  const url = `${__ENV.BATON || "http://127.0.0.1:8000"}/v1/chat/completions`;
+  const answer = http.post(url, body, { headers, timeout: "540s" }); // k6 gives up after 60 s otherwise
   const events = (answer.body || "").split("\n\n").filter((event) => event.startsWith("data: "));
   const usage = events.length > 1 ? JSON.parse(events[events.length - 2].slice(6)).usage : null;
   check(answer, {

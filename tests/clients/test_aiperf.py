@@ -111,7 +111,7 @@ def test_the_client_sees_what_the_receipt_says_and_the_way_to_it(
     print(f"to the first token AIPerf measures {np.median(more):.1f} ms more (median), {max(more):.1f} ms at most")
 
 
-def test_goodput_of_the_receipts_is_aiperfs(
+def test_aiperfs_goodput_counts_only_requests_whose_receipts_meet_the_objective_of_first_tokens(
     artifacts: Path, measured: list[tuple[dict[str, float], dict[str, Any]]]
 ) -> None:
     summary = json.loads((artifacts / "profile_export_aiperf.json").read_text())
@@ -122,7 +122,9 @@ def test_goodput_of_the_receipts_is_aiperfs(
         for _, reported in measured
     ]
     print(f"good requests: {sum(theirs)} by AIPerf, {sum(ours)} by receipts, of {REQUESTS}")
-    assert abs(sum(theirs) - sum(ours)) <= 0.2 * REQUESTS
+    # How many requests fall on two sides of an objective depends on the machine's load, which delays the client too.
+    for good_there, (_, reported) in zip(theirs, measured, strict=True):
+        assert not good_there or 1e3 * reported["ttft_s"] <= FIRST_TOKEN_MS + CLOCK_MS
     goodput = summary["goodput"]["avg"]
     print(f"goodput {goodput:.2f} requests/s, {summary['request_throughput']['avg']:.2f} in all")
 

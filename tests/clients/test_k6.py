@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("k6_streams.js")
 @pytest.fixture
 def cluster() -> Iterator[Up]:
     """Its nodes let all streams wait for room, which the default 256 of a small model on a CPU do not."""
-    up = start_up("--port", "0", BATON_MAX_QUEUE_S="300")
+    up = start_up("--port", "0", BATON_MAX_QUEUE_S="540")
     yield up
     assert interrupt(up) == 0
 
@@ -35,7 +35,7 @@ def test_a_thousand_streams_at_once_are_all_answered(cluster: Up) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=560,
     )
     most = running.stop()
     print(

@@ -214,13 +214,14 @@ def test_an_entry_that_does_not_fit_is_refused(cluster: MooncakeCluster, namespa
 
 
 def test_a_full_store_takes_new_entries_in_place_of_old_ones(cluster: MooncakeCluster, namespace: bytes) -> None:
-    entry_bytes = 4 << 20
+    entry_bytes, root = 4 << 20, b"u" * 16
     count = 2 * MEMORY_MB // 4
+    keys = [entry_key(index, root) for index in range(count)]
     with node(cluster, namespace, entry_bytes=entry_bytes) as opened:
-        for index in range(count):
-            until(partial(write, opened.store, entry_key(index), content(0, entry_bytes)))
-        assert sum(opened.store.has([entry_key(index)]) for index in range(count)) < count
-        dropped = opened.store.drop_roots(frozenset({ROOT}))
+        for key in keys:
+            until(partial(write, opened.store, key, content(0, entry_bytes)))
+        assert sum(opened.store.has([key]) for key in keys) < count
+        dropped = opened.store.drop_roots(frozenset({root}))
         assert dropped is not None
         assert dropped < count
 

@@ -45,6 +45,7 @@ def test_the_page_shows_every_node_and_link_and_calls_no_other_server(seen: Any)
     assert seen["small"]["nodes"] == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
     assert seen["small"]["links"] == 4
     assert seen["small"]["hand_over"].startswith("No KV has moved between nodes yet.")
+    assert seen["small"]["description"].lower().startswith("demo model, trained on docstrings")
     assert not seen["errors"]
     assert all(each.startswith(f"{seen['base']}/") for each in seen["asked"])
 

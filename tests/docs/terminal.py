@@ -59,7 +59,7 @@ class Terminal:
         }
         self._places = {GRPC: GRPC, HTTP: HTTP}
         self._serving: list[Forked] = []
-        for name in ("models", "protos", "bench", "deploy", "docs", "tests"):
+        for name in ("models", "protos", "bench", "deploy", "docs", "examples", "tests"):
             (folder / name).symlink_to(ROOT / name)
 
     def __enter__(self) -> Self:
@@ -198,7 +198,8 @@ class Clusters:
         settings = sorted(
             f"{name}={value}" for name, value in environment.items() if re.match("BATON_(?!TARGET)", name)
         )
-        key = (str(folder),) if "--certs" in arguments else (*settings, *arguments)
+        own = [str(folder)] if "--certs" in arguments else []
+        key = (*own, *settings, *arguments)
         if key not in self._running:
             popen = subprocess.Popen(
                 [

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from docs.site_files import ROOT, pages
-from tests.docs.blocks import OF_CLIENTS, OTHER, REASONS, RUNNABLE, Block, blocks
+from tests.docs.blocks import OF_CLIENTS, OTHER, REASONS, RUNNABLE, Block, blocks, to_run
 from tests.docs.commands import commands, faults, flags_of, variables
 from tests.docs.guides import GUIDES
 
 _INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _FENCED = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
+# Commands that change what runs elsewhere, with whatever account the reader of a page has there.
+_ELSEWHERE = re.compile(r"^\$ (?:.*\| *)?((?:kubectl|helm|docker|podman) (?!kustomize|template)\S+)", re.M)
 # Flags of other people's programs that pages mention.
 _OTHERS_FLAGS: set[str] = set()
 
@@ -34,6 +36,11 @@ def test_a_block_says_what_it_is(block: Block) -> None:
     if block.title and block.language in RUNNABLE and block.page not in GUIDES:
         assert block.reason, f"{block.where}: {block.title!r}; allowed reasons: {', '.join(REASONS)}"
     assert not block.marker or block.page in OF_CLIENTS, f"{block.where}: `make test-clients` does not read this page"
+
+
+def test_no_block_that_runs_here_changes_a_cluster_of_kubernetes_or_starts_containers() -> None:
+    found = [(block.where, command) for block in to_run() for command in _ELSEWHERE.findall(block.code)]
+    assert found == [], "the title of such a block says what it needs"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -9,7 +9,8 @@ from tests.docs.blocks import to_run
 from tests.docs.guides import GUIDES
 from tests.docs.terminal import Clusters, Terminal
 
-pytestmark = pytest.mark.slow
+# A page has many commands, each with a deadline of its own. README.md takes 100 s alone on two cores.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 TO_RUN = [block for block in to_run() if block.page not in GUIDES]
 
 

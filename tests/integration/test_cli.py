@@ -115,6 +115,15 @@ def test_generate_streams_text(up: Up) -> None:
     assert finished.stdout.rstrip("\n") == str(found["text"]).rstrip("\n")
 
 
+def test_generate_says_that_the_model_ended_at_once(up: Up) -> None:
+    """An instruct model often does after a bare question."""
+    prompt = "Close the file."
+    whole = as_json(up, "--temperature", "0", prompt)
+    assert whole["finish_reason"] == "stop"
+    line = error_line(baton("generate", "--target", up.gateway, "--temperature", "0", f"{prompt}{whole['text']}"), 0)
+    assert line == "baton: the model ended at once, without text; ask it a question with `baton chat`"
+
+
 def test_json_has_tokens_logprobs_usage_and_receipt(up: Up) -> None:
     new_prompt = f"Nobody has asked this before. {PROMPT}"
     found = as_json(up, "--max-tokens", "12", "--temperature", "0", "--ignore-eos", "--logprobs", "2", new_prompt)
@@ -306,7 +315,9 @@ def test_a_chat_in_a_terminal_has_roles_commands_pastes_and_speed(up: Up) -> Non
         return read_until(terminal, b"you> ")
 
     try:
-        assert b"/help" in read_until(terminal, b"you> ")
+        greeting = read_until(terminal, b"you> ")
+        assert b"/help" in greeting
+        assert b"demo model, trained on docstrings" in greeting
         assert b"/clear" in said(b"/help\n")
         first = said(b"Return the list\n")
         assert b"llama>" in first

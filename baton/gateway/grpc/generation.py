@@ -135,4 +135,5 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             max_context_tokens=self._fleet.max_context_tokens,
             vocab_size=model.vocab_size,
             revisions=serving_revisions(self._fleet.nodes()),
+            description=model.description,
         )

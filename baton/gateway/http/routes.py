@@ -58,7 +58,7 @@ ROUTES = (
     HttpRoute("/v1/models/{model:path}", server_info.model, "The served model"),
     HttpRoute("/tokenize", server_info.tokenize, "Token ids of a text or a conversation", TokenizeBody),
     HttpRoute("/detokenize", server_info.detokenize, "The text of token ids", DetokenizeBody),
-    HttpRoute("/", root, "What answers here"),
+    HttpRoute("/", root, "About this gateway: name and version; a page for browsers"),
     HttpRoute("/docs", docs, "This API, for people", listed=False),
     HttpRoute("/health", server_info.health, "200 as long as the process lives"),
     HttpRoute("/ready", server_info.ready, "200 if a new request can be served, else 503 with the reason"),

@@ -18,7 +18,6 @@ from baton.gateway.text.chat.json_request import chat_request
 from baton.gateway.text.chat.types import ChatRequest
 from baton.metrics.exposition import CONTENT_TYPE
 from baton.metrics.page import names_of
-from baton.settings.config import DEMO_NOTE, is_demo_model
 
 
 async def models(call: HttpCall) -> Response:
@@ -105,7 +104,7 @@ def _card(call: HttpCall, adapter: AdapterRef | None = None) -> dict[str, Any]:
         "object": "model",
         "created": call.context.started_s,
         "owned_by": "baton",
-        **({"description": DEMO_NOTE} if is_demo_model(served.directory) else {}),
+        **({"description": served.description} if served.description else {}),
         "root": served.name,
         "parent": None,
         "max_model_len": fleet.max_context_tokens,

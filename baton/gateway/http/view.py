@@ -101,6 +101,7 @@ class View:
             "now_s": round(time.time(), 3),
             "gateway": self.name,
             "model": serving.model.name,
+            "description": serving.model.description,
             "version": __version__,
             "chat": serving.model.chat.has_template,
             "draining": serving.draining,

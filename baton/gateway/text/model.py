@@ -23,6 +23,7 @@ from baton.models.families.reader import read_config
 from baton.models.loading.identity import config_digest
 from baton.models.loading.tokenizer_files.find import tokenizer_json
 from baton.protos.v1 import node_status_pb2
+from baton.settings.config import DEMO_NOTE, is_demo_model
 from baton.settings.model_source import model_name
 
 
@@ -64,6 +65,11 @@ class ServedModel:
         """Ends the processes that render conversations and check constraints."""
         self.renderer.close()
         self.grammars.close()
+
+    @property
+    def description(self) -> str:
+        """A remark for people who talk to the model; "": none."""
+        return DEMO_NOTE if is_demo_model(self.directory) else ""
 
     @property
     def identity(self) -> node_status_pb2.ModelIdentity:

@@ -113,15 +113,21 @@ def test_a_summary_counts_every_outcome_by_its_type_and_leaves_the_warm_up_out()
     assert summary.short == 1
     assert summary.errors == {"BrokenStream": 1, "Timeout": 1}
     assert summary.refusals == {"Overloaded": 1}
-    assert summary.window_s == pytest.approx(3.0)  # from 1 s to 4 s
-    assert summary.requests_per_s == pytest.approx(2 / 3)
+    assert summary.window_s == pytest.approx(4.0)  # from the warm-up's last arrival at 0 s to 4 s
+    assert summary.requests_per_s == pytest.approx(2 / 4)
     assert summary.output_tokens == 5  # tokens of the broken stream were sent too
     assert summary.ttft is not None
     assert summary.ttft.count == 2
     twice = summarize(records, records)
     assert twice.requests == 12
-    assert twice.window_s == pytest.approx(6.0)
-    assert twice.requests_per_s == pytest.approx(2 / 3)
+    assert twice.window_s == pytest.approx(8.0)
+    assert twice.requests_per_s == pytest.approx(2 / 4)
+
+
+def test_as_many_requests_as_gaps_are_at_the_planned_rate() -> None:
+    due = [0.5, 1.5, 2.5, 3.5]
+    run = [replace(record(0.1, due=each, end=0.0), counted=each > 1) for each in due]
+    assert summarize(run).requests_per_s == pytest.approx(1.0)
 
 
 def test_nothing_answered_gives_no_times() -> None:

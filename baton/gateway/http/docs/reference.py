@@ -62,7 +62,7 @@ def _body(schema: Schema, *, locked: bool) -> str:
     )
     parts = [
         f"<h1>{escape(schema['info']['title'])} {escape(schema['info']['version'])}: HTTP API</h1>",
-        f"<p>{link('/', 'What answers here')}. {link('/openapi.json', 'The same as an OpenAPI schema')}.</p>",
+        f"<p>{link('/', 'About this gateway')}. {link('/openapi.json', 'The same as an OpenAPI schema')}.</p>",
         f"<ul>{contents}</ul>",
         _INTRODUCTION,
         *(_endpoint(objects, *endpoint, locked=locked) for endpoint in endpoints),

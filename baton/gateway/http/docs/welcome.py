@@ -1,4 +1,4 @@
-"""Answers GET /: a page for browsers that says what answers here, and JSON for other clients."""
+"""Answers GET /: a page about the gateway for browsers, and JSON for other clients."""
 
 import json
 from html import escape
@@ -23,14 +23,14 @@ async def root(call: HttpCall) -> Response:
 def _page(call: HttpCall) -> Response:
     # Whoever has no key learns no name of a model.
     locked = call.context.settings.locked
-    served = "" if locked else f", serves the model {code(call.serving.model.name)}"
+    served = "" if locked else f" serves the model {code(call.serving.model.name)} and"
     ready = "can serve requests" if call.context.fleet.serves() and not call.context.draining else "is not ready"
     body = json.dumps({"messages": [{"role": "user", "content": "What does zip do?"}], "max_tokens": 32})
     url = base_url(call)
     return document(
         "Baton",
         f"""<h1>Baton</h1>
-<p>The gateway {code(call.context.view.name)} (version {escape(__version__)}){served} and {ready}.</p>
+<p>The gateway {code(call.context.view.name)} (version {escape(__version__)}){served} {ready}.</p>
 <ul>
 <li>{link("/ui", "/ui")}: the cluster, its requests, and a place to try a prompt</li>
 <li>{link("/docs", "/docs")}: every endpoint and every parameter</li>

@@ -29,6 +29,8 @@ export function setUpPrompt(page) {
 // Without a chat template a model continues one text, so a conversation would not reach it.
 export function showModel(state) {
   $("model").textContent = state.model ?? "";
+  $("description").textContent = state.description ?? "";
+  $("description").hidden = !state.description;
   $("system-field").hidden = !state.chat;
   $("no-chat").hidden = Boolean(state.chat);
 }

@@ -23,7 +23,7 @@ from baton.security.identity import EVERYBODY, Caller, enter
 from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, status
 from tests.unit.gateway.http.http_gateway import HttpGateway, open_http_gateway, step_token
 
-FOR_ANYBODY = {"now_s", "gateway", "model", "version", "chat", "draining", "sees", "requests", "slo"}
+FOR_ANYBODY = {"now_s", "gateway", "model", "description", "version", "chat", "draining", "sees", "requests", "slo"}
 CLUSTER = {"totals", "workers", "mixed", "nodes", "links", "charts", "history_step_s"}
 MARKUP = '<img src=x onerror="alert(1)"></script>'
 OTHER_CLIENT = Caller("10.0.0.9", frozenset({Right.ANYONE, Right.CLIENT}))

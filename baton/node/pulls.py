@@ -6,11 +6,12 @@
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 
 from baton.core.costs import StepCosts
-from baton.core.errors import BatonError, DeadlineExceeded, Draining
+from baton.core.errors import BatonError, DeadlineExceeded, Draining, PeerRefused
 from baton.core.kv_entries import ENTRY_TOKENS, EntryKey, KeptPrefix
 from baton.node.pull_costs import PullSample, PullSpeed, is_worth_pulling
 from baton.node.pull_link import PullLink
@@ -31,8 +32,11 @@ PULL_S_MIN, PULL_S_MAX = 0.5, 5.0
 _PULLS_MAX = 4
 # Links to other nodes; one that is idle makes room for another.
 _LINKS_MAX = 32
-# A node whose pull failed is not asked again for this long.
+# A node whose pull failed is not asked again for this long, and one that has refused not before it restarts: its kind
+# cannot change while it lives.
 _BACK_OFF_S = 10.0
+# Nodes whose failures are remembered; the latest ones.
+_FAILED_MAX = 1024
 
 
 class Pulls:
@@ -189,9 +193,16 @@ class Pulls:
     def _failed(self, kept: KeptPrefix, error: BatonError) -> None:
         self.failures += 1
         now_s = self._clock()
-        self._not_before_s = {node: until_s for node, until_s in self._not_before_s.items() if until_s > now_s}
-        self._not_before_s[kept.address, kept.incarnation] = now_s + _BACK_OFF_S
-        log.warning("could not pull from %s: %s", kept.address, error)
+        is_refused = isinstance(error, PeerRefused)
+        waiting = [
+            (node, until_s)
+            for node, until_s in self._not_before_s.items()
+            if until_s > now_s and node[0] != kept.address
+        ]
+        self._not_before_s = dict(waiting[-_FAILED_MAX + 1 :])
+        self._not_before_s[kept.address, kept.incarnation] = math.inf if is_refused else now_s + _BACK_OFF_S
+        after = "; not asked again before it restarts" if is_refused else ""
+        log.warning("could not pull from %s: %s%s", kept.address, error, after)
         link = self._links.get(kept.address)
         if link is not None and link.incarnation == kept.incarnation:
             self._drop(kept.address, error)

@@ -211,6 +211,29 @@ async def test_a_node_of_another_kind_refuses_and_names_both(caplog: pytest.LogC
         await until_only_the_link_is_held(reader)
 
 
+async def test_a_node_of_another_kind_is_asked_once_and_again_when_it_has_restarted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with an_owner() as owner, PullingNode(0xB, KVCacheLayout.NHD, 16, namespace=b"another") as reader:
+        assert await owner.keep() == ENTRIES
+        assert [await reader.pull(owner.kept()) for _ in range(3)] == [0, 0, 0]
+        assert reader.pulls.failures == 1
+        assert caplog.text.count("could not pull") == 1
+        assert "not asked again before it restarts" in caplog.text
+        owner.info.incarnation = 0xA1
+        assert await reader.pull(owner.kept()) == 0
+        assert reader.pulls.failures == 2
+
+
+async def test_a_refusal_is_remembered_of_the_latest_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "_FAILED_MAX", 2)
+    monkeypatch.setattr(pulls, "_BACK_OFF_S", DEADLINE_S)
+    async with a_reader() as reader:
+        for port in (1, 2, 3):
+            assert await reader.pull(KeptPrefix(f"127.0.0.1:{port}", 7, 640)) == 0
+        assert [address for address, _ in reader.pulls._not_before_s] == ["127.0.0.1:2", "127.0.0.1:3"]
+
+
 async def test_another_incarnation_of_the_owner_refuses(caplog: pytest.LogCaptureFixture) -> None:
     async with an_owner() as owner, a_reader() as reader:
         assert await owner.keep() == ENTRIES

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from baton.core.block_keys import KeyChain
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeptPrefix
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeptPrefix, NodeRanks
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
@@ -118,7 +118,8 @@ def _make(incarnation: int) -> tuple[RankedTransfer, Pulls]:
         lambda: info,
         namespace=b"one model",
         entry_bytes=EntryLayout(settings.parts(SPEC)).entry_bytes,
-        ranks=1,
+        spec=SPEC,
+        ranks=NodeRanks(),
         costs=lambda: None,
         step_tokens=lambda: 512,
         keepalive_s=_TIMEOUT_S,

@@ -10,6 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from baton.core.kv_entries import NodeRanks
 from baton.core.version import __version__
 from baton.engine.build import BuiltRunner
 from baton.engine.cache_size import shortage
@@ -76,7 +77,7 @@ class Node:
 
     Attributes:
         experts: load of the model's experts.
-        pulls: KV from and for other nodes; None: the node keeps none, or its ranks have requests of their own.
+        pulls: KV from and for other nodes; None: the node keeps none.
         gpus: memory, use and power of the node's GPUs on this host.
         numbers: numbers that name calls and sessions in the engine, each drawn once in the life of the process.
         switches: number of role changes so far.
@@ -121,7 +122,7 @@ class Node:
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
         self.meter = StepMeter(built.costs)
         keeps = keeps_kv(settings, built)
-        self.pulls = self._open_pulls(settings, built) if keeps and built.parallel.num_owners == 1 else None
+        self.pulls = self._open_pulls(settings, built) if keeps else None
         self.engine = Engine(
             runner,
             self.limits,
@@ -177,12 +178,14 @@ class Node:
 
     def _open_pulls(self, settings: NodeSettings, built: BuiltRunner) -> Pulls:
         layout = EntryLayout(transfer_settings(settings, built, self.incarnation).parts(built.cache.spec))
+        own_requests = built.parallel.num_owners > 1
         return Pulls(
             self.transfer,
             lambda: self.info,
-            namespace=pull_namespace(settings, built, layout),
-            entry_bytes=layout.entry_bytes * built.parallel.size,
-            ranks=built.parallel.size,
+            namespace=pull_namespace(settings, built),
+            entry_bytes=layout.entry_bytes * (1 if own_requests else built.parallel.size),
+            spec=built.model_spec,
+            ranks=NodeRanks(built.parallel.size, own_requests),
             costs=lambda: self.meter.costs,
             step_tokens=lambda: self.limits.max_batch_tokens,
             keepalive_s=settings.keepalive_s,

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 
 from baton.core.costs import StepCosts
-from baton.core.errors import BatonError, DeadlineExceeded, Draining, PeerRefused
-from baton.core.kv_entries import ENTRY_TOKENS, EntryKey, KeptPrefix
+from baton.core.errors import BatonError, ConfigError, DeadlineExceeded, Draining, PeerRefused
+from baton.core.kv_entries import ENTRY_TOKENS, EntryKey, KeptPrefix, NodeRanks
+from baton.kvcache.spec import KVCacheSpec
 from baton.node.pull_costs import PullSample, PullSpeed, is_worth_pulling
 from baton.node.pull_link import PullLink
 from baton.node.pull_owner import PullOwner
@@ -21,6 +22,7 @@ from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import ListenAddress
 from baton.security.roles import NODE
 from baton.security.tls import InternalTls
+from kvtransfer.flows import entry_links
 from kvtransfer.ledger import FIRST_PULL_LINK
 from kvtransfer.ranked import MOST_RANKS, RankedTransfer
 
@@ -45,7 +47,8 @@ class Pulls:
     Args:
         info: this node's description of itself.
         namespace: of this node's entries.
-        entry_bytes: size of an entry, over all ranks.
+        entry_bytes: size of an entry, over all ranks that have a share of it.
+        spec: of the whole model.
         ranks: of this node.
         costs: what steps of this node cost; None: not known yet.
         step_tokens: largest number of prompt tokens in a step.
@@ -63,7 +66,8 @@ class Pulls:
         *,
         namespace: bytes,
         entry_bytes: int,
-        ranks: int,
+        spec: KVCacheSpec,
+        ranks: NodeRanks,
         costs: Callable[[], StepCosts | None],
         step_tokens: Callable[[], int],
         keepalive_s: float,
@@ -71,12 +75,13 @@ class Pulls:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         numbers = itertools.count(FIRST_PULL_LINK, MOST_RANKS)
-        self.owner = PullOwner(transfer, info, namespace=namespace, ranks=ranks, numbers=numbers)
+        self.owner = PullOwner(transfer, info, namespace=namespace, spec=spec, ranks=ranks, numbers=numbers)
         self.failures = 0
         self._transfer = transfer
         self._info = info
         self._namespace = namespace
         self._entry_bytes = entry_bytes
+        self._spec = spec
         self._ranks = ranks
         self._costs = costs
         self._step_tokens = step_tokens
@@ -91,9 +96,13 @@ class Pulls:
         self._running = 0
         self._is_open = True
 
-    async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix) -> int:
+    async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix, *, owner: int | None = None) -> int:
         """Copies entries from the node that has them, unless computing them is faster. Returns how many of the first
-        ones host memory has then. It never raises, and ends within a bound."""
+        ones host memory has then. It never raises, and ends within a bound.
+
+        Args:
+            owner: the only rank of this node that gets them; None: every rank gets its share.
+        """
         tokens, num_bytes = len(keys) * ENTRY_TOKENS, len(keys) * self._entry_bytes
         compute_s = self._compute_s(keys)
         speed = self._speeds.get(kept.address)
@@ -104,7 +113,7 @@ class Pulls:
         self._running += 1
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._pull(keys, kept)
+                return await self._pull(keys, kept, owner)
         except TimeoutError:
             link = self._links.get(kept.address)
             if link is not None and not link.is_settled:
@@ -131,11 +140,11 @@ class Pulls:
         self._is_open = True
         self.owner.reopen()
 
-    async def _pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix) -> int:
+    async def _pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix, owner: int | None) -> int:
         link = self._link(kept)
         was_ready = link.is_ready
         begun_s = self._clock()
-        found = await link.pull(keys)
+        found = await link.pull(keys, owner=owner)
         if found and was_ready:  # else the time has that of making the link in it
             self._measured(kept.address, PullSample(self._clock(), found * self._entry_bytes, self._clock() - begun_s))
         return found
@@ -161,7 +170,7 @@ class Pulls:
         """The link to that incarnation of the node, which may not be made yet.
 
         Raises:
-            ConfigError: the address is none.
+            ConfigError: the address is none, or the ranks of the two nodes cannot split the kv heads.
             BatonError: the link could not be made, and took longer than every pull that waited for it.
         """
         link = self._links.pop(kept.address, None)
@@ -173,6 +182,7 @@ class Pulls:
                 raise link.why_unmade
         # gRPC would also connect to names of other forms, such as unix:PATH.
         ListenAddress.parse(kept.address, field="kept_elsewhere.address")
+        links = entry_links(self._spec, owner=_checked(kept.ranks), reader=self._ranks)
         if link is not None:
             self._drop(kept.address, Draining(f"{kept.address} has restarted"))
         while len(self._links) >= _LINKS_MAX:
@@ -184,7 +194,7 @@ class Pulls:
             kept.address,
             hello,
             number=next(self._numbers),
-            ranks=self._ranks,
+            links=links,
             keepalive_s=self._keepalive_s,
             dial=self._dial,
         )
@@ -193,7 +203,7 @@ class Pulls:
     def _failed(self, kept: KeptPrefix, error: BatonError) -> None:
         self.failures += 1
         now_s = self._clock()
-        is_refused = isinstance(error, PeerRefused)
+        is_refused = isinstance(error, PeerRefused | ConfigError)
         waiting = [
             (node, until_s)
             for node, until_s in self._not_before_s.items()
@@ -215,3 +225,15 @@ class Pulls:
         ending = asyncio.create_task(link.wait_closed(), name=f"unlink-{address}")
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+
+
+def _checked(ranks: NodeRanks) -> NodeRanks:
+    """Raises ConfigError for more ranks than any node has."""
+    if not 0 < ranks.size <= MOST_RANKS:
+        raise ConfigError(
+            f"kept_elsewhere names a node of {ranks.size} ranks",
+            field="kept_elsewhere.tensor_parallel_size",
+            value=ranks.size,
+            allowed=(f"1 to {MOST_RANKS}",),
+        )
+    return ranks

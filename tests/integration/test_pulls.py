@@ -83,16 +83,29 @@ class TwoTurns:
                 await self._stays
 
 
-@pytest.mark.parametrize("model", [LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
+UNLIKE: Flags = {"block_size": 32, "num_blocks": 60, "kv_cache_layout": "BLHNC"}
+TWO: Flags = {"tensor_parallel_size": 2}
+OWN: Flags = {"tensor_parallel_size": 2, "expert_parallel": True, "attention_data_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "of_owner", "of_reader"),
+    [
+        pytest.param(LLAMA, {}, UNLIKE, id="llama"),
+        pytest.param(DEEPSEEK, {}, {**UNLIKE, "kv_cache_layout": "BLNC"}, id="deepseek"),
+        pytest.param(LLAMA, TWO, UNLIKE, id="llama-2-ranks-to-1"),
+        pytest.param(LLAMA, {}, {**TWO, **UNLIKE}, id="llama-1-rank-to-2"),
+        pytest.param(DEEPSEEK, OWN, TWO, id="deepseek-own-requests-to-2-ranks", marks=pytest.mark.slow),
+        pytest.param(DEEPSEEK, TWO, OWN, id="deepseek-2-ranks-to-own-requests", marks=pytest.mark.slow),
+    ],
+)
 async def test_the_second_turn_on_another_node_computes_only_the_new_text(
-    start: Machines, references: References, model: Path
+    start: Machines, references: References, model: Path, of_owner: Flags, of_reader: Flags
 ) -> None:
-    """The nodes have unlike layouts and block sizes, and a part of the first turn was decoded."""
-    layout = "BLHNC" if model is LLAMA else "BLNC"
-    unlike: Flags = {"block_size": 32, "num_blocks": 60, "kv_cache_layout": layout}
+    """The nodes have unlike layouts, block sizes or ranks, and a part of the first turn was decoded."""
     owner, reader = start.nodes(
-        ("decode", {"model": model, **KEEPS}),
-        ("decode", {"model": model, **KEEPS, **unlike}),
+        ("decode", {"model": model, **KEEPS, **of_owner}),
+        ("decode", {"model": model, **KEEPS, **of_reader}),
         paused_engine=["decode"],
         prepare=always_pull,
     )
@@ -102,7 +115,8 @@ async def test_the_second_turn_on_another_node_computes_only_the_new_text(
     gateway = start.gateway([], [owner, reader], model=model)
     result = await turns.answer(gateway, second)
     assert result.proof.decode_loaded_tokens == WHOLE_ENTRIES * 64
-    status = await until_status(reader, lambda last: store(last, "peer").loaded_total == WHOLE_ENTRIES)
+    ranks = 2 if of_reader.get("tensor_parallel_size") == 2 and "attention_data_parallel" not in of_reader else 1
+    status = await until_status(reader, lambda last: store(last, "peer").loaded_total == ranks * WHOLE_ENTRIES)
     assert store(status, "peer").failed_total == store(status, "peer").damaged_total == 0
     await turns.close()
 

@@ -26,6 +26,7 @@ class WantedPrefix:
         tokens: the whole sequence; `keys` and `entry_keys` are its chains of blocks and of entries.
         starts: for each pool, the first entry that is not in the cache.
         stop: number of entries that the request can use.
+        likely_pool: the pool that has most of the sequence, and of equal ones the one with most free blocks.
     """
 
     tokens: IntArray
@@ -33,6 +34,7 @@ class WantedPrefix:
     entry_keys: KeyChain
     starts: tuple[int, ...]
     stop: int
+    likely_pool: int = 0
 
     def entries(self, start: int, stop: int) -> tuple[EntryKey, ...]:
         return entries_of(self.entry_keys, self.tokens, start, stop)

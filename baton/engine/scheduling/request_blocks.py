@@ -324,7 +324,8 @@ class RequestBlocks:
         )
         if min(starts) >= stop:
             return None
-        return WantedPrefix(tokens, keys, self.offload.entry_keys(request), starts, stop)
+        likely = max(range(len(starts)), key=lambda pool: (starts[pool], self._pools[pool].num_free))
+        return WantedPrefix(tokens, keys, self.offload.entry_keys(request), starts, stop, likely)
 
     def begin_load(self, wanted: WantedPrefix, pool: int, *, stop: int, spare: int) -> LoadPlan | None:
         """See `Offload.begin_load`."""

@@ -21,6 +21,7 @@ from baton.gateway.fleet.placement import Placement, place
 from baton.gateway.fleet.router import NodeView, RoutedRequest, least_pooling, pick_prefill, usable_prefills
 from baton.gateway.fleet.shortlist import ALL_UP_TO, Candidates, shortlist
 from baton.protos.v1 import node_status_pb2, operations_pb2
+from baton.rpc.convert_node import ranks_from_proto
 
 # Nodes decide by their own measurements whether to pull KV, but none would pull less than this.
 _MUCH_MORE_TOKENS = 128
@@ -213,7 +214,7 @@ class Fleet(NodeTable):
         tokens = cached.get(best.address, 0)
         if tokens < cached.get(node.address, 0) + _MUCH_MORE_TOKENS:
             return None
-        return KeptPrefix(best.address, best.incarnation, tokens)
+        return KeptPrefix(best.address, best.incarnation, tokens, ranks_from_proto(best.status.info))
 
     def _of_session(self, wanted: RoutedRequest) -> RoutedRequest:
         if not wanted.session_id:

@@ -359,9 +359,10 @@ def _works(status: node_status_pb2.NodeStatus) -> bool:
 
 def _kept_kind(status: node_status_pb2.NodeStatus) -> tuple[object, ...] | None:
     info = status.info
-    if not status.stores or info.attention_data_parallel:
+    if not status.stores:
         return None
-    kind = info.cache_spec.dtype, info.tensor_parallel_size, info.batch_invariant
+    ranks = info.tensor_parallel_size if info.batch_invariant else 0
+    kind = info.cache_spec.dtype, ranks, info.batch_invariant
     return revision_of(info.model), info.model.content_digest, *kind
 
 

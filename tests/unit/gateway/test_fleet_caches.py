@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.costs import StepCosts
-from baton.core.kv_entries import KeptPrefix
+from baton.core.kv_entries import KeptPrefix, NodeRanks
 from baton.core.types import LocalPolicy
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.fleet.fleet_node import _kept_kind
@@ -173,12 +173,11 @@ def test_nobody_is_told_of_a_node_that_keeps_nothing_is_gone_or_has_another_kind
     decode, reader = fleet.decodes["d1"], fleet.prefills["p1"]
     assert fleet.kept_elsewhere(reader, long_prompt()) is not None
     report = node_status_pb2.NodeStatus()
-    for change in ("tensor_parallel_size", "batch_invariant", "attention_data_parallel"):
-        report.CopyFrom(decode.status)
-        setattr(report.info, change, 2 if change == "tensor_parallel_size" else True)
-        kept, decode.kept_kind = decode.kept_kind, _kept_kind(report)
-        assert fleet.kept_elsewhere(reader, long_prompt()) is None
-        decode.kept_kind = kept
+    report.CopyFrom(decode.status)
+    report.info.batch_invariant = True
+    kept, decode.kept_kind = decode.kept_kind, _kept_kind(report)
+    assert fleet.kept_elsewhere(reader, long_prompt()) is None
+    decode.kept_kind = kept
     report.CopyFrom(decode.status)
     report.draining = True
     fleet.status_received(DECODE, "d1", report, 2.0)
@@ -188,6 +187,24 @@ def test_nobody_is_told_of_a_node_that_keeps_nothing_is_gone_or_has_another_kind
     bare = SmallFleet(1, 1)
     assert changed(bare, "d1", 1, snapshot=True, stored=long_blocks(25))
     assert bare.kept_elsewhere(bare.prefills["p1"], long_prompt()) is None
+
+
+def test_a_node_of_other_ranks_is_told_with_its_ranks_but_not_in_batch_invariant_mode() -> None:
+    fleet = keeping(1, 1)
+    assert changed(fleet, "d1", 1, snapshot=True, stored=long_blocks(25))
+    decode, reader = fleet.decodes["d1"], fleet.prefills["p1"]
+    report = node_status_pb2.NodeStatus()
+    report.CopyFrom(decode.status)
+    report.info.tensor_parallel_size, report.info.attention_data_parallel = 2, True
+    fleet.status_received(DECODE, "d1", report, 2.0)
+    kept = fleet.kept_elsewhere(reader, long_prompt())
+    assert kept is not None
+    assert kept.ranks == NodeRanks(2, own_requests=True)
+    report.info.batch_invariant = True
+    alike = node_status_pb2.NodeStatus()
+    alike.CopyFrom(report)
+    alike.info.tensor_parallel_size = 4
+    assert _kept_kind(report) != _kept_kind(alike)
 
 
 # ---- blocks that a node must load first

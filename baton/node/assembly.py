@@ -295,6 +295,7 @@ class Node:
         load = self.engine.load()
         loaded_tokens, load_s = self.engine.loads
         counters = self.transfer.counters()
+        pull_costs = None if self.pulls is None else self.pulls.mean_costs
         return node_status_pb2.NodeStatus(
             info=self.info,
             draining=draining,
@@ -326,6 +327,8 @@ class Node:
             stores=store_states(self.kept) if self.engine.has_tier else (),
             kv_loaded_tokens_total=loaded_tokens,
             kv_load_s_total=load_s,
+            kv_pull_fixed_s=0.0 if pull_costs is None else pull_costs.fixed_s,
+            kv_pull_byte_s=0.0 if pull_costs is None else pull_costs.byte_s,
             stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
 

@@ -10,13 +10,15 @@ import math
 import time
 from collections.abc import Callable
 
+from baton.core import pull_costs
 from baton.core.costs import StepCosts
 from baton.core.errors import BatonError, ConfigError, DeadlineExceeded, Draining, PeerRefused
 from baton.core.kv_entries import ENTRY_TOKENS, EntryKey, KeptPrefix, NodeRanks
+from baton.core.pull_costs import PullCosts, is_worth_pulling
 from baton.kvcache.spec import KVCacheSpec
-from baton.node.pull_costs import PullSample, PullSpeed, is_worth_pulling
 from baton.node.pull_link import PullLink
 from baton.node.pull_owner import PullOwner
+from baton.node.pull_speed import PullSample, PullSpeed
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import ListenAddress
@@ -29,7 +31,7 @@ from kvtransfer.ranked import MOST_RANKS, RankedTransfer
 log = logging.getLogger("baton")
 
 # A pull gets the time that its tokens would need to be computed, within these limits.
-PULL_S_MIN, PULL_S_MAX = 0.5, 5.0
+PULL_S_MIN = 0.5
 # Pulls at a time; a further prompt is computed.
 _PULLS_MAX = 4
 # Links to other nodes; one that is idle makes room for another.
@@ -92,6 +94,7 @@ class Pulls:
         self._links: dict[str, PullLink] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._speeds: dict[str, PullSpeed] = {}
+        self._of_all = PullSpeed()
         self._not_before_s: dict[tuple[str, int], float] = {}
         self._running = 0
         self._is_open = True
@@ -109,7 +112,7 @@ class Pulls:
         pull_s = None if speed is None else speed.seconds(num_bytes, self._clock())
         if not self._may_ask(kept) or not is_worth_pulling(tokens, pull_s, compute_s):
             return 0
-        timeout_s = min(max(PULL_S_MIN, compute_s or PULL_S_MIN), PULL_S_MAX)
+        timeout_s = min(max(PULL_S_MIN, compute_s or PULL_S_MIN), pull_costs.PULL_S_MAX)
         self._running += 1
         try:
             async with asyncio.timeout(timeout_s):
@@ -119,12 +122,18 @@ class Pulls:
             if link is not None and not link.is_settled:
                 return 0  # it goes on, and the next pull finds it ready
             what = f"{len(keys)} entries from {kept.address} took more than {timeout_s:g} s"
-            self._failed(kept, DeadlineExceeded(what))
+            self._failed(kept, DeadlineExceeded(what), num_bytes=num_bytes, timeout_s=timeout_s)
         except BatonError as error:
-            self._failed(kept, error)
+            self._failed(kept, error, num_bytes=num_bytes, timeout_s=timeout_s)
         finally:
             self._running -= 1
         return 0
+
+    @property
+    def mean_costs(self) -> PullCosts | None:
+        """What pulls from any node cost; None while nothing is measured. A pull that failed counts with the time that
+        it was given."""
+        return self._of_all.mean_costs(self._clock())
 
     async def close(self) -> None:
         """Ends every link, on both sides, and returns when nothing of them is left. Nothing is pulled until
@@ -154,6 +163,7 @@ class Pulls:
             valid = {known: speed for known, speed in self._speeds.items() if speed.seconds(1, sample.at_s) is not None}
             self._speeds = valid | {address: PullSpeed()}
         self._speeds[address].add(sample)
+        self._of_all.add(sample)
 
     def _compute_s(self, keys: tuple[EntryKey, ...]) -> float | None:
         costs = self._costs()
@@ -200,9 +210,10 @@ class Pulls:
         )
         return link
 
-    def _failed(self, kept: KeptPrefix, error: BatonError) -> None:
+    def _failed(self, kept: KeptPrefix, error: BatonError, *, num_bytes: int, timeout_s: float) -> None:
         self.failures += 1
         now_s = self._clock()
+        self._of_all.add(PullSample(now_s, num_bytes, timeout_s))
         is_refused = isinstance(error, PeerRefused | ConfigError)
         waiting = [
             (node, until_s)

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from baton.core import pull_costs
 from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeptPrefix, NodeRanks
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
@@ -237,7 +238,7 @@ def an_owner() -> PullingNode:
 
 def a_reader_elsewhere() -> PullingNode:
     """A reader in a process of its own, which waits as long as it takes."""
-    pulls.PULL_S_MIN = pulls.PULL_S_MAX = pull_link._OPEN_S = DEADLINE_S
+    pulls.PULL_S_MIN = pull_costs.PULL_S_MAX = pull_link._OPEN_S = DEADLINE_S
     return a_reader()
 
 

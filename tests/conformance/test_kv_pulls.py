@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.core import pull_costs
 from baton.core.errors import InternalError, InvalidRequest, Overloaded
 from baton.core.kv_entries import KeptPrefix
 from baton.kvcache.layout import KVCacheLayout
-from baton.node import pull_costs, pull_link, pull_owner, pulls
+from baton.node import pull_link, pull_owner, pulls
 from baton.node.pull_messages import wanted_entries
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.internal.v1 import node_pb2_grpc
@@ -44,12 +45,12 @@ from tests.unit.security.settings import TlsSettings
 def _no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pulls wait as long as it takes, and a failed one is tried again at once."""
     monkeypatch.setattr(pulls, "PULL_S_MIN", DEADLINE_S)
-    monkeypatch.setattr(pulls, "PULL_S_MAX", DEADLINE_S)
+    monkeypatch.setattr(pull_costs, "PULL_S_MAX", DEADLINE_S)
     monkeypatch.setattr(pulls, "_BACK_OFF_S", 0.0)
     monkeypatch.setattr(pull_link, "_OPEN_S", DEADLINE_S)
     monkeypatch.setattr(pull_link, "_ARRIVE_S", DEADLINE_S)
     monkeypatch.setattr(pull_costs, "UNMEASURED_TOKENS", 64)
-    monkeypatch.setattr(pull_costs, "_SHARE", float("inf"))
+    monkeypatch.setattr(pull_costs, "SHARE", float("inf"))
 
 
 @asynccontextmanager
@@ -355,7 +356,7 @@ async def test_a_node_that_answers_too_late_for_any_pull_is_left_alone_for_a_whi
 ) -> None:
     """Every request would wait for it again otherwise."""
     monkeypatch.setattr(pulls, "PULL_S_MIN", 0.01)
-    monkeypatch.setattr(pulls, "PULL_S_MAX", 0.01)
+    monkeypatch.setattr(pull_costs, "PULL_S_MAX", 0.01)
     monkeypatch.setattr(pulls, "_BACK_OFF_S", DEADLINE_S)
     monkeypatch.setattr(pull_link, "_OPEN_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -10,10 +10,11 @@ from functools import partial
 import pytest
 import torch
 
+from baton.core import pull_costs
 from baton.core.kv_entries import NodeRanks
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
-from baton.node import pull_costs, pull_link, pulls
+from baton.node import pull_link, pulls
 from kvtransfer.flows import entry_links
 from tests.conformance.kv import DEADLINE_S, as_bytes, eventually
 from tests.conformance.kv_child import child
@@ -44,12 +45,12 @@ UNLIKE = [
 def _no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pulls wait as long as it takes, and a failed one is tried again at once."""
     monkeypatch.setattr(pulls, "PULL_S_MIN", DEADLINE_S)
-    monkeypatch.setattr(pulls, "PULL_S_MAX", DEADLINE_S)
+    monkeypatch.setattr(pull_costs, "PULL_S_MAX", DEADLINE_S)
     monkeypatch.setattr(pulls, "_BACK_OFF_S", 0.0)
     monkeypatch.setattr(pull_link, "_OPEN_S", DEADLINE_S)
     monkeypatch.setattr(pull_link, "_ARRIVE_S", DEADLINE_S)
     monkeypatch.setattr(pull_costs, "UNMEASURED_TOKENS", 64)
-    monkeypatch.setattr(pull_costs, "_SHARE", float("inf"))
+    monkeypatch.setattr(pull_costs, "SHARE", float("inf"))
 
 
 def an_owner(spec: KVCacheSpec, ranks: NodeRanks) -> PullingNode:

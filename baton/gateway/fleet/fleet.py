@@ -6,7 +6,8 @@ from math import inf
 
 from numpy.random import Generator, default_rng
 
-from baton.core.kv_entries import KeptPrefix
+from baton.core.kv_entries import ENTRY_TOKENS, KeptPrefix
+from baton.core.pull_costs import predicted_pull_s
 from baton.core.types import AdapterRef, LocalPolicy
 from baton.gateway.core.request import Request
 from baton.gateway.core.shared_sends import SharedSends
@@ -18,7 +19,14 @@ from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
 from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
 from baton.gateway.fleet.placement import Placement, place
-from baton.gateway.fleet.router import NodeView, RoutedRequest, least_pooling, pick_prefill, usable_prefills
+from baton.gateway.fleet.router import (
+    NodeView,
+    PossiblePull,
+    RoutedRequest,
+    least_pooling,
+    pick_prefill,
+    usable_prefills,
+)
 from baton.gateway.fleet.shortlist import ALL_UP_TO, Candidates, shortlist
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.convert_node import ranks_from_proto
@@ -34,11 +42,13 @@ class CachedTokens(dict[str, int]):
 
     Attributes:
         outside: of these, the last ones, which the node must load from host memory first.
+        most: of the nodes whose KV is of one kind, the one that has most, and its tokens.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.outside: dict[str, int] = {}
+        self.most: dict[tuple[object, ...], tuple[int, FleetNode]] = {}
 
 
 class Fleet(NodeTable):
@@ -101,8 +111,8 @@ class Fleet(NodeTable):
         self, wanted: RoutedRequest, candidates: Candidates, cached: CachedTokens, now_s: float
     ) -> Placement | None:
         decoding = [*candidates.decodes, *(node for node in candidates.prefills if node.also_decodes)]
-        decodes = [_at(node.decode_view(), cached, node.queue_s(now_s)) for node in decoding]
-        prefills = [_at(node.view(), cached, node.queue_s(now_s)) for node in candidates.prefills]
+        decodes = [_pulling(_at(node.decode_view(), cached, node.queue_s(now_s)), node, cached) for node in decoding]
+        prefills = [self._prefill_view(node, cached, now_s) for node in candidates.prefills]
         return place(decodes, prefills, wanted)
 
     def _shortlist(self, wanted: RoutedRequest, cached: CachedTokens, now_s: float) -> Candidates:
@@ -128,8 +138,9 @@ class Fleet(NodeTable):
         wanted = self._of_session(wanted)
         self._update_costs(now_s)
         partners = [node for node in self.prefills.values() if decode.incarnation in node.ready_peers]
-        cached = self._cached_tokens(partners, wanted)
-        views = [_at(node.view(), cached, node.queue_s(now_s)) for node in partners]
+        keeps = any(node.kept_kind is not None for node in partners)
+        cached = self._cached_tokens(self.nodes() if keeps else partners, wanted)
+        views = [self._prefill_view(node, cached, now_s) for node in partners]
         first = [view for view in views if view.incarnation == placed]
         picked = pick_prefill(first, decode.view(), wanted) or pick_prefill(views, decode.view(), wanted)
         return None if picked is None else self._picked(self.prefills[picked.address], picked, wanted)
@@ -198,7 +209,21 @@ class Fleet(NodeTable):
             for address, inside in self._index.blocks_inside(numbers, found).items():
                 cached[address] = found[address] * block_size
                 cached.outside[address] = (found[address] - inside) * block_size
+        self._note_most(cached)
         return cached
+
+    def _note_most(self, cached: CachedTokens) -> None:
+        """Finds the nodes from which others may pull."""
+        for address, tokens in cached.items():
+            node = self.prefills.get(address) or self.decodes.get(address)
+            if node is None or node.kept_kind is None or not node.serves:
+                continue
+            if tokens > cached.most.get(node.kept_kind, (0, node))[0]:
+                cached.most[node.kept_kind] = tokens, node
+
+    def _prefill_view(self, node: FleetNode, cached: CachedTokens, now_s: float) -> NodeView:
+        """The view of a prefill node for one request, after the pull that it would begin."""
+        return _pulling(_at(node.view(), cached, node.queue_s(now_s)), node, cached).computing
 
     def kept_elsewhere(self, node: FleetNode, wanted: RoutedRequest) -> KeptPrefix | None:
         """The node that has much more of a sequence than the one that is to compute it, and whose KV that one can use.
@@ -321,3 +346,16 @@ def _at(view: NodeView, cached: CachedTokens, queue_s: float) -> NodeView:
     if tokens := cached.get(view.address):
         view = view.with_cached(tokens, cached.outside[view.address])
     return view.with_queue(queue_s)
+
+
+def _pulling(view: NodeView, node: FleetNode, cached: CachedTokens) -> NodeView:
+    """The node's view with the pull that it would begin if it computed the prompt, by the costs it has measured."""
+    if node.kept_kind is None or view.costs is None or node.kept_kind not in cached.most:
+        return view
+    most, source = cached.most[node.kept_kind]
+    if source is node or most < view.cached_tokens + _MUCH_MORE_TOKENS:
+        return view
+    stop = most // ENTRY_TOKENS * ENTRY_TOKENS
+    tokens, compute_s = stop - view.cached_tokens, view.prompt_s(view.cached_tokens, stop)
+    pull_s = predicted_pull_s(view.pull_costs, tokens, tokens * view.kv_bytes_per_token, compute_s)
+    return view if pull_s is None else view.with_pull(PossiblePull(stop, tokens, pull_s, compute_s, source.name))

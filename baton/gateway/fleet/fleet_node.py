@@ -14,6 +14,7 @@ from typing import TypeAlias
 from baton.core.costs import StepCosts
 from baton.core.errors import shortened
 from baton.core.pools import blocks_for, take_from_roomiest
+from baton.core.pull_costs import PullCosts
 from baton.core.types import AdapterRef
 from baton.gateway.core.shared_sends import NOTHING, NodeSends, SentWork
 from baton.gateway.fleet.backlog import Backlog
@@ -399,7 +400,14 @@ def _to_view(
         kv_bytes_per_token=per_token,
         state_bytes=per_request,
         load_token_s=_load_token_s(status, per_token),
+        pull_costs=_pull_costs(status),
     )
+
+
+def _pull_costs(status: node_status_pb2.NodeStatus) -> PullCosts | None:
+    """What pulls of KV cost the node; None: it has measured none, or reports nonsense."""
+    fixed_s, byte_s = _seconds(status.kv_pull_fixed_s), _seconds(status.kv_pull_byte_s)
+    return PullCosts(fixed_s, byte_s) if byte_s else None
 
 
 def _load_token_s(status: node_status_pb2.NodeStatus, bytes_per_token: int) -> float:

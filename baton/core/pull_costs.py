@@ -29,6 +29,10 @@ class PullCosts:
 # (`bench/results/kept_kv.md`), which every network of a cluster with GPUs exceeds.
 ASSUMED_PULL = PullCosts(fixed_s=5e-3, byte_s=1 / 2e9)
 
+# How fast host memory is read back until a node has measured it: about a quarter of what PCIe 4 moves, but fast enough
+# that nodes get requests from which they can measure it.
+ASSUMED_LOAD_BYTES_PER_S = 5e9
+
 
 def is_worth_pulling(tokens: int, pull_s: float | None, compute_s: float | None) -> bool:
     """Whether to pull that many tokens.

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.planner.plan import NodeKind, Plan
-
-_GIB = 1 << 30
+from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S
+from baton.planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,13 @@ class KeptTokens:
     hours: float | None
 
 
-def tokens_of(kind: NodeKind, gib: float) -> int:
-    """The tokens whose KV fits into stores of this size on each rank of a node; a rank has its share of the heads."""
-    return int(gib * _GIB * min(kind.gpus, kind.kv_holders or kind.gpus) / kind.kv_bytes_per_token)
-
-
 def kept_tokens(plan: Plan, sizes: StoreSizes) -> Iterator[KeptTokens]:
     """What each store of a decode node holds, at the rate that is asked for, or else at the best one."""
     kind, best, rate = plan.question.kind, plan.best, plan.question.rate or plan.best.rate
     tokens_per_s = rate * (plan.demand.prompt + plan.demand.output) / best.spec.decodes
     for store, gib in (("host memory", sizes.host_gib), ("files", sizes.file_gib)):
         if gib and not kind.state_bytes:
-            tokens = tokens_of(kind, gib)
+            tokens = kind.tokens_in(gib)
             yield KeptTokens(store, gib, tokens, tokens / tokens_per_s / 3600 if tokens_per_s else None)
 
 
@@ -53,13 +47,18 @@ def kept_lines(plan: Plan, sizes: StoreSizes) -> Iterator[str]:
         yield "the model has recurrent states, so no KV is kept outside of the cache"
         return
     if not sizes.host_gib and not sizes.file_gib:
-        one = _thousands(tokens_of(kind, 1.0))
+        one = _thousands(kind.tokens_in(1.0))
         yield f"a GiB of --host-cache-gib or --file-cache-gib holds {one} more tokens of a node"
     for kept in kept_tokens(plan, sizes):
         line = f"{kept.gib:g} GiB of {kept.store} for each GPU hold {_thousands(kept.tokens)} tokens of a node"
         if kept.hours is not None:
             line += f": {_hours(kept.hours)} of a decode node's part of {rate:.3g} req/s without shared prefixes"
         yield line
+    if sizes.host_gib:
+        costs = plan.question.pull_costs
+        load = f"loads from host memory at {ASSUMED_LOAD_BYTES_PER_S / 1e9:g} GB/s"
+        pull = f"pulls from other nodes of {1e3 * costs.fixed_s:g} ms and {1e-9 / costs.byte_s:g} GB/s"
+        yield f"simulated with {load} and {pull} (--pull-ms, --pull-gb-per-s), without files"
 
 
 def store_flags(sizes: StoreSizes) -> str:

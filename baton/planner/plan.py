@@ -10,6 +10,7 @@ from math import inf
 
 from baton.core.costs import StepCosts
 from baton.core.errors import ConfigError
+from baton.core.pull_costs import ASSUMED_PULL, PullCosts
 from baton.core.types import LocalPolicy
 from baton.load.goals import Goal
 from baton.load.workload import LengthSpan, Workload
@@ -51,6 +52,11 @@ class NodeKind:
     state_bytes: int = 0
     kv_holders: int = 0
 
+    def tokens_in(self, gib: float) -> int:
+        """The tokens whose KV fits into stores of this size on each rank of a node; a rank has its share of the
+        heads."""
+        return int(gib * (1 << 30) * min(self.gpus, self.kv_holders or self.gpus) / self.kv_bytes_per_token)
+
 
 @dataclass(frozen=True)
 class Question:
@@ -59,6 +65,8 @@ class Question:
     Args:
         rate: requests per second to serve; None: the most that `gpus` serve.
         gpus: number of GPUs; None: as few as serve `rate`.
+        host_gib: host memory for KV of each rank.
+        pull_costs: what a node's pulls from another one take.
     """
 
     kind: NodeKind
@@ -67,6 +75,8 @@ class Question:
     rate: float | None
     gpus: int | None
     measure: Measure = Measure()  # noqa: RUF009 - frozen
+    host_gib: float = 0.0
+    pull_costs: PullCosts = ASSUMED_PULL
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,8 @@ class _Search:
             kv_tokens=kind.kv_tokens,
             kv_bytes_per_token=kind.kv_bytes_per_token,
             state_bytes=kind.state_bytes,
+            host_tokens=0 if kind.state_bytes else kind.tokens_in(question.host_gib),
+            pull_costs=question.pull_costs,
         )
         tokens = decode_step_tokens(kind.decode, tpot_s)
         decode = replace(prefill, costs=kind.decode, step_tokens=tokens, seats=kind.seats)

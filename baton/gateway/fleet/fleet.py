@@ -6,8 +6,7 @@ from math import inf
 
 from numpy.random import Generator, default_rng
 
-from baton.core.kv_entries import ENTRY_TOKENS, KeptPrefix
-from baton.core.pull_costs import predicted_pull_s
+from baton.core.kv_entries import KeptPrefix
 from baton.core.types import AdapterRef, LocalPolicy
 from baton.gateway.core.request import Request
 from baton.gateway.core.shared_sends import SharedSends
@@ -19,9 +18,9 @@ from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
 from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
 from baton.gateway.fleet.placement import Placement, place
+from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS, with_possible_pull
 from baton.gateway.fleet.router import (
     NodeView,
-    PossiblePull,
     RoutedRequest,
     least_pooling,
     pick_prefill,
@@ -31,8 +30,6 @@ from baton.gateway.fleet.shortlist import ALL_UP_TO, Candidates, shortlist
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.convert_node import ranks_from_proto
 
-# Nodes decide by their own measurements whether to pull KV, but none would pull less than this.
-_MUCH_MORE_TOKENS = 128
 _COSTS_EACH_S = 0.1  # nodes report about as often
 _COSTS_EACH_NODE_S = 1e-3  # in a large cluster: an update takes 40 us for each node
 
@@ -237,7 +234,7 @@ class Fleet(NodeTable):
         cached = self._cached_tokens((node, *others), wanted)
         best = max(others, key=lambda each: cached.get(each.address, 0))
         tokens = cached.get(best.address, 0)
-        if tokens < cached.get(node.address, 0) + _MUCH_MORE_TOKENS:
+        if tokens < cached.get(node.address, 0) + MUCH_MORE_TOKENS:
             return None
         return KeptPrefix(best.address, best.incarnation, tokens, ranks_from_proto(best.status.info))
 
@@ -349,13 +346,8 @@ def _at(view: NodeView, cached: CachedTokens, queue_s: float) -> NodeView:
 
 
 def _pulling(view: NodeView, node: FleetNode, cached: CachedTokens) -> NodeView:
-    """The node's view with the pull that it would begin if it computed the prompt, by the costs it has measured."""
-    if node.kept_kind is None or view.costs is None or node.kept_kind not in cached.most:
+    """The node's view with the pull that it would begin if it computed the prompt."""
+    if node.kept_kind is None or node.kept_kind not in cached.most:
         return view
     most, source = cached.most[node.kept_kind]
-    if source is node or most < view.cached_tokens + _MUCH_MORE_TOKENS:
-        return view
-    stop = most // ENTRY_TOKENS * ENTRY_TOKENS
-    tokens, compute_s = stop - view.cached_tokens, view.prompt_s(view.cached_tokens, stop)
-    pull_s = predicted_pull_s(view.pull_costs, tokens, tokens * view.kv_bytes_per_token, compute_s)
-    return view if pull_s is None else view.with_pull(PossiblePull(stop, tokens, pull_s, compute_s, source.name))
+    return view if source is node else with_possible_pull(view, most, source.name)

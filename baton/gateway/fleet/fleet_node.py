@@ -14,7 +14,7 @@ from typing import TypeAlias
 from baton.core.costs import StepCosts
 from baton.core.errors import shortened
 from baton.core.pools import blocks_for, take_from_roomiest
-from baton.core.pull_costs import PullCosts
+from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, PullCosts
 from baton.core.types import AdapterRef
 from baton.gateway.core.shared_sends import NOTHING, NodeSends, SentWork
 from baton.gateway.fleet.backlog import Backlog
@@ -33,10 +33,8 @@ Role: TypeAlias = node_status_pb2.Role.ValueType
 # A pair stays in these phases.
 SETTLED = (node_status_pb2.PEER_PHASE_READY, node_status_pb2.PEER_PHASE_REFUSED)
 _TEXT_MAX = 200
-# A node that has loaded fewer tokens than this has not measured how fast it loads. Then it counts as this fast: about a
-# quarter of what PCIe 4 moves, but fast enough that nodes get requests from which they can measure it.
+# A node that has loaded fewer tokens than this has not measured how fast it loads.
 _MEASURED_TOKENS = 4096
-_UNMEASURED_BYTES_PER_S = 5e9
 _NEVER_CONNECTED = "not connected yet"
 _UNKNOWN = NodeView("", 0, "", False, 0, 1, 0, 0, 0, frozenset())
 
@@ -413,4 +411,5 @@ def _pull_costs(status: node_status_pb2.NodeStatus) -> PullCosts | None:
 def _load_token_s(status: node_status_pb2.NodeStatus, bytes_per_token: int) -> float:
     """Time to load a token's KV from outside of the cache, as the node has measured it or as it may at least be."""
     tokens, seconds = status.kv_loaded_tokens_total, _seconds(status.kv_load_s_total)
-    return seconds / tokens if tokens >= _MEASURED_TOKENS and seconds > 0 else bytes_per_token / _UNMEASURED_BYTES_PER_S
+    is_measured = tokens >= _MEASURED_TOKENS and seconds > 0
+    return seconds / tokens if is_measured else bytes_per_token / ASSUMED_LOAD_BYTES_PER_S

@@ -12,12 +12,13 @@ from typing import Any
 
 import grpc
 
+from baton.core import pull_costs
 from baton.core.block_keys import KeyChain
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeptPrefix
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeptPrefix, NodeRanks
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from baton.node import pull_costs, pulls
+from baton.node import pulls
 from baton.node.pulls import Pulls
 from baton.node.service import NodeParts, NodeService
 from baton.protos.internal.v1 import node_pb2_grpc
@@ -42,7 +43,7 @@ _TIMEOUT_S = 120.0
 def rows(progress: Callable[[str], None]) -> list[Row]:
     """Needs two processes with about 600 MiB each."""
     progress(f"kept KV: pulls of 64 and of {ENTRIES * ENTRY_TOKENS} tokens from another node")
-    pull_costs.UNMEASURED_TOKENS, pull_costs._SHARE = 1, 1e9
+    pull_costs.UNMEASURED_TOKENS, pull_costs.SHARE = 1, 1e9
     pulls.PULL_S_MIN = _TIMEOUT_S
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -118,7 +119,8 @@ def _make(incarnation: int) -> tuple[RankedTransfer, Pulls]:
         lambda: info,
         namespace=b"one model",
         entry_bytes=EntryLayout(settings.parts(SPEC)).entry_bytes,
-        ranks=1,
+        spec=SPEC,
+        ranks=NodeRanks(),
         costs=lambda: None,
         step_tokens=lambda: 512,
         keepalive_s=_TIMEOUT_S,

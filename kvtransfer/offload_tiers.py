@@ -284,6 +284,10 @@ class EntryTiers:
             if store.name == fetch.source:
                 store.drop((fetch.key,))
 
+    def damaged_on_its_way(self) -> None:
+        """Counts an entry of another node that arrived damaged, and was not kept."""
+        self._damaged[PEER] += 1
+
     # ---- for callers
 
     def find(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:

@@ -15,7 +15,7 @@ from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTim
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
-from kvtransfer.records import LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import EntryLink, LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
 # A lease has all its tokens. Called once for each lease, unless the lease is closed before.
@@ -213,31 +213,32 @@ class RankTransfer(Protocol):
         """
         ...
 
-    async def begin_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
-        """Takes places in host memory for entries that the peer is to send, until there is no room. Returns the number
-        of leading entries that have one, or are kept already. `end_pull` must follow, whatever happens to the link.
+    async def begin_pull(self, number: int, keys: tuple[EntryKey, ...], links: tuple[EntryLink, ...]) -> int:
+        """Takes places in host memory for entries that peers are to send, until there is no room. Returns the number
+        of leading entries that have one, or are kept already. `end_pull` must follow, whatever happens to the links.
 
         Args:
-            peer: of a link for pulls, whose number is at least `kvtransfer.ledger.FIRST_PULL_LINK`.
             number: of the pull, of 40 bits; unknown to everybody but the two nodes.
+            links: for pulls, whose peers' numbers are at least `kvtransfer.ledger.FIRST_PULL_LINK`. Together they bring
+                what this rank keeps of an entry, or each of them does.
 
         Raises:
-            DataLoss: the peer is not connected.
+            DataLoss: a peer is not connected.
         """
         ...
 
-    async def end_pull(self, peer: int, number: int, *, first: int, timeout_s: float) -> int:
+    async def end_pull(self, number: int, *, first: int, timeout_s: float) -> int:
         """Waits until the first entries have arrived, and gives the places of the others back. Returns the number of
         leading entries that host memory has.
 
         Raises:
-            DataLoss: not all of the first entries have arrived in time. Disconnect the peer.
+            DataLoss: not all of the first entries have arrived in time. Disconnect the peers.
         """
         ...
 
-    async def serve_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...]) -> int:
-        """Sends the first entries that are kept here, from where they lie, to a peer that has begun the pull. Returns
-        how many were sent, when none of them is in flight. To end it early, disconnect the peer.
+    async def serve_pull(self, link: EntryLink, number: int, keys: tuple[EntryKey, ...]) -> int:
+        """Sends the first entries that are kept here, or what the link carries of each, to a peer that has begun the
+        pull. Returns how many were sent, when none of them is in flight. To end it early, disconnect the peer.
 
         Raises:
             DataLoss: the peer is not connected.

@@ -22,6 +22,7 @@ from kvtransfer.link import LinkSpeed
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnRefused, RankTransfer
 from kvtransfer.records import (
     EntryCounters,
+    EntryLink,
     LinkMeasure,
     PeerTraffic,
     RefusedSegment,
@@ -318,15 +319,35 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         ranks = self._of(entries.owner)
         return min(await _all(rank.load_entries(entries, timeout_s=timeout_s, entry_s=entry_s) for rank in ranks))
 
-    async def begin_pull(self, pair: int, number: int, keys: tuple[EntryKey, ...]) -> int:
-        return min(await _all(end.rank.begin_pull(end.number, number, keys) for end in self._linked(pair)))
+    async def begin_pull(self, pair: int, number: int, keys: tuple[EntryKey, ...], *, owner: int | None = None) -> int:
+        """
+        Args:
+            owner: the only rank of this node that gets them; None: every rank gets its share.
+        """
+        by_rank: dict[int, tuple[RankTransfer, list[EntryLink]]] = {}
+        for end in self._linked(pair, receiver=owner):
+            by_rank.setdefault(id(end.rank), (end.rank, []))[1].append(EntryLink(end.number, end.flows))
+        return min(await _all(rank.begin_pull(number, keys, tuple(links)) for rank, links in by_rank.values()))
 
-    async def end_pull(self, pair: int, number: int, *, first: int, timeout_s: float) -> int:
-        ends = (end.rank.end_pull(end.number, number, first=first, timeout_s=timeout_s) for end in self._linked(pair))
-        return min(await _all(ends))
+    async def end_pull(self, pair: int, number: int, *, first: int, timeout_s: float, owner: int | None = None) -> int:
+        ranks = {id(end.rank): end.rank for end in self._linked(pair, receiver=owner)}.values()
+        return min(await _all(rank.end_pull(number, first=first, timeout_s=timeout_s) for rank in ranks))
 
-    async def serve_pull(self, pair: int, number: int, keys: tuple[EntryKey, ...]) -> int:
-        return min(await _all(end.rank.serve_pull(end.number, number, keys) for end in self._linked(pair)))
+    async def serve_pull(
+        self,
+        pair: int,
+        number: int,
+        keys: tuple[EntryKey, ...],
+        *,
+        owner: int | None = None,
+        owner_there: int | None = None,
+    ) -> int:
+        """
+        Args:
+            owner, owner_there: as a `SendJob` has them.
+        """
+        ends = self._linked(pair, sender=owner, receiver=owner_there)
+        return min(await _all(end.rank.serve_pull(EntryLink(end.number, end.flows), number, keys) for end in ends))
 
     async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
         await _all(rank.keep_entries(keys, keep, with_state=with_state) for rank in self._ranks)
@@ -337,9 +358,16 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     async def drop_entries_of(self, roots: frozenset[bytes]) -> DroppedEntries:
         return DroppedEntries.of_all(await _all(rank.drop_entries_of(roots) for rank in self._ranks))
 
-    def _linked(self, pair: int) -> tuple[_End, ...]:
-        if not (ends := self._pairs.get(pair, ())):
+    def _linked(self, pair: int, *, sender: int | None = None, receiver: int | None = None) -> tuple[_End, ...]:
+        """The ends of a pair's links, of one rank of the sender or receiver if it is given."""
+        ends = self._pairs.get(pair, ())
+        if not ends:
             raise DataLoss("the peer is not connected", field="peer", value=pair)
+        ends = tuple(
+            end for end in ends if sender in (None, end.link.sender_rank) and receiver in (None, end.link.receiver_rank)
+        )
+        if not ends:
+            raise DataLoss("the peer has no such rank", field="rank", value=receiver)
         return ends
 
     def _of(self, owner: int | None) -> Sequence[RankTransfer]:

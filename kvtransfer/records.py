@@ -54,6 +54,19 @@ class SendJob:
 
 
 @dataclass(frozen=True)
+class EntryLink:
+    """A link for pulls, as the rank at one of its ends sees it.
+
+    Attributes:
+        peer: this rank's number for the other one.
+        flows: what the link carries of an entry; empty: all of it, because both ranks keep the same.
+    """
+
+    peer: int
+    flows: tuple[Flow, ...] = ()
+
+
+@dataclass(frozen=True)
 class RefusedSegment:
     """A message that was not scattered.
 

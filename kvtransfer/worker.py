@@ -31,7 +31,7 @@ from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.pacing import wake_punctually
 from kvtransfer.rank_transfer import OnEvicted, OnFailed, OnFilled, OnLinkFailed, OnRefused
 from kvtransfer.receiver import Receiver
-from kvtransfer.records import LinkMeasure, PeerTraffic
+from kvtransfer.records import EntryLink, LinkMeasure, PeerTraffic
 from kvtransfer.sender import Sender
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, StagingPool
@@ -224,13 +224,16 @@ class TransferThread:
         self.ledger.peers[peer] = replace(self.ledger.peers[peer], link=link)
         future.set_result(None)
 
-    def begin_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
-        self._check_connected(peer)
-        self.pulls.begin(peer, number, keys, future)
+    def begin_pull(
+        self, number: int, keys: tuple[EntryKey, ...], links: tuple[EntryLink, ...], future: "Future[int]"
+    ) -> None:
+        for link in links:
+            self._check_connected(link.peer)
+        self.pulls.begin(number, keys, links, future)
 
-    def serve_pull(self, peer: int, number: int, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
-        self._check_connected(peer)
-        self.pulls.serve(peer, number, keys, future)
+    def serve_pull(self, link: EntryLink, number: int, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
+        self._check_connected(link.peer)
+        self.pulls.serve(link, number, keys, future)
 
     def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
         for root in roots:

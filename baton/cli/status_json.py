@@ -71,6 +71,8 @@ def _node_to_json(node: operations_pb2.NodeReport) -> dict[str, object]:
         "stores": [_store_to_json(store) for store in status.stores],
         "kv_loaded_tokens_total": status.kv_loaded_tokens_total,
         "kv_load_s_total": status.kv_load_s_total,
+        "kv_pull_fixed_s": status.kv_pull_fixed_s,
+        "kv_pull_byte_s": status.kv_pull_byte_s,
         "prompt_tokens_total": status.prompt_tokens_total,
         "generated_tokens_total": status.generated_tokens_total,
         "preemptions": status.preemptions,

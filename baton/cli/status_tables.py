@@ -196,6 +196,9 @@ def _stores(status: node_status_pb2.NodeStatus) -> str:
     speed = ""
     if status.kv_load_s_total > 0 and status.kv_loaded_tokens_total:
         speed = f"; loaded at {status.kv_loaded_tokens_total / status.kv_load_s_total:,.0f} tokens/s"
+    if status.kv_pull_byte_s > 0:
+        fixed_ms, gigabytes_per_s = 1e3 * status.kv_pull_fixed_s, 1e-9 / status.kv_pull_byte_s
+        speed += f"; a pull takes {fixed_ms:.1f} ms and {gigabytes_per_s:.2g} GB/s"
     return f"KV kept: {'; '.join(described)}{speed}"
 
 

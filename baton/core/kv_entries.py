@@ -52,6 +52,19 @@ class EntryState:
 
 
 @dataclass(frozen=True)
+class NodeRanks:
+    """How the ranks of a node share its KV.
+
+    Attributes:
+        size: number of ranks.
+        own_requests: each rank has the whole KV of its own requests; else each has some heads of all requests.
+    """
+
+    size: int = 1
+    own_requests: bool = False
+
+
+@dataclass(frozen=True)
 class KeptPrefix:
     """A node that has the first tokens of a sequence, as a gateway believes.
 
@@ -63,6 +76,7 @@ class KeptPrefix:
     address: str
     incarnation: int
     tokens: int
+    ranks: NodeRanks = NodeRanks()
 
 
 @dataclass(frozen=True)

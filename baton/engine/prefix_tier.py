@@ -58,7 +58,7 @@ class PrefixTier(Protocol):
 class PrefixSource(Protocol):
     """Copies entries of other nodes to this node's stores. All methods belong to the event loop."""
 
-    async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix) -> int:
-        """Copies entries from the node that has them, unless computing them is faster. Returns how many of the first
-        ones the stores have then. It never raises, and ends within a bound."""
+    async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix, *, owner: int | None) -> int:
+        """Copies entries from the node that has them, unless computing them is faster, for every rank or the owner.
+        Returns how many of the first ones the stores have then. It never raises, and ends within a bound."""
         ...

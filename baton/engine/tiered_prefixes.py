@@ -117,23 +117,24 @@ class TieredPrefixes:
             await asyncio.wait(self._tasks)
 
     async def _pull(self, wanted: WantedPrefix, kept: KeptPrefix | None) -> bool:
-        """Copies what another node has, and the stores lack, to the stores. Not where ranks have requests of their own,
-        because nobody knows which of the other node's ranks has it, and not for models with recurrent states, which are
-        not pulled.
+        """Copies what another node has, and the stores lack, to the stores. Where ranks have requests of their own, the
+        rank gets it that has most already, or in whose pool the request is likely to be. Not for models with recurrent
+        states, which are not pulled.
 
         Returns False if the stores could not be searched, so that a request waits for one such search only.
         """
-        if kept is None or self._source is None or len(wanted.starts) > 1 or wanted.states:
+        if kept is None or self._source is None or wanted.states:
             return True
         stop = min(wanted.stop, kept.tokens // ENTRY_TOKENS)
         try:
             found = await asyncio.wait_for(self._find(wanted), _FIND_S)
         except (TimeoutError, BatonError):
             return False
-        start = wanted.starts[0] if found is None else found[1]
+        pool, start = found or (wanted.likely_pool, wanted.starts[wanted.likely_pool])
+        owner = pool if len(wanted.starts) > 1 else None
         if start < stop and not self._is_dropped(wanted.entry_keys.root):
             # A pull goes on when the call is cancelled: what it brings stays, and its places must be given back.
-            await asyncio.shield(self._start(self._source.pull(wanted.entries(start, stop), kept)))
+            await asyncio.shield(self._start(self._source.pull(wanted.entries(start, stop), kept, owner=owner)))
         return True
 
     async def _find(self, wanted: WantedPrefix) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from baton.core.kv_entries import NodeRanks
 from baton.core.version import __version__
 from baton.engine.build import BuiltRunner
 from baton.engine.cache_size import shortage
@@ -76,7 +77,7 @@ class Node:
 
     Attributes:
         experts: load of the model's experts.
-        pulls: KV from and for other nodes; None: the node keeps none, or its ranks have requests of their own.
+        pulls: KV from and for other nodes; None: the node keeps none.
         gpus: memory, use and power of the node's GPUs on this host.
         numbers: numbers that name calls and sessions in the engine, each drawn once in the life of the process.
         switches: number of role changes so far.
@@ -123,7 +124,7 @@ class Node:
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
         self.meter = StepMeter(built.costs)
         keeps = settings.host_cache_bytes > 0
-        self.pulls = self._open_pulls(settings, built) if keeps and built.parallel.num_owners == 1 else None
+        self.pulls = self._open_pulls(settings, built) if keeps and built.cache.state is None else None
         self.engine = Engine(
             runner,
             self.limits,
@@ -179,12 +180,14 @@ class Node:
 
     def _open_pulls(self, settings: NodeSettings, built: BuiltRunner) -> Pulls:
         layout = EntryLayout(transfer_settings(settings, built, self.incarnation).parts(built.cache.spec))
+        own_requests = built.parallel.num_owners > 1
         return Pulls(
             self.transfer,
             lambda: self.info,
-            namespace=pull_namespace(settings, built, layout),
-            entry_bytes=layout.entry_bytes * built.parallel.size,
-            ranks=built.parallel.size,
+            namespace=pull_namespace(settings, built),
+            entry_bytes=layout.entry_bytes * (1 if own_requests else built.parallel.size),
+            spec=built.model_spec,
+            ranks=NodeRanks(built.parallel.size, own_requests),
             costs=lambda: self.meter.costs,
             step_tokens=lambda: self.limits.max_batch_tokens,
             keepalive_s=settings.keepalive_s,
@@ -294,6 +297,7 @@ class Node:
         load = self.engine.load()
         loaded_tokens, load_s = self.engine.loads
         counters = self.transfer.counters()
+        pull_costs = None if self.pulls is None else self.pulls.mean_costs
         return node_status_pb2.NodeStatus(
             info=self.info,
             draining=draining,
@@ -325,6 +329,8 @@ class Node:
             stores=store_states(self.kept) if self.engine.has_tier else (),
             kv_loaded_tokens_total=loaded_tokens,
             kv_load_s_total=load_s,
+            kv_pull_fixed_s=0.0 if pull_costs is None else pull_costs.fixed_s,
+            kv_pull_byte_s=0.0 if pull_costs is None else pull_costs.byte_s,
             stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
 

@@ -16,6 +16,7 @@ from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.settings.node_config import NodeSettings
 from kvtransfer.offload_calls import HOST
 from kvtransfer.offload_tiers import PEER
+from kvtransfer.parts import parts_of
 from kvtransfer.records import EntryCounters
 from kvtransfer.settings import OpenStore
 from kvtransfer.stores.entry import EntryLayout
@@ -58,10 +59,12 @@ def open_stores(settings: NodeSettings, built: BuiltRunner) -> tuple[OpenStore, 
     return tuple(stores)
 
 
-def pull_namespace(settings: NodeSettings, built: BuiltRunner, layout: EntryLayout) -> bytes:
-    """A digest of what the entries of a node mean, from those of its rank 0: nodes with equal ones may use each other's
-    entries, rank by rank."""
-    return _joined(_joined(layout.namespace, _origin(settings, built)), b"%d ranks" % built.parallel.size)
+def pull_namespace(settings: NodeSettings, built: BuiltRunner) -> bytes:
+    """A digest of what the entries of a node mean, all of its ranks' together: nodes with equal ones may use each
+    other's entries."""
+    namespace = _joined(EntryLayout(parts_of(built.model_spec)).namespace, _origin(settings, built))
+    # Ranks sum up in another order than one process does, so the last bits of their KV differ.
+    return _joined(namespace, b"%d ranks" % built.parallel.size) if settings.batch_invariant else namespace
 
 
 def with_failed_pulls(counters: EntryCounters, failures: int) -> EntryCounters:

@@ -7,7 +7,7 @@ what they hold for it, and the next pull makes a new one.
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import grpc
 
@@ -20,7 +20,7 @@ from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.tls import Dial
 from kvtransfer.entry_pulls import NUMBER_BITS
-from kvtransfer.flows import RankPair
+from kvtransfer.flows import Flow, RankPair
 from kvtransfer.ranked import RankedTransfer
 
 log = logging.getLogger("baton")
@@ -39,7 +39,7 @@ class PullLink:
     Args:
         hello: this node's introduction, without addresses.
         number: this node's number for the link.
-        ranks: of both nodes.
+        links: between the ranks of both nodes, and what each carries of an entry.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PullLink:
         hello: pb.PullHello,
         *,
         number: int,
-        ranks: int,
+        links: Mapping[RankPair, tuple[Flow, ...]],
         keepalive_s: float,
         dial: Dial | None,
     ) -> None:
@@ -58,7 +58,7 @@ class PullLink:
         self._transfer = transfer
         self._hello = hello
         self._number = number
-        self._ranks = ranks
+        self._links = links
         self._keepalive_s = keepalive_s
         self._dial = dial
         self._error: BatonError | None = None
@@ -94,9 +94,12 @@ class PullLink:
         """Whether a pull waits for it or runs over it."""
         return self._running > 0
 
-    async def pull(self, keys: tuple[EntryKey, ...]) -> int:
+    async def pull(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:
         """Brings the first of these entries to host memory. Returns how many of the first ones it has then. Whoever
         cancels the call closes the link, too.
+
+        Args:
+            owner: the only rank of this node that gets them; None: every rank gets its share.
 
         Raises:
             BatonError: the link cannot be made, or has broken.
@@ -104,25 +107,27 @@ class PullLink:
         self._running += 1
         try:
             await self._settled.wait()
-            return await self._pull(keys)
+            return await self._pull(keys, owner)
         finally:
             self._running -= 1
 
-    async def _pull(self, keys: tuple[EntryKey, ...]) -> int:
+    async def _pull(self, keys: tuple[EntryKey, ...], owner: int | None) -> int:
         self._check()
         number = secrets.randbits(NUMBER_BITS)
         first = 0
-        begun = await self._transfer.begin_pull(self._number, number, keys)
+        begun = await self._transfer.begin_pull(self._number, number, keys, owner=owner)
         sent = self._sent[number] = asyncio.get_running_loop().create_future()
         try:
             if begun:
                 self._check()
-                self._outbox.put_nowait(pb.PullRequest(wanted=wanted_entries(number, keys[:begun])))
+                self._outbox.put_nowait(pb.PullRequest(wanted=wanted_entries(number, keys[:begun], owner=owner)))
                 first = min(await sent, begun)
         finally:
             del self._sent[number]
             try:
-                found = await self._transfer.end_pull(self._number, number, first=first, timeout_s=_ARRIVE_S)
+                found = await self._transfer.end_pull(
+                    self._number, number, first=first, timeout_s=_ARRIVE_S, owner=owner
+                )
             except DataLoss as error:
                 raise self.close(error) from None
         return found
@@ -164,15 +169,15 @@ class PullLink:
             await self._transfer.disconnect(self._number)
 
     async def _open(self, call: Call) -> None:
-        links = {RankPair(rank, rank): () for rank in range(self._ranks)}
-        addresses = await self._transfer.listen(self._number, links, sends=False, on_failed=self._link_failed)
-        self._hello.worker_addresses.extend(by_rank(addresses))
+        addresses = await self._transfer.listen(self._number, self._links, sends=False, on_failed=self._link_failed)
+        self._hello.worker_addresses.extend(in_order(addresses))
         await call.write(pb.PullRequest(hello=self._hello))
         response = await call.read()
         if not isinstance(response, pb.PullResponse):  # the end of the stream
             raise NoNode(f"{self.address} has ended the stream", cure="see its log")
-        check_worker_addresses(response.accepted.worker_addresses, ranks=self._ranks)
-        await self._transfer.connect(self._number, of_ranks(response.accepted.worker_addresses))
+        theirs = response.accepted.worker_addresses
+        check_worker_addresses(theirs, links=len(self._links))
+        await self._transfer.connect(self._number, dict(zip(sorted(self._links), theirs, strict=True)))
 
     async def _exchange(self, call: Call) -> None:
         """Writes and reads until one of the two nodes ends the stream, or nothing was asked for some time."""
@@ -216,10 +221,6 @@ class PullLink:
         return InternalError(f"{type(error).__name__}: {error}")
 
 
-def by_rank(addresses: Mapping[RankPair, bytes]) -> list[bytes]:
-    """The addresses of a node's ranks, in their order."""
-    return [addresses[pair] for pair in sorted(addresses, key=lambda pair: pair.sender_rank)]
-
-
-def of_ranks(addresses: Iterable[bytes]) -> dict[RankPair, bytes]:
-    return {RankPair(rank, rank): address for rank, address in enumerate(addresses)}
+def in_order(addresses: Mapping[RankPair, bytes]) -> list[bytes]:
+    """The addresses of a node's ends of links, in the order in which they travel."""
+    return [addresses[link] for link in sorted(addresses)]

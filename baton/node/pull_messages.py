@@ -21,8 +21,12 @@ _ADDRESS_BYTES_MAX = 1 << 16
 _NODES = (node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE)
 
 
-def wanted_entries(number: int, keys: Sequence[EntryKey]) -> pb.WantedEntries:
-    """The message that asks for consecutive entries."""
+def wanted_entries(number: int, keys: Sequence[EntryKey], *, owner: int | None = None) -> pb.WantedEntries:
+    """The message that asks for consecutive entries.
+
+    Args:
+        owner: the only rank of the reader that gets them; None: every rank gets its share.
+    """
     return pb.WantedEntries(
         number=number,
         root=keys[0].root,
@@ -30,6 +34,7 @@ def wanted_entries(number: int, keys: Sequence[EntryKey]) -> pb.WantedEntries:
         first=keys[0].number,
         digests=b"".join(key.block.digest for key in keys),
         tokens=b"".join(key.block.tokens for key in keys),
+        owner_rank=owner,
     )
 
 
@@ -89,20 +94,19 @@ def check_hello(hello: pb.PullHello, ours: node_status_pb2.NodeInfo, namespace: 
             field="namespace",
             value=hello.namespace.hex(),
             allowed=(namespace.hex(),),
-            cure="pull between nodes of the same model, KV dtype and --tensor-parallel-size",
+            cure="pull between nodes of the same model and KV dtype, and in batch-invariant mode of as many ranks",
         )
-    check_worker_addresses(hello.worker_addresses, ranks=ours.tensor_parallel_size)
 
 
-def check_worker_addresses(addresses: Sequence[bytes], *, ranks: int) -> None:
-    """Checks the addresses of a node's ranks.
+def check_worker_addresses(addresses: Sequence[bytes], *, links: int) -> None:
+    """Checks the addresses of a node's ends of links.
 
     Raises:
-        PeerRefused: there is not one for each rank, or one is too long.
+        PeerRefused: there is not one for each link, or one is too long.
     """
-    if len(addresses) != max(1, ranks):
+    if len(addresses) != links:
         raise PeerRefused(
-            f"{len(addresses)} addresses of ranks", field="worker_addresses", allowed=(str(max(1, ranks)),)
+            f"{len(addresses)} addresses for {links} links", field="worker_addresses", allowed=(str(links),)
         )
     longest = max(map(len, addresses))
     if longest > _ADDRESS_BYTES_MAX:

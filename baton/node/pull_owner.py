@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError, Draining, InvalidRequest, Overloaded
-from baton.core.kv_entries import EntryKey
-from baton.node.pull_link import by_rank, of_ranks
-from baton.node.pull_messages import check_hello, entry_keys
+from baton.core.kv_entries import EntryKey, NodeRanks
+from baton.kvcache.spec import KVCacheSpec
+from baton.node.pull_link import in_order
+from baton.node.pull_messages import check_hello, check_worker_addresses, entry_keys
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
-from kvtransfer.flows import RankPair
+from baton.rpc.convert_node import ranks_from_proto
+from kvtransfer.flows import entry_links
 from kvtransfer.ranked import RankedTransfer
 
 log = logging.getLogger("baton")
@@ -53,7 +55,8 @@ class PullOwner:
     Args:
         info: this node's description of itself.
         namespace: of its entries.
-        ranks: of this node, and so of every reader.
+        spec: of the whole model.
+        ranks: of this node.
         numbers: for links, shared with this node's own pulls.
     """
 
@@ -63,12 +66,14 @@ class PullOwner:
         info: Callable[[], node_status_pb2.NodeInfo],
         *,
         namespace: bytes,
-        ranks: int,
+        spec: KVCacheSpec,
+        ranks: NodeRanks,
         numbers: "itertools.count[int]",
     ) -> None:
         self._transfer = transfer
         self._info = info
         self._namespace = namespace
+        self._spec = spec
         self._ranks = ranks
         self._numbers = numbers
         self._readers: set[_Reader] = set()
@@ -81,6 +86,7 @@ class PullOwner:
 
         Raises:
             PeerRefused: its entries are of another kind, or its introduction is impossible.
+            ConfigError: its ranks cannot split the kv heads.
             UnknownLease: it means another incarnation of this node.
             InvalidRequest: a message is impossible.
             Overloaded: there are too many links, or the reader takes no answers.
@@ -127,12 +133,13 @@ class PullOwner:
         return message.hello
 
     async def _link(self, reader: _Reader, hello: pb.PullHello, write: Write) -> None:
-        links = {RankPair(rank, rank): () for rank in range(self._ranks)}
+        links = entry_links(self._spec, owner=self._ranks, reader=ranks_from_proto(hello.info))
+        check_worker_addresses(hello.worker_addresses, links=len(links))
         addresses = await self._transfer.listen(
             reader.number, links, sends=True, on_failed=lambda error: self._link_failed(reader, error)
         )
-        await self._transfer.connect(reader.number, of_ranks(hello.worker_addresses))
-        await write(pb.PullResponse(accepted=pb.PullAccepted(worker_addresses=by_rank(addresses))))
+        await self._transfer.connect(reader.number, dict(zip(sorted(links), hello.worker_addresses, strict=True)))
+        await write(pb.PullResponse(accepted=pb.PullAccepted(worker_addresses=in_order(addresses))))
 
     async def _exchange(self, reader: _Reader, incoming: AsyncIterator[pb.PullRequest], write: Write) -> None:
         async with asyncio.TaskGroup() as group:
@@ -156,17 +163,22 @@ class PullOwner:
                     reader.outbox.put_nowait(_sent(wanted.number, 0))
                     continue
                 # Not of the TaskGroup: a pull ends when nothing of it is in flight, also if the stream ends before.
-                pull = asyncio.create_task(self._pull(reader, wanted.number, keys), name=f"pull-{wanted.number:x}")
+                there = wanted.owner_rank if wanted.HasField("owner_rank") else None
+                pull = asyncio.create_task(
+                    self._pull(reader, wanted.number, keys, there), name=f"pull-{wanted.number:x}"
+                )
                 reader.pulls.add(pull)
                 pull.add_done_callback(reader.pulls.discard)
         finally:
             reader.end()
 
-    async def _pull(self, reader: _Reader, number: int, keys: tuple[EntryKey, ...]) -> None:
+    async def _pull(self, reader: _Reader, number: int, keys: tuple[EntryKey, ...], there: int | None) -> None:
         self._pulls += 1
         try:
             async with asyncio.timeout(_SERVE_S):
-                reader.outbox.put_nowait(_sent(number, await self._transfer.serve_pull(reader.number, number, keys)))
+                owner = await self._rank_with_most(keys) if self._ranks.own_requests else None
+                sent = await self._transfer.serve_pull(reader.number, number, keys, owner=owner, owner_there=there)
+                reader.outbox.put_nowait(_sent(number, sent))
         except TimeoutError:
             log.warning("%s has not taken the entries that it asked for within %g s", reader.name, _SERVE_S)
             reader.end()
@@ -174,6 +186,13 @@ class PullOwner:
             reader.end()
         finally:
             self._pulls -= 1
+
+    async def _rank_with_most(self, keys: tuple[EntryKey, ...]) -> int:
+        """The rank that has most of the entries; each keeps those of its own requests."""
+        found = await asyncio.gather(
+            *(self._transfer.find_entries(keys, owner=rank) for rank in range(self._ranks.size))
+        )
+        return found.index(max(found))
 
     def _link_failed(self, reader: _Reader, error: BatonError) -> None:
         log.info("lost %s, which pulls entries: %s", reader.name, error)

@@ -6,33 +6,41 @@
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 
+from baton.core import pull_costs
 from baton.core.costs import StepCosts
-from baton.core.errors import BatonError, DeadlineExceeded, Draining
-from baton.core.kv_entries import ENTRY_TOKENS, EntryKey, KeptPrefix
-from baton.node.pull_costs import PullSample, PullSpeed, is_worth_pulling
+from baton.core.errors import BatonError, ConfigError, DeadlineExceeded, Draining, PeerRefused
+from baton.core.kv_entries import ENTRY_TOKENS, EntryKey, KeptPrefix, NodeRanks
+from baton.core.pull_costs import PullCosts, is_worth_pulling
+from baton.kvcache.spec import KVCacheSpec
 from baton.node.pull_link import PullLink
 from baton.node.pull_owner import PullOwner
+from baton.node.pull_speed import PullSample, PullSpeed
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import ListenAddress
 from baton.security.roles import NODE
 from baton.security.tls import InternalTls
+from kvtransfer.flows import entry_links
 from kvtransfer.ledger import FIRST_PULL_LINK
 from kvtransfer.ranked import MOST_RANKS, RankedTransfer
 
 log = logging.getLogger("baton")
 
 # A pull gets the time that its tokens would need to be computed, within these limits.
-PULL_S_MIN, PULL_S_MAX = 0.5, 5.0
+PULL_S_MIN = 0.5
 # Pulls at a time; a further prompt is computed.
 _PULLS_MAX = 4
 # Links to other nodes; one that is idle makes room for another.
 _LINKS_MAX = 32
-# A node whose pull failed is not asked again for this long.
+# A node whose pull failed is not asked again for this long, and one that has refused not before it restarts: its kind
+# cannot change while it lives.
 _BACK_OFF_S = 10.0
+# Nodes whose failures are remembered; the latest ones.
+_FAILED_MAX = 1024
 
 
 class Pulls:
@@ -41,7 +49,8 @@ class Pulls:
     Args:
         info: this node's description of itself.
         namespace: of this node's entries.
-        entry_bytes: size of an entry, over all ranks.
+        entry_bytes: size of an entry, over all ranks that have a share of it.
+        spec: of the whole model.
         ranks: of this node.
         costs: what steps of this node cost; None: not known yet.
         step_tokens: largest number of prompt tokens in a step.
@@ -59,7 +68,8 @@ class Pulls:
         *,
         namespace: bytes,
         entry_bytes: int,
-        ranks: int,
+        spec: KVCacheSpec,
+        ranks: NodeRanks,
         costs: Callable[[], StepCosts | None],
         step_tokens: Callable[[], int],
         keepalive_s: float,
@@ -67,12 +77,13 @@ class Pulls:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         numbers = itertools.count(FIRST_PULL_LINK, MOST_RANKS)
-        self.owner = PullOwner(transfer, info, namespace=namespace, ranks=ranks, numbers=numbers)
+        self.owner = PullOwner(transfer, info, namespace=namespace, spec=spec, ranks=ranks, numbers=numbers)
         self.failures = 0
         self._transfer = transfer
         self._info = info
         self._namespace = namespace
         self._entry_bytes = entry_bytes
+        self._spec = spec
         self._ranks = ranks
         self._costs = costs
         self._step_tokens = step_tokens
@@ -83,35 +94,46 @@ class Pulls:
         self._links: dict[str, PullLink] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._speeds: dict[str, PullSpeed] = {}
+        self._of_all = PullSpeed()
         self._not_before_s: dict[tuple[str, int], float] = {}
         self._running = 0
         self._is_open = True
 
-    async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix) -> int:
+    async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix, *, owner: int | None = None) -> int:
         """Copies entries from the node that has them, unless computing them is faster. Returns how many of the first
-        ones host memory has then. It never raises, and ends within a bound."""
+        ones host memory has then. It never raises, and ends within a bound.
+
+        Args:
+            owner: the only rank of this node that gets them; None: every rank gets its share.
+        """
         tokens, num_bytes = len(keys) * ENTRY_TOKENS, len(keys) * self._entry_bytes
         compute_s = self._compute_s(keys)
         speed = self._speeds.get(kept.address)
         pull_s = None if speed is None else speed.seconds(num_bytes, self._clock())
         if not self._may_ask(kept) or not is_worth_pulling(tokens, pull_s, compute_s):
             return 0
-        timeout_s = min(max(PULL_S_MIN, compute_s or PULL_S_MIN), PULL_S_MAX)
+        timeout_s = min(max(PULL_S_MIN, compute_s or PULL_S_MIN), pull_costs.PULL_S_MAX)
         self._running += 1
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._pull(keys, kept)
+                return await self._pull(keys, kept, owner)
         except TimeoutError:
             link = self._links.get(kept.address)
             if link is not None and not link.is_settled:
                 return 0  # it goes on, and the next pull finds it ready
             what = f"{len(keys)} entries from {kept.address} took more than {timeout_s:g} s"
-            self._failed(kept, DeadlineExceeded(what))
+            self._failed(kept, DeadlineExceeded(what), num_bytes=num_bytes, timeout_s=timeout_s)
         except BatonError as error:
-            self._failed(kept, error)
+            self._failed(kept, error, num_bytes=num_bytes, timeout_s=timeout_s)
         finally:
             self._running -= 1
         return 0
+
+    @property
+    def mean_costs(self) -> PullCosts | None:
+        """What pulls from any node cost; None while nothing is measured. A pull that failed counts with the time that
+        it was given."""
+        return self._of_all.mean_costs(self._clock())
 
     async def close(self) -> None:
         """Ends every link, on both sides, and returns when nothing of them is left. Nothing is pulled until
@@ -127,11 +149,11 @@ class Pulls:
         self._is_open = True
         self.owner.reopen()
 
-    async def _pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix) -> int:
+    async def _pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix, owner: int | None) -> int:
         link = self._link(kept)
         was_ready = link.is_ready
         begun_s = self._clock()
-        found = await link.pull(keys)
+        found = await link.pull(keys, owner=owner)
         if found and was_ready:  # else the time has that of making the link in it
             self._measured(kept.address, PullSample(self._clock(), found * self._entry_bytes, self._clock() - begun_s))
         return found
@@ -141,6 +163,7 @@ class Pulls:
             valid = {known: speed for known, speed in self._speeds.items() if speed.seconds(1, sample.at_s) is not None}
             self._speeds = valid | {address: PullSpeed()}
         self._speeds[address].add(sample)
+        self._of_all.add(sample)
 
     def _compute_s(self, keys: tuple[EntryKey, ...]) -> float | None:
         costs = self._costs()
@@ -157,7 +180,7 @@ class Pulls:
         """The link to that incarnation of the node, which may not be made yet.
 
         Raises:
-            ConfigError: the address is none.
+            ConfigError: the address is none, or the ranks of the two nodes cannot split the kv heads.
             BatonError: the link could not be made, and took longer than every pull that waited for it.
         """
         link = self._links.pop(kept.address, None)
@@ -169,6 +192,7 @@ class Pulls:
                 raise link.why_unmade
         # gRPC would also connect to names of other forms, such as unix:PATH.
         ListenAddress.parse(kept.address, field="kept_elsewhere.address")
+        links = entry_links(self._spec, owner=_checked(kept.ranks), reader=self._ranks)
         if link is not None:
             self._drop(kept.address, Draining(f"{kept.address} has restarted"))
         while len(self._links) >= _LINKS_MAX:
@@ -180,18 +204,26 @@ class Pulls:
             kept.address,
             hello,
             number=next(self._numbers),
-            ranks=self._ranks,
+            links=links,
             keepalive_s=self._keepalive_s,
             dial=self._dial,
         )
         return link
 
-    def _failed(self, kept: KeptPrefix, error: BatonError) -> None:
+    def _failed(self, kept: KeptPrefix, error: BatonError, *, num_bytes: int, timeout_s: float) -> None:
         self.failures += 1
         now_s = self._clock()
-        self._not_before_s = {node: until_s for node, until_s in self._not_before_s.items() if until_s > now_s}
-        self._not_before_s[kept.address, kept.incarnation] = now_s + _BACK_OFF_S
-        log.warning("could not pull from %s: %s", kept.address, error)
+        self._of_all.add(PullSample(now_s, num_bytes, timeout_s))
+        is_refused = isinstance(error, PeerRefused | ConfigError)
+        waiting = [
+            (node, until_s)
+            for node, until_s in self._not_before_s.items()
+            if until_s > now_s and node[0] != kept.address
+        ]
+        self._not_before_s = dict(waiting[-_FAILED_MAX + 1 :])
+        self._not_before_s[kept.address, kept.incarnation] = math.inf if is_refused else now_s + _BACK_OFF_S
+        after = "; not asked again before it restarts" if is_refused else ""
+        log.warning("could not pull from %s: %s%s", kept.address, error, after)
         link = self._links.get(kept.address)
         if link is not None and link.incarnation == kept.incarnation:
             self._drop(kept.address, error)
@@ -204,3 +236,15 @@ class Pulls:
         ending = asyncio.create_task(link.wait_closed(), name=f"unlink-{address}")
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+
+
+def _checked(ranks: NodeRanks) -> NodeRanks:
+    """Raises ConfigError for more ranks than any node has."""
+    if not 0 < ranks.size <= MOST_RANKS:
+        raise ConfigError(
+            f"kept_elsewhere names a node of {ranks.size} ranks",
+            field="kept_elsewhere.tensor_parallel_size",
+            value=ranks.size,
+            allowed=(f"1 to {MOST_RANKS}",),
+        )
+    return ranks

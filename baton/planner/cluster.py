@@ -11,8 +11,10 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
+from baton.core.pull_costs import predicted_pull_s
 from baton.core.types import LocalPolicy, Slo
 from baton.gateway.fleet.placement import Placement, Route, place
+from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS
 from baton.gateway.fleet.prediction import prompt_s
 from baton.gateway.fleet.router import NodeView, RoutedRequest
 from baton.load.goals import Goal
@@ -135,6 +137,7 @@ class Simulation:
         counted = sum(job.counted for job in self.jobs)
         self._may_miss = (1 - goal.share) * counted if until_failed else inf
         self._missed = 0
+        self.pulled_tokens = 0
         self.routes: Counter[tuple[Route, bool]] = Counter()  # and whether on a prefill node alone
 
     def run(self) -> SimulatedOutcome:
@@ -219,6 +222,35 @@ class Simulation:
         self._enqueue(now_s, decode if job.route is Route.LOCAL else self.nodes[job.prefill], job)
 
     def _enqueue(self, now_s: float, node: SimulatedNode, job: PlanJob) -> None:
+        """Queues a prompt once what is to be pulled and loaded of it is there."""
+        ids, fetch_s = self._to_fetch(node, job)
+        if ids:
+            self._at(now_s + fetch_s, self._fetched, node, job, ids)
+        else:
+            self._queue(now_s, node, job)
+
+    def _to_fetch(self, node: SimulatedNode, job: PlanJob) -> tuple[Sequence[int], float]:
+        """The beginning of a prompt that a node loads from host memory, with what it pulls to it before, and the time
+        of both. Empty if it has that in its cache, or keeps nothing outside of it."""
+        spec, ids, piece = node.spec, job.prefix_ids, job.prefix_tokens
+        if not spec.host_tokens or not ids:
+            return (), 0.0
+        cached, kept, pull_s = node.cache.count(ids), node.count_kept(ids), 0.0
+        most = max(each.count_kept(ids) for each in self.nodes)
+        if (most - kept) * piece >= MUCH_MORE_TOKENS:
+            compute_s = spec.costs.prompt_s(kept * piece, most * piece, step_tokens=spec.step_tokens)
+            num_bytes = (most - kept) * piece * spec.kv_bytes_per_token
+            pull = predicted_pull_s(spec.pull_costs, (most - kept) * piece, num_bytes, compute_s)
+            if pull is not None:
+                kept, pull_s = most, pull
+                self.pulled_tokens += num_bytes // spec.kv_bytes_per_token
+        return (ids[:kept], pull_s + (kept - cached) * piece * spec.load_token_s) if kept > cached else ((), 0.0)
+
+    def _fetched(self, now_s: float, node: SimulatedNode, job: PlanJob, ids: Sequence[int]) -> None:
+        self._known.cache_changed(node.number, node.store(ids), now_s)
+        self._queue(now_s, node, job)
+
+    def _queue(self, now_s: float, node: SimulatedNode, job: PlanJob) -> None:
         node.enqueue(job, now_s)
         self._go(node, node.arrival(now_s))
 
@@ -283,7 +315,7 @@ class Simulation:
     def _store(self, node: SimulatedNode, job: PlanJob, now_s: float) -> None:
         """Puts the prompt into the node's prefix cache."""
         if job.prefix_ids:
-            self._known.cache_changed(node.number, node.cache.use(job.prefix_ids), now_s)
+            self._known.cache_changed(node.number, node.store(job.prefix_ids), now_s)
 
     def _complete(self, decode: SimulatedNode, job: PlanJob, now_s: float) -> None:
         # A late first token is counted already.

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.core.errors import InvalidRequest
 from baton.core.limits import COUNT_MAX, RATE_MAX, RATE_MIN
+from baton.core.pull_costs import ASSUMED_PULL, PullCosts
 from baton.load.arrivals import Arrivals
 from baton.load.goals import DEFAULT_SHARE, Goal
 from baton.load.lengths import FORMS
@@ -94,6 +95,13 @@ def plan(
     file_cache_gib: Annotated[
         float, typer.Option(min=0, max=COUNT_MAX, help="Files of KV of each GPU, as the nodes' flag says.")
     ] = 0.0,
+    pull_ms: Annotated[
+        float,
+        typer.Option(min=0, max=RATE_MAX, help="Fixed time of a pull of KV from another node; with --host-cache-gib."),
+    ] = 1e3 * ASSUMED_PULL.fixed_s,
+    pull_gb_per_s: Annotated[
+        float, typer.Option(min=RATE_MIN, max=RATE_MAX, help="Speed of a pull; `baton status` shows what nodes reach.")
+    ] = 1e-9 / ASSUMED_PULL.byte_s,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter simulations, 8 % apart instead of 3.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -121,8 +129,10 @@ def plan(
         link_bytes_per_s=1e9 * link_gb_per_s,
     )  # fmt: skip
     measure = _QUICK if quick else Measure()
+    pull_costs = PullCosts(pull_ms / 1e3, 1e-9 / pull_gb_per_s)
+    question = Question(kind, load, goal, wanted, gpus, measure, host_cache_gib, pull_costs)
     with _progress() as on_step:
-        found = find_plan(Question(kind, load, goal, wanted, gpus, measure), on_step=on_step)
+        found = find_plan(question, on_step=on_step)
     if as_json:
         typer.echo(json.dumps(to_json(found, model=str(model), costs=source, stores=stores), default=str))
         return

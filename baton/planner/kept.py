@@ -3,11 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.planner.plan import NodeKind, Plan
-
-_GIB = 1 << 30
-# At the ends of its prompt and of its answer.
-_STATES_A_REQUEST = 2
+from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S
+from baton.planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -33,17 +30,6 @@ class KeptTokens:
     hours: float | None
 
 
-def tokens_of(kind: NodeKind, gib: float, *, request_tokens: float) -> int:
-    """The tokens whose KV and states fit into stores of this size on each rank of a node; a rank has its share of the
-    heads.
-
-    Args:
-        request_tokens: of a prompt and its answer.
-    """
-    bytes_per_token = kind.kv_bytes_per_token + _STATES_A_REQUEST * kind.state_bytes / request_tokens
-    return int(gib * _GIB * min(kind.gpus, kind.kv_holders or kind.gpus) / bytes_per_token)
-
-
 def kept_tokens(plan: Plan, sizes: StoreSizes) -> Iterator[KeptTokens]:
     """What each store of a decode node holds, at the rate that is asked for, or else at the best one."""
     best, rate = plan.best, plan.question.rate or plan.best.rate
@@ -51,7 +37,7 @@ def kept_tokens(plan: Plan, sizes: StoreSizes) -> Iterator[KeptTokens]:
     tokens_per_s = rate * request_tokens / best.spec.decodes
     for store, gib in (("host memory", sizes.host_gib), ("files", sizes.file_gib)):
         if gib:
-            tokens = tokens_of(plan.question.kind, gib, request_tokens=request_tokens)
+            tokens = plan.question.kind.tokens_in(gib, request_tokens=request_tokens)
             yield KeptTokens(store, gib, tokens, tokens / tokens_per_s / 3600 if tokens_per_s else None)
 
 
@@ -60,13 +46,18 @@ def kept_lines(plan: Plan, sizes: StoreSizes) -> Iterator[str]:
     rate = plan.question.rate or plan.best.rate
     if not sizes.host_gib and not sizes.file_gib:
         request_tokens = plan.demand.prompt + plan.demand.output
-        one = _thousands(tokens_of(plan.question.kind, 1.0, request_tokens=request_tokens))
+        one = _thousands(plan.question.kind.tokens_in(1.0, request_tokens=request_tokens))
         yield f"a GiB of --host-cache-gib or --file-cache-gib holds {one} more tokens of a node"
     for kept in kept_tokens(plan, sizes):
         line = f"{kept.gib:g} GiB of {kept.store} for each GPU hold {_thousands(kept.tokens)} tokens of a node"
         if kept.hours is not None:
             line += f": {_hours(kept.hours)} of a decode node's part of {rate:.3g} req/s without shared prefixes"
         yield line
+    if sizes.host_gib:
+        costs = plan.question.pull_costs
+        load = f"loads from host memory at {ASSUMED_LOAD_BYTES_PER_S / 1e9:g} GB/s"
+        pull = f"pulls from other nodes of {1e3 * costs.fixed_s:g} ms and {1e-9 / costs.byte_s:g} GB/s"
+        yield f"simulated with {load} and {pull} (--pull-ms, --pull-gb-per-s), without files"
 
 
 def store_flags(sizes: StoreSizes) -> str:

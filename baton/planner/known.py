@@ -12,6 +12,7 @@ from math import inf
 
 from baton.core.block_keys import BlockNumbers
 from baton.gateway.fleet.backlog import Backlog
+from baton.gateway.fleet.possible_pulls import with_possible_pull
 from baton.gateway.fleet.prefix_index import PrefixIndex
 from baton.gateway.fleet.router import NodeView
 from baton.planner.job import PlanJob
@@ -88,7 +89,7 @@ class Known:
         decodes = [self._view(known, cached, now_s) for known in self._decodes]
         if self._also_decodes:
             decodes += [_changed(view, also_prefills=True) for view in prefills]
-        return decodes, prefills
+        return decodes, [view.computing for view in prefills]
 
     def sent(self, number: int, *, tokens: int, computing_s: float, now_s: float) -> None:
         """Records a request sent to the node, which computes `tokens` of its prompt in `computing_s`."""
@@ -102,22 +103,33 @@ class Known:
     def cache_changed(self, number: int, changes: SimulatedChanges, now_s: float) -> None:
         self._changes.append((now_s + self._events_s, str(number), changes))
 
-    def _view(self, known: _Known, cached: dict[str, int], now_s: float) -> NodeView:
+    def _view(self, known: _Known, cached: dict[str, tuple[int, int]], now_s: float) -> NodeView:
         view = known.view_at(now_s, self._report_s)
-        if cached and view.address in cached:
-            view.__dict__["cached_tokens"] = cached[view.address]
-        return view
+        if not cached:
+            return view
+        if view.address in cached:
+            tokens, outside = cached[view.address]
+            view.__dict__.update(cached_tokens=tokens, outside_tokens=outside)
+        if not known.node.spec.host_tokens:
+            return view
+        source = max(cached, key=lambda name: cached[name][0])
+        return view if source == view.address else with_possible_pull(view, cached[source][0], source)
 
-    def _cached(self, job: PlanJob, now_s: float) -> dict[str, int]:
-        """Cached tokens of the request's prompt, by name of the node."""
+    def _cached(self, job: PlanJob, now_s: float) -> dict[str, tuple[int, int]]:
+        """Cached tokens of the request's prompt, and how many of them must be loaded first, by name of the node."""
         if not job.prefix_ids:
             return {}
         while self._changes and self._changes[0][0] <= now_s:
             _, name, changes = self._changes.popleft()
-            self._index.store(name, changes.stored)
+            self._index.store(name, [*changes.stored, *changes.outside], changes.outside)
             self._index.remove(name, changes.removed)
-        found = self._index.cached_blocks(_Numbers(job.prefix_ids), self._names)
-        return {name: min(blocks * job.prefix_tokens, job.prompt - 1) for name, blocks in found.items()}
+        numbers = _Numbers(job.prefix_ids)
+        found = self._index.cached_blocks(numbers, self._names)
+        inside = self._index.blocks_inside(numbers, found)
+        return {
+            name: (min(blocks * job.prefix_tokens, job.prompt - 1), (blocks - inside[name]) * job.prefix_tokens)
+            for name, blocks in found.items()
+        }
 
 
 class _Numbers(BlockNumbers):

@@ -7,17 +7,18 @@ Steps that only decode are alike until a request ends or arrives, so they are si
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, ASSUMED_PULL, PullCosts
 from baton.core.types import Slo
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound
 from baton.gateway.fleet.router import NodeView
 from baton.planner.job import PlanJob
-from baton.planner.prefix_cache import SimulatedPrefixCache
+from baton.planner.prefix_cache import SimulatedChanges, SimulatedPrefixCache
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class NodeSpec:
         bounded: whether steps with prompts next to streams are cut to the streams' TPOT; if not, they take the whole
             budget.
         reports_factor: error of the reported costs, as a factor on what steps really cost.
+        host_tokens: tokens whose KV host memory holds; 0: the node keeps none outside of its cache, and pulls none.
+        pull_costs: what its pulls from other nodes take.
         steps_ahead: steps that are already launched when a request arrives, in addition to the one that runs.
     """
 
@@ -46,6 +49,13 @@ class NodeSpec:
     kv_bytes_per_token: int = 131072
     state_bytes: int = 0
     block_size: int = 16
+    host_tokens: int = 0
+    pull_costs: PullCosts = ASSUMED_PULL
+
+    @property
+    def load_token_s(self) -> float:
+        """Time to load a token's KV from host memory."""
+        return self.kv_bytes_per_token / ASSUMED_LOAD_BYTES_PER_S
 
     def seconds(self, work: StepWork) -> float:
         seconds = self.costs.seconds(work)
@@ -115,6 +125,7 @@ class SimulatedNode:
         self.kv_used = 0
         self.link_free_s = 0.0
         self.cache = SimulatedPrefixCache(spec.kv_tokens // max(1, prefix_tokens))
+        self.host = SimulatedPrefixCache(spec.host_tokens // max(1, prefix_tokens))
         self.backlog_s = 0.0  # predicted time of the prompts in its queue
         self.requests = 0
         self._tpots = (slo.tpot_s,)
@@ -125,6 +136,22 @@ class SimulatedNode:
         self._ending: list[tuple[int, int, PlanJob]] = []
         self._run: _Run | None = None
         self._order = 0
+
+    def store(self, prefix_ids: Sequence[int]) -> SimulatedChanges:
+        """Puts the beginning of a prompt into the cache, and into host memory where there is some."""
+        stored, removed, _ = self.cache.use(prefix_ids)
+        if not self.spec.host_tokens:
+            return SimulatedChanges(stored, removed)
+        left = dict.fromkeys((*removed, *self.host.use(prefix_ids).removed))
+        gone = [each for each in left if each not in self.cache and each not in self.host]
+        return SimulatedChanges(stored, gone, [each for each in left if each in self.host and each not in self.cache])
+
+    def count_kept(self, prefix_ids: Sequence[int]) -> int:
+        """How many leading ids are in the cache or in host memory."""
+        for place, prefix_id in enumerate(prefix_ids):
+            if prefix_id not in self.cache and prefix_id not in self.host:
+                return place
+        return len(prefix_ids)
 
     @property
     def rows(self) -> int:
@@ -239,6 +266,8 @@ class SimulatedNode:
             kv_bytes_per_token=spec.kv_bytes_per_token,
             state_bytes=spec.state_bytes,
             peer_bytes_per_s=speeds,
+            load_token_s=spec.load_token_s,
+            pull_costs=spec.pull_costs,
         )
 
     # ----

@@ -10,6 +10,7 @@ from math import inf
 
 from baton.core.costs import StepCosts
 from baton.core.errors import ConfigError
+from baton.core.pull_costs import ASSUMED_PULL, PullCosts
 from baton.core.types import LocalPolicy
 from baton.load.goals import Goal
 from baton.load.workload import LengthSpan, Workload
@@ -18,6 +19,8 @@ from baton.planner.goodput import Goodput, Measure, find_goodput
 from baton.planner.node import NodeSpec
 from baton.planner.sizing import STEP_SIZES, Demand, decode_step_tokens, demand, prefill_nodes, prefill_step_tokens
 
+# Of the states of a request, those at the ends of its prompt and of its answer are kept.
+_STATES_A_REQUEST = 2
 _SAMPLED = 2000  # requests of the workload that give its mean lengths
 _NODES_MAX = 128
 _SPLITS_ALL = 8  # up to this many nodes every split is tried; beyond, those near the demand's
@@ -51,6 +54,16 @@ class NodeKind:
     state_bytes: int = 0
     kv_holders: int = 0
 
+    def tokens_in(self, gib: float, *, request_tokens: float = inf) -> int:
+        """The tokens whose KV and states fit into stores of this size on each rank of a node; a rank has its share of
+        the heads.
+
+        Args:
+            request_tokens: of a prompt and its answer, which leave states at their ends.
+        """
+        bytes_per_token = self.kv_bytes_per_token + _STATES_A_REQUEST * self.state_bytes / request_tokens
+        return int(gib * (1 << 30) * min(self.gpus, self.kv_holders or self.gpus) / bytes_per_token)
+
 
 @dataclass(frozen=True)
 class Question:
@@ -59,6 +72,8 @@ class Question:
     Args:
         rate: requests per second to serve; None: the most that `gpus` serve.
         gpus: number of GPUs; None: as few as serve `rate`.
+        host_gib: host memory for KV of each rank.
+        pull_costs: what a node's pulls from another one take.
     """
 
     kind: NodeKind
@@ -67,6 +82,8 @@ class Question:
     rate: float | None
     gpus: int | None
     measure: Measure = Measure()  # noqa: RUF009 - frozen
+    host_gib: float = 0.0
+    pull_costs: PullCosts = ASSUMED_PULL
 
 
 @dataclass(frozen=True)
@@ -146,6 +163,8 @@ class _Search:
             kv_tokens=kind.kv_tokens,
             kv_bytes_per_token=kind.kv_bytes_per_token,
             state_bytes=kind.state_bytes,
+            host_tokens=0 if kind.state_bytes else kind.tokens_in(question.host_gib),
+            pull_costs=question.pull_costs,
         )
         tokens = decode_step_tokens(kind.decode, tpot_s)
         decode = replace(prefill, costs=kind.decode, step_tokens=tokens, seats=kind.seats)

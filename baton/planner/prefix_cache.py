@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 
 class SimulatedChanges(NamedTuple):
-    """Ids that came into a cache, and that left it."""
+    """Ids that came into a cache, that left it, and of the latter those that host memory still has."""
 
     stored: list[int]
     removed: list[int]
+    outside: Sequence[int] = ()
 
 
 class SimulatedPrefixCache:
@@ -25,6 +26,9 @@ class SimulatedPrefixCache:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._ids: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, prefix_id: int) -> bool:
+        return prefix_id in self._ids
 
     def __len__(self) -> int:
         return len(self._ids)

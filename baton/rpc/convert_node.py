@@ -7,7 +7,7 @@ from itertools import pairwise
 from baton.core.costs import StepCosts
 from baton.core.errors import shortened
 from baton.core.expert_load import ExpertLoad, LayerLoad
-from baton.core.kv_entries import KEEP_S_MAX, KeepTime, KeptPrefix
+from baton.core.kv_entries import KEEP_S_MAX, KeepTime, KeptPrefix, NodeRanks
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, node_pb2, prefill_pb2
 from baton.protos.v1 import node_status_pb2
 from baton.protos.v1 import node_status_pb2 as pb
@@ -99,9 +99,21 @@ def keep_time_from_proto(request: decode_pb2.SubmitRequest | prefill_pb2.Prefill
 
 
 def kept_prefix_to_proto(kept: KeptPrefix) -> lease_pb2.KeptPrefix:
-    return lease_pb2.KeptPrefix(address=kept.address, incarnation=kept.incarnation, tokens=kept.tokens)
+    return lease_pb2.KeptPrefix(
+        address=kept.address,
+        incarnation=kept.incarnation,
+        tokens=kept.tokens,
+        tensor_parallel_size=kept.ranks.size,
+        attention_data_parallel=kept.ranks.own_requests,
+    )
 
 
 def kept_prefix_from_proto(message: lease_pb2.KeptPrefix) -> KeptPrefix | None:
     """The node that has KV already. Returns None if the message is empty: no such node is known."""
-    return KeptPrefix(message.address, message.incarnation, message.tokens) if message.address else None
+    ranks = ranks_from_proto(message)
+    return KeptPrefix(message.address, message.incarnation, message.tokens, ranks) if message.address else None
+
+
+def ranks_from_proto(message: lease_pb2.KeptPrefix | node_status_pb2.NodeInfo) -> NodeRanks:
+    """How the ranks of a node share its KV."""
+    return NodeRanks(message.tensor_parallel_size or 1, message.attention_data_parallel)

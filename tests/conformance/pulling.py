@@ -1,18 +1,19 @@
 """Nodes that pull entries from each other: real transfers, links and gRPC servers, without an engine. In this process,
-or in a child that tests stop and kill."""
+or in a child that tests stop and kill. All ranks of a node are in its process."""
 
 import asyncio
 import os
 import signal
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeptPrefix
-from baton.kvcache.cache import PagedKVCache
+from baton.core import pull_costs
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeptPrefix, NodeRanks
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from baton.node import pull_link, pulls
@@ -30,14 +31,16 @@ from kvtransfer.ranked import RankedTransfer
 from kvtransfer.settings import OpenStore, TransferSettings
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.transfer import KVTransfer
-from tests.conformance.kv import DEADLINE_S, as_bytes, make_cache, tokens_of
-from tests.unit.kvtransfer.offloading import blocks_of, fill_randomly, keys_of
+from tests.conformance.kv import DEADLINE_S, make_cache, tokens_of
+from tests.conformance.ranked_nodes import held_by, of_rank
+from tests.unit.kvtransfer.offloading import blocks_of, keys_of
 
 # 1 MiB an entry, which fits into no queue.
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=4, num_kv_heads=8, head_dim=64, dtype="float32")
 ENTRIES = 12
 KEYS = keys_of(ENTRIES)
 OWNER, READER = 0xA, 0xB
+ONE_RANK = NodeRanks()
 
 
 class PullingNode:
@@ -46,6 +49,7 @@ class PullingNode:
     Args:
         places: of entries in its host memory.
         namespace: of its entries.
+        spec: of the whole model.
     """
 
     def __init__(
@@ -59,11 +63,22 @@ class PullingNode:
         transport: str = "ucx",
         stores: tuple[OpenStore, ...] = (),
         tls: InternalTls | None = None,
+        spec: KVCacheSpec = SPEC,
+        ranks: NodeRanks = ONE_RANK,
     ) -> None:
-        self.cache = make_cache(SPEC, layout, block_size, 2 * ENTRIES * ENTRY_TOKENS)
+        self.spec, self.layout, self.block_size, self.ranks = spec, layout, block_size, ranks
+        self.heads = [held_by(spec, rank, ranks.size) for rank in range(ranks.size)]
+        self.caches = [
+            make_cache(of_rank(spec, heads), layout, block_size, 2 * ENTRIES * ENTRY_TOKENS) for heads in self.heads
+        ]
+        self.cache = self.caches[0]
         self.address = ""
         self.info = node_status_pb2.NodeInfo(
-            name=f"node-{incarnation:x}", role=node_status_pb2.ROLE_DECODE, incarnation=incarnation
+            name=f"node-{incarnation:x}",
+            role=node_status_pb2.ROLE_DECODE,
+            incarnation=incarnation,
+            tensor_parallel_size=ranks.size,
+            attention_data_parallel=ranks.own_requests,
         )
         self.info.cache_spec.num_layers = self.info.cache_spec.num_kv_heads = self.info.cache_spec.head_dim = 1
         self.info.cache_shape.block_size = self.info.cache_shape.num_blocks = 1
@@ -74,18 +89,20 @@ class PullingNode:
             staging_slots=3,
             digests=True,
             peers_are_known=True,
-            host_cache_bytes=(places + bool(stores)) * EntryLayout(parts_of(SPEC)).entry_bytes,
+            host_cache_bytes=(places + bool(stores)) * self._entry_bytes,
             stores=stores,
         )
-        self.rank: KVTransfer
-        self.transfer = RankedTransfer([partial(self._make, settings)], message_bytes=settings.message_bytes)
+        self.of_ranks: list[KVTransfer] = []
+        makers = [partial(self._make, settings, rank) for rank in range(ranks.size)]
+        self.transfer = RankedTransfer(makers, message_bytes=settings.message_bytes)
         self.transfer.deliver_to(lambda _: None, lambda _: None)
         self.pulls = Pulls(
             self.transfer,
             lambda: self.info,
             namespace=namespace,
-            entry_bytes=EntryLayout(parts_of(SPEC)).entry_bytes,
-            ranks=1,
+            entry_bytes=self._entry_bytes,
+            spec=spec,
+            ranks=ranks,
             costs=lambda: None,
             step_tokens=lambda: 512,
             keepalive_s=DEADLINE_S,
@@ -94,9 +111,15 @@ class PullingNode:
         self._protection = None if tls is None else Protection(tls.server(), CertificateGuard())
         self._server: GrpcServer
 
-    def _make(self, settings: TransferSettings, on_filled: Any, on_refused: Any) -> KVTransfer:
-        self.rank = KVTransfer(self.cache, settings, on_filled=on_filled, on_refused=on_refused)
-        return self.rank
+    def _make(self, settings: TransferSettings, rank: int, on_filled: Any, on_refused: Any) -> KVTransfer:
+        settings = replace(settings, heads=self.heads[rank])
+        self.of_ranks.append(KVTransfer(self.caches[rank], settings, on_filled=on_filled, on_refused=on_refused))
+        return self.of_ranks[rank]
+
+    @property
+    def _entry_bytes(self) -> int:
+        """Size of an entry of rank 0, and so of each rank."""
+        return EntryLayout(parts_of(of_rank(self.spec, self.heads[0]), self.heads[0])).entry_bytes
 
     async def __aenter__(self) -> Self:
         await self.transfer.start()
@@ -120,22 +143,27 @@ class PullingNode:
 
     def kept(self) -> KeptPrefix:
         """What a gateway says of it."""
-        return KeptPrefix(self.address, self.info.incarnation, ENTRIES * ENTRY_TOKENS)
+        return KeptPrefix(self.address, self.info.incarnation, ENTRIES * ENTRY_TOKENS, self.ranks)
 
-    async def keep(self, seed: int = 4) -> int:
-        """Keeps the entries of one sequence."""
-        fill_randomly(self.cache, seed)
-        return await self.transfer.save_entries(EntryBlocks(KEYS, blocks_of(self.cache, ENTRIES, 1)))
+    async def keep(self, seed: int = 4, owner: int | None = None) -> int:
+        """Keeps the entries of one sequence, those of its owner if it has one."""
+        whole = computed(ENTRIES, spec=self.spec, seed=seed)
+        blocks = blocks_of(self.cache, ENTRIES, 1)
+        for cache, heads in zip(self.caches, self.heads, strict=True):
+            for token in range(ENTRIES * ENTRY_TOKENS):
+                place = blocks[token // self.block_size], token % self.block_size
+                cache.view[:, :, *place] = whole[:, :, token, heads[0].start : heads[0].stop]
+        return await self.transfer.save_entries(EntryBlocks(KEYS, blocks, owner))
 
-    async def pull(self, kept: KeptPrefix, keys: tuple[EntryKey, ...] = KEYS) -> int:
-        return await self.pulls.pull(keys, kept)
+    async def pull(self, kept: KeptPrefix, keys: tuple[EntryKey, ...] = KEYS, *, owner: int | None = None) -> int:
+        return await self.pulls.pull(keys, kept, owner=owner)
 
-    async def forget(self, first: int) -> None:
-        """Loses all entries from this one on, as others would displace them."""
-        await self._on_thread(lambda tiers: tiers._host.drop(KEYS[first:]))
+    async def forget(self, first: int, rank: int = 0) -> None:
+        """Loses all entries of a rank from this one on, as others would displace them."""
+        await self._on_thread(lambda tiers: tiers._host.drop(KEYS[first:]), rank)
 
-    async def damage(self, number: int) -> None:
-        """Flips a bit of an entry in host memory."""
+    async def damage(self, number: int, rank: int = 0) -> None:
+        """Flips a bit of an entry in a rank's host memory."""
 
         def flip(tiers: EntryTiers) -> None:
             place = tiers._host.pin(KEYS[number])
@@ -143,7 +171,7 @@ class PullingNode:
             place.tensor[len(place.tensor) // 3] ^= 4
             tiers._host.unpin(place)
 
-        await self._on_thread(flip)
+        await self._on_thread(flip, rank)
 
     def stop_after(self, entries: int) -> None:
         """Stops this process when it has sent that many entries, or received them."""
@@ -162,27 +190,40 @@ class PullingNode:
 
     def held(self) -> list[str]:
         """What is held for pulls: places, pins, links."""
-        tiers, thread = self.rank._tiers, self.rank._thread
+        of_ranks = [each for rank in self.of_ranks for each in self._held_by(rank)]
+        return [*of_ranks, *(f"link {number:x}" for number in self.transfer._pairs)]
+
+    def _held_by(self, rank: KVTransfer) -> list[str]:
+        tiers, thread = rank._tiers, rank._thread
         assert tiers is not None
         users = [f"a user of entry {place.key.number}" for place in tiers._host._places.values() if place.users]
         coming = [f"the place of entry {key.number}" for key in tiers._saving]
-        pulls = [f"pull {number:x}" for _, number in thread.pulls._pulls] + ["a pull that is served"] * len(
-            thread.pulls._serving
-        )
-        return [*users, *coming, *pulls, *(f"link {number:x}" for number in self.transfer._pairs)]
+        pulls = [f"pull {number:x}" for number in thread.pulls._pulls]
+        return [*users, *coming, *pulls, *["a pull that is served"] * len(thread.pulls._serving)]
 
     def count_served(self) -> int:
         return self.transfer.counters().entries.served
 
-    async def load(self, seed: int = 2) -> tuple[int, torch.Tensor]:
-        """Loads the entries that host memory has. Returns their number, and the bytes of the loaded tokens."""
-        self.cache.memory.zero_()
-        blocks = blocks_of(self.cache, ENTRIES, seed)
-        count = await self.transfer.load_entries(EntryBlocks(KEYS, blocks), timeout_s=DEADLINE_S)
-        return count, as_bytes(tokens_of(self.cache, blocks, count * ENTRY_TOKENS))
+    def count_damaged(self) -> int:
+        return self.transfer.counters().entries.damaged
 
-    async def _on_thread(self, do: Any) -> None:
-        tiers, thread = self.rank._tiers, self.rank._thread
+    async def load(self, owner: int | None = None) -> tuple[int, torch.Tensor]:
+        """Loads the entries that host memory has. Returns their number, and the loaded tokens as [L, K, T, H, C], those
+        of their owner if they have one, else of all ranks together."""
+        blocks = blocks_of(self.cache, ENTRIES, 2)
+        for cache in self.caches:
+            cache.memory.zero_()
+        count = await self.transfer.load_entries(EntryBlocks(KEYS, blocks, owner), timeout_s=DEADLINE_S)
+        ranks = range(self.ranks.size) if owner is None else [owner]
+        shape = self.spec.num_layers, self.spec.kv_factor, count * ENTRY_TOKENS, self.spec.num_kv_heads
+        whole = torch.zeros(*shape, self.spec.head_dim, dtype=self.cache.view.dtype)
+        for rank in ranks if count else ():
+            heads = self.heads[rank][0]
+            whole[:, :, :, heads.start : heads.stop] = tokens_of(self.caches[rank], blocks, count * ENTRY_TOKENS)
+        return count, whole
+
+    async def _on_thread(self, do: Any, rank: int) -> None:
+        tiers, thread = self.of_ranks[rank]._tiers, self.of_ranks[rank]._thread
 
         def call(future: "Future[None]") -> None:
             do(tiers)
@@ -197,7 +238,7 @@ def an_owner() -> PullingNode:
 
 def a_reader_elsewhere() -> PullingNode:
     """A reader in a process of its own, which waits as long as it takes."""
-    pulls.PULL_S_MIN = pulls.PULL_S_MAX = pull_link._OPEN_S = DEADLINE_S
+    pulls.PULL_S_MIN = pull_costs.PULL_S_MAX = pull_link._OPEN_S = DEADLINE_S
     return a_reader()
 
 
@@ -206,8 +247,8 @@ def a_reader() -> PullingNode:
     return PullingNode(READER, KVCacheLayout.HND, 32)
 
 
-def computed(entries: int) -> torch.Tensor:
-    """The bytes of the owner's first tokens."""
-    cache: PagedKVCache = make_cache(SPEC, KVCacheLayout.NHD, 16, 2 * ENTRIES * ENTRY_TOKENS)
-    fill_randomly(cache, 4)
-    return as_bytes(tokens_of(cache, blocks_of(cache, ENTRIES, 1), entries * ENTRY_TOKENS))
+def computed(entries: int, *, spec: KVCacheSpec = SPEC, seed: int = 4) -> torch.Tensor:
+    """The KV of the owner's first tokens, as [L, K, T, H, C]."""
+    shape = spec.num_layers, spec.kv_factor, ENTRIES * ENTRY_TOKENS, spec.num_kv_heads, spec.head_dim
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, spec.dtype))
+    return whole[:, :, : entries * ENTRY_TOKENS]

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.core import pull_costs
 from baton.core.errors import InternalError, InvalidRequest, Overloaded
 from baton.core.kv_entries import KeptPrefix
 from baton.kvcache.layout import KVCacheLayout
-from baton.node import pull_costs, pull_link, pull_owner, pulls
+from baton.node import pull_link, pull_owner, pulls
 from baton.node.pull_messages import wanted_entries
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.internal.v1 import node_pb2_grpc
@@ -44,12 +45,12 @@ from tests.unit.security.settings import TlsSettings
 def _no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pulls wait as long as it takes, and a failed one is tried again at once."""
     monkeypatch.setattr(pulls, "PULL_S_MIN", DEADLINE_S)
-    monkeypatch.setattr(pulls, "PULL_S_MAX", DEADLINE_S)
+    monkeypatch.setattr(pull_costs, "PULL_S_MAX", DEADLINE_S)
     monkeypatch.setattr(pulls, "_BACK_OFF_S", 0.0)
     monkeypatch.setattr(pull_link, "_OPEN_S", DEADLINE_S)
     monkeypatch.setattr(pull_link, "_ARRIVE_S", DEADLINE_S)
     monkeypatch.setattr(pull_costs, "UNMEASURED_TOKENS", 64)
-    monkeypatch.setattr(pull_costs, "_SHARE", float("inf"))
+    monkeypatch.setattr(pull_costs, "SHARE", float("inf"))
 
 
 @asynccontextmanager
@@ -211,6 +212,29 @@ async def test_a_node_of_another_kind_refuses_and_names_both(caplog: pytest.LogC
         await until_only_the_link_is_held(reader)
 
 
+async def test_a_node_of_another_kind_is_asked_once_and_again_when_it_has_restarted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with an_owner() as owner, PullingNode(0xB, KVCacheLayout.NHD, 16, namespace=b"another") as reader:
+        assert await owner.keep() == ENTRIES
+        assert [await reader.pull(owner.kept()) for _ in range(3)] == [0, 0, 0]
+        assert reader.pulls.failures == 1
+        assert caplog.text.count("could not pull") == 1
+        assert "not asked again before it restarts" in caplog.text
+        owner.info.incarnation = 0xA1
+        assert await reader.pull(owner.kept()) == 0
+        assert reader.pulls.failures == 2
+
+
+async def test_a_refusal_is_remembered_of_the_latest_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "_FAILED_MAX", 2)
+    monkeypatch.setattr(pulls, "_BACK_OFF_S", DEADLINE_S)
+    async with a_reader() as reader:
+        for port in (1, 2, 3):
+            assert await reader.pull(KeptPrefix(f"127.0.0.1:{port}", 7, 640)) == 0
+        assert [address for address, _ in reader.pulls._not_before_s] == ["127.0.0.1:2", "127.0.0.1:3"]
+
+
 async def test_another_incarnation_of_the_owner_refuses(caplog: pytest.LogCaptureFixture) -> None:
     async with an_owner() as owner, a_reader() as reader:
         assert await owner.keep() == ENTRIES
@@ -332,7 +356,7 @@ async def test_a_node_that_answers_too_late_for_any_pull_is_left_alone_for_a_whi
 ) -> None:
     """Every request would wait for it again otherwise."""
     monkeypatch.setattr(pulls, "PULL_S_MIN", 0.01)
-    monkeypatch.setattr(pulls, "PULL_S_MAX", 0.01)
+    monkeypatch.setattr(pull_costs, "PULL_S_MAX", 0.01)
     monkeypatch.setattr(pulls, "_BACK_OFF_S", DEADLINE_S)
     monkeypatch.setattr(pull_link, "_OPEN_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:

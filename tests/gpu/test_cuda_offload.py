@@ -1,5 +1,6 @@
 """Entries of a cache on a GPU: copied by the GPU to page-locked memory and back, into another layout and block size."""
 
+import math
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -78,7 +79,7 @@ def test_a_state_of_a_gpu_comes_back_bit_for_bit(head_dim: int) -> None:
     saved, loaded = Future[int](), Future[int]()
     user.offloader.save(EntryBlocks((), (), state=EntryState(key, 1)), saved)
     assert world.result(saved) == 1
-    user.offloader.load(EntryBlocks((), (), state=EntryState(key, 2)), LIMIT_S, loaded)
+    user.offloader.load(EntryBlocks((), (), state=EntryState(key, 2)), LIMIT_S, math.inf, loaded)
     assert world.result(loaded) == 1
     torch.cuda.synchronize()
     assert torch.equal(cache.state.view[:, :, 2], wanted)

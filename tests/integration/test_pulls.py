@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Process
+from baton.core import pull_costs
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
-from baton.node import pull_costs, pull_link, pulls
+from baton.node import pull_link, pulls
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.channels import connect
@@ -30,8 +31,8 @@ KEEPS: Flags = {"num_blocks": 120, "max_batch_tokens": 128, "host_cache_gib": 0.
 def always_pull() -> None:
     """Pulls whatever is missing, however fast this machine computes, and waits for it without a limit."""
     pull_costs.UNMEASURED_TOKENS = 64
-    pull_costs._SHARE = 1e9
-    pulls.PULL_S_MIN = pulls.PULL_S_MAX = DEADLINE_S
+    pull_costs.SHARE = 1e9
+    pulls.PULL_S_MIN = pull_costs.PULL_S_MAX = DEADLINE_S
     pull_link._OPEN_S = pull_link._ARRIVE_S = DEADLINE_S
 
 
@@ -49,20 +50,23 @@ def reference(references: References) -> Reference:
 class TwoTurns:
     """A conversation whose first turn a node has served that takes no further request, because it drains."""
 
-    def __init__(self, start: Machines, reference: Reference, owner: Process, *, model: Path = LLAMA) -> None:
+    def __init__(
+        self, start: Machines, reference: Reference, owner: Process, *, model: Path = LLAMA, tokens: int = TOKENS
+    ) -> None:
         self.start = start
         self.owner = owner
         self.model = model
+        self.tokens = tokens
         self._reference = reference
         self._stays: asyncio.Task[Result] | None = None
 
     async def first(self) -> list[int]:
         """Serves the first turn; returns the prompt of the second one."""
-        first, *others = self._reference.prompts([TOKENS, 30, 20])
+        first, *others = self._reference.prompts([self.tokens, 30, 20])
         self.start.let_go(self.owner)
         gateway = self.start.gateway([], [self.owner], model=self.model)
         turn = await generate(gateway, first, SAID)
-        await until_kept(self.owner, "host", WHOLE_ENTRIES)
+        await until_kept(self.owner, "host", (self.tokens + 79) // 64)
         self.start.allow_steps(0, self.owner)
         self._stays = asyncio.create_task(generate(gateway, others[0], GREEDY))  # so that the drain does not end
         await until_status(self.owner, lambda last: in_engine(last) > 0)
@@ -83,16 +87,29 @@ class TwoTurns:
                 await self._stays
 
 
-@pytest.mark.parametrize("model", [LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
+UNLIKE: Flags = {"block_size": 32, "num_blocks": 60, "kv_cache_layout": "BLHNC"}
+TWO: Flags = {"tensor_parallel_size": 2}
+OWN: Flags = {"tensor_parallel_size": 2, "expert_parallel": True, "attention_data_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "of_owner", "of_reader"),
+    [
+        pytest.param(LLAMA, {}, UNLIKE, id="llama"),
+        pytest.param(DEEPSEEK, {}, {**UNLIKE, "kv_cache_layout": "BLNC"}, id="deepseek"),
+        pytest.param(LLAMA, TWO, UNLIKE, id="llama-2-ranks-to-1"),
+        pytest.param(LLAMA, {}, {**TWO, **UNLIKE}, id="llama-1-rank-to-2"),
+        pytest.param(DEEPSEEK, OWN, TWO, id="deepseek-own-requests-to-2-ranks", marks=pytest.mark.slow),
+        pytest.param(DEEPSEEK, TWO, OWN, id="deepseek-2-ranks-to-own-requests", marks=pytest.mark.slow),
+    ],
+)
 async def test_the_second_turn_on_another_node_computes_only_the_new_text(
-    start: Machines, references: References, model: Path
+    start: Machines, references: References, model: Path, of_owner: Flags, of_reader: Flags
 ) -> None:
-    """The nodes have unlike layouts and block sizes, and a part of the first turn was decoded."""
-    layout = "BLHNC" if model is LLAMA else "BLNC"
-    unlike: Flags = {"block_size": 32, "num_blocks": 60, "kv_cache_layout": layout}
+    """The nodes have unlike layouts, block sizes or ranks, and a part of the first turn was decoded."""
     owner, reader = start.nodes(
-        ("decode", {"model": model, **KEEPS}),
-        ("decode", {"model": model, **KEEPS, **unlike}),
+        ("decode", {"model": model, **KEEPS, **of_owner}),
+        ("decode", {"model": model, **KEEPS, **of_reader}),
         paused_engine=["decode"],
         prepare=always_pull,
     )
@@ -102,8 +119,34 @@ async def test_the_second_turn_on_another_node_computes_only_the_new_text(
     gateway = start.gateway([], [owner, reader], model=model)
     result = await turns.answer(gateway, second)
     assert result.proof.decode_loaded_tokens == WHOLE_ENTRIES * 64
-    status = await until_status(reader, lambda last: store(last, "peer").loaded_total == WHOLE_ENTRIES)
+    ranks = 2 if of_reader.get("tensor_parallel_size") == 2 and "attention_data_parallel" not in of_reader else 1
+    status = await until_status(reader, lambda last: store(last, "peer").loaded_total == ranks * WHOLE_ENTRIES)
     assert store(status, "peer").failed_total == store(status, "peer").damaged_total == 0
+    await turns.close()
+
+
+async def test_a_gateway_counts_on_a_pull_once_a_node_has_measured_its_steps_and_the_receipt_says_so(
+    start: Machines, reference: Reference
+) -> None:
+    long: Flags = {**KEEPS, "num_blocks": 200}
+    owner, reader = start.nodes(
+        ("decode", {"model": LLAMA, **long}),
+        ("decode", {"model": LLAMA, **long, "block_size": 32, "num_blocks": 100}),
+        paused_engine=["decode"],
+        prepare=always_pull,
+    )
+    start.let_go(reader)
+    tokens = 767
+    turns = TwoTurns(start, reference, owner, tokens=tokens)
+    second = await turns.first()
+    gateway = start.gateway([], [owner, reader], model=LLAMA, local_policy="elastic")
+    (other,) = reference.prompts([300])
+    await generate(gateway, other[::-1], GREEDY)  # another beginning, and on the reader, because the owner drains
+    await until_status(reader, lambda last: last.HasField("step_costs"))
+    result = await turns.answer(gateway, second)
+    whole = (tokens + 79) // 64 * 64
+    assert result.proof.decode_loaded_tokens == whole
+    assert f"pulls {whole} tokens from " in result.proof.why
     await turns.close()
 
 

@@ -33,6 +33,7 @@ class WantedPrefix:
         states: numbers of entries after which the recurrent state would be of use; only such a prefix is. Empty: the
             model has no states.
         known: those of them whose state the cache has, but not all of the KV before it.
+        likely_pool: the pool that has most of the sequence, and of equal ones the one with most free blocks.
     """
 
     tokens: IntArray
@@ -42,6 +43,7 @@ class WantedPrefix:
     stop: int
     states: range = range(0)
     known: frozenset[int] = frozenset()
+    likely_pool: int = 0
 
     def entries(self, start: int, stop: int) -> tuple[EntryKey, ...]:
         return entries_of(self.entry_keys, self.tokens, start, stop)

@@ -334,7 +334,8 @@ class RequestBlocks:
         keys = self.keys(request)
         runs = [self._run(pool, keys, tokens, usable) for pool in self._pools]
         starts = tuple(self.offload.first_missing(self.tokens_in(run)) for run in runs)
-        wanted = WantedPrefix(tokens, keys, self.offload.entry_keys(request), starts, stop)
+        likely = max(range(len(starts)), key=lambda pool: (starts[pool], self._pools[pool].num_free))
+        wanted = WantedPrefix(tokens, keys, self.offload.entry_keys(request), starts, stop, likely_pool=likely)
         if self.states.unit:
             return self._with_states(wanted, len(runs[0]))
         return None if min(starts) >= stop else wanted

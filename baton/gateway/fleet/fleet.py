@@ -18,12 +18,18 @@ from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
 from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
 from baton.gateway.fleet.placement import Placement, place
-from baton.gateway.fleet.router import NodeView, RoutedRequest, least_pooling, pick_prefill, usable_prefills
+from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS, with_possible_pull
+from baton.gateway.fleet.router import (
+    NodeView,
+    RoutedRequest,
+    least_pooling,
+    pick_prefill,
+    usable_prefills,
+)
 from baton.gateway.fleet.shortlist import ALL_UP_TO, Candidates, shortlist
 from baton.protos.v1 import node_status_pb2, operations_pb2
+from baton.rpc.convert_node import ranks_from_proto
 
-# Nodes decide by their own measurements whether to pull KV, but none would pull less than this.
-_MUCH_MORE_TOKENS = 128
 _COSTS_EACH_S = 0.1  # nodes report about as often
 _COSTS_EACH_NODE_S = 1e-3  # in a large cluster: an update takes 40 us for each node
 
@@ -33,11 +39,13 @@ class CachedTokens(dict[str, int]):
 
     Attributes:
         outside: of these, the last ones, which the node must load from host memory first.
+        most: of the nodes whose KV is of one kind, the one that has most, and its tokens.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.outside: dict[str, int] = {}
+        self.most: dict[tuple[object, ...], tuple[int, FleetNode]] = {}
 
 
 class Fleet(NodeTable):
@@ -100,8 +108,8 @@ class Fleet(NodeTable):
         self, wanted: RoutedRequest, candidates: Candidates, cached: CachedTokens, now_s: float
     ) -> Placement | None:
         decoding = [*candidates.decodes, *(node for node in candidates.prefills if node.also_decodes)]
-        decodes = [_at(node.decode_view(), cached, node.queue_s(now_s)) for node in decoding]
-        prefills = [_at(node.view(), cached, node.queue_s(now_s)) for node in candidates.prefills]
+        decodes = [_pulling(_at(node.decode_view(), cached, node.queue_s(now_s)), node, cached) for node in decoding]
+        prefills = [self._prefill_view(node, cached, now_s) for node in candidates.prefills]
         return place(decodes, prefills, wanted)
 
     def _shortlist(self, wanted: RoutedRequest, cached: CachedTokens, now_s: float) -> Candidates:
@@ -127,8 +135,9 @@ class Fleet(NodeTable):
         wanted = self._of_session(wanted)
         self._update_costs(now_s)
         partners = [node for node in self.prefills.values() if decode.incarnation in node.ready_peers]
-        cached = self._cached_tokens(partners, wanted)
-        views = [_at(node.view(), cached, node.queue_s(now_s)) for node in partners]
+        keeps = any(node.kept_kind is not None for node in partners)
+        cached = self._cached_tokens(self.nodes() if keeps else partners, wanted)
+        views = [self._prefill_view(node, cached, now_s) for node in partners]
         first = [view for view in views if view.incarnation == placed]
         picked = pick_prefill(first, decode.view(), wanted) or pick_prefill(views, decode.view(), wanted)
         return None if picked is None else self._picked(self.prefills[picked.address], picked, wanted)
@@ -197,7 +206,21 @@ class Fleet(NodeTable):
             for address, inside in self._index.blocks_inside(numbers, found).items():
                 cached[address] = found[address] * block_size
                 cached.outside[address] = (found[address] - inside) * block_size
+        self._note_most(cached)
         return cached
+
+    def _note_most(self, cached: CachedTokens) -> None:
+        """Finds the nodes from which others may pull."""
+        for address, tokens in cached.items():
+            node = self.prefills.get(address) or self.decodes.get(address)
+            if node is None or node.kept_kind is None or not node.serves:
+                continue
+            if tokens > cached.most.get(node.kept_kind, (0, node))[0]:
+                cached.most[node.kept_kind] = tokens, node
+
+    def _prefill_view(self, node: FleetNode, cached: CachedTokens, now_s: float) -> NodeView:
+        """The view of a prefill node for one request, after the pull that it would begin."""
+        return _pulling(_at(node.view(), cached, node.queue_s(now_s)), node, cached).computing
 
     def kept_elsewhere(self, node: FleetNode, wanted: RoutedRequest) -> KeptPrefix | None:
         """The node that has much more of a sequence than the one that is to compute it, and whose KV that one can use.
@@ -211,9 +234,9 @@ class Fleet(NodeTable):
         cached = self._cached_tokens((node, *others), wanted)
         best = max(others, key=lambda each: cached.get(each.address, 0))
         tokens = cached.get(best.address, 0)
-        if tokens < cached.get(node.address, 0) + _MUCH_MORE_TOKENS:
+        if tokens < cached.get(node.address, 0) + MUCH_MORE_TOKENS:
             return None
-        return KeptPrefix(best.address, best.incarnation, tokens)
+        return KeptPrefix(best.address, best.incarnation, tokens, ranks_from_proto(best.status.info))
 
     def _of_session(self, wanted: RoutedRequest) -> RoutedRequest:
         if not wanted.session_id:
@@ -320,3 +343,11 @@ def _at(view: NodeView, cached: CachedTokens, queue_s: float) -> NodeView:
     if tokens := cached.get(view.address):
         view = view.with_cached(tokens, cached.outside[view.address])
     return view.with_queue(queue_s)
+
+
+def _pulling(view: NodeView, node: FleetNode, cached: CachedTokens) -> NodeView:
+    """The node's view with the pull that it would begin if it computed the prompt."""
+    if node.kept_kind is None or node.kept_kind not in cached.most:
+        return view
+    most, source = cached.most[node.kept_kind]
+    return view if source is node else with_possible_pull(view, most, source.name)

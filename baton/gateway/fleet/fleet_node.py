@@ -14,6 +14,7 @@ from typing import TypeAlias
 from baton.core.costs import StepCosts
 from baton.core.errors import shortened
 from baton.core.pools import blocks_for, take_from_roomiest
+from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, PullCosts
 from baton.core.types import AdapterRef
 from baton.gateway.core.shared_sends import NOTHING, NodeSends, SentWork
 from baton.gateway.fleet.backlog import Backlog
@@ -32,10 +33,8 @@ Role: TypeAlias = node_status_pb2.Role.ValueType
 # A pair stays in these phases.
 SETTLED = (node_status_pb2.PEER_PHASE_READY, node_status_pb2.PEER_PHASE_REFUSED)
 _TEXT_MAX = 200
-# A node that has loaded fewer tokens than this has not measured how fast it loads. Then it counts as this fast: about a
-# quarter of what PCIe 4 moves, but fast enough that nodes get requests from which they can measure it.
+# A node that has loaded fewer tokens than this has not measured how fast it loads.
 _MEASURED_TOKENS = 4096
-_UNMEASURED_BYTES_PER_S = 5e9
 _NEVER_CONNECTED = "not connected yet"
 _UNKNOWN = NodeView("", 0, "", False, 0, 1, 0, 0, 0, frozenset())
 
@@ -359,9 +358,10 @@ def _works(status: node_status_pb2.NodeStatus) -> bool:
 
 def _kept_kind(status: node_status_pb2.NodeStatus) -> tuple[object, ...] | None:
     info = status.info
-    if not status.stores or info.attention_data_parallel:
+    if not status.stores:
         return None
-    kind = info.cache_spec.dtype, info.tensor_parallel_size, info.batch_invariant
+    ranks = info.tensor_parallel_size if info.batch_invariant else 0
+    kind = info.cache_spec.dtype, ranks, info.batch_invariant
     return revision_of(info.model), info.model.content_digest, *kind
 
 
@@ -398,10 +398,18 @@ def _to_view(
         kv_bytes_per_token=per_token,
         state_bytes=per_request,
         load_token_s=_load_token_s(status, per_token),
+        pull_costs=_pull_costs(status),
     )
+
+
+def _pull_costs(status: node_status_pb2.NodeStatus) -> PullCosts | None:
+    """What pulls of KV cost the node; None: it has measured none, or reports nonsense."""
+    fixed_s, byte_s = _seconds(status.kv_pull_fixed_s), _seconds(status.kv_pull_byte_s)
+    return PullCosts(fixed_s, byte_s) if byte_s else None
 
 
 def _load_token_s(status: node_status_pb2.NodeStatus, bytes_per_token: int) -> float:
     """Time to load a token's KV from outside of the cache, as the node has measured it or as it may at least be."""
     tokens, seconds = status.kv_loaded_tokens_total, _seconds(status.kv_load_s_total)
-    return seconds / tokens if tokens >= _MEASURED_TOKENS and seconds > 0 else bytes_per_token / _UNMEASURED_BYTES_PER_S
+    is_measured = tokens >= _MEASURED_TOKENS and seconds > 0
+    return seconds / tokens if is_measured else bytes_per_token / ASSUMED_LOAD_BYTES_PER_S

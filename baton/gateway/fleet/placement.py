@@ -65,6 +65,17 @@ class Placement:
     predicted_ttft_s: float | None
     meets: bool = True
 
+    @property
+    def why(self) -> str:
+        """The reason, with the pull that the choice of a node alone counts on."""
+        pull = self.decode.pull if self.route is Route.LOCAL and self.decode.pull_s else None
+        return self.reason if pull is None else f"{self.reason}; {self.decode.label} {pull}"
+
+    @property
+    def prefill_pull(self) -> str:
+        """The pull that the choice of the prefill node counts on, in words; empty: none."""
+        return str(self.prefill.pull) if self.prefill is not None and self.prefill.pull_s else ""
+
 
 def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> Placement | None:
     """Chooses nodes and route for a request. Returns None if no node can take it.
@@ -127,11 +138,14 @@ class _OnOneNode:
     """Prediction for a request that one node serves whole.
 
     Args:
+        node: as the one that computes the prompt.
+        receiver: the same node, as one that receives a part of the KV.
         ttft_s: time from now to the first token.
         end_s: time from now to the end of a typical output, plus the delay of the node's streams beyond their TPOT.
     """
 
     node: NodeView
+    receiver: NodeView
     steps: LocalSteps
     ttft_s: float
     end_s: float
@@ -149,7 +163,8 @@ def _best_local(
     if len(roomy) > _NODES_TRIED:
         roomy = nsmallest(_NODES_TRIED, roomy, key=lambda node: node.queue_s + output_s(node, wanted))
     found: _OnOneNode | None = None
-    for node in [decode, *roomy]:
+    for each in [decode, *roomy]:
+        node = each.computing
         steps = local_steps(node, wanted.num_tokens, wanted.slo.tpot_s, grows=grows)
         if steps is None:
             continue
@@ -158,7 +173,7 @@ def _best_local(
         if not steps.bounded:
             end_s += steps.extra_s(node.cached_tokens, wanted.num_tokens)
         if found is None or end_s < found.end_s:
-            found = _OnOneNode(node, steps, first_s, end_s)
+            found = _OnOneNode(node, each, steps, first_s, end_s)
     return found
 
 
@@ -186,7 +201,7 @@ def _split(
     """
     if local is None or not wanted.splittable or local.node.incarnation not in prefill.ready_peers:
         return None
-    node, steps, tokens = local.node, local.steps, wanted.num_tokens
+    node, steps, tokens = local.receiver, local.steps, wanted.num_tokens
     if steps.stretch * node.queue_s > _PRESSED * ttft_s:  # the decode node is as busy as the prefill node
         return None
     unit = math.lcm(node.block_size, prefill.block_size)
@@ -207,6 +222,7 @@ def _split(
 
 
 def _local_by_policy(decode: NodeView, reason: str, wanted: RoutedRequest) -> Placement:
+    decode = decode.computing
     steps = local_steps(decode, wanted.num_tokens, wanted.slo.tpot_s)
     first_s = None
     if steps is not None:

@@ -10,6 +10,7 @@ from functools import cached_property
 from math import inf
 
 from baton.core.costs import StepCosts, chunk_pairs
+from baton.core.pull_costs import PullCosts
 from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
 
@@ -32,6 +33,30 @@ _FAR_BETTER = 0.8
 # on a fast network.
 OUTPUT_TOKENS = 200
 _TRANSFER_TOKEN_S = 5e-6
+
+
+@dataclass(frozen=True)
+class PossiblePull:
+    """KV of a prompt that a node would pull from another one if it computed the prompt.
+
+    Attributes:
+        stop: the leading tokens that the node has then.
+        seconds: predicted time of the pull.
+        saved_s: predicted time to compute the pulled tokens.
+        source: label of the other node.
+    """
+
+    stop: int
+    tokens: int
+    seconds: float
+    saved_s: float
+    source: str
+
+    def __str__(self) -> str:
+        return (
+            f"pulls {self.tokens} tokens from {self.source} in about {self.seconds:.2g} s, "
+            f"and would compute them in {self.saved_s:.2g} s"
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +87,9 @@ class NodeView:
     cached_tokens: int = 0  # cached part of this request's prompt, as far as this gateway knows
     outside_tokens: int = 0  # the end of this part, which the node must load from host memory first
     load_token_s: float = 0.0  # predicted time to load the KV of a token
+    pull: PossiblePull | None = None  # for this request's prompt; None: the node would pull nothing
+    pull_s: float = 0.0  # of the pull that `cached_tokens` and `outside_tokens` count on, see `computing`
+    pull_costs: PullCosts | None = None  # None: not measured yet
     kv_bytes_per_token: int = 0
     state_bytes: int = 0  # size of a request's recurrent state
     # Measured speeds of a prefill node's pairs, by the decode node's incarnation.
@@ -94,8 +122,8 @@ class NodeView:
 
     @property
     def load_s(self) -> float:
-        """Predicted time to load what is outside of the cache."""
-        return self.outside_tokens * self.load_token_s
+        """Predicted time to load what is outside of the cache, and to pull what is on another node before."""
+        return self.outside_tokens * self.load_token_s + self.pull_s
 
     @property
     def wait_s(self) -> float:
@@ -129,6 +157,24 @@ class NodeView:
         view.__dict__.update(self.__dict__)
         view.__dict__["cached_tokens"] = cached_tokens
         view.__dict__["outside_tokens"] = outside_tokens
+        return view
+
+    def with_pull(self, pull: PossiblePull) -> "NodeView":
+        """A copy with a pull that the node would begin if it computed the prompt."""
+        view = object.__new__(NodeView)
+        view.__dict__.update(self.__dict__)
+        view.__dict__["pull"] = pull
+        return view
+
+    @property
+    def computing(self) -> "NodeView":
+        """The view of the node as the one that computes the prompt, after the pull if there is one. A node that only
+        receives the prompt's KV pulls nothing."""
+        pull = self.pull
+        if pull is None or self.pull_s:
+            return self
+        view = self.with_cached(pull.stop, self.outside_tokens + pull.stop - self.cached_tokens)
+        view.__dict__["pull_s"] = pull.seconds
         return view
 
     def with_queue(self, queue_s: float) -> "NodeView":

@@ -76,7 +76,7 @@ class NodeMessages:
             max_queue_s=max_queue_s,
             priority=self._request.priority,
             placement=_PLACEMENTS[placement.route],
-            placement_why=placement.reason,
+            placement_why=placement.why,
             split_tokens=placement.split_tokens,
             ttft_budget_s=due.ttft_budget_s,
             tpot_s=due.tpot_s,

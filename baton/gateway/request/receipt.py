@@ -48,6 +48,7 @@ class ReceiptDraft:
         self._decode_queue_s = 0.0
         self._predicted_ttft_s: float | None = None
         self._placement_why = ""
+        self._pulling = "", ""  # the prefill node that was chosen, and what it pulls
         self._split_tokens = 0
         self._forget_prefill()
 
@@ -56,6 +57,7 @@ class ReceiptDraft:
         predicted_s = placement.predicted_ttft_s
         self._predicted_ttft_s = None if predicted_s is None else waited_s + predicted_s
         self._placement_why = placement.reason
+        self._pulling = ("", "") if placement.prefill is None else (placement.prefill.label, placement.prefill_pull)
 
     def submitted(self, *, revision: str, revision_name: str, decode_version: str) -> None:
         """Records the revision and version of the decode node, which its answers do not contain."""
@@ -92,7 +94,9 @@ class ReceiptDraft:
             self._path = Path.SPLIT
             self._path_why = f"first {stop} tokens prefilled on {prefill_node}, the rest on {self._decode_node}{why}"
         else:
-            self._path, self._path_why = Path.REMOTE, f"prompt prefilled on {prefill_node}"
+            chosen, pull = self._pulling
+            pulls = f", which {pull}" if pull and prefill_node == chosen else ""
+            self._path, self._path_why = Path.REMOTE, f"prompt prefilled on {prefill_node}{pulls}"
         self._split_tokens = self._ticket.token_stop if self._ticket.first_part else 0
         self._prefill_node, self._transport, self._kv_converted = prefill_node, transport, kv_converted
         self._prefill_version = version

@@ -11,7 +11,7 @@ from baton.settings.node_config import NodeSettings
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
-from kvtransfer.records import LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import EntryLink, LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
 T = TypeVar("T")
@@ -190,14 +190,13 @@ class LoadEntries(Verb[int]):
 
 @dataclass(frozen=True)
 class BeginPull(Verb[int]):
-    peer: int
     number: int
     keys: tuple[EntryKey, ...]
+    links: tuple[EntryLink, ...]
 
 
 @dataclass(frozen=True)
 class EndPull(Verb[int]):
-    peer: int
     number: int
     first: int
     timeout_s: float
@@ -205,7 +204,7 @@ class EndPull(Verb[int]):
 
 @dataclass(frozen=True)
 class ServePull(Verb[int]):
-    peer: int
+    link: EntryLink
     number: int
     keys: tuple[EntryKey, ...]
 

@@ -49,7 +49,7 @@ class SilentStores:
 
 
 class NoSource:
-    async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix) -> int:
+    async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix, *, owner: int | None) -> int:
         raise NotImplementedError
 
 

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from baton.core.costs import StepCosts
-from baton.core.kv_entries import KeptPrefix
+from baton.core.kv_entries import KeptPrefix, NodeRanks
+from baton.core.pull_costs import PullCosts
 from baton.core.types import LocalPolicy
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.fleet.fleet_node import _kept_kind
+from baton.gateway.fleet.placement import Route
 from baton.gateway.fleet.router import RoutedRequest
 from baton.protos.internal.v1 import node_pb2
 from baton.protos.v1 import node_status_pb2
@@ -173,12 +175,11 @@ def test_nobody_is_told_of_a_node_that_keeps_nothing_is_gone_or_has_another_kind
     decode, reader = fleet.decodes["d1"], fleet.prefills["p1"]
     assert fleet.kept_elsewhere(reader, long_prompt()) is not None
     report = node_status_pb2.NodeStatus()
-    for change in ("tensor_parallel_size", "batch_invariant", "attention_data_parallel"):
-        report.CopyFrom(decode.status)
-        setattr(report.info, change, 2 if change == "tensor_parallel_size" else True)
-        kept, decode.kept_kind = decode.kept_kind, _kept_kind(report)
-        assert fleet.kept_elsewhere(reader, long_prompt()) is None
-        decode.kept_kind = kept
+    report.CopyFrom(decode.status)
+    report.info.batch_invariant = True
+    kept, decode.kept_kind = decode.kept_kind, _kept_kind(report)
+    assert fleet.kept_elsewhere(reader, long_prompt()) is None
+    decode.kept_kind = kept
     report.CopyFrom(decode.status)
     report.draining = True
     fleet.status_received(DECODE, "d1", report, 2.0)
@@ -188,6 +189,24 @@ def test_nobody_is_told_of_a_node_that_keeps_nothing_is_gone_or_has_another_kind
     bare = SmallFleet(1, 1)
     assert changed(bare, "d1", 1, snapshot=True, stored=long_blocks(25))
     assert bare.kept_elsewhere(bare.prefills["p1"], long_prompt()) is None
+
+
+def test_a_node_of_other_ranks_is_told_with_its_ranks_but_not_in_batch_invariant_mode() -> None:
+    fleet = keeping(1, 1)
+    assert changed(fleet, "d1", 1, snapshot=True, stored=long_blocks(25))
+    decode, reader = fleet.decodes["d1"], fleet.prefills["p1"]
+    report = node_status_pb2.NodeStatus()
+    report.CopyFrom(decode.status)
+    report.info.tensor_parallel_size, report.info.attention_data_parallel = 2, True
+    fleet.status_received(DECODE, "d1", report, 2.0)
+    kept = fleet.kept_elsewhere(reader, long_prompt())
+    assert kept is not None
+    assert kept.ranks == NodeRanks(2, own_requests=True)
+    report.info.batch_invariant = True
+    alike = node_status_pb2.NodeStatus()
+    alike.CopyFrom(report)
+    alike.info.tensor_parallel_size = 4
+    assert _kept_kind(report) != _kept_kind(alike)
 
 
 # ---- blocks that a node must load first
@@ -264,3 +283,77 @@ def test_a_load_runs_while_a_queue_is_computed() -> None:
     (view,) = fleet.prefill_views(wanted(), 0.0)
     assert view.wait_s == view.load_s == pytest.approx(0.096)
     assert view.with_queue(1.0).wait_s == 1.0
+
+
+# ---- blocks that another node has
+
+PULLS = PullCosts(fixed_s=0.004, byte_s=1e-9)
+
+
+def pulling_fleet(costs: PullCosts | None, *, also_decode: bool = False) -> SmallFleet:
+    """Of prefill nodes that keep KV, p1 has most of the long prompt, and a queue of 0.3 s. The prompt takes 0.4 s."""
+    fleet = SmallFleet(2, 1, LocalPolicy.ELASTIC if also_decode else LocalPolicy.PREFER, also_decode=also_decode)
+    for address in ("p1", "p2"):
+        measured(fleet, address, load_token_s=1e-5)
+        report = node_status_pb2.NodeStatus()
+        report.CopyFrom(fleet.prefills[address].status)
+        report.stores.add(name="host")
+        report.backlog_s = 0.3 if address == "p1" else 0.0
+        if costs is not None:
+            report.kv_pull_fixed_s, report.kv_pull_byte_s = costs.fixed_s, costs.byte_s
+        fleet.status_received(PREFILL, address, report, 0.0)
+    assert changed(fleet, "p1", 1, snapshot=True, stored=long_blocks(25))
+    return fleet
+
+
+def long_picked(fleet: SmallFleet) -> str:
+    node = fleet.pick_prefill(fleet.decodes["d1"], long_prompt(), 0.0)
+    assert node is not None
+    return node.address
+
+
+def test_a_node_that_can_pull_a_prompt_counts_as_one_that_has_it_after_the_pull() -> None:
+    fleet = pulling_fleet(PULLS)
+    assert long_picked(fleet) == "p2"
+    assert fleet.prefills["p2"].cached_tokens == 384
+    # What the node will be told, it was chosen for.
+    assert fleet.kept_elsewhere(fleet.prefills["p2"], long_prompt()) == KeptPrefix("p1", 11, 384)
+
+
+@pytest.mark.parametrize(
+    "costs", [None, PullCosts(0.3, 1e-9), PullCosts(0.004, 1e-8), PullCosts(float("nan"), float("inf"))]
+)
+def test_a_node_whose_pulls_are_slow_or_not_measured_yet_is_one_that_lacks_the_prompt(costs: PullCosts | None) -> None:
+    """384 tokens are fewer than what a node pulls before it has measured a pull."""
+    assert long_picked(pulling_fleet(costs)) == "p1"
+
+
+def test_nodes_of_another_kind_of_kv_do_not_count_on_pulls_from_each_other() -> None:
+    fleet = pulling_fleet(PULLS)
+    report = node_status_pb2.NodeStatus()
+    report.CopyFrom(fleet.prefills["p2"].status)
+    report.info.batch_invariant = True
+    fleet.status_received(PREFILL, "p2", report, 0.0)
+    assert long_picked(fleet) == "p1"
+
+
+def test_a_placement_says_which_pull_it_counts_on_and_a_decode_node_pulls_nothing_for_others() -> None:
+    placement = pulling_fleet(PULLS).place(long_prompt(), 0.0)
+    assert placement is not None
+    assert placement.prefill is not None
+    assert placement.prefill.address == "p2"
+    assert placement.prefill_pull == (
+        "pulls 384 tokens from node-11 in about 0.054 s, and would compute them in 0.38 s"
+    )
+    assert placement.predicted_ttft_s == pytest.approx(0.054 + 384e-5 + 0.016, rel=0.05)
+    assert placement.decode.pull_s == 0.0
+
+
+def test_a_node_that_serves_a_request_alone_says_what_it_pulls_too() -> None:
+    fleet = pulling_fleet(PULLS, also_decode=True)
+    fleet.lose("d1")
+    placement = fleet.place(replace(long_prompt(), excluded_decode=frozenset({11})), 0.0)
+    assert placement is not None
+    assert placement.route is Route.LOCAL
+    assert placement.why == f"{placement.reason}; node-12 {placement.decode.pull}"
+    assert placement.decode.cached_tokens == 384

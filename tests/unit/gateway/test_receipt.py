@@ -1,8 +1,14 @@
 """The receipt describes the final way of the request, and the failures before it."""
 
+from dataclasses import replace
+
 from baton.core.types import Path
+from baton.gateway.fleet.placement import Placement, Route
+from baton.gateway.fleet.router import NodeView, PossiblePull
 from baton.gateway.request.receipt import ReceiptDraft
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
+
+NODE = NodeView("d1", 21, "", True, 1000, 16, 1000, 0, 0, frozenset())
 
 
 def reserved() -> decode_pb2.Reserved:
@@ -38,6 +44,20 @@ def test_the_receipt_describes_a_remote_prefill() -> None:
     assert (receipt.attempts, receipt.prefill_cached_tokens, receipt.decode_cached_tokens) == (1, 32, 16)
     assert (receipt.revision, receipt.revision_name) == ("abc", "v7")
     assert (receipt.prefill_version, receipt.decode_version) == ("1", "2")
+
+
+def test_the_receipt_names_the_pull_for_which_the_prefill_node_was_chosen() -> None:
+    pull = PossiblePull(384, 256, 0.02, 0.25, "decode-1")
+    pulling = replace(NODE, name="prefill-0").with_pull(pull).computing
+    words = "pulls 256 tokens from decode-1 in about 0.02 s, and would compute them in 0.25 s"
+    for called, why in (
+        ("prefill-0", f"prompt prefilled on prefill-0, which {words}"),
+        ("p1", "prompt prefilled on p1"),
+    ):
+        draft = ReceiptDraft()
+        draft.placed(Placement(Route.REMOTE, NODE, pulling, 0, "", 0.5), waited_s=0.0)
+        draft.calling(called, "cma", "")
+        assert draft.finish(ttft_s=1.0, total_s=2.0).why == why
 
 
 def test_without_the_prefill_nodes_count_the_decode_nodes_is_used() -> None:

@@ -15,6 +15,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape
 from kvtransfer.entry_pulls import EntryPulls
+from kvtransfer.records import EntryLink
 from kvtransfer.transports.loopback import LoopbackTransport
 from tests.conformance.kv import DEADLINE_S
 from tests.unit.kvtransfer.offloading import MemoryStore, World
@@ -99,15 +100,15 @@ class Way:
             keys = rng.choice(SEQUENCES)[rng.randrange(3) :]
             begun: Future[int] = Future()
             number = rng.randrange(1 << 40)
-            self.reader.pulls.begin(self.link, number, keys, begun)
+            self.reader.pulls.begin(number, keys, (EntryLink(self.link),), begun)
             self.pull = Running(number, keys[: begun.result()])
         elif pull.served is None and pull.keys and self.is_up and rng.random() < 0.8:
             pull.served = Future()
-            self.owner.pulls.serve(self.link, pull.number, pull.keys, pull.served)
+            self.owner.pulls.serve(EntryLink(self.link), pull.number, pull.keys, pull.served)
         elif pull.ended is None and (pull.served is None or pull.served.done() or not self.is_up):
             first = pull.served.result() if pull.served is not None and pull.served.done() else 0
             pull.ended = Future()
-            self.reader.pulls.end(self.link, pull.number, first, rng.choice([0.0, 5.0]), pull.ended)
+            self.reader.pulls.end(pull.number, first, rng.choice([0.0, 5.0]), pull.ended)
         elif pull.ended is not None and pull.ended.done():
             assert isinstance(pull.ended.exception(), DataLoss) or 0 <= pull.ended.result() <= len(pull.keys)
             self.pull = None
@@ -179,7 +180,7 @@ def _renew(way: Way, link: int, rng: random.Random) -> None:
         side.transport.disconnect(way.link)
     if way.pull is not None and way.pull.ended is None:
         way.pull.ended = Future()
-        way.reader.pulls.end(way.link, way.pull.number, 0, 0.0, way.pull.ended)
+        way.reader.pulls.end(way.pull.number, 0, 0.0, way.pull.ended)
     for _ in range(100):
         for side in (way.reader, way.owner):
             side.step()
@@ -204,14 +205,14 @@ def test_a_pull_brings_back_nothing_of_a_root_that_is_dropped_meanwhile(steps: i
     way = Way(reader, owner)
     way.connect(1 << 40)
     begun, served, ended = Future[int](), Future[int](), Future[int]()
-    reader.pulls.begin(way.link, 7, keys, begun)
+    reader.pulls.begin(7, keys, (EntryLink(way.link),), begun)
     assert begun.result() == len(keys)
-    owner.pulls.serve(way.link, 7, keys, served)
+    owner.pulls.serve(EntryLink(way.link), 7, keys, served)
     for _ in range(steps):
         owner.step()
         reader.step()
     reader.drop_root(keys[0].root)
-    reader.pulls.end(way.link, 7, len(keys), 60.0, ended)
+    reader.pulls.end(7, len(keys), 60.0, ended)
     for _ in range(100):
         owner.step()
         reader.step()
@@ -219,10 +220,10 @@ def test_a_pull_brings_back_nothing_of_a_root_that_is_dropped_meanwhile(steps: i
     assert ended.result() == 0
     assert not reader.world.tiers.count(keys)
     again, later = Future[int](), Future[int]()
-    reader.pulls.begin(way.link, 8, keys, again)
+    reader.pulls.begin(8, keys, (EntryLink(way.link),), again)
     assert again.result() == 0
     reader.world.clock.now_s += 60.0
-    reader.pulls.begin(way.link, 9, keys, later)
+    reader.pulls.begin(9, keys, (EntryLink(way.link),), later)
     assert later.result() == len(keys)
 
 
@@ -248,16 +249,16 @@ def test_an_owner_reads_nothing_back_of_a_root_that_its_store_is_still_dropping(
     way = Way(reader, owner)
     way.connect(1 << 40)
     served = Future[int]()
-    reader.pulls.begin(way.link, 7, keys, Future())
+    reader.pulls.begin(7, keys, (EntryLink(way.link),), Future())
     if is_served == "before the drop":
-        owner.pulls.serve(way.link, 7, keys, served)
+        owner.pulls.serve(EntryLink(way.link), 7, keys, served)
         owner.pulls.step()
     dropped = owner.drop_root(keys[0].root)
     if is_served == "after a switch of roles":
         owner.pulls.close()
         owner.pulls = EntryPulls(owner.world.tiers, owner.transport, owner.world.clock)
     if is_served != "before the drop":
-        owner.pulls.serve(way.link, 7, keys, served)
+        owner.pulls.serve(EntryLink(way.link), 7, keys, served)
 
     def is_over() -> bool:
         for side in (owner, reader):

@@ -6,6 +6,7 @@ import pytest
 
 from baton.core.errors import DataLoss
 from baton.core.kv_entries import EntryKey
+from kvtransfer.records import EntryLink
 from tests.unit.kvtransfer.test_offload_storms import SEQUENCES, write
 from tests.unit.kvtransfer.test_pull_storms import BLOCKS, Side, Way
 
@@ -26,18 +27,21 @@ class ReaderAndOwner:
 
     def begin(self, link: int, keys: tuple[EntryKey, ...] = KEYS) -> int:
         future: Future[int] = Future()
-        self.reader.pulls.begin(link, 7, keys, future)
+        self.reader.pulls.begin(self._number(link), keys, (EntryLink(link),), future)
         return future.result()
 
     def serve(self, link: int) -> None:
-        self.owner.pulls.serve(link, 7, KEYS, Future())
+        self.owner.pulls.serve(EntryLink(link), self._number(link), KEYS, Future())
         self.run()
 
     def end(self, link: int) -> "Future[int]":
         future: Future[int] = Future()
-        self.reader.pulls.end(link, 7, ALL, 1.0, future)
+        self.reader.pulls.end(self._number(link), ALL, 1.0, future)
         self.run()
         return future
+
+    def _number(self, link: int) -> int:
+        return link >> 40
 
     def run(self) -> None:
         for _ in range(100):

@@ -99,6 +99,6 @@ def test_a_caller_that_is_no_node_is_refused() -> None:
 
 
 @pytest.mark.parametrize("addresses", [[], [b"a"], [b"a", b"b", b"c"], [b"a", b"b" * 70_000]])
-def test_each_rank_has_one_address_of_a_possible_length(addresses: list[bytes]) -> None:
+def test_each_link_has_one_address_of_a_possible_length(addresses: list[bytes]) -> None:
     with pytest.raises(PeerRefused):
-        check_worker_addresses(addresses, ranks=2)
+        check_worker_addresses(addresses, links=2)

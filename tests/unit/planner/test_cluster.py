@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.core.pull_costs import PullCosts
 from baton.core.types import LocalPolicy
 from baton.gateway.fleet.placement import Route
 from baton.load.goals import Goal
 from baton.load.lengths import Uniform
 from baton.load.workload import LengthSpan, PlannedRequest, Synthetic
 from baton.planner.cluster import ClusterSpec, SimulatedOutcome, Simulation, simulate
+from baton.planner.job import PlanJob
 from baton.planner.node import NodeSpec
 from baton.planner.rivals import in_turn, least_loaded
 
@@ -141,3 +143,51 @@ def test_other_choices_can_be_simulated() -> None:
     load = [request(0.5 * number, 100, 2) for number in range(4)]
     assert [job.prefill for job in simulate(spec, GOAL, load, choose=in_turn()).jobs] == [2, 3, 2, 3]
     assert {job.prefill for job in simulate(spec, GOAL, load, choose=least_loaded).jobs} == {2, 3}
+
+
+# ---- host memory and pulls
+
+# Of 512-token pieces, the cache holds 8 and host memory 100.
+KEEPING = replace(NODE, kv_tokens=8 * 512, host_tokens=100 * 512)
+IDS = tuple(range(8))
+
+
+def computed_s(job: PlanJob) -> float:
+    """Time of the part of a prompt that was not cached."""
+    return COSTS.prompt_s(job.cached, job.prompt, step_tokens=1024)
+
+
+def test_a_prompt_that_only_host_memory_has_takes_its_load_and_its_last_token() -> None:
+    spec = replace(PAIR, prefills=0, decode=KEEPING, policy=LocalPolicy.LOCAL)
+    others = tuple(range(100, 108))
+    first, _, again = run(
+        spec, request(0.0, 4096, 2, IDS, 512), request(2.0, 4096, 2, others, 512), request(4.0, 4096, 2, IDS, 512)
+    ).jobs
+    assert (first.cached, again.cached) == (0, 4095)
+    assert again.ttft_s == pytest.approx(spec.hop_s + 4096 * KEEPING.load_token_s + computed_s(again))
+
+
+@pytest.mark.parametrize(("byte_s", "pulls"), [(1e-10, True), (1e-8, False)])
+def test_a_node_pulls_what_another_one_has_where_that_is_faster_than_computing(byte_s: float, pulls: bool) -> None:
+    """One node has the prompt, and is busy with a long one when it comes again."""
+    node = replace(KEEPING, kv_tokens=100_000, pull_costs=PullCosts(0.004, byte_s))
+    spec = replace(PAIR, prefills=0, decodes=2, decode=node, policy=LocalPolicy.LOCAL)
+    requests = [request(0.0, 4096, 2, IDS, 512), request(2.0, 4096, 2, IDS, 512), request(2.0, 4096, 2, IDS, 512)]
+    simulation = Simulation(spec, GOAL, requests)
+    first, *again = simulation.run().jobs
+    other = next((job for job in again if job.decode != first.decode), None)
+    assert other is not None
+    assert simulation.pulled_tokens == (4096 if pulls else 0)
+    if pulls:
+        fetched_s = node.pull_costs.seconds(4096 * node.kv_bytes_per_token) + 4096 * node.load_token_s
+        assert other.ttft_s == pytest.approx(spec.hop_s + fetched_s + computed_s(other))
+    else:
+        assert other.cached == 0
+
+
+def test_nodes_without_host_memory_pull_nothing() -> None:
+    node = replace(KEEPING, host_tokens=0, kv_tokens=100_000, pull_costs=PullCosts(0.0, 1e-12))
+    spec = replace(PAIR, prefills=0, decodes=2, decode=node, policy=LocalPolicy.LOCAL)
+    simulation = Simulation(spec, GOAL, [request(float(at), 4096, 2, IDS, 512) for at in (0, 2, 2)])
+    simulation.run()
+    assert simulation.pulled_tokens == 0

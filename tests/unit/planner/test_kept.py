@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.planner.kept import StoreSizes, kept_lines, kept_tokens, tokens_of
+from baton.planner.kept import StoreSizes, kept_lines, kept_tokens
 from baton.planner.known_costs import Lengths, kind_by_roofline
 from baton.planner.report import commands, to_json
 from baton.planner.roofline import GPUS
@@ -16,16 +16,14 @@ LENGTHS = Lengths(1000, 8000)
 
 
 def test_each_rank_has_its_share_of_a_tokens_kv() -> None:
-    assert tokens_of(KIND, 64, request_tokens=1000) == 64 * GIB // 131072
-    assert tokens_of(replace(KIND, gpus=4), 64, request_tokens=1000) == 4 * 64 * GIB // 131072
-    assert tokens_of(replace(KIND, gpus=4, kv_holders=1), 64, request_tokens=1000) == 64 * GIB // 131072, (
-        "every rank has all of MLA's KV"
-    )
+    assert KIND.tokens_in(64) == 64 * GIB // 131072
+    assert replace(KIND, gpus=4).tokens_in(64) == 4 * 64 * GIB // 131072
+    assert replace(KIND, gpus=4, kv_holders=1).tokens_in(64) == 64 * GIB // 131072, "every rank has all of MLA's KV"
 
 
 def test_ranks_without_heads_of_their_own_hold_the_same_tokens_again() -> None:
     llama = kind_by_roofline(size_of("llama-3.1-8b"), GPUS["h200"], LENGTHS, ranks=16, link_bytes_per_s=1e9)
-    assert tokens_of(llama, 1, request_tokens=1000) == 8 * GIB // 131072
+    assert llama.tokens_in(1) == 8 * GIB // 131072
 
 
 def test_hours_are_those_of_the_rate_that_a_decode_node_serves() -> None:
@@ -38,7 +36,8 @@ def test_hours_are_those_of_the_rate_that_a_decode_node_serves() -> None:
 
 def test_the_report_has_a_line_for_each_store_and_its_flags() -> None:
     found, sizes = plan(gpus=2), StoreSizes(64, 500)
-    host, files = kept_lines(found, sizes)
+    host, files, assumed = kept_lines(found, sizes)
+    assert "loads from host memory at 5 GB/s and pulls from other nodes of 5 ms and 2 GB/s" in assumed
     assert host.startswith("64 GiB of host memory for each GPU hold 524k tokens of a node: ")
     assert files.startswith("500 GiB of files for each GPU hold 4.10M tokens of a node: ")
     lines = commands(found, "m", sizes)
@@ -57,5 +56,5 @@ def test_without_stores_a_plan_says_what_a_gib_would_hold() -> None:
 
 def test_each_request_leaves_two_recurrent_states() -> None:
     kind = replace(KIND, state_bytes=1000 * 131072)
-    assert tokens_of(kind, 64, request_tokens=2000) == 64 * GIB // (2 * 131072)
+    assert kind.tokens_in(64, request_tokens=2000) == 64 * GIB // (2 * 131072)
     assert next(iter(kept_tokens(plan(gpus=1, kind=kind), StoreSizes(64)))).tokens < 524288

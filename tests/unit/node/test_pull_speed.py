@@ -2,7 +2,14 @@
 
 import pytest
 
-from baton.node.pull_costs import UNMEASURED_TOKENS, PullSample, PullSpeed, is_worth_pulling
+from baton.core.pull_costs import (
+    ASSUMED_PULL,
+    UNMEASURED_TOKENS,
+    PullCosts,
+    is_worth_pulling,
+    predicted_pull_s,
+)
+from baton.node.pull_speed import PullSample, PullSpeed
 
 MIB = 1 << 20
 
@@ -48,3 +55,31 @@ def test_while_a_time_is_unknown_the_number_of_tokens_decides(known: tuple[float
 def test_a_pull_must_be_clearly_faster_than_computing() -> None:
     assert is_worth_pulling(64, 0.01, 0.02)
     assert not is_worth_pulling(1 << 20, 0.019, 0.02)
+
+
+def test_the_mean_of_all_pulls_has_a_fixed_part_that_is_no_longer_than_any_of_them() -> None:
+    assert measured().mean_costs(0.0) is None
+    assert measured((MIB, 0.1)).mean_costs(200.0) is None
+    mean = measured((10 * MIB, 0.015), (90 * MIB, 0.095)).mean_costs(1.0)
+    assert mean is not None
+    assert mean.fixed_s == ASSUMED_PULL.fixed_s
+    assert mean.byte_s == pytest.approx(0.1 / (100 * MIB))
+    fast = measured((MIB, 0.001), (MIB, 0.001)).mean_costs(1.0)
+    assert fast == PullCosts(0.001, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("costs", "tokens", "compute_s", "predicted_s"),
+    [
+        (PullCosts(0.01, 1e-9), 64, 1.0, 0.011),
+        (PullCosts(0.01, 1e-9), 64, 0.012, None),
+        (None, UNMEASURED_TOKENS, 1.0, ASSUMED_PULL.seconds(1_000_000)),
+        (None, UNMEASURED_TOKENS - 1, 1.0, None),
+        (None, UNMEASURED_TOKENS, 0.005, None),
+        (PullCosts(6.0, 1e-9), 64, 100.0, None),
+    ],
+)
+def test_a_pull_is_predicted_where_the_node_would_begin_it_and_end_it_in_time(
+    costs: PullCosts | None, tokens: int, compute_s: float, predicted_s: float | None
+) -> None:
+    assert predicted_pull_s(costs, tokens, 1_000_000, compute_s) == pytest.approx(predicted_s)

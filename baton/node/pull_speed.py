@@ -1,13 +1,10 @@
-"""Decides whether entries of another node are worth to be pulled: measured pulls against predicted steps. Pure."""
+"""Measures pulls: their fixed cost and rate from one node, and from all nodes together. Pure."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
-# Where nothing is measured, fewer tokens than these are computed.
-UNMEASURED_TOKENS = 512
-# A pull must be predicted to take less than this share of the time to compute its tokens: their load into the cache and
-# the place of the prompt in the queue, which a pull delays, cost time too.
-_SHARE = 0.7
+from baton.core.pull_costs import ASSUMED_PULL, PullCosts
+
 # Measurements older than this are forgotten, so that a link that was slow once is tried again.
 _VALID_S = 120.0
 _SAMPLES_MAX = 16
@@ -39,7 +36,7 @@ class PullSpeed:
         The smallest and the largest pull give fixed cost and rate. Pulls of about one size give a rate only: a larger
         pull then seems longer than it is, and a smaller one costs at least as much as the shortest pull so far.
         """
-        valid = [sample for sample in self.samples if now_s - sample.at_s <= _VALID_S]
+        valid = self._valid(now_s)
         if not valid:
             return None
         small, large = min(valid, key=lambda each: each.bytes), max(valid, key=lambda each: each.bytes)
@@ -48,14 +45,17 @@ class PullSpeed:
             return max(0.0, small.seconds - byte_s * small.bytes) + byte_s * num_bytes
         return max(small.seconds, large.seconds * num_bytes / large.bytes)
 
+    def mean_costs(self, now_s: float) -> PullCosts | None:
+        """What pulls cost on average, for others to predict by; None while nothing is measured.
 
-def is_worth_pulling(tokens: int, pull_s: float | None, compute_s: float | None) -> bool:
-    """Whether to pull that many tokens.
+        The fixed part is what is assumed of pulls, unless a pull was faster than that.
+        """
+        valid = self._valid(now_s)
+        if not valid:
+            return None
+        fixed_s = min(ASSUMED_PULL.fixed_s, *(each.seconds for each in valid))
+        rest_s = sum(each.seconds for each in valid) - len(valid) * fixed_s
+        return PullCosts(fixed_s, rest_s / sum(each.bytes for each in valid))
 
-    Args:
-        pull_s: predicted time of the pull; None: unknown.
-        compute_s: predicted time to compute the tokens; None: unknown.
-    """
-    if pull_s is None or compute_s is None:
-        return tokens >= UNMEASURED_TOKENS
-    return pull_s < _SHARE * compute_s
+    def _valid(self, now_s: float) -> list[PullSample]:
+        return [sample for sample in self.samples if now_s - sample.at_s <= _VALID_S]

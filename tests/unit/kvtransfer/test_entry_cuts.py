@@ -1,0 +1,212 @@
+"""Pieces of entries: together they are the entry, and damage on any way to them shows."""
+
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.kv_entries import ENTRY_TOKENS, NodeRanks
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.wire.digest import digest
+from kvtransfer import entry_pulls
+from kvtransfer.entry_cuts import EntryCut, cells_of, complete
+from kvtransfer.entry_pulls import INDEX_BITS, EntryPulls
+from kvtransfer.flows import entry_links
+from kvtransfer.parts import parts_of
+from kvtransfer.records import EntryLink
+from kvtransfer.segments import TRAILER_BYTES
+from kvtransfer.stores.entry import EntryLayout
+from kvtransfer.transports.loopback import LoopbackTransport
+from tests.conformance.ranked_nodes import held_by, of_rank
+from tests.unit.kvtransfer.offloading import World, keys_of
+
+INDEX = KVCacheSpec(KVKind.MLA, num_layers=3, num_kv_heads=1, head_dim=5, dtype="float32")
+SPECS = {
+    "heads": KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=4, head_dim=6, dtype="bfloat16"),
+    "latent": KVCacheSpec(KVKind.MLA, num_layers=5, num_kv_heads=1, head_dim=7, dtype="float16"),
+    "latent and index": KVCacheSpec(KVKind.MLA, num_layers=3, num_kv_heads=1, head_dim=6, dtype="float32", index=INDEX),
+}
+KEYS = keys_of(3)
+KEY = KEYS[0]
+
+
+def layout_of(spec: KVCacheSpec, rank: int, ranks: int) -> EntryLayout:
+    held = held_by(spec, rank, ranks)
+    return EntryLayout(parts_of(of_rank(spec, held), held))
+
+
+def an_entry(layout: EntryLayout, spec: KVCacheSpec, rank: int, ranks: int) -> Tensor:
+    """What a rank keeps of one sequence's KV."""
+    entry = torch.zeros(layout.entry_bytes, dtype=torch.uint8)
+    for form, whole_part, held in zip(layout.messages, spec.parts, held_by(spec, rank, ranks), strict=True):
+        shape = whole_part.num_layers, whole_part.kv_factor, ENTRY_TOKENS, whole_part.num_kv_heads
+        generator = torch.Generator().manual_seed(form.number)
+        size = whole_part.head_dim * whole_part.itemsize
+        whole = torch.randint(256, (*shape, size), dtype=torch.uint8, generator=generator)
+        entry[form.start : form.start + form.size - TRAILER_BYTES] = whole[:, :, :, held.start : held.stop].reshape(-1)
+    complete(layout, KEY, entry, between=lambda: None)
+    return entry
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("owners", "readers"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_the_pieces_of_all_links_are_what_the_reader_would_have_kept(name: str, owners: int, readers: int) -> None:
+    spec = SPECS[name]
+    layouts = [layout_of(spec, rank, readers) for rank in range(readers)]
+    joined = [torch.zeros(layout.entry_bytes, dtype=torch.uint8) for layout in layouts]
+    cells = [0] * readers
+    for link, flows in entry_links(spec, owner=NodeRanks(owners), reader=NodeRanks(readers)).items():
+        there = layout_of(spec, link.sender_rank, owners)
+        entry = an_entry(there, spec, link.sender_rank, owners)
+        if not flows:  # both keep the same
+            assert there.entry_bytes == layouts[link.receiver_rank].entry_bytes
+            joined[link.receiver_rank], cells[link.receiver_rank] = entry, cells_of(layouts[link.receiver_rank])
+            continue
+        cut, join = EntryCut(there, flows), EntryCut(layouts[link.receiver_rank], flows)
+        assert cut.message_bytes == join.message_bytes
+        message = torch.zeros(cut.message_bytes, dtype=torch.uint8)
+        assert cut.cut(KEY, entry, message, between=lambda: None)
+        assert join.join(KEY, message, joined[link.receiver_rank], between=lambda: None)
+        cells[link.receiver_rank] += join.cells
+    for rank, (layout, found) in enumerate(zip(layouts, joined, strict=True)):
+        assert cells[rank] == cells_of(layout)
+        complete(layout, KEY, found, between=lambda: None)
+        assert torch.equal(found, an_entry(layout, spec, rank, readers))
+
+
+@pytest.mark.parametrize("harm", ["a bit", "a trailer", "another entry"])
+def test_nothing_is_cut_from_or_joined_to_an_entry_that_is_damaged_or_another_one(harm: str) -> None:
+    spec = SPECS["heads"]
+    owner, reader = layout_of(spec, 0, 1), layout_of(spec, 1, 2)
+    flows = entry_links(spec, owner=NodeRanks(1), reader=NodeRanks(2))
+    (to_second,) = (flow for link, flow in flows.items() if link.receiver_rank == 1)
+    cut, join = EntryCut(owner, to_second), EntryCut(reader, to_second)
+    entry = an_entry(owner, spec, 0, 1)
+    message, joined = (torch.zeros(size, dtype=torch.uint8) for size in (cut.message_bytes, reader.entry_bytes))
+    key = KEYS[1] if harm == "another entry" else KEY
+    if harm != "another entry":
+        size = owner.messages[0].size
+        # A bit of the heads that are not sent, too: nobody can say which bits of a damaged entry are right.
+        entry[0 if harm == "a bit" else size - 1] ^= 1
+    assert not cut.cut(key, entry, message, between=lambda: None)
+    assert cut.cut(KEY, an_entry(owner, spec, 0, 1), message, between=lambda: None)
+    if harm != "another entry":
+        message[3 if harm == "a bit" else cut.message_bytes - 100] ^= 1
+        last = join._pieces[-1].stop
+        message[last - 1] ^= harm == "a trailer"
+    assert not join.join(key, message, joined, between=lambda: None)
+
+
+class Reader:
+    """Rank 0 of a node of one rank, and two links over which a test sends what ranks of another node might."""
+
+    LINKS = 1 << 40, 1 << 41
+
+    def __init__(self) -> None:
+        self.spec = replace(SPECS["heads"], dtype="float32")
+        self.world = World(self.spec, places=8)
+        self.world.user(PagedKVCache(self.spec, KVCacheShape(KVCacheLayout.NHD, 16, 16)))
+        self.transport, self.theirs = LoopbackTransport(), LoopbackTransport()
+        self.pulls = EntryPulls(self.world.tiers, self.transport, self.world.clock)
+        flows = list(entry_links(self.spec, owner=NodeRanks(2), reader=NodeRanks(1)).values())
+        self.links = tuple(EntryLink(peer, each) for peer, each in zip(self.LINKS, flows, strict=True))
+        for link in self.LINKS:
+            ours, theirs = self.transport.listen(link), self.theirs.listen(link)
+            self.transport.connect(link, theirs)
+            self.theirs.connect(link, ours)
+        self.layouts = [layout_of(self.spec, rank, 2) for rank in range(2)]
+        begun: Future[int] = Future()
+        self.pulls.begin(7, KEYS, self.links, begun)
+        assert begun.result() == len(KEYS)
+
+    def message(self, rank: int) -> Tensor:
+        cut = EntryCut(self.layouts[rank], self.links[rank].flows)
+        message = torch.zeros(cut.message_bytes, dtype=torch.uint8)
+        assert cut.cut(KEY, an_entry(self.layouts[rank], self.spec, rank, 2), message, between=lambda: None)
+        return message
+
+    def send(self, rank: int, message: Tensor, index: int = 0) -> None:
+        self.theirs.send(self.LINKS[rank], 7 << INDEX_BITS | index, message)
+        self.run()
+
+    def run(self) -> None:
+        for _ in range(10):
+            self.transport.progress()
+            while (arrival := self.transport.probe()) is not None:
+                self.pulls.arrived(arrival)
+            self.pulls.step()
+
+    def end(self, first: int) -> "Future[int]":
+        ended: Future[int] = Future()
+        self.pulls.end(7, first, 0.0, ended)
+        self.run()
+        self.world.check_nothing_is_left()
+        assert not self.pulls._pulls
+        return ended
+
+    @property
+    def damaged(self) -> int:
+        return self.world.tiers.counters().damaged
+
+
+def test_an_entry_is_kept_once_the_pieces_of_both_ranks_are_there() -> None:
+    reader = Reader()
+    reader.send(1, reader.message(1))
+    assert reader.world.tiers.count(KEYS) == 0
+    reader.send(0, reader.message(0))
+    assert reader.world.tiers.count(KEYS) == 1
+    assert reader.end(1).result() == 1
+
+
+@pytest.mark.parametrize("wrong", ["twice", "too long", "damaged", "by the other rank", "as an entry"])
+def test_a_rank_that_sends_anything_else_makes_no_entry(wrong: str) -> None:
+    reader = Reader()
+    message = reader.message(0)
+    match wrong:
+        case "twice":
+            reader.send(0, message)
+        case "too long":
+            message = torch.cat([message, message[:64]])
+        case "damaged":
+            message[5] ^= 1
+        case "by the other rank":
+            message = reader.message(1)
+        case "as an entry":
+            message = an_entry(reader.world.layout, reader.spec, 0, 1)
+    reader.send(0, message)
+    if wrong != "twice":
+        reader.send(1, reader.message(1))
+    assert reader.damaged == (wrong in ("damaged", "by the other rank"))
+    assert reader.end(0).result() == 0
+    assert reader.world.tiers.count(KEYS) == 0
+
+
+def test_a_reader_holds_only_so_many_bytes_of_pieces_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry_pulls, "_JOINING_BYTES", 0)
+    monkeypatch.setattr(entry_pulls, "_IN_FLIGHT", 0)
+    reader = Reader()
+    for rank in range(2):
+        reader.send(rank, reader.message(rank))
+    assert reader.end(0).result() == 0
+
+
+@pytest.mark.parametrize("lost_after", [0, 1])
+def test_a_rank_whose_link_breaks_leaves_nothing_of_the_others_pieces(lost_after: int) -> None:
+    reader = Reader()
+    for rank in range(lost_after):
+        reader.send(rank, reader.message(rank))
+    reader.pulls.lost(reader.LINKS[1])
+    reader.transport.disconnect(reader.LINKS[1])
+    reader.run()
+    assert not reader.pulls.holds(reader.LINKS[1])
+    assert reader.end(len(KEYS)).result() == 0
+
+
+def test_a_digest_reads_a_piece_that_begins_anywhere() -> None:
+    payload = torch.arange(10_000, dtype=torch.int64).view(torch.uint8)
+    shifted = torch.cat([torch.zeros(64, dtype=torch.uint8), payload])[64:]
+    assert digest(shifted) == digest(payload)

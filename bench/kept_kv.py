@@ -67,7 +67,7 @@ def _flags(model: Path, length: int, files: Path, *, on_gpu: bool) -> list[str]:
     gib = "100" if on_gpu else "1"
     return [
         *("--model", str(model), "--load-format", "dummy", *device, "--kv-cache-mib", str(mib)),
-        *("--host-cache-gib", gib, "--file-cache-dir", str(files), "--file-cache-gib", gib),
+        *("--host-cache-gib", gib, "--kv-store", f"file://{files}", "--file-cache-gib", gib),
     ]
 
 

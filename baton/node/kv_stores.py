@@ -14,15 +14,17 @@ from baton.core.kv_entries import DroppedEntries
 from baton.engine.build import BuiltRunner
 from baton.metrics.exposition import Figure
 from baton.protos.v1 import node_status_pb2, operations_pb2
+from baton.settings.config import listed
 from baton.settings.node_config import NodeSettings
 from kvtransfer.offload_tiers import HOST, PEER
 from kvtransfer.records import EntryCounters
 from kvtransfer.settings import OpenStore
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.files import FileStore
-from kvtransfer.stores.mooncake import open_mooncake, parse_mooncake_url
+from kvtransfer.stores.mooncake import FIELD, FORM, open_mooncake, parse_mooncake_url
 from kvtransfer.stores.store import Store, StoreCounters
 
+_FILE = "file://"
 _log = logging.getLogger(__name__)
 
 
@@ -32,21 +34,20 @@ def check_stores(settings: NodeSettings) -> None:
     Raises:
         ConfigError: a store is given without host memory, its address is wrong, or its directory cannot be used.
     """
-    below = {"file_cache_dir": settings.file_cache_dir, "kv_store": settings.kv_store}
-    for field, value in below.items():
-        if value is not None and not settings.host_cache_bytes:
-            raise ConfigError(
-                f"{field} is {value}, and there is no host memory for KV, through which every entry goes",
-                field=field,
-                value=str(value),
-                cure="give --host-cache-gib above 0"
-                if settings.prefix_cache
-                else "give --host-cache-gib above 0, and --prefix-cache true",
-            )
-    if settings.file_cache_dir is not None:
-        _check_directory(settings.file_cache_dir)
-    if settings.kv_store is not None:
-        parse_mooncake_url(settings.kv_store)
+    if settings.kv_store and not settings.host_cache_bytes:
+        raise ConfigError(
+            f"{FIELD} is {settings.kv_store}, and there is no host memory for KV, through which every entry goes",
+            field=FIELD,
+            value=settings.kv_store,
+            cure="give --host-cache-gib above 0"
+            if settings.prefix_cache
+            else "give --host-cache-gib above 0, and --prefix-cache true",
+        )
+    directory, url = _addresses(settings.kv_store)
+    if directory is not None:
+        _check_directory(directory)
+    if url is not None:
+        parse_mooncake_url(url)
 
 
 def keeps_kv(settings: NodeSettings, built: BuiltRunner) -> bool:
@@ -61,10 +62,11 @@ def open_stores(settings: NodeSettings, built: BuiltRunner) -> tuple[OpenStore, 
     """What opens the stores below host memory of one rank, in the order in which they are asked."""
     origin = _origin(settings, built)
     stores: list[OpenStore] = []
-    if settings.file_cache_dir is not None:
-        stores.append(partial(_open_files, settings.file_cache_dir, settings.file_cache_bytes, origin))
-    if settings.kv_store is not None:
-        stores.append(partial(_open_shared, settings.kv_store, origin))
+    directory, url = _addresses(settings.kv_store)
+    if directory is not None:
+        stores.append(partial(_open_files, directory, settings.file_cache_bytes, origin))
+    if url is not None:
+        stores.append(partial(_open_shared, url, origin))
     return tuple(stores)
 
 
@@ -133,6 +135,27 @@ def _by_name(counters: EntryCounters) -> Iterator[tuple[str, StoreCounters]]:
         yield name, replace(store, damaged=store.damaged + counters.damaged_from.get(name, 0))
 
 
+def _addresses(given: str) -> tuple[Path | None, str | None]:
+    """The directory and the URL of the shared store in the setting `kv_store`; None: it has none.
+
+    Raises:
+        ConfigError: an address is no directory's, where a shared store's is given already, or two directories are.
+    """
+    directories = [each for each in listed(given) if each.startswith(_FILE)]
+    others = [each for each in listed(given) if not each.startswith(_FILE)]
+    for number, each in [*enumerate(directories), *enumerate(others)]:
+        path = each.removeprefix(_FILE)
+        if number or (each.startswith("file:") and not path.startswith("/")) or each.startswith("/"):
+            raise ConfigError(
+                f"{FIELD} has {each}",
+                field=FIELD,
+                value=each,
+                allowed=("file:///path", FORM),
+                cure="give at most one directory and one shared store, comma-separated",
+            )
+    return Path(directories[0].removeprefix(_FILE)) if directories else None, others[0] if others else None
+
+
 def _check_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -142,8 +165,8 @@ def _check_directory(directory: Path) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return  # a full disk has files of ours, maybe, and the store makes room among them
         raise ConfigError(
-            f"file_cache_dir is {directory}, where no file can be written: {error.strerror}",
-            field="file_cache_dir",
+            f"{FIELD} has {directory}, where no file can be written: {error.strerror}",
+            field=FIELD,
             value=str(directory),
             cure="give a directory on a disk of this host that the node's user may write to",
         ) from None

@@ -76,7 +76,7 @@ def _settings(sizes: StoreSizes) -> Iterator[tuple[str, str]]:
     if sizes.host_gib:
         yield "host-cache-gib", f"{sizes.host_gib:g}"
     if sizes.file_gib:
-        yield "file-cache-dir", "DIRECTORY"
+        yield "kv-store", "file:///DIRECTORY"
         yield "file-cache-gib", f"{sizes.file_gib:g}"
 
 

@@ -11,8 +11,6 @@ from baton.core.limits import (
     COUNT_MAX,
     KEEPALIVE_S,
     RATE_MAX,
-    RATE_MIN,
-    SIZE_MIB_MIN,
     TOKENS_MAX,
 )
 from baton.core.plugins import TRANSPORTS, plugin_names
@@ -177,38 +175,32 @@ class NodeSettings(CommonSettings):
         "that the cache no longer has; on a GPU it is page-locked; 0: none. Needs prefix_cache; models with recurrent "
         "states are not kept yet",
     )
-    file_cache_dir: Path | None = Field(
-        None,
-        description="directory in which KV is kept too, so that it outlives the node; several nodes of one host may "
-        "share it; whoever can write there can change what requests read. Needs host_cache_gib",
-    )
     file_cache_gib: float = Field(
         16.0,
         ge=_FILE_CACHE_GIB_MIN,
         le=_FILE_CACHE_GIB_MAX,
-        description="most disk space that this node's files in file_cache_dir may take, for each rank",
+        description="most disk space that this node's files in the directory of kv_store may take, for each rank",
     )
-    kv_store: str | None = Field(
-        None,
-        description="address of a store that keeps KV for all nodes of a cluster, such as mooncake://HOST:50051, the "
-        "master of a Mooncake Store; whoever can write there can change what requests read. Needs host_cache_gib",
+    kv_store: str = Field(
+        "",
+        description="where KV is kept besides host memory, comma-separated: file:///path, a directory, so that KV "
+        "outlives the node, which nodes of one host may share; mooncake://HOST:50051, the master of a Mooncake Store, "
+        "which keeps KV for all nodes of a cluster; whoever can write there can change what requests read. Needs "
+        "host_cache_gib",
     )
     adapter: str = Field(
         "",
         description="LoRA adapters to load at start, comma-separated: name=directory, as PEFT saves it; the flag may "
-        "be given several times. Clients name an adapter as their model",
-    )
-    adapter_directory: Path | None = Field(
-        None,
-        description="directory that is watched: each directory in it with an adapter_config.json is loaded as an "
-        "adapter of its name, and unloaded when it is removed",
+        "be given several times. Clients name an adapter as their model. A directory that ends in /, without a name, "
+        "is watched: each directory in it with an adapter_config.json is loaded as an adapter of its name, and "
+        "unloaded when it is removed",
     )
     max_adapters: int | None = Field(
         None,
         ge=0,
         le=_ADAPTERS_MAX,
         description="adapters that the node can hold at once; their memory is allocated at start; with adapter "
-        "or adapter_directory the default is 8, or the number of adapters if that is more; else 0",
+        "the default is 8, or the number of adapters if that is more; else 0",
     )
     max_adapter_rank: int = Field(
         16, ge=1, le=256, description="largest rank of an adapter; every adapter takes the memory of this rank"
@@ -222,13 +214,6 @@ class NodeSettings(CommonSettings):
         "ucx",
         description="what carries KV: ucx; loopback, only inside one process; or the name of a plug-in",
     )
-    segment_mib: float | None = Field(
-        None,
-        ge=SIZE_MIB_MIN,
-        le=1024,
-        description="largest KV message; each transfer chooses its size up to that from the link's measured speed; "
-        f"default: {_CPU_SEGMENT_MIB:g} on a CPU, {_GPU_SEGMENT_MIB:g} on a GPU",
-    )
     link_floor_gb_per_s: float = Field(
         0.0,
         ge=0,
@@ -237,6 +222,11 @@ class NodeSettings(CommonSettings):
         "a slower link is refused; 0: any link",
     )
 
+    segment_mib: float | None = internal(
+        None,
+        "largest KV message; each transfer chooses its size up to that from the link's measured speed; None: "
+        f"{_CPU_SEGMENT_MIB:g} on a CPU, {_GPU_SEGMENT_MIB:g} on a GPU",
+    )
     num_blocks: int | None = internal(None, "blocks in the cache; None: as many as its memory holds")
     state_slots: int = internal(
         0,
@@ -260,25 +250,33 @@ class NodeSettings(CommonSettings):
     @field_validator("adapter")
     @classmethod
     def _are_adapters(cls, given: str) -> str:
+        watched = [each for each in listed(given) if _is_watched(each)]
+        if len(watched) > 1:
+            raise ValueError(f"{', '.join(watched)} cannot all be watched; allowed: one directory that ends in /")
         for each in listed(given):
-            name, found, directory = each.partition("=")
-            if not (found and directory and is_adapter_name(name)):
+            name, _, directory = each.partition("=")
+            if each not in watched and not (directory and is_adapter_name(name)):
                 name_of = f"a name has up to {_ADAPTER_NAME_MAX} printable characters"
-                raise ValueError(f"{each!r} is not name=directory; {name_of}")
+                raise ValueError(f"{each!r} is not name=directory, and no directory that ends in /; {name_of}")
         return given
 
     @property
     def adapters(self) -> dict[str, Path]:
         """Directories of the adapters to load at start, by name."""
-        return {name: Path(path) for name, _, path in (each.partition("=") for each in listed(self.adapter))}
+        named = (each.partition("=") for each in listed(self.adapter) if not _is_watched(each))
+        return {name: Path(path) for name, _, path in named}
+
+    @property
+    def adapter_directory(self) -> Path | None:
+        """The directory whose adapters come and go. Returns None if none is watched."""
+        return next((Path(each) for each in listed(self.adapter) if _is_watched(each)), None)
 
     @property
     def adapter_slots(self) -> int:
         """Adapters that the node can hold."""
         if self.max_adapters is not None:
             return self.max_adapters
-        wanted = bool(self.adapter) or self.adapter_directory is not None
-        return max(_ADAPTERS, len(self.adapters)) if wanted else 0
+        return max(_ADAPTERS, len(self.adapters)) if self.adapter else 0
 
     @property
     def ranks_per_host(self) -> int:
@@ -344,12 +342,6 @@ class PrefillSettings(NodeSettings):
 class DecodeSettings(NodeSettings):
     """Settings of a decode node."""
 
-    receive_limit_gb_per_s: float | None = Field(
-        None,
-        ge=RATE_MIN,
-        le=RATE_MAX,
-        description="most KV received from all prefill nodes together, in GB/s; senders wait; default: no limit",
-    )
     kv_convert_from: str = Field(
         "",
         description="cache dtypes of prefill nodes that this node accepts although its own differs, comma-separated: "
@@ -360,6 +352,9 @@ class DecodeSettings(NodeSettings):
         None,
         "the decode node prefills a prompt with fewer uncached tokens itself; None: as many as cost its streams almost "
         "nothing, by measured step costs",
+    )
+    receive_limit_gb_per_s: float | None = internal(
+        None, "most KV received from all prefill nodes together, in GB/s; senders wait; None: no limit"
     )
     lease_s: float = internal(300.0, "how long blocks stay reserved for KV that has not arrived")
 
@@ -378,6 +373,10 @@ class DecodeSettings(NodeSettings):
         if unknown := set(listed(names)) - set(_CONVERTIBLE):
             raise ValueError(f"{', '.join(sorted(unknown))} cannot be converted; allowed: {', '.join(_CONVERTIBLE)}")
         return names
+
+
+def _is_watched(each: str) -> bool:
+    return "=" not in each and each.endswith("/")
 
 
 def is_adapter_name(name: str) -> bool:

@@ -229,7 +229,7 @@ async def cluster(scenario: Scenario, history: History, logs: Path) -> AsyncIter
             link = Link(name, addresses[name.partition("-")[2]])
             made.links[name] = await stack.enter_async_context(link)
         # Nodes keep KV in memory and in files that all of them share, and read it back in their next lives.
-        kept: Flags = {"host_cache_gib": _HOST_CACHE_GIB, "file_cache_dir": logs / "kv"}
+        kept: Flags = {"host_cache_gib": _HOST_CACHE_GIB, "kv_store": f"file://{logs / 'kv'}"}
         for name in names:
             flags = {**_FLAGS[name[0]], **_place(scenario, made.links, name)}
             if name not in scenario.gateways:

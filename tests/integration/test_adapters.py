@@ -48,7 +48,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         merged[name] = merge(LLAMA, directories[name], root / f"merged-{name}")
     (root / "watched").mkdir()
     adapters = ",".join(f"{name}={directories[name]}" for name in ("one", "two"))
-    node: Flags = {"num_blocks": 256, "adapter": adapters, "max_adapters": 4, "adapter_directory": root / "watched"}
+    node: Flags = {"num_blocks": 256, "adapter": f"{adapters},{root / 'watched'}/", "max_adapters": 4}
     with machines() as start:
         prefill, decode = start.nodes(("prefill", node), ("decode", {**node, "tensor_parallel_size": 2}))
         gateway = start.gateway([prefill], [decode], local_policy="strict")

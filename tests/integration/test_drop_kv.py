@@ -44,7 +44,7 @@ async def test_a_tenants_kv_is_dropped_from_cache_host_memory_and_files_of_every
     start: Machines, reference: Reference, tmp_path: Path
 ) -> None:
     nodes = [
-        (role, {"model": LLAMA, "num_blocks": 256, **HOST, "file_cache_dir": tmp_path / role, "name": role})
+        (role, {"model": LLAMA, "num_blocks": 256, **HOST, "kv_store": f"file://{tmp_path / role}", "name": role})
         for role in ("prefill", "decode")
     ]
     prefill, decode = start.nodes(*nodes)

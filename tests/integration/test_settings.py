@@ -48,9 +48,9 @@ def test_a_block_size_that_is_not_a_number_is_refused() -> None:
 
 def test_a_directory_of_kv_that_is_a_file_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
     (tmp_path / "kv").touch()
-    flags = ("--model", tmp_path / "no model", "--host-cache-gib", "1", "--file-cache-dir", tmp_path / "kv")
+    flags = ("--model", tmp_path / "no model", "--host-cache-gib", "1", "--kv-store", f"file://{tmp_path / 'kv'}")
     line = error_line(run_warm("decode_node", *map(str, flags)), "decode_node")
-    assert "--file-cache-dir" in line
+    assert "--kv-store" in line
     assert "give a directory" in line
 
 

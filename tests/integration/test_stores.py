@@ -134,7 +134,7 @@ async def test_files_outlive_the_node_and_serve_another_layout_and_block_size(
     start: Machines, model: Path, references: References, tmp_path: Path
 ) -> None:
     reference = references[model]
-    files: Flags = {**HOST, "file_cache_dir": tmp_path}
+    files: Flags = {**HOST, "kv_store": f"file://{tmp_path}"}
     (decode,) = start.nodes(("decode", {"model": model, **SMALL, **files}))
     gateway = start.gateway([], [decode], model=model)
     prompts = reference.prompts([TOKENS] * 2)
@@ -156,7 +156,7 @@ async def test_files_outlive_the_node_and_serve_another_layout_and_block_size(
 
 
 async def test_damaged_files_cost_time_and_no_token(start: Machines, reference: Reference, tmp_path: Path) -> None:
-    files: Flags = {**HOST, "file_cache_dir": tmp_path}
+    files: Flags = {**HOST, "kv_store": f"file://{tmp_path}"}
     (decode,) = start.nodes(("decode", {"model": LLAMA, **SMALL, **files}))
     gateway = start.gateway([], [decode], model=LLAMA)
     prompts = reference.prompts([TOKENS] * 2)

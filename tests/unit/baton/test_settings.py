@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from pydantic import ValidationError
 from typer.main import get_command
 
 from baton.cli import program
@@ -84,7 +85,7 @@ def test_a_child_imports_our_modules_and_not_those_of_its_directory(
 
 
 ROLES: list[type[ProcessSettings]] = [PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings]
-SETTINGS_MAX = 87
+SETTINGS_MAX = 80
 
 
 @pytest.mark.parametrize("cls", ROLES)
@@ -133,7 +134,18 @@ def test_a_value_that_is_no_setting_has_neither_variable_nor_flag(
 
 @pytest.mark.parametrize(
     ("name", "cure"),
-    [("queue_s", "use {}max{}queue{}s"), ("num_blocks", "use {}kv{}cache{}mib"), ("stale_s", "leave it out")],
+    [
+        ("queue_s", "use {}max{}queue{}s"),
+        ("num_blocks", "use {}kv{}cache{}mib"),
+        ("stale_s", "leave it out"),
+        ("segment_mib", "leave it out"),
+        ("receive_limit_gb_per_s", "leave it out"),
+        ("fallbacks", "leave it out"),
+        ("trace_slow_s", "leave it out"),
+        ("trace_sample", "set the variable OTEL_TRACES_SAMPLER_ARG"),
+        ("file_cache_dir", "use {}kv{}store"),
+        ("adapter_directory", "use {}adapter"),
+    ],
 )
 def test_a_setting_of_an_older_release_is_refused_with_what_to_do(
     name: str, cure: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -176,3 +188,18 @@ def test_every_number_of_a_command_has_a_least_and_a_greatest_value() -> None:
             assert option.min is not None, (name, option.name)
             assert option.max is not None, (name, option.name)
     assert found > 30
+
+
+def test_one_directory_that_ends_in_a_slash_is_watched_for_adapters() -> None:
+    given = DecodeSettings(adapter="sql=/adapters/sql/,/adapters/new/")
+    assert (given.adapters, given.adapter_directory) == ({"sql": Path("/adapters/sql")}, Path("/adapters/new"))
+    assert DecodeSettings(adapter="sql=/adapters/sql").adapter_directory is None
+    assert DecodeSettings(adapter="/adapters/").adapter_slots == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "why"), [("/adapters", "is not name=directory"), ("/a/,/b/", "cannot all be watched")]
+)
+def test_a_name_without_a_directory_is_no_directory_to_watch(given: str, why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        DecodeSettings(adapter=given)

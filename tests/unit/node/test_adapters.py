@@ -33,7 +33,12 @@ def watched(tmp_path: Path) -> Path:
 
 def built_with(base: Path, watched: Path, *, slots: int) -> tuple[BuiltRunner, NodeSettings]:
     settings = NodeSettings(
-        model=base, num_blocks=16, block_size=4, device="cpu", max_adapters=slots, adapter_directory=watched
+        model=base,
+        num_blocks=16,
+        block_size=4,
+        device="cpu",
+        max_adapters=slots,
+        adapter=f"{watched}/",
     )
     return build_runner(settings), settings
 

@@ -25,7 +25,7 @@ def failing(number: int) -> Callable[..., None]:
 
 
 def test_a_directory_is_made_and_nothing_is_left_in_it(tmp_path: Path) -> None:
-    check_stores(settings(host_cache_gib=1, file_cache_dir=tmp_path / "new" / "kv"))
+    check_stores(settings(host_cache_gib=1, kv_store=f"file://{tmp_path}/new/kv"))
     assert list((tmp_path / "new" / "kv").iterdir()) == []
 
 
@@ -37,9 +37,9 @@ def test_without_stores_there_is_nothing_to_check() -> None:
 @pytest.mark.parametrize("below", ["kv", "kv/deeper"])
 def test_a_file_in_the_directorys_place_is_an_error_with_a_cure(tmp_path: Path, below: str) -> None:
     (tmp_path / "kv").write_text("not ours")
-    with pytest.raises(ConfigError, match=f"file_cache_dir is {tmp_path / below}, ") as raised:
-        check_stores(settings(host_cache_gib=1, file_cache_dir=tmp_path / below))
-    assert raised.value.field == "file_cache_dir"
+    with pytest.raises(ConfigError, match=f"kv_store has {tmp_path / below}, ") as raised:
+        check_stores(settings(host_cache_gib=1, kv_store=f"file://{tmp_path / below}"))
+    assert raised.value.field == "kv_store"
     assert "may write to" in raised.value.cure
     assert (tmp_path / "kv").read_text() == "not ours"
 
@@ -50,15 +50,15 @@ def test_a_directory_that_the_user_may_not_write_to_is_an_error(
 ) -> None:
     monkeypatch.setattr(kv_stores, "TemporaryFile", failing(number))
     with pytest.raises(ConfigError, match="it failed"):
-        check_stores(settings(host_cache_gib=1, file_cache_dir=tmp_path))
+        check_stores(settings(host_cache_gib=1, kv_store=f"file://{tmp_path}"))
 
 
 def test_a_full_disk_is_none_because_the_store_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_stores, "TemporaryFile", failing(errno.ENOSPC))
-    check_stores(settings(host_cache_gib=1, file_cache_dir=tmp_path))
+    check_stores(settings(host_cache_gib=1, kv_store=f"file://{tmp_path}"))
 
 
-@pytest.mark.parametrize("given", [{"file_cache_dir": Path("kv")}, {"kv_store": "mooncake://host"}])
+@pytest.mark.parametrize("given", [{"kv_store": "file:///kv"}, {"kv_store": "mooncake://host"}])
 def test_stores_need_host_memory(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="there is no host memory for KV") as raised:
         check_stores(settings(**given))
@@ -68,3 +68,10 @@ def test_stores_need_host_memory(given: dict[str, Any]) -> None:
 def test_an_address_that_names_no_store_is_an_error() -> None:
     with pytest.raises(ConfigError, match="'foo' names no Mooncake Store"):
         check_stores(settings(host_cache_gib=1, kv_store="foo"))
+
+
+@pytest.mark.parametrize("given", ["/kv", "file://kv", "file:///kv,file:///more", "mooncake://host,mooncake://more"])
+def test_a_path_without_its_scheme_and_two_stores_of_a_kind_are_errors_with_what_is_allowed(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"kv_store has .*; allowed: file:///path, mooncake://HOST:PORT") as raised:
+        check_stores(settings(host_cache_gib=1, kv_store=given))
+    assert raised.value.field == "kv_store"

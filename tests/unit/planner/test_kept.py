@@ -40,7 +40,7 @@ def test_the_report_has_a_line_for_each_store_and_its_flags() -> None:
     assert host.startswith("64 GiB of host memory for each GPU hold 524k tokens of a node: ")
     assert files.startswith("500 GiB of files for each GPU hold 4.10M tokens of a node: ")
     lines = commands(found, "m", sizes)
-    flags = "--host-cache-gib 64 --file-cache-dir DIRECTORY --file-cache-gib 500"
+    flags = "--host-cache-gib 64 --kv-store file:///DIRECTORY --file-cache-gib 500"
     assert any("baton decode-node" in line and flags in line for line in lines)
     assert any("BATON_FILE_CACHE_GIB=500" in line and "baton up" in line for line in lines)
     kept = to_json(found, model="m", costs="c", stores=sizes)["kept"]

@@ -1,4 +1,4 @@
-"""Decides which traces are exported: a sample, chosen on arrival, and those of failed, slow or retried requests.
+"""Decides which traces are exported: a sample, chosen on arrival, and those of failed, late or retried requests.
 Pure."""
 
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from baton.metrics.declared import Outcome
 from baton.tracing.context import TraceContext
 
-HEAD, FAILED, SLOW, RETRIED = "head", "failed", "slow", "retried"
+HEAD, FAILED, LATE, RETRIED = "head", "failed", "late", "retried"
 
 _FAILURES = frozenset({Outcome.FAILED, Outcome.DEADLINE})
 _RANDOM_BITS = 64  # of a trace id, its lower half
@@ -14,15 +14,9 @@ _RANDOM_BITS = 64  # of a trace id, its lower half
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings `trace_sample` and `trace_slow_s`.
-
-    Args:
-        ratio: share of the requests without a caller's trace that are sampled when they arrive.
-        slow_s: requests that take longer are always exported; None: no bound.
-    """
+    """Which share of the requests without a caller's trace is sampled when they arrive."""
 
     ratio: float
-    slow_s: float | None = None
 
     def at_head(self, trace_id: int, parent: TraceContext | None) -> bool:
         """Whether a request is sampled when it arrives. The caller's decision counts, if there is one; else the trace
@@ -31,12 +25,16 @@ class Sampling:
             return parent.sampled
         return trace_id % (1 << _RANDOM_BITS) < self.ratio * (1 << _RANDOM_BITS)
 
-    def at_end(self, *, sampled: bool, outcome: Outcome, total_s: float, retried: bool) -> str:
-        """The reason to export a request's trace; empty: it is not exported."""
+    def at_end(self, *, sampled: bool, outcome: Outcome, late: bool, retried: bool) -> str:
+        """The reason to export a request's trace; empty: it is not exported.
+
+        Args:
+            late: it missed its TTFT or its TPOT.
+        """
         if sampled:
             return HEAD
         if outcome in _FAILURES:
             return FAILED
-        if self.slow_s is not None and total_s > self.slow_s:
-            return SLOW
+        if late:
+            return LATE
         return RETRIED if retried else ""

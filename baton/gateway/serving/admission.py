@@ -249,7 +249,7 @@ class Admission:
         """Predicted TTFT overrun in seconds, if the request started now; at most 0 means on time."""
         if asked.first_due_s is None:
             return -inf
-        return now_s + self.pace.first_s(now_s) + asked.prompt_tokens * capacity.prompt_token_s - asked.first_due_s
+        return now_s + self.pace.ttft_s(asked, capacity, now_s) - asked.first_due_s
 
     def _check(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> None:
         """Raises Overloaded where a request should not even wait."""

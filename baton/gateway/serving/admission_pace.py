@@ -66,17 +66,17 @@ class AdmissionPace:
         expected = self._output_tokens.get(asked.output_tokens.bit_length(), OUTPUT_TOKENS)
         return max(asked.certain_tokens, min(asked.output_tokens, round(expected)))
 
-    def first_s(self, now_s: float) -> float:
-        """Predicted time to the first token of a request that starts now, less what its own prompt takes."""
-        return self._first_s.at(now_s)
+    def ttft_s(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> float:
+        """Predicted time to the first token of a request that starts now."""
+        before_s = max(self._first_s.at(now_s), capacity.prefill_wait_s)
+        return before_s + asked.prompt_tokens * capacity.prompt_token_s
 
     def service_s(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> float:
         """Predicted time of a request that starts now."""
         token_s = self._token_s.at(now_s)
         if capacity.step_s is not None:
             token_s = capacity.step_s * max(1.0, self._slowdown.at(now_s))
-        first_s = max(self.first_s(now_s), capacity.prefill_wait_s) + asked.prompt_tokens * capacity.prompt_token_s
-        return first_s + self.expected_tokens(asked) * token_s
+        return self.ttft_s(asked, capacity, now_s) + self.expected_tokens(asked) * token_s
 
     def first_token(self, seconds: float, prompt_tokens: int, capacity: ClusterCapacity, now_s: float) -> None:
         """A request has got its first token so long after its start, or has waited so long without one."""

@@ -159,6 +159,13 @@ def test_a_first_token_that_comes_too_late_is_refused_where_that_is_asked_for() 
     assert [each.key for each in admission.shed(FULL, 0.6)] == [waiting.key]
 
 
+def test_prompts_that_wait_on_the_nodes_delay_the_first_token() -> None:
+    room = replace(FULL, prefill_wait_s=0.5)
+    with pytest.raises(Overloaded, match="after it is due"):
+        make().offer(asked(first_due_s=0.4), room, 0.0)
+    assert not make().offer(asked(first_due_s=0.6), room, 0.0)
+
+
 # ---- without deadlines
 
 

@@ -12,7 +12,6 @@ vLLM paper has it.
 import asyncio
 import math
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,6 @@ _STREAMS, _BURSTS = 32, 4
 _TIMEOUT_S = 120.0
 _SETTLE_S = 0.7  # until the last traces are exported
 _OFF, _TENTH, _ALL = "off", "10 % exported", "all exported"
-_RATIO = "OTEL_TRACES_SAMPLER_ARG"  # a gateway inherits it
 _SAMPLED = {_OFF: None, _TENTH: 0.1, _ALL: 1.0}
 
 
@@ -90,7 +88,9 @@ def run(
     try:
         addresses: scripted_pair.Addresses = ours.recv()
         with Processes(progress) as processes:
-            gateways = {name: _start(processes, addresses, sampled) for name, sampled in _SAMPLED.items()}
+            gateways = {
+                name: processes.start("gateway", _flags(addresses, sampled)) for name, sampled in _SAMPLED.items()
+            }
             processes.wait_ready(list(gateways.values()))
             return rows_of(uvloop.run(_measure(gateways, short_rounds, usual_rounds, progress)))
     finally:
@@ -123,17 +123,12 @@ def rows_of(measured: Measured) -> list[Row]:
     return rows
 
 
-def _start(processes: Processes, addresses: scripted_pair.Addresses, sampled: float | None) -> Process:
-    os.environ[_RATIO] = str(sampled or 0.0)
-    return processes.start("gateway", _flags(addresses, sampled))
-
-
 def _flags(addresses: scripted_pair.Addresses, sampled: float | None) -> list[str]:
     flags = ["--model", str(MODEL), "--prefill", addresses.prefill, "--decode", addresses.decode]
     flags += ["--local-policy", "strict"]
     if sampled is None:
         return [*flags, "--otlp-endpoint", "off"]
-    return [*flags, "--otlp-endpoint", f"http://{addresses.collector}"]
+    return [*flags, "--otlp-endpoint", f"http://{addresses.collector}", "--trace-sample", str(sampled)]
 
 
 async def _measure(

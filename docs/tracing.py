@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
+from baton.settings.gateway_config import GatewaySettings
 from baton.tracing.declared import EVENTS, MEANINGS, SPANS, SpanType
-from baton.tracing.environment import RATIO
 
 PAGE = Path(__file__).resolve().parent / "tracing.md"
+
+_RATIO = GatewaySettings.model_fields["trace_sample"].default
 
 _READ = {
     "OTEL_EXPORTER_OTLP_ENDPOINT": "the collector, unless `--otlp-endpoint` is set",
     "OTEL_EXPORTER_OTLP_HEADERS": "sent with each call, such as a key",
     "OTEL_EXPORTER_OTLP_CERTIFICATE": "file with the CA of the collector",
     "OTEL_EXPORTER_OTLP_PROTOCOL": "`grpc`; any other is an error at the start, unless `--otlp-endpoint` is set",
-    "OTEL_TRACES_SAMPLER_ARG": f"share of requests to export, from 0 to 1; {RATIO:g} if it is not set",
     "OTEL_SERVICE_NAME": "name of the gateway in its resource",
     "OTEL_RESOURCE_ATTRIBUTES": "attributes of the gateway's resource; nodes' spans have them too",
     "OTEL_SDK_DISABLED": "`true`: no traces, unless `--otlp-endpoint` is set",
@@ -40,11 +41,11 @@ Each span has the resource of the process that did the work: `service.name` is `
 ## Which requests
 
 A request with a valid `traceparent` (HTTP header or gRPC metadata) is part of its caller's trace, and is exported if
-the caller's trace is sampled; `tracestate` is passed on. Of all other requests, the share {RATIO:g} is exported, or
-what `OTEL_TRACES_SAMPLER_ARG` says. A request is also exported, after it has ended, if it
+the caller's trace is sampled; `tracestate` is passed on. Of all other requests, the share `--trace-sample` is exported,
+{_RATIO:g} by default. A request is also exported, after it has ended, if it
 
 - failed, or was not served within its deadline (a mistake of the client and a refusal are no failures),
-- missed its TTFT or TPOT, the client's or those of `--ttft-ms` and `--tpot-ms`,
+- took longer than `--trace-slow-s`, if that is set,
 - was retried, on another node or the same one.
 
 `baton.trace.kept_for` gives the reason. A retry is an event of the request. The next attempt links to the lost one, and
@@ -52,7 +53,8 @@ the next prefill links to the lost prefill.
 
 ## Settings
 
-[Configuration](configuration.md) has `--otlp-endpoint`. The gateway reads these variables of OpenTelemetry:
+[Configuration](configuration.md) has `--otlp-endpoint`, `--trace-sample` and `--trace-slow-s`. The gateway reads these
+variables of OpenTelemetry:
 
 {_VARIABLES}
 

@@ -41,7 +41,7 @@ def segments_of(
                 f"lease {job.lease} needs more than {SEGMENTS_MAX} segments",
                 field="segment_bytes",
                 value=limit,
-                cure="send a shorter prompt",
+                cure="raise --segment-mib",
             )
         yield Segment(
             incarnation=job.incarnation,

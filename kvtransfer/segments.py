@@ -299,7 +299,7 @@ def _check_fits(least: int, segment_bytes: int) -> None:
             field="segment_bytes",
             value=segment_bytes,
             allowed=(f"at least {least}",),
-            cure="give both nodes segments of that size",
+            cure="raise --segment-mib on both nodes",
         )
 
 

@@ -116,6 +116,20 @@ class GatewaySettings(CommonSettings):
         description="where traces go, by OTLP over gRPC: http://host:4317 or https://host:4317; off: nowhere; default: "
         "OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere",
     )
+    trace_sample: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of requests whose trace is exported, among those whose client does not decide it by a "
+        "traceparent",
+    )
+    trace_slow_s: float | None = Field(
+        None,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="traces of requests that take longer are always exported, like those of requests that failed "
+        "or were retried; default: no bound",
+    )
     response_store_mib: float = Field(
         64.0,
         ge=0,
@@ -137,11 +151,6 @@ class GatewaySettings(CommonSettings):
         1024, ge=1, le=COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
     )
 
-    trace_sample: float | None = internal(
-        None,
-        "share of requests whose trace is exported, among those whose client does not decide it by a traceparent; "
-        "None: as OTEL_TRACES_SAMPLER_ARG says",
-    )
     http_body_mib: float = internal(32.0, "largest body of an HTTP request, and largest gRPC message")
     resolve_s: float = internal(_RESOLVE_S, "interval at which names of nodes are resolved and their files read again")
     keepalive_s: float = internal(
@@ -216,6 +225,12 @@ class PickerSettings(ProcessSettings):
         description="port of each gateway's host where /metrics is read, its --metrics-listen; default: its own HTTP "
         "port, which works without TLS and keys only",
     )
+    fallbacks: int = Field(
+        1,
+        ge=0,
+        le=16,
+        description="further gateways that each answer names for retries; 0 for a proxy that takes one address only",
+    )
     sheddable: str = Field(
         "",
         description="names of the InferenceObjectives, comma-separated, whose requests are refused with 429 while at "
@@ -227,7 +242,6 @@ class PickerSettings(ProcessSettings):
     resolve_s: float = internal(_RESOLVE_S, "interval at which names of gateways are resolved and files read again")
     poll_s: float = internal(0.25, "interval between polls of one gateway's load and readiness")
     stale_s: float = internal(3.0, "a gateway that has not answered for that long gets no requests")
-    fallbacks: int = internal(1, "further gateways that each answer names, for the proxy's retries")
     shed_waiting: int = internal(
         8, "sheddable requests are refused while at least this many requests wait on each gateway"
     )

@@ -11,6 +11,8 @@ from baton.core.limits import (
     COUNT_MAX,
     KEEPALIVE_S,
     RATE_MAX,
+    RATE_MIN,
+    SIZE_MIB_MIN,
     TOKENS_MAX,
 )
 from baton.core.plugins import TRANSPORTS, plugin_names
@@ -219,6 +221,13 @@ class NodeSettings(CommonSettings):
         "ucx",
         description="what carries KV: ucx; loopback, only inside one process; or the name of a plug-in",
     )
+    segment_mib: float | None = Field(
+        None,
+        ge=SIZE_MIB_MIN,
+        le=1024,
+        description="largest KV message; each transfer chooses its size up to that from the link's measured speed; "
+        f"default: {_CPU_SEGMENT_MIB:g} on a CPU, {_GPU_SEGMENT_MIB:g} on a GPU",
+    )
     link_floor_gb_per_s: float = Field(
         0.0,
         ge=0,
@@ -227,11 +236,6 @@ class NodeSettings(CommonSettings):
         "a slower link is refused; 0: any link",
     )
 
-    segment_mib: float | None = internal(
-        None,
-        "largest KV message; each transfer chooses its size up to that from the link's measured speed; None: "
-        f"{_CPU_SEGMENT_MIB:g} on a CPU, {_GPU_SEGMENT_MIB:g} on a GPU",
-    )
     num_blocks: int | None = internal(None, "blocks in the cache; None: as many as its memory holds")
     state_slots: int = internal(
         0,
@@ -339,6 +343,12 @@ class PrefillSettings(NodeSettings):
 class DecodeSettings(NodeSettings):
     """Settings of a decode node."""
 
+    receive_limit_gb_per_s: float | None = Field(
+        None,
+        ge=RATE_MIN,
+        le=RATE_MAX,
+        description="most KV received from all prefill nodes together, in GB/s; senders wait; default: no limit",
+    )
     kv_convert_from: str = Field(
         "",
         description="cache dtypes of prefill nodes that this node accepts although its own differs, comma-separated: "
@@ -349,9 +359,6 @@ class DecodeSettings(NodeSettings):
         None,
         "the decode node prefills a prompt with fewer uncached tokens itself; None: as many as cost its streams almost "
         "nothing, by measured step costs",
-    )
-    receive_limit_gb_per_s: float | None = internal(
-        None, "most KV received from all prefill nodes together, in GB/s; senders wait; None: no limit"
     )
     lease_s: float = internal(300.0, "how long blocks stay reserved for KV that has not arrived")
 

@@ -59,7 +59,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "latency and load",
         ("ttft_ms", "tpot_ms", "refuse_late", "max_queue_s", "max_concurrent_requests", "request_timeout_s",
-         "response_store_mib", "balance_roles", "sheddable", "pool_metrics_port"),
+         "response_store_mib", "balance_roles", "sheddable", "fallbacks", "pool_metrics_port"),
     ),
     (
         "several ranks and hosts",
@@ -67,7 +67,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
          "num_hosts", "host_rank", "leader_address"),
     ),
     ("adapters", ("adapter", "adapter_directory", "max_adapters", "max_adapter_rank", "adapter_experts")),
-    ("transfer", ("transport", "kv_convert_from", "link_floor_gb_per_s")),
+    ("transfer", ("transport", "kv_convert_from", "link_floor_gb_per_s", "receive_limit_gb_per_s", "segment_mib")),
     (
         "clients and their rights",
         ("api_keys", "cors_origins", "client_tls_cert", "client_tls_key", "jwt_keys", "jwt_audience", "jwt_issuer",
@@ -76,7 +76,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("TLS inside the cluster", ("tls_cert", "tls_key", "tls_ca", "insecure")),
     (
         "logs, traces, end",
-        ("log_level", "log_format", "access_log", "otlp_endpoint", "drain_grace_s", "ready_file"),
+        ("log_level", "log_format", "access_log", "otlp_endpoint", "trace_sample", "trace_slow_s", "drain_grace_s",
+         "ready_file"),
     ),
 )  # fmt: skip
 
@@ -90,16 +91,13 @@ def in_groups(cls: type[BaseModel]) -> list[tuple[str, tuple[str, ...]]]:
 
 # Settings of older releases, so that an error names what to use instead of them.
 RENAMED = MappingProxyType({"queue_s": "max_queue_s", "num_blocks": "kv_cache_mib"})
-# Those that a standard has a variable for.
-STANDARD = MappingProxyType({"trace_sample": "OTEL_TRACES_SAMPLER_ARG"})
 # Measured, derived or constant now.
 REMOVED = frozenset(
     {
         "balance_backlog_s", "balance_cool_down_s", "balance_hold_s", "connect_timeout_s", "decode_stall_s", "digests",
-        "failover_wait_s", "fallbacks", "http_body_mib", "keepalive_s", "layer_groups", "lease_s", "link_retry_s",
-        "local_prefill_tokens", "max_attempts", "max_waiting", "poll_s", "prefill_stall_s",
-        "receive_limit_gb_per_s", "resolve_s", "segment_mib", "shed_waiting", "staging_slots", "stale_s", "state_slots",
-        "trace_slow_s",
+        "failover_wait_s", "http_body_mib", "keepalive_s", "layer_groups", "lease_s", "link_retry_s",
+        "local_prefill_tokens", "max_attempts", "max_waiting", "poll_s", "prefill_stall_s", "resolve_s", "shed_waiting",
+        "staging_slots", "stale_s", "state_slots",
     }
 )  # fmt: skip
 
@@ -112,8 +110,6 @@ def cure_of_older(name: str, shown: Callable[[str], str]) -> str | None:
     """
     if name in RENAMED:
         return f"use {shown(RENAMED[name])}"
-    if name in STANDARD:
-        return f"set the variable {STANDARD[name]}"
     return "leave it out: this release measures it or keeps it constant" if name in REMOVED else None
 
 

@@ -68,7 +68,7 @@ MEANINGS = {
     Attribute.REQUEST_ID: "the request's id, as in headers, receipts and log lines",
     Attribute.CLIENT: "name of the client, where clients have keys",
     Attribute.OUTCOME: "how the request ended, as in `baton_requests_total`",
-    Attribute.KEPT: "why the trace is exported: `head`, `failed`, `late` or `retried`",
+    Attribute.KEPT: "why the trace is exported: `head`, `failed`, `slow` or `retried`",
     Attribute.CUT: "number of events that the trace lacks, because the request had too many",
     Attribute.PATH: "where the prompt was prefilled: `remote`, `local` or `split`",
     Attribute.WHY: "why it was prefilled there, and after which failures: one sentence, as in the receipt",

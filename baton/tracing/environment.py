@@ -11,9 +11,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 _HEADERS = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
 _CERTIFICATES = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_RATIO = "OTEL_TRACES_SAMPLER_ARG"
 _DEFAULT_NAME = "baton-gateway"
-RATIO = 0.1  # of requests whose caller does not decide it; where the variable is not set
 
 # What gRPC sends as text. Anything else raises an error with each call.
 _HEADER_NAME = re.compile(r"(?!grpc-)[0-9a-z_.-]+(?<!-bin)")
@@ -71,23 +69,6 @@ def read_collector(endpoint: str | None, variables: Mapping[str, str], *, instan
         headers=_headers(_first(variables, _HEADERS)),
         resource=_resource(variables, instance),
     )
-
-
-def read_ratio(variables: Mapping[str, str]) -> float:
-    """The share of requests whose trace is exported, among those whose caller does not decide it.
-
-    Raises:
-        ConfigError: the variable is no share.
-    """
-    text = variables.get(_RATIO) or str(RATIO)
-    try:
-        ratio = float(text)
-    except ValueError:
-        ratio = -1.0
-    if not 0 <= ratio <= 1:
-        what, cure = f"{_RATIO} is {text!r}", "give the share of requests to trace, such as 0.1"
-        raise ConfigError(what, field="otlp_endpoint", value=text, allowed=("0 to 1",), cure=cure)
-    return ratio
 
 
 def _target(endpoint: str) -> tuple[str, bool]:

@@ -64,7 +64,7 @@ def test_nvidia_serves_one_model_from_a_volume_in_every_pod(nvidia: Rendered) ->
 
 def test_nvidia_nodes_find_their_sizes_themselves_and_have_time_to_load(base: Rendered, nvidia: Rendered) -> None:
     for role in NODE_ROLES:
-        sizes = {"kv_cache_mib", "max_batch_tokens", "max_batch_requests"}
+        sizes = {"kv_cache_mib", "max_batch_tokens", "max_batch_requests", "segment_mib"}
         assert not sizes & nvidia.settings(role).keys()
         probe, usual = (rendered.container(role)["startupProbe"] for rendered in (nvidia, base))
         assert probe["failureThreshold"] * probe["periodSeconds"] >= 3600

@@ -37,10 +37,10 @@ def check_fits(
     staging = settings.staging_bytes(on_gpu=device.type == "cuda")
     if staging > memory:
         raise ConfigError(
-            f"device is {device}, which has {_mib(memory)}, and the staging buffers of KV need {_mib(staging)}",
-            field="device",
-            value=str(device),
-            cure="use a device with more memory",
+            f"segment_mib needs {_mib(staging)} of staging buffers where {device} has {_mib(memory)}",
+            field="segment_mib",
+            value=settings.segment_mib,
+            cure="lower --segment-mib",
         )
     states = state_slots * spec.bytes_per_slot
     cache = states + (num_blocks or 0) * settings.block_size * spec.bytes_per_token

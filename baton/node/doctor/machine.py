@@ -92,7 +92,7 @@ def _memory(wanted: Wanted, available: int, limit: int | None) -> Verdict:
     source = "available" if limit is None or available < limit else "allowed to this container"
     found = f"{room / MIB:.0f} MiB {source}, cache and staging take {needed / MIB:.0f}"
     if room < needed:
-        return fail("memory", found, "raise the memory limit, or lower --kv-cache-mib")
+        return fail("memory", found, "raise the memory limit, or lower --kv-cache-mib or --segment-mib")
     return ok("memory", found)
 
 

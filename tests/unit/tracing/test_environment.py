@@ -3,7 +3,7 @@
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.tracing.environment import RATIO, TraceCollector, read_collector, read_ratio
+from baton.tracing.environment import TraceCollector, read_collector
 
 ENDPOINT, TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
@@ -103,14 +103,3 @@ def test_the_resource_is_named_by_variables() -> None:
     named = collector("http://c:1", OTEL_RESOURCE_ATTRIBUTES=attributes, OTEL_SERVICE_NAME="other")
     assert named is not None
     assert named.resource["service.name"] == "other"
-
-
-def test_the_ratio_is_the_standards_variable() -> None:
-    assert read_ratio({}) == read_ratio({"OTEL_TRACES_SAMPLER_ARG": ""}) == RATIO
-    assert read_ratio({"OTEL_TRACES_SAMPLER_ARG": "1"}) == 1.0
-
-
-@pytest.mark.parametrize("text", ["all", "-0.1", "1.5", "nan", "inf"])
-def test_a_ratio_that_is_no_share_is_an_error_with_the_range(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"OTEL_TRACES_SAMPLER_ARG is '{text}'; allowed: 0 to 1"):
-        read_ratio({"OTEL_TRACES_SAMPLER_ARG": text})

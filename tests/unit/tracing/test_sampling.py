@@ -1,4 +1,4 @@
-"""Which traces are exported: some by their id or their caller's wish, and those that failed, were late or retried."""
+"""Which traces are exported: some by their id or their caller's wish, and those that failed, were slow or retried."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 
 from baton.metrics.declared import Outcome
 from baton.tracing.context import TraceContext
-from baton.tracing.sampling import FAILED, HEAD, LATE, RETRIED, Sampling
+from baton.tracing.sampling import FAILED, HEAD, RETRIED, SLOW, Sampling
 
 
 def test_the_ratio_is_the_share_of_requests_that_are_sampled_when_they_arrive() -> None:
@@ -29,24 +29,28 @@ def test_the_callers_decision_holds(ratio: float, sampled: bool) -> None:
 
 @pytest.mark.parametrize("outcome", list(Outcome))
 def test_a_sampled_request_is_exported_however_it_ended(outcome: Outcome) -> None:
-    assert Sampling(0.0).at_end(sampled=True, outcome=outcome, late=True, retried=True) == HEAD
+    assert Sampling(0.0, 1.0).at_end(sampled=True, outcome=outcome, total_s=9.0, retried=True) == HEAD
 
 
 @pytest.mark.parametrize(
-    ("outcome", "late", "retried", "why"),
+    ("outcome", "total_s", "retried", "why"),
     [
-        (Outcome.FINISHED, False, False, ""),
-        (Outcome.CANCELLED, False, False, ""),
-        (Outcome.CLIENT_ERROR, False, False, ""),
-        (Outcome.FAILED, False, False, FAILED),
-        (Outcome.DEADLINE, False, False, FAILED),
-        (Outcome.FINISHED, True, False, LATE),
-        (Outcome.CANCELLED, True, False, LATE),
-        (Outcome.FINISHED, False, True, RETRIED),
-        (Outcome.FAILED, True, True, FAILED),
+        (Outcome.FINISHED, 0.5, False, ""),
+        (Outcome.CANCELLED, 0.5, False, ""),
+        (Outcome.CLIENT_ERROR, 0.5, False, ""),
+        (Outcome.FAILED, 0.5, False, FAILED),
+        (Outcome.DEADLINE, 0.5, False, FAILED),
+        (Outcome.FINISHED, 1.5, False, SLOW),
+        (Outcome.CANCELLED, 1.5, False, SLOW),
+        (Outcome.FINISHED, 0.5, True, RETRIED),
+        (Outcome.FAILED, 1.5, True, FAILED),
     ],
 )
 def test_a_request_that_is_not_sampled_is_exported_for_its_end(
-    outcome: Outcome, late: bool, retried: bool, why: str
+    outcome: Outcome, total_s: float, retried: bool, why: str
 ) -> None:
-    assert Sampling(0.0).at_end(sampled=False, outcome=outcome, late=late, retried=retried) == why
+    assert Sampling(0.0, 1.0).at_end(sampled=False, outcome=outcome, total_s=total_s, retried=retried) == why
+
+
+def test_without_a_bound_no_request_is_slow() -> None:
+    assert Sampling(0.0).at_end(sampled=False, outcome=Outcome.FINISHED, total_s=1e6, retried=False) == ""

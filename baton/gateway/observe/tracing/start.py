@@ -7,7 +7,7 @@ from baton.gateway.observe.tracing.tracer import Tracer
 from baton.metrics.tally import Tally
 from baton.settings.environment import opentelemetry_variables
 from baton.settings.gateway_config import GatewaySettings
-from baton.tracing.environment import read_collector, read_ratio
+from baton.tracing.environment import read_collector
 from baton.tracing.sampling import Sampling
 
 
@@ -21,16 +21,15 @@ async def tracing(
         tally: counts exported and dropped traces.
 
     Raises:
-        ConfigError: the endpoint or the ratio is malformed.
+        ConfigError: the endpoint is malformed.
     """
-    variables = opentelemetry_variables()
-    collector = read_collector(settings.otlp_endpoint, variables, instance=instance)
+    collector = read_collector(settings.otlp_endpoint, opentelemetry_variables(), instance=instance)
     if collector is None:
         yield None
         return
     from baton.gateway.observe.tracing.export import Exporter
     from baton.gateway.observe.tracing.otlp import SpanEncoder
 
-    ratio = read_ratio(variables) if settings.trace_sample is None else settings.trace_sample
+    sampling = Sampling(settings.trace_sample, settings.trace_slow_s)
     async with Exporter(collector, tally) as exporter:
-        yield Tracer(Sampling(ratio), SpanEncoder(collector.resource), model_name, settings.slo, exporter.put)
+        yield Tracer(sampling, SpanEncoder(collector.resource), model_name, exporter.put)

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from baton.core.errors import BatonError
 from baton.core.log_lines import loggable
-from baton.core.types import Slo
 from baton.gateway.core.request import Request
 from baton.gateway.observe.tracing.output_spans import OutputFacts, OutputSpans
 from baton.gateway.observe.tracing.pool_spans import batch_span, retry_events
@@ -48,15 +47,11 @@ class Tracer:
 
     Args:
         model_name: name of the served model.
-        slo: bounds of requests that state none; a request that misses a bound is exported.
         put: takes each encoded trace that is exported.
     """
 
-    def __init__(
-        self, sampling: Sampling, encoder: Encoding, model_name: str, slo: Slo, put: Callable[[bytes], None]
-    ) -> None:
+    def __init__(self, sampling: Sampling, encoder: Encoding, model_name: str, put: Callable[[bytes], None]) -> None:
         self.sampling = sampling
-        self.slo = slo
         self.encoder = encoder
         self.model_name = model_name
         self.put = put
@@ -123,8 +118,9 @@ class RequestTrace:
         root = self._root
         retries = [*(machine.retries for _, machine, _ in self._outputs), *(batch.retries for batch in self._batches)]
         retried = any(retries)
+        total_s = now_s - root.start_s
         kept = self._tracer.sampling.at_end(
-            sampled=self._sampled, outcome=ending.outcome, late=self._is_late(), retried=retried
+            sampled=self._sampled, outcome=ending.outcome, total_s=total_s, retried=retried
         )
         if not kept:
             return
@@ -167,13 +163,6 @@ class RequestTrace:
             spans.append(Span(QUEUE.name, new_id(), root.span_id, prepared_s, admitted_s))
         return spans
 
-    def _is_late(self) -> bool:
-        """Whether an output missed the request's TTFT or TPOT."""
-        if self._request is None:
-            return False
-        slo = self._request.slo.over(self._tracer.slo)
-        return any(_is_late(slo, self._root.start_s, machine, ended_s) for _, machine, ended_s in self._outputs)
-
     def _attributes(self, ending: Ending, kept: str) -> "dict[Attribute, str | bool | int | float | tuple[str, ...]]":
         found: dict[Attribute, str | bool | int | float | tuple[str, ...]] = {
             Attribute.OPERATION: self._operation,
@@ -211,10 +200,3 @@ class RequestTrace:
         if dropped := sum(journal.dropped for journal, _, _ in self._outputs):
             found[Attribute.CUT] = dropped
         return found
-
-
-def _is_late(slo: Slo, started_s: float, machine: RequestMachine, ended_s: float) -> bool:
-    first_s = ended_s if machine.first_token_at_s is None else machine.first_token_at_s
-    if slo.ttft_s is not None and first_s - started_s > slo.ttft_s:
-        return True
-    return slo.tpot_s is not None and ended_s - first_s > slo.tpot_s * max(0, machine.new_tokens - 1)

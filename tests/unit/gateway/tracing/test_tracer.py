@@ -3,7 +3,6 @@
 import pytest
 
 from baton.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoNode
-from baton.core.types import Slo
 from baton.gateway.core import events
 from baton.gateway.observe.tracing.tracer import Ending
 from baton.gateway.request.pooling import PooledBatch
@@ -17,20 +16,20 @@ from tests.unit.gateway.tracing.traced import Exported, Traced, Traces, attribut
 TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 
 
-def served(*, retried: bool = False, first_s: float = 0.0) -> Traced:
+def served(*, retried: bool = False) -> Traced:
     request, call = Traced(), 1
     request.decode(reserved())
     if retried:
         request.prefill_ended(NoNode("connection refused"))
         request.decode(reserved(lease=2))
         call = 2
-    request.prefill(first_token(), SENT, call=call, after_s=first_s)
+    request.prefill(first_token(), SENT, call=call)
     request.decode(decode_pb2.Admitted(), token(1, LENGTH), after_s=1.0)
     return request
 
 
 def test_a_request_that_is_not_sampled_leaves_nothing() -> None:
-    traces = Traces(ratio=0.0, slo=Slo(60.0, 60.0))
+    traces = Traces(ratio=0.0, slow_s=2.0)
     assert traces.end(served()).spans == []
     assert traces.end(served(), outcome=Outcome.CANCELLED, error=Cancelled("the client left")).spans == []
 
@@ -48,10 +47,9 @@ def test_a_request_that_failed_before_any_node_is_exported() -> None:
     assert [span.name for span in trace.spans] == ["chat llama", "prepare", "queue"]
 
 
-@pytest.mark.parametrize("slo", [Slo(ttft_s=0.4), Slo(tpot_s=0.9)])
-def test_a_request_that_misses_its_ttft_or_its_tpot_is_exported(slo: Slo) -> None:
-    trace = Traces(ratio=0.0, slo=slo).end(served(first_s=0.5))
-    assert attributes(trace.root)["baton.trace.kept_for"] == "late"
+def test_a_slow_request_is_exported() -> None:
+    trace = Traces(ratio=0.0, slow_s=2.0).end(served(), after_s=1.5)
+    assert attributes(trace.root)["baton.trace.kept_for"] == "slow"
 
 
 def test_a_retried_request_is_exported() -> None:

@@ -4,7 +4,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from baton.core.errors import BatonError
-from baton.core.types import NO_SLO, Slo
 from baton.gateway.core.events import Event
 from baton.gateway.observe.tracing.otlp import SpanEncoder
 from baton.gateway.observe.tracing.tracer import Ending, Tracer
@@ -20,10 +19,10 @@ from tests.unit.gateway.served import Served
 class Traces:
     """A tracer, and what it has exported."""
 
-    def __init__(self, ratio: float = 1.0, slo: Slo = NO_SLO) -> None:
+    def __init__(self, ratio: float = 1.0, slow_s: float | None = None) -> None:
         self.exported: list[bytes] = []
         encoder = SpanEncoder({"service.name": "baton-gateway"})
-        self.tracer = Tracer(Sampling(ratio), encoder, "llama", slo, self.exported.append)
+        self.tracer = Tracer(Sampling(ratio, slow_s), encoder, "llama", self.exported.append)
 
     def end(
         self,

@@ -18,6 +18,7 @@ from baton.rpc.channels import connect
 from tests.integration.cluster import DEADLINE_S, DEEPSEEK, LLAMA, Flags, Machines, in_engine, machines, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference, References
+from tests.integration.test_prefix_routing import until_known
 from tests.integration.test_stores import store, until_kept
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -166,6 +167,7 @@ async def test_a_prefill_node_pulls_the_decoded_part_of_a_conversation_from_the_
     turn = await generate(gateway, first, said)
     entries = (TOKENS + 259) // 64
     await until_kept(decode, "host", entries)
+    await until_known(gateway, decode)
     second = [*first, *turn.token_ids, *more]
     result = await generate(gateway, second, GREEDY)
     assert result.token_ids == reference.greedy(second, GREEDY.resolved().max_tokens).token_ids

@@ -171,7 +171,7 @@ class TieredPrefixes:
         loaded = added = 0
         began_s = asyncio.get_running_loop().time()
         try:
-            entry_s = self._scheduler.entry_s(plan.entries.keys)
+            entry_s = self._scheduler.entry_s(plan)
             loaded = await self._tier.load_entries(plan.entries, timeout_s=_LOAD_S, entry_s=entry_s)
         except BatonError as error:  # the node ends
             _log.warning("entries could not be loaded: %s", error)

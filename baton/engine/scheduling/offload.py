@@ -66,6 +66,15 @@ class LoadPlan:
     blocks: tuple[int, ...]
     gained: int
 
+    @property
+    def spared(self) -> tuple[int, int]:
+        """Where the tokens begin and end that must be computed if nothing is loaded."""
+        keys, state = self.entries.keys, self.entries.state
+        if not self.wanted.states:
+            return keys[0].token_start, keys[-1].token_stop
+        stop = keys[-1].token_stop if state is None else state.after.token_stop
+        return stop - self.gained, stop
+
 
 class Offload:
     """The entries of one engine's cache.

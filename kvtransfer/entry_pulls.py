@@ -286,7 +286,9 @@ class EntryPulls:
     def _received(self, pull: _Pull, received: _Receiving) -> None:
         """Keeps an entry that is whole now, or gives its place back if it never will be."""
         index, cut = received.index, received.cut
-        coming, key = pull.coming[index], pull.keys[index]
+        coming, key = pull.coming.get(index), pull.keys[index]
+        if coming is None:  # another peer, whose link carries all of it too, was faster
+            return
         coming.receiving -= 1
         if received.request.failure() is not None:
             coming.is_lost = True

@@ -57,7 +57,7 @@ class Offloader:
         to the blocks any more.
 
         Args:
-            entry_s: stores that take longer for an entry are not read.
+            entry_s: see `RankTransfer.load_entries`.
         """
         end_s = self._clock() + timeout_s
         try:

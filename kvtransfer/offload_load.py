@@ -52,7 +52,8 @@ class Load:
 
     Args:
         end_s: no entry begins from this time on.
-        entry_s: stores that take longer for an entry are not read.
+        entry_s: seconds to compute what is loaded, for each entry. Stores that take longer are not read; the pieces of
+            a state take their time too.
 
     Attributes:
         root: of its entries.
@@ -77,7 +78,7 @@ class Load:
         self._num_entries = len(entries.keys)
         self.root = entries.root
         self._blocks = mover.place(entries.block_ids, incoming=True, state_slot=slot_of(entries))
-        self._end_s, self._entry_s = end_s, entry_s
+        self._end_s, self._entry_s = end_s, entry_s * max(1, self._num_entries) / max(1, len(self._all))
         # Entries from this one on are not loaded.
         self._stop = len(self._all)
         self._begun = 0

@@ -206,7 +206,8 @@ class RankTransfer(Protocol):
 
         Args:
             timeout_s: no further entry is begun after this time.
-            entry_s: seconds to compute an entry; stores that have taken longer lately are not read.
+            entry_s: seconds to compute what is loaded, for each entry; a state alone counts as one. Stores that have
+                taken longer lately are not read.
 
         Raises:
             InternalError: the cache has no such blocks, or they do not hold the entries' tokens.

@@ -37,7 +37,8 @@ class PrefixTier(Protocol):
         Nothing writes to them any more when it returns or raises, and it does so soon after the time limit.
 
         Args:
-            entry_s: seconds to compute an entry; stores that have taken longer lately are not read.
+            entry_s: seconds to compute what is loaded, for each entry; a state alone counts as one. Stores that have
+                taken longer lately are not read.
         """
         ...
 

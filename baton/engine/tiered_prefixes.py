@@ -134,8 +134,15 @@ class TieredPrefixes:
         owner = pool if len(wanted.starts) > 1 else None
         if start < stop and not self._is_dropped(wanted.entry_keys.root):
             # A pull goes on when the call is cancelled: what it brings stays, and its places must be given back.
-            await asyncio.shield(self._start(self._source.pull(wanted.entries(start, stop), kept, owner=owner)))
+            pull = self._source.pull(wanted.entries(start, stop), kept, owner=owner)
+            await asyncio.shield(self._start(self._end_pull(pull, wanted, start)))
         return True
+
+    async def _end_pull(self, pull: Coroutine[Any, Any, int], wanted: WantedPrefix, start: int) -> None:
+        """Remembers what a pull has brought, which is of use to later requests even if it is not loaded now."""
+        pulled = await pull
+        if not self._is_dropped(wanted.entry_keys.root):
+            self._offload.kept.kept(wanted.entries(start, start + pulled), wanted.keys, wanted.tokens)
 
     async def _find(self, wanted: WantedPrefix) -> tuple[int, int] | None:
         """The pool whose rank has most of the wanted entries, and where they stop. Returns None if no rank has any."""
@@ -164,7 +171,7 @@ class TieredPrefixes:
         loaded = added = 0
         began_s = asyncio.get_running_loop().time()
         try:
-            entry_s = self._scheduler.entry_s(plan.entries.keys)
+            entry_s = self._scheduler.entry_s(plan)
             loaded = await self._tier.load_entries(plan.entries, timeout_s=_LOAD_S, entry_s=entry_s)
         except BatonError as error:  # the node ends
             _log.warning("entries could not be loaded: %s", error)

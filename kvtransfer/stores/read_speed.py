@@ -31,6 +31,9 @@ class ReadSpeed:
         self._since_s = now_s
 
     def entry_s(self, now_s: float) -> float | None:
-        """Seconds for each entry. Returns None while too little is measured."""
+        """Seconds for each entry. Returns None while too little is measured.
+
+        The longest time does not count: one read that hung for a second would make a fast store seem slow for minutes.
+        """
         valid = [seconds for ended_s, seconds in self._reads if now_s - ended_s <= _VALID_S]
-        return sum(valid) / len(valid) if len(valid) >= _READS_MIN else None
+        return (sum(valid) - max(valid)) / (len(valid) - 1) if len(valid) >= _READS_MIN else None

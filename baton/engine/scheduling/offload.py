@@ -66,6 +66,15 @@ class LoadPlan:
     blocks: tuple[int, ...]
     gained: int
 
+    @property
+    def spared(self) -> tuple[int, int]:
+        """Where the tokens begin and end that must be computed if nothing is loaded."""
+        keys, state = self.entries.keys, self.entries.state
+        if not self.wanted.states:
+            return keys[0].token_start, keys[-1].token_stop
+        stop = keys[-1].token_stop if state is None else state.after.token_stop
+        return stop - self.gained, stop
+
 
 class Offload:
     """The entries of one engine's cache.
@@ -101,6 +110,8 @@ class Offload:
         self._finished: list[EntryBlocks] = []
         self._forgotten: list[EntryKey] = []
         self._kept: list[tuple[tuple[EntryKey, ...], KeepTime]] = []
+        # Entries that were not offered though the cache has, or had, their blocks: the oldest first.
+        self._unsaved: dict[bytes, None] = {}
         self._shown: dict[EntryKey, tuple[bytes, ...]] = {}  # entries that followers see because of a state
         self._loads: list[LoadPlan] = []
 
@@ -120,22 +131,56 @@ class Offload:
         """Offers the entries that are complete by now and holds their blocks, if they are enough for a call."""
         self._offer(state, at_least=_ENTRIES_AT_ONCE)
 
-    def _offer(self, state: RequestState, *, at_least: int) -> None:
-        first, stop = state.num_offered, state.num_registered * self._block_size // ENTRY_TOKENS
-        if stop - first < at_least:
+    def began(self, state: RequestState) -> None:
+        """Lets a request that has got cached blocks offer those of their entries that nobody has offered. Without them
+        nothing that comes after them would be of use."""
+        if not self._unsaved:
             return
-        state.num_offered = stop
-        first = max(first, -(-state.windows_from // ENTRY_TOKENS))  # earlier ones lack layers
+        chain = self._chain_of(state)
+        cached = range(state.num_offered)
+        lacking = (index for index in cached if chain.key(index, state.tokens).digest in self._unsaved)
+        state.num_offered = next(lacking, state.num_offered)
+
+    def preempted(self, state: RequestState) -> None:
+        """Offers nothing of a request whose blocks are needed now, but remembers what its cached blocks would need."""
+        if state.is_shared:
+            self._remember(state, state.num_offered, self._num_complete(state))
+
+    def _num_complete(self, state: RequestState) -> int:
+        return state.num_registered * self._block_size // ENTRY_TOKENS
+
+    def _remember(self, state: RequestState, first: int, stop: int) -> list[bytes]:
+        """Remembers that entries are not offered. Returns their digests."""
+        chain = self._chain_of(state)
+        digests = [chain.key(index, state.tokens).digest for index in range(first, stop)]
+        self._unsaved |= dict.fromkeys(digests)
+        most = sum(pool.num_blocks for pool in self._pools) * self._block_size // ENTRY_TOKENS
+        while len(self._unsaved) > most:  # the cache has lost some of them
+            del self._unsaved[next(iter(self._unsaved))]
+        return digests
+
+    def _offer(self, state: RequestState, *, at_least: int, is_last: bool = False) -> None:
+        """Offers entries as far as there is room; the others with the next call, unless it is the last one."""
+        first, complete = state.num_offered, self._num_complete(state)
+        if complete - first < at_least:
+            return
+        first = max(first, min(complete, -(-state.windows_from // ENTRY_TOKENS)))  # earlier ones lack layers
         room = int(self._pools[state.pool].num_blocks * _SAVING_SHARE) - self._saving[state.pool]
-        fits = max(0, (room - 1) * self._block_size // ENTRY_TOKENS)
-        self.skipped += max(0, stop - first - fits)
-        stop = min(stop, first + fits)
+        stop = min(complete, first + max(0, (room - 1) * self._block_size // ENTRY_TOKENS))
+        state.num_offered = stop
+        if is_last and stop < complete:
+            self.skipped += complete - stop
+            skipped = self._remember(state, stop, complete)
+            if self._slots is not None:
+                self.kept.lost(skipped)  # followers saw them with a state
         if stop <= first:
             return
         chain = self._chain_of(state)
         owner = state.pool if self._has_owners else None
         blocks = tuple(state.blocks[: blocks_for(stop * ENTRY_TOKENS, self._block_size)])
         entries = EntryBlocks(entries_of(chain, state.tokens, first, stop), blocks, owner)
+        for key in entries.keys if self._unsaved else ():
+            self._unsaved.pop(key.block.digest, None)
         held = self._blocks_of(entries)
         self._pools[state.pool].take(held, 0)
         self._count(state.pool, len(held))
@@ -172,7 +217,7 @@ class Offload:
     def ended(self, state: RequestState) -> None:
         """Offers the rest of an ending request's entries, and asks for its keep time if it has one."""
         if state.is_shared:
-            self._offer(state, at_least=1)
+            self._offer(state, at_least=1, is_last=True)
         keep = state.request.keep
         if keep is not None and state.num_offered and state.is_shared:
             stop = state.num_offered
@@ -185,7 +230,10 @@ class Offload:
             self._kept.append((tuple(key._replace(block=key.block._replace(tokens=b"")) for key in keys), keep))
 
     def may_have(self, wanted: WantedPrefix) -> bool:
-        """Whether an entry was saved or loaded here that continues what is cached."""
+        """Whether an entry was saved or loaded here that continues what is cached. Where blocks have owners it always
+        may be: what one rank has evicted, another may have."""
+        if self._has_owners:
+            return True
         starts = (start for start in wanted.starts if start < wanted.stop)
         return any(self.kept.has(wanted.entries(start, start + 1)[0]) for start in starts)
 

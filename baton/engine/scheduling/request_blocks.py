@@ -232,6 +232,7 @@ class RequestBlocks:
             restart_at=place.resumed * self._block_size,
             block_size=self._block_size,
         )
+        self._began(state)
         self.states.take(state, place.resumed, known_blocks)
         if self._prefix_cache:
             self.queried_tokens += state.num_tokens
@@ -246,7 +247,13 @@ class RequestBlocks:
             return False
         self.hit_tokens -= state.num_cached - state.restart_at
         state.restart(own, block_size=self._block_size)
+        self._began(state)
         return True
+
+    def _began(self, state: RequestState) -> None:
+        # NOTE: a cached block without its windows must not be saved, and the request does not know which those are.
+        if self.offload is not None and not self._window_tokens:
+            self.offload.began(state)
 
     def extend(self, state: RequestState, num_slots: int) -> bool:
         """Gives the request blocks for `num_slots` slots. Returns False and changes nothing when too few are free."""
@@ -378,9 +385,15 @@ class RequestBlocks:
             if state.passing is not None:  # the last of a request that ends is where a conversation goes on
                 self.offload.offer_state(state, state.state_tokens)
             self.offload.ended(state)
-        self.give_back(state)
+        self._give_back(state)
 
-    def give_back(self, state: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
+        """Gives the blocks of a request back that goes on later. None of them waits for a save."""
+        if self.offload is not None:
+            self.offload.preempted(state)
+        self._give_back(state)
+
+    def _give_back(self, state: RequestState) -> None:
         self._pools[state.pool].give_back(state.drop_blocks())
         self.states.give_back(state)
 

@@ -160,7 +160,7 @@ class RequestTable:
             self.begin(state)
             state.queued_at = now
         self.roster.wait(state)
-        self.blocks.give_back(state)
+        self.blocks.preempt(state)
         self.preemptions += 1
 
     def begin(self, state: RequestState) -> None:

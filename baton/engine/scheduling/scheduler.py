@@ -10,7 +10,6 @@ from types import MappingProxyType
 
 from baton.core.block_keys import adapted_identity, root_digest
 from baton.core.errors import BatonError
-from baton.core.kv_entries import EntryKey
 from baton.core.types import AdapterRef, FinishReason, Grammar, PromptLogprob, TokenOutput
 from baton.engine.batch import Batch, RowResult
 from baton.engine.events import ChunkComputed, PromptPooled, RequestFailed, RequestStarted, StepEvents, token_sampled
@@ -382,13 +381,14 @@ class Scheduler:
         the requests that decode. Returns None if there are none."""
         return self._blocks.begin_load(wanted, pool, stop=stop, spare=self._roster.decoders()[pool])
 
-    def entry_s(self, keys: Sequence[EntryKey]) -> float:
-        """The predicted time to compute one of these entries, on average. Returns infinity while costs are unknown."""
+    def entry_s(self, plan: LoadPlan) -> float:
+        """The predicted time to compute what a load spares, for each of its entries; a state alone counts as one.
+        Returns infinity while costs are unknown."""
         costs = self._meter.costs
-        if costs is None or not keys:
+        if costs is None:
             return math.inf
-        tokens = keys[0].token_start, keys[-1].token_stop
-        return costs.prompt_s(*tokens, step_tokens=self._limits.max_batch_tokens) / len(keys)
+        seconds = costs.prompt_s(*plan.spared, step_tokens=self._limits.max_batch_tokens)
+        return seconds / max(1, len(plan.entries.keys))
 
     def drop_roots(self, roots: frozenset[bytes]) -> int:
         """Lets no request find what sequences with one of these roots have left in the prefix cache. Returns the number

@@ -1,11 +1,13 @@
 """Which entries the scheduler offers to the stores outside of its cache, and which blocks it holds for copies."""
 
 from array import array
+from contextlib import suppress
+from random import Random
 
 import pytest
 
 from baton.core.block_keys import KeyChain
-from baton.core.errors import InternalError
+from baton.core.errors import InternalError, Overloaded
 from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeepTime
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
@@ -13,7 +15,8 @@ from baton.engine.request import EngineRequest
 from baton.engine.scheduling import offload as offloads
 from baton.engine.scheduling.offload import LoadPlan, Offload, entries_of
 from baton.engine.scheduling.scheduler import Scheduler
-from tests.unit.engine.scheduling import BLOCK_SIZE, launch, make, request, step
+from baton.engine.scheduling.state import RequestState
+from tests.unit.engine.scheduling import BLOCK_SIZE, finish, launch, make, request, step
 
 BLOCKS_PER_ENTRY = ENTRY_TOKENS // BLOCK_SIZE
 PROMPT = tuple(range(100, 100 + 2 * ENTRY_TOKENS + 10))
@@ -159,6 +162,101 @@ def test_a_preempted_request_offers_nothing_because_its_blocks_are_needed_now() 
     assert offload(scheduler).num_held == 0
 
 
+def test_a_preempted_request_offers_what_the_cache_still_has_when_it_goes_on() -> None:
+    """Otherwise the entries after them would be saved without them, and be of no use."""
+    scheduler = tiered(num_blocks=4 * BLOCKS_PER_ENTRY + 3)
+    for name, start in (("a", 100), ("b", 500)):
+        prompt = tuple(range(start, start + ENTRY_TOKENS + 1))
+        sampling = ResolvedSampling(max_tokens=2 * ENTRY_TOKENS, temperature=0.0)
+        scheduler.submit(request(name, prompt, sampling=sampling), 0.0)
+    saved: list[EntryKey] = []
+    while scheduler.load().requests_running + scheduler.load().requests_waiting:
+        step(scheduler)
+        saved += [key for entries in save_all(scheduler) for key in entries.keys]
+    assert scheduler.load().preemptions
+    assert sorted(key.number for key in saved)[:4] == [0, 0, 1, 1]
+
+
+def test_what_had_no_room_to_be_saved_is_offered_by_the_next_request_with_it() -> None:
+    scheduler = tiered(num_blocks=6 * BLOCKS_PER_ENTRY)
+    long = tuple(range(100, 100 + 4 * ENTRY_TOKENS + 1))
+    decode_all(scheduler, "a", long)
+    assert [key.number for entries in save_all(scheduler) for key in entries.keys] == [0, 1]
+    assert offload(scheduler).skipped == 2
+    decode_all(scheduler, "b", long)
+    assert [key.number for entries in save_all(scheduler) for key in entries.keys] == [2, 3]
+    decode_all(scheduler, "c", long)
+    assert save_all(scheduler) == []
+
+
+def test_a_running_request_offers_later_what_has_no_room_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloads, "_ENTRIES_AT_ONCE", 2)
+    scheduler = tiered(num_blocks=6 * BLOCKS_PER_ENTRY)
+    prompt = tuple(range(100, 100 + 4 * ENTRY_TOKENS))
+    scheduler.submit(request("a", prompt, sampling=ResolvedSampling(max_tokens=9, temperature=0.0)), 0.0)
+    saved: list[int] = []
+    while scheduler.load().requests_running + scheduler.load().requests_waiting:
+        step(scheduler)
+        saved += [key.number for entries in save_all(scheduler) for key in entries.keys]
+    assert saved == [0, 1, 2, 3]
+    assert offload(scheduler).skipped == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_saved_sequences_have_no_gap(seed: int) -> None:
+    random = Random(seed)
+    scheduler = tiered(num_blocks=random.choice((150, 250)), owners=random.choice((1, 2)))
+    texts = [tuple(random.choices(range(900), k=ENTRY_TOKENS * random.randint(1, 4))) for _ in range(3)]
+    saved: set[bytes] = set()
+    live: dict[str, RequestState] = {}
+    ended: list[RequestState] = []
+    saving: list[EntryBlocks] = []
+
+    def arrive() -> None:
+        before = random.choice([*texts, *(tuple(state.tokens) for state in ended[-3:])])[:350]
+        prompt = before + tuple(random.choices(range(900), k=random.randint(1, 90)))
+        sampling = ResolvedSampling(max_tokens=random.randint(1, 150), temperature=0.0)
+        arrived = request(f"{len(ended)}-{len(live)}-{random.random()}", prompt, sampling=sampling)
+        with suppress(Overloaded):
+            scheduler.submit(arrived, 0.0)
+            live[arrived.request_id] = scheduler._requests.roster.find(arrived.request_id)  # type: ignore[assignment]
+
+    def compute() -> None:
+        batch = scheduler.schedule(0.0) if live else None
+        if batch is not None:
+            finish(scheduler, batch, random.randrange(900))
+        over = [name for name in live if scheduler._requests.roster.find(name) is None]
+        ended.extend(live.pop(name) for name in over)
+
+    def save() -> None:
+        saving.extend(offload(scheduler).take_finished())
+        if saving:
+            entries = saving.pop(random.randrange(len(saving)))
+            saved.update(key.block.digest for key in entries.keys)
+            offload(scheduler).saved(entries, len(entries))
+
+    def leave() -> None:
+        if live:
+            name = random.choice(list(live))
+            live.pop(name)
+            scheduler.abort(name)
+
+    for _ in range(400):
+        random.choices((arrive, compute, save, leave), (2, 12, 3, 0.4))[0]()
+    for name in live:
+        scheduler.abort(name)
+    saving += offload(scheduler).take_finished()
+    while saving:
+        save()
+    for state in ended:
+        chain = offload(scheduler).entry_keys(state.request)
+        keys = entries_of(chain, state.tokens, 0, state.num_tokens // ENTRY_TOKENS)
+        found = [key.block.digest in saved for key in keys]
+        assert found == sorted(found, reverse=True)
+    assert scheduler.leaked_blocks(lambda _: True) == offload(scheduler).num_held == 0
+    assert free_blocks(scheduler) == scheduler.load().blocks_total
+
+
 def test_nothing_is_wanted_where_the_cache_has_it() -> None:
     scheduler = tiered()
     decode_all(scheduler, "a")
@@ -235,6 +333,18 @@ def test_a_load_continues_what_is_cached_and_holds_it() -> None:
     assert len(plan.cached) == BLOCKS_PER_ENTRY
     assert free_blocks(scheduler) == 256 - 2 * BLOCKS_PER_ENTRY
     assert offload(scheduler).end_load(plan, 1) == ENTRY_TOKENS
+
+
+def test_the_eviction_of_one_rank_does_not_hide_what_another_has_saved() -> None:
+    scheduler = tiered(owners=2)
+    decode_all(scheduler, "a")
+    save_all(scheduler)
+    for pool in range(2):
+        offload(scheduler)._pools[pool].forget(range(256))
+    wanted = scheduler.wanted(request("b", PROMPT))
+    assert wanted is not None
+    offload(scheduler).kept.lost(key.block.digest for key in wanted.entries(0, 2))
+    assert offload(scheduler).may_have(wanted)
 
 
 def test_a_load_takes_no_more_than_is_free() -> None:

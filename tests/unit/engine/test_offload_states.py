@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from baton.core.costs import StepCosts
 from baton.core.errors import Overloaded
 from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks
 from baton.core.sampling import ResolvedSampling
@@ -17,8 +18,16 @@ BLOCKS_PER_ENTRY = ENTRY_TOKENS // BLOCK_SIZE
 PROMPT = tuple(range(100, 100 + 3 * ENTRY_TOKENS + 10))
 
 
-def tiered(*, slots: int = 6, num_blocks: int = 256, align: int | None = None, scan_tokens: int = 16) -> Scheduler:
+def tiered(
+    *,
+    slots: int = 6,
+    num_blocks: int = 256,
+    align: int | None = None,
+    scan_tokens: int = 16,
+    costs: StepCosts | None = None,
+) -> Scheduler:
     return make(
+        costs=costs,
         num_blocks=num_blocks,
         tokens=256,
         context=1000,
@@ -167,6 +176,23 @@ def test_without_its_state_nothing_that_was_loaded_is_of_use(arrived: int) -> No
     assert run(scheduler, "b") == 0
     save_all(scheduler)
     assert free_blocks(scheduler) == 256
+
+
+def test_a_state_alone_spares_the_tokens_before_it() -> None:
+    costs = StepCosts(((1, 1.0), (256, 256.0)))
+    scheduler = tiered(slots=3, costs=costs)
+    run(scheduler, "a")
+    save_all(scheduler)
+    for name in "cdef":
+        run(scheduler, name, tuple(range(ord(name) * 7, ord(name) * 7 + 70)))
+        save_all(scheduler)
+    wanted = scheduler.wanted(request("b", PROMPT))
+    assert wanted is not None
+    plan = scheduler.begin_load(wanted, 0, stop=3)
+    assert plan is not None
+    assert plan.entries.keys == ()
+    assert scheduler.entry_s(plan) == 3 * ENTRY_TOKENS
+    offload(scheduler).end_load(plan, 1)
 
 
 def test_a_load_begins_only_if_all_of_it_has_room() -> None:

@@ -81,6 +81,32 @@ async def test_host_memory_is_not_asked_for_what_was_never_saved(monkeypatch: py
     await prefixes.close()
 
 
+class EmptyStores(SilentStores):
+    """Stores that have nothing, not even what was pulled a moment ago."""
+
+    async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:
+        self.searches += 1
+        return 0
+
+
+class TwoEntries:
+    """A node that has the first two entries of every sequence."""
+
+    async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix, *, owner: int | None) -> int:
+        return 2
+
+
+async def test_what_was_pulled_and_not_loaded_is_found_by_a_later_request() -> None:
+    stores = EmptyStores(has_stores=False)
+    prefixes = TieredPrefixes(stores, TwoEntries(), tiered(), on_room=lambda: None)
+    kept = KeptPrefix("there:1", 7, 192)
+    assert await prefixes.prefetch(replace(request("a", LONG), kept_elsewhere=kept)) == 0
+    before = stores.searches
+    assert await prefixes.prefetch(request("b", LONG)) == 0
+    assert stores.searches == before + 1
+    await prefixes.close()
+
+
 async def test_all_roots_of_a_drop_go_to_the_stores_in_one_call() -> None:
     """Each call may be a pass over all files."""
     stores, roots = SilentStores(), frozenset({b"model", b"adapter"})

@@ -106,13 +106,14 @@ class Reader:
 
     LINKS = 1 << 40, 1 << 41
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_requests: bool = False) -> None:
+        owner = NodeRanks(2, own_requests=own_requests)
         self.spec = replace(SPECS["heads"], dtype="float32")
         self.world = World(self.spec, places=8)
         self.world.user(PagedKVCache(self.spec, KVCacheShape(KVCacheLayout.NHD, 16, 16)))
         self.transport, self.theirs = LoopbackTransport(), LoopbackTransport()
         self.pulls = EntryPulls(self.world.tiers, self.transport, self.world.clock)
-        flows = list(entry_links(self.spec, owner=NodeRanks(2), reader=NodeRanks(1)).values())
+        flows = list(entry_links(self.spec, owner=owner, reader=NodeRanks(1)).values())
         self.links = tuple(EntryLink(peer, each) for peer, each in zip(self.LINKS, flows, strict=True))
         for link in self.LINKS:
             ours, theirs = self.transport.listen(link), self.theirs.listen(link)
@@ -192,6 +193,19 @@ def test_a_reader_holds_only_so_many_bytes_of_pieces_at_a_time(monkeypatch: pyte
     for rank in range(2):
         reader.send(rank, reader.message(rank))
     assert reader.end(0).result() == 0
+
+
+def test_two_ranks_that_send_all_of_an_entry_at_once_bring_it_once() -> None:
+    reader = Reader(own_requests=True)
+    whole = layout_of(reader.spec, 0, 1)
+    cut = EntryCut(whole, reader.links[0].flows)
+    message = torch.zeros(cut.message_bytes, dtype=torch.uint8)
+    assert cut.cut(KEY, an_entry(whole, reader.spec, 0, 1), message, between=lambda: None)
+    for link in Reader.LINKS:
+        reader.theirs.send(link, 7 << INDEX_BITS, message.clone())
+    reader.run()
+    assert reader.world.tiers.count(KEYS) == 1
+    assert reader.end(1).result() == 1
 
 
 @pytest.mark.parametrize("lost_after", [0, 1])

@@ -148,6 +148,32 @@ def test_the_last_state_is_found_in_host_memory_or_a_store() -> None:
     world.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("with_entry", [True, False])
+def test_a_state_is_not_read_where_its_pieces_take_longer_than_computing_it(*, with_entry: bool) -> None:
+    spec = replace(GQA, state=replace(STATE, head_dim=3000))
+    store = MemoryStore(read_s=0.125)
+    world = World(spec, places=80, stores=(store,))
+    user = world.user(make_cache(spec, KVCacheLayout.NHD, 16, 64 * ENTRY_TOKENS))
+    keys, blocks = keys_of(20), blocks_of(user.cache, 20, 1)
+    user.save(keys, blocks)
+    saved = Future[int]()
+    user.offloader.save(EntryBlocks((), (), state=EntryState(keys[0], 0)), saved)
+    assert world.result(saved) == 1
+    world.settle()
+    state_keys = world.layout.state_keys(keys[0])
+    assert len(state_keys) == 4
+    store.clock = world.clock
+    world.forget_host(keys)
+    assert user.load(keys, blocks) == 20, "so the speed is known"
+    entries = EntryBlocks(keys[:1], blocks[: ENTRY_TOKENS // 16]) if with_entry else EntryBlocks((), ())
+    for entry_s, loaded in ((0.125, 0), (5.0, len(entries) + 1)):
+        world.forget_host((*keys, *state_keys))
+        future = Future[int]()
+        user.offloader.load(replace(entries, state=EntryState(keys[0], 1)), 1000.0, entry_s, future)
+        assert world.result(future) == loaded
+    world.check_nothing_is_left()
+
+
 @pytest.mark.parametrize("seconds", [60.0, None])
 def test_a_state_is_kept_with_the_entries_before_it(seconds: float | None) -> None:
     spec = replace(GQA, state=replace(STATE, head_dim=3000))

@@ -25,6 +25,14 @@ def test_reads_next_to_each_other_share_their_time() -> None:
     assert speed.entry_s(end_s) == 0.25
 
 
+def test_one_read_that_hangs_does_not_make_a_fast_store_slow() -> None:
+    speed = ReadSpeed()
+    end_s = reads(speed, 20, each_s=0.25, at_s=10.0)
+    speed.begun(end_s)
+    speed.ended(end_s + 60.0, is_found=True)
+    assert speed.entry_s(end_s + 60.0) == 0.25
+
+
 def test_time_without_reads_and_misses_do_not_count() -> None:
     speed = ReadSpeed()
     reads(speed, 8, each_s=1.0, at_s=0.0)

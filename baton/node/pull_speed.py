@@ -48,12 +48,13 @@ class PullSpeed:
     def mean_costs(self, now_s: float) -> PullCosts | None:
         """What pulls cost on average, for others to predict by; None while nothing is measured.
 
-        The fixed part is what is assumed of pulls, unless a pull was faster than that.
+        The fixed part is what is assumed of pulls, and at most half of the shortest one: else bytes could seem to cost
+        nothing.
         """
         valid = self._valid(now_s)
         if not valid:
             return None
-        fixed_s = min(ASSUMED_PULL.fixed_s, *(each.seconds for each in valid))
+        fixed_s = min(ASSUMED_PULL.fixed_s, *(each.seconds / 2 for each in valid))
         rest_s = sum(each.seconds for each in valid) - len(valid) * fixed_s
         return PullCosts(fixed_s, rest_s / sum(each.bytes for each in valid))
 

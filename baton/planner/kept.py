@@ -53,7 +53,9 @@ def kept_lines(plan: Plan, sizes: StoreSizes) -> Iterator[str]:
         if kept.hours is not None:
             line += f": {_hours(kept.hours)} of a decode node's part of {rate:.3g} req/s without shared prefixes"
         yield line
-    if sizes.host_gib:
+    if sizes.host_gib and plan.question.kind.state_bytes:
+        yield "simulated without host memory, because the model has recurrent states"
+    elif sizes.host_gib:
         costs = plan.question.pull_costs
         load = f"loads from host memory at {ASSUMED_LOAD_BYTES_PER_S / 1e9:g} GB/s"
         pull = f"pulls from other nodes of {1e3 * costs.fixed_s:g} ms and {1e-9 / costs.byte_s:g} GB/s"

@@ -357,8 +357,9 @@ def _works(status: node_status_pb2.NodeStatus) -> bool:
 
 
 def _kept_kind(status: node_status_pb2.NodeStatus) -> tuple[object, ...] | None:
+    """What nodes must have in common to pull KV from each other; None: the node pulls and sends none."""
     info = status.info
-    if not status.stores:
+    if not status.stores or info.cache_spec.HasField("state"):
         return None
     ranks = info.tensor_parallel_size if info.batch_invariant else 0
     kind = info.cache_spec.dtype, ranks, info.batch_invariant

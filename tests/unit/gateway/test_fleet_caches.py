@@ -357,3 +357,19 @@ def test_a_node_that_serves_a_request_alone_says_what_it_pulls_too() -> None:
     assert placement.route is Route.LOCAL
     assert placement.why == f"{placement.reason}; node-12 {placement.decode.pull}"
     assert placement.decode.cached_tokens == 384
+
+
+def test_models_with_recurrent_states_pull_nothing_so_nobody_counts_on_it() -> None:
+    fleet = pulling_fleet(PULLS)
+    for address in ("p1", "p2"):
+        report = node_status_pb2.NodeStatus()
+        report.CopyFrom(fleet.prefills[address].status)
+        report.info.cache_spec.state.CopyFrom(
+            node_status_pb2.CacheSpec(
+                kind=node_status_pb2.KV_KIND_STATE, num_layers=2, num_kv_heads=1, head_dim=64, dtype="float32"
+            )
+        )
+        fleet.status_received(PREFILL, address, report, 0.0)
+    assert fleet.prefills["p2"].view().state_bytes
+    assert fleet.kept_elsewhere(fleet.prefills["p2"], long_prompt()) is None
+    assert long_picked(fleet) == "p1"

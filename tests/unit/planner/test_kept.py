@@ -57,4 +57,7 @@ def test_without_stores_a_plan_says_what_a_gib_would_hold() -> None:
 def test_each_request_leaves_two_recurrent_states() -> None:
     kind = replace(KIND, state_bytes=1000 * 131072)
     assert kind.tokens_in(64, request_tokens=2000) == 64 * GIB // (2 * 131072)
-    assert next(iter(kept_tokens(plan(gpus=1, kind=kind), StoreSizes(64)))).tokens < 524288
+    found = plan(gpus=1, kind=kind, host_gib=64.0)
+    assert next(iter(kept_tokens(found, StoreSizes(64)))).tokens < 524288
+    assert found.best.spec.decode.host_tokens == 0
+    assert [*kept_lines(found, StoreSizes(64))][-1].startswith("simulated without host memory")

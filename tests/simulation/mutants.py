@@ -343,7 +343,7 @@ def _mixes_calls_and_whole_requests(patch: pytest.MonkeyPatch) -> None:
 
 def _frees_blocks_of_a_running_step(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: RequestTable, ended: RequestState) -> None:
-        self.blocks.give_back(ended)
+        self.blocks.end(ended)
 
     patch.setattr(RequestTable, "_give_back", mutated)
 

@@ -210,7 +210,9 @@ class Offload:
     def forget(self, state: RequestState) -> None:
         """Takes a request's entries back, because its KV is not to be trusted."""
         state.is_shared = False
-        forgotten = entries_of(self._chain_of(state), state.tokens, 0, state.num_offered)
+        # Also those before a state that was offered, because a state is dropped with the entry that it comes after.
+        stop = max(state.num_offered, state.num_shown)
+        forgotten = entries_of(self._chain_of(state), state.tokens, 0, stop)
         self._forgotten += forgotten
         self.kept.lost(key.block.digest for key in forgotten)
 

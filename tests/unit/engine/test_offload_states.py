@@ -6,12 +6,12 @@ from random import Random
 import pytest
 
 from baton.core.costs import StepCosts
-from baton.core.errors import Overloaded
+from baton.core.errors import InternalError, Overloaded
 from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks
 from baton.core.sampling import ResolvedSampling
 from baton.engine.scheduling.offload import LoadPlan
 from baton.engine.scheduling.scheduler import Scheduler
-from tests.unit.engine.scheduling import BLOCK_SIZE, finish, make, request, step
+from tests.unit.engine.scheduling import BLOCK_SIZE, finish, launch, make, request, step
 from tests.unit.engine.test_offload import free_blocks, offload, save_all, seen
 
 BLOCKS_PER_ENTRY = ENTRY_TOKENS // BLOCK_SIZE
@@ -230,6 +230,19 @@ def test_followers_see_the_entries_before_a_state_that_is_saved_and_no_others() 
     run(scheduler, "a", PROMPT[: 2 * ENTRY_TOKENS + 1], tokens=ENTRY_TOKENS - 10)
     save_all(scheduler)
     assert len(offload(scheduler).kept.cached_keys()) == 2 * BLOCKS_PER_ENTRY
+
+
+def test_a_state_of_logits_that_are_not_finite_is_dropped_with_the_entries_before_it() -> None:
+    """Another request would save the entries, and find the state there already."""
+    scheduler = tiered()
+    scheduler.submit(request("a", PROMPT), 0.0)
+    step(scheduler)
+    assert states_of(save_all(scheduler)) == [3 * ENTRY_TOKENS]
+    launch(scheduler)
+    scheduler.complete([InternalError("its logits are not finite")], 0.0)
+    assert [key.number for key in offload(scheduler).take_forgotten()] == [0, 1, 2]
+    assert offload(scheduler).take_finished() == []
+    assert offload(scheduler).kept.cached_keys() == []
 
 
 def test_followers_do_not_see_what_could_not_be_saved() -> None:

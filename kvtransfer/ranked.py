@@ -68,10 +68,10 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     Args:
         makers: each makes one rank's transfer; rank 0's comes first.
         message_bytes: the largest message that each of them takes.
-        has_stores: whether there are stores below host memory.
+        has_stores: whether there may be stores below host memory.
     """
 
-    def __init__(self, makers: Sequence[MakeTransfer], *, message_bytes: int, has_stores: bool = False) -> None:
+    def __init__(self, makers: Sequence[MakeTransfer], *, message_bytes: int, has_stores: bool = True) -> None:
         self.message_bytes = message_bytes
         self.has_stores = has_stores
         self._on_filled: OnFilled | None = None

@@ -33,6 +33,11 @@ def offload(scheduler: Scheduler) -> Offload:
     return scheduler.offload
 
 
+def offer_at_once(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloads, "_ENTRIES_AT_ONCE", entries)
+    monkeypatch.setattr(offloads, "_AT_ONCE_SHARE", 1.0)
+
+
 def decode_all(scheduler: Scheduler, name: str, prompt: tuple[int, ...] = PROMPT, *, tokens: int = 1) -> None:
     """Runs one request to its end."""
     scheduler.submit(request(name, prompt, sampling=ResolvedSampling(max_tokens=tokens, temperature=0.0)), 0.0)
@@ -128,7 +133,7 @@ def test_blocks_whose_windows_are_missing_are_not_offered() -> None:
 
 
 def test_received_tokens_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloads, "_ENTRIES_AT_ONCE", 2)
+    offer_at_once(2, monkeypatch)
     scheduler = tiered()
     scheduler.reserve(request("a", PROMPT), 0.0)
     scheduler.admit("a", TokenOutput(5, 0))
@@ -139,7 +144,7 @@ def test_received_tokens_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_running_request_offers_many_entries_at_a_time_and_the_rest_when_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offloads, "_ENTRIES_AT_ONCE", 3)
+    offer_at_once(3, monkeypatch)
     scheduler = tiered()
     prompt = tuple(range(100, 100 + 4 * ENTRY_TOKENS - 2))
     scheduler.submit(request("a", prompt, sampling=ResolvedSampling(max_tokens=4, temperature=0.0)), 0.0)
@@ -152,7 +157,10 @@ def test_a_running_request_offers_many_entries_at_a_time_and_the_rest_when_it_en
     assert [key.number for key in rest.keys] == [3]
 
 
-def test_a_preempted_request_offers_nothing_because_its_blocks_are_needed_now() -> None:
+def test_a_preempted_request_offers_nothing_because_its_blocks_are_needed_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offer_at_once(3, monkeypatch)
     scheduler = tiered(num_blocks=2 * BLOCKS_PER_ENTRY + 3)
     scheduler.submit(request("a", PROMPT[: ENTRY_TOKENS + 1]), 0.0)
     scheduler.submit(request("b", PROMPT[-ENTRY_TOKENS - 1 :]), 0.0)
@@ -190,7 +198,7 @@ def test_what_had_no_room_to_be_saved_is_offered_by_the_next_request_with_it() -
 
 
 def test_a_running_request_offers_later_what_has_no_room_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloads, "_ENTRIES_AT_ONCE", 2)
+    offer_at_once(2, monkeypatch)
     scheduler = tiered(num_blocks=6 * BLOCKS_PER_ENTRY)
     prompt = tuple(range(100, 100 + 4 * ENTRY_TOKENS))
     scheduler.submit(request("a", prompt, sampling=ResolvedSampling(max_tokens=9, temperature=0.0)), 0.0)
@@ -384,12 +392,13 @@ def test_entries_of_logits_that_are_not_finite_are_dropped(monkeypatch: pytest.M
     launch(scheduler)
     scheduler.complete([InternalError("its logits are not finite")], 0.0)
     assert [key.number for key in offload(scheduler).take_forgotten()] == []
+    offer_at_once(3, monkeypatch)
     scheduler.submit(request("b", PROMPT), 0.0)
     step(scheduler)
     launch(scheduler)
     scheduler.complete([InternalError("its logits are not finite")], 0.0)
     assert offload(scheduler).take_finished() == []  # nor does the end of the request offer them
-    monkeypatch.setattr(offloads, "_ENTRIES_AT_ONCE", 2)
+    offer_at_once(2, monkeypatch)
     scheduler.submit(request("c", PROMPT), 0.0)
     step(scheduler)
     save_all(scheduler)

@@ -51,7 +51,7 @@ class XFormersInTorch:
         self.rows.append(q_1RHGD.shape[1])
         out = torch.empty_like(q_1RHGD)
         for request, seq_len in enumerate(attn_bias.k_seqinfo.seqlen.tolist()):
-            positions = torch.arange(seq_len)
+            positions = torch.arange(seq_len, device=q_1RHGD.device)
             blocks = attn_bias.block_tables[request][positions // attn_bias.page_size].long()
             slots = blocks * attn_bias.page_size + positions % attn_bias.page_size
             scores_HGS = torch.einsum("hgd,shgd->hgs", q_1RHGD[0, request], k_1SHGD[0, slots]) * scale

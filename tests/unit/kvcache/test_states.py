@@ -11,14 +11,15 @@ from baton.kvcache.kernels.blocks import copy
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.kvcache.states import copy_states
+from tests.device import DEVICE
 
 STATE = KVCacheSpec(KVKind.STATE, num_layers=3, num_kv_heads=2, head_dim=5, dtype="float32")
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=1, num_kv_heads=2, head_dim=4, dtype="bfloat16", state=STATE)
 LAYOUTS = (KVCacheLayout.NHD, KVCacheLayout.HND, KVCacheLayout.BLNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNC)
 
 
-def states(layout: KVCacheLayout = KVCacheLayout.NHD) -> PagedKVCache:
-    state = PagedKVCache(SPEC, KVCacheShape(layout, block_size=4, num_blocks=2, state_slots=6)).state
+def states(layout: KVCacheLayout = KVCacheLayout.NHD, device: str = "cpu") -> PagedKVCache:
+    state = PagedKVCache(SPEC, KVCacheShape(layout, block_size=4, num_blocks=2, state_slots=6), device).state
     assert state is not None
     state.view.copy_(torch.randn(state.view.shape, generator=torch.Generator().manual_seed(1)))
     return state
@@ -52,7 +53,7 @@ def test_slots_that_are_not_there_or_clash_are_an_error(pairs: Sequence[tuple[in
 @pytest.mark.parametrize("layout", [KVCacheLayout.NHD, KVCacheLayout.BLNHC])
 def test_the_kernel_of_gpus_copies_the_same(layout: KVCacheLayout) -> None:
     pairs = [(0, 4), (5, 1)]
-    twin, cache = states(layout), states(layout)
+    twin, cache = states(layout), states(layout, DEVICE)
     copy_states(twin, pairs)
-    copy(cache.by_block, cache.by_block, torch.tensor(pairs))
-    assert torch.equal(cache.view, twin.view)
+    copy(cache.by_block, cache.by_block, torch.tensor(pairs, device=DEVICE))
+    assert torch.equal(cache.view.cpu(), twin.view)

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from baton.core.kv_entries import ENTRY_TOKENS
+from baton.engine import tiered_prefixes
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.kvcache.spec import KVKind
 from baton.settings.node_config import NodeSettings
+from kvtransfer import offload_calls, offload_queue
 from kvtransfer.parts import parts_of
 from kvtransfer.ranked import RankedTransfer
 from kvtransfer.records import EntryCounters
@@ -24,7 +26,7 @@ from kvtransfer.settings import TransferSettings
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.files import FileStore
 from kvtransfer.transfer import KVTransfer
-from tests.conformance.kv import eventually
+from tests.conformance.kv import DEADLINE_S, eventually
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import EventRecorder, greedy, prompt_of, request, transformers_greedy
 from tests.unit.models.tiny import save_tiny
@@ -82,6 +84,14 @@ class Node:
     def _is_busy(self) -> bool:
         assert self.transfer._tiers is not None
         return self.transfer._tiers.is_busy or bool(self.transfer._thread.offloader.in_flight)
+
+
+@pytest.fixture(autouse=True)
+def _stores_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_prefixes, "_FIND_S", DEADLINE_S)
+    monkeypatch.setattr(tiered_prefixes, "_LOAD_S", DEADLINE_S)
+    monkeypatch.setattr(offload_calls, "FIND_LIMIT_S", DEADLINE_S)
+    monkeypatch.setattr(offload_queue, "STUCK_AFTER_S", DEADLINE_S)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

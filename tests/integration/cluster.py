@@ -23,6 +23,7 @@ from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.rpc.channels import connect
 from baton.settings.config import DEMO_MODELS
 from kvtransfer import offload_calls, offload_queue
+from kvtransfer.stores import read_speed
 from tests.paused_engine import PausedSteps
 from tests.warm import SHOW_STACKS, launch_warm
 from tests.warm_ranks import keep_ranks_warm
@@ -175,6 +176,7 @@ def _prepare_node(prepare: Callable[[], None] | None, more_ranks: int) -> None:
     assembly.STUCK_AFTER_S = process.STUCK_AFTER_S = DEADLINE_S  # type: ignore[attr-defined]
     tiered_prefixes._FIND_S = tiered_prefixes._LOAD_S = DEADLINE_S
     offload_calls.FIND_LIMIT_S = offload_queue.STUCK_AFTER_S = DEADLINE_S
+    read_speed._READS_MIN = read_speed._READS_MAX + 1  # a disk that stood still for a while is not slow
     if prepare is not None:
         prepare()
 

@@ -160,7 +160,7 @@ class EntryPulls:
         leading entries that have a place then; ask the owner for these, and call `end`.
 
         Args:
-            links: which together bring all that this rank keeps of an entry, or each of which does.
+            links: from the owner's ranks. Each brings whole entries, or all of them together do.
         """
         if number in self._pulls:
             raise InternalError(f"pull {number:x} has begun already", field="number", value=number)

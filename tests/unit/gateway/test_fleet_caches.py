@@ -316,7 +316,7 @@ def test_a_node_that_can_pull_a_prompt_counts_as_one_that_has_it_after_the_pull(
     fleet = pulling_fleet(PULLS)
     assert long_picked(fleet) == "p2"
     assert fleet.prefills["p2"].cached_tokens == 384
-    # What the node will be told, it was chosen for.
+    # The gateway names the pull that it chose the node for.
     assert fleet.kept_elsewhere(fleet.prefills["p2"], long_prompt()) == KeptPrefix("p1", 11, 384)
 
 

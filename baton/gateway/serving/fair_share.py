@@ -122,7 +122,7 @@ class FairShare:
         return clock if name in self._active else max(self._time, clock)
 
     def _forget(self) -> None:
-        """Bounds the number of idle clients' clocks. Those behind the queue's time go first, because they say nothing."""
+        """Bounds the number of idle clients' clocks. Those behind the queue's time go first: they say nothing."""
         if len(self._clocks) - len(self._active) <= _IDLE_MAX:
             return
         idle = {name: clock for name, clock in self._clocks.items() if name not in self._active}

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import grpc
 
 from baton.core.errors import BatonError, InternalError, NoNode
+from baton.core.tracebacks import drop_tracebacks
 from baton.node.assembly import Node
 from baton.node.describe import (
     describe_conversion,
@@ -133,6 +134,7 @@ class DecodePeer:
                     await self._exchange(call)
         except* Exception as failed:  # noqa: BLE001  any failure of one peer costs that peer alone
             self.state.detail = self.state.detail or self._describe(failed.exceptions[0])
+            drop_tracebacks(failed)  # their frames hold the connection
         finally:
             await self._end()
 

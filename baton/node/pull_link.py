@@ -13,6 +13,7 @@ import grpc
 
 from baton.core.errors import BatonError, DataLoss, DeadlineExceeded, InternalError, NoNode
 from baton.core.kv_entries import EntryKey
+from baton.core.tracebacks import drop_tracebacks
 from baton.node.pull_messages import check_worker_addresses, wanted_entries
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.internal.v1 import node_pb2_grpc
@@ -160,6 +161,7 @@ class PullLink:
                 await self._exchange(call)
         except* Exception as failed:  # noqa: BLE001  any failure of one link costs that link alone
             self._error = self._described(failed.exceptions[0])
+            drop_tracebacks(failed)  # their frames hold the connection
         finally:
             self._error = self._error or NoNode(f"the link to {self.address} has ended")
             self._settled.set()

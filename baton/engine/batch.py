@@ -4,6 +4,7 @@ Most rows repeat from step to step, one token further on. They stay the same obj
 again. Rows are named tuples, which are several times faster to make than frozen dataclasses.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -16,8 +17,9 @@ from baton.engine.sampling.row import SampleRow
 # Snapshots within a row: where a prompt departs from a known prefix, and before its end.
 MOST_SNAPSHOTS = 2
 
-# What a step yields for a row: its token, None where nothing was sampled, or the error with which its request fails.
-RowResult: TypeAlias = TokenOutput | BatonError | None
+# What a step yields for a row: its token, None where nothing was sampled, or the error with which its request fails. A
+# row with drafts yields at least one token: one after each draft that is kept, and the one that differs from the next.
+RowResult: TypeAlias = TokenOutput | tuple[TokenOutput, ...] | BatonError | None
 
 
 class BatchRow(NamedTuple):
@@ -36,6 +38,8 @@ class BatchRow(NamedTuple):
         owner: the rank that has the blocks, where each has blocks of its own.
         snapshots: up to MOST_SNAPSHOTS pairs (tokens, slot): the slot gets the recurrent state after this many of the
             row's tokens, fewer than all.
+        num_drafts: the last so many of `token_ids` are guesses. The token before them is known, and a token is drawn
+            after it and after each guess; `sample` is for the first of these draws.
     """
 
     request_id: str
@@ -49,6 +53,7 @@ class BatchRow(NamedTuple):
     state_slot: int = -1
     owner: int = 0
     snapshots: tuple[tuple[int, int], ...] = ()
+    num_drafts: int = 0
 
     @property
     def token_stop(self) -> int:
@@ -62,6 +67,12 @@ class BatchRow(NamedTuple):
         if sample is not None:
             sample = sample._replace(output_index=sample.output_index + further)
         return self._replace(token_start=self.token_start + further, sample=sample, since=None)
+
+
+def drawn_rows(rows: Sequence[BatchRow]) -> Sequence[BatchRow]:
+    """One row for each token that the step draws: a row with drafts becomes one for each of its draws, whose tokens end
+    where that draw is. Other rows stay the same objects, also those that are not sampled."""
+    raise NotImplementedError
 
 
 class ScoreRow(NamedTuple):

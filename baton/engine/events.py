@@ -97,6 +97,19 @@ token_sampled: Callable[[tuple[str, TokenOutput, FinishReason | None, str]], Tok
 )
 
 
+class DraftsChecked(NamedTuple):
+    """A step has computed guessed tokens of a request beside its next one.
+
+    Args:
+        drafted: guessed tokens.
+        accepted: those that were kept. So many more tokens of the request come with this step.
+    """
+
+    request_id: str
+    drafted: int
+    accepted: int
+
+
 @dataclass(frozen=True)
 class RequestFailed:
     """The request has ended, or was refused. Its blocks are free; those of a prefill-only request that has run are held
@@ -122,3 +135,4 @@ class StepEvents:
     layers: tuple[LayersComputed, ...] = ()
     scored: tuple[PromptScored, ...] = ()
     pooled: tuple[PromptPooled, ...] = ()
+    drafts: tuple[DraftsChecked, ...] = ()

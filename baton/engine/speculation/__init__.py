@@ -1,0 +1,12 @@
+"""Speculation: guesses the next tokens of decoding requests, so that one step computes several of them.
+
+A guess never changes a token, only when it comes: a step computes the guessed tokens beside the known one, draws a token
+after each of them as decoding would, and keeps the draws up to the first that differs from its guess.
+
+    sequence_index  where a sequence has had its last tokens before
+    recent_outputs  the same for the outputs that a tenant's requests had lately
+    grammar_drafts  what a grammar forces next
+    request_drafts  the guesses for one request, each with its chance, which learns from what was kept
+    depth           how many guessed tokens of each request a step takes
+    speculator      what the scheduler asks
+"""

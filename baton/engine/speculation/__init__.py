@@ -1,7 +1,7 @@
 """Speculation: guesses the next tokens of decoding requests, so that one step computes several of them.
 
-A guess never changes a token, only when it comes: a step computes the guessed tokens beside the known one, draws a token
-after each of them as decoding would, and keeps the draws up to the first that differs from its guess.
+A guess never changes a token, only when it comes: a step computes the guessed tokens beside the known one, draws one
+token after each of them as decoding would, and keeps the draws up to the first that differs from its guess.
 
     sequence_index  where a sequence has had its last tokens before
     recent_outputs  the same for the outputs that a tenant's requests had lately

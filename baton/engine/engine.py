@@ -25,6 +25,7 @@ from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, Reserv
 from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.speculation.speculator import Speculator
 from baton.engine.tiered_prefixes import TieredPrefixes
 from baton.grammar.compiler import GrammarCompiler
 from baton.models.adapters.adapter import Adapter
@@ -46,6 +47,7 @@ class Engine:
         num_adapters: slots of the runner for adapters.
         tier: the stores outside of the cache; None: there are none.
         source: the stores of other nodes; None: nothing is pulled from them.
+        speculator: guesses tokens; None: nothing is guessed.
         on_room: called on the event loop when copies between cache and stores have given blocks back, without which
             `reserve` may have found no room. It must not raise.
 
@@ -66,10 +68,16 @@ class Engine:
         tier: PrefixTier | None = None,
         source: PrefixSource | None = None,
         on_room: Callable[[], None] | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self._grammars = grammars
         self._scheduler = Scheduler(
-            limits, runner.facts, meter, is_pending=grammars.is_pending, offloads=tier is not None
+            limits,
+            runner.facts,
+            meter,
+            is_pending=grammars.is_pending,
+            offloads=tier is not None,
+            speculator=speculator,
         )
         self._prefixes = (
             None if tier is None else TieredPrefixes(tier, source, self._scheduler, on_room=self._room_freed)

@@ -264,6 +264,16 @@ class RequestBlocks:
             state.blocks.extend(pool.take((), missing))
         return True
 
+    def draft_room(self, state: RequestState, num_drafts: int) -> int:
+        """How many of so many guesses have slots after the request's next token. Gives it blocks for them if that
+        leaves half of the free ones."""
+        wanted = state.num_scheduled + 1 + num_drafts
+        pool = self._pools[state.pool]
+        missing = self._blocks_for(wanted) - len(state.blocks)
+        if 0 < missing <= pool.num_free // 2:
+            self.extend(state, wanted)
+        return min(num_drafts, len(state.blocks) * self._block_size - state.num_scheduled - 1)
+
     def can_extend(self, states: Iterable[RequestState]) -> bool:
         """Whether there is one more block for each of the requests."""
         wanted = Counter(state.pool for state in states)

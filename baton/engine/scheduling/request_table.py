@@ -38,6 +38,7 @@ class RequestTable:
     Attributes:
         void: ended requests that still have a row in a step in flight.
         preemptions: how many requests lost their blocks so far.
+        on_end: called with each request that ends.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class RequestTable:
         self.in_flight = StepsInFlight()
         self.void: list[RequestState] = []
         self.preemptions = 0
+        self.on_end: Callable[[RequestState], None] | None = None
 
     def set_limits(self, limits: EngineLimits) -> None:
         self._limits = limits
@@ -197,6 +199,8 @@ class RequestTable:
     def end(self, state: RequestState) -> None:
         """Ends the request. No later event names it."""
         self.roster.end(state)
+        if self.on_end is not None:
+            self.on_end(state)
         self._give_back(state)
 
     def _give_back(self, ended: RequestState) -> None:

@@ -12,18 +12,21 @@ from baton.core.block_keys import adapted_identity, root_digest
 from baton.core.errors import BatonError
 from baton.core.types import AdapterRef, FinishReason, Grammar, PromptLogprob, TokenOutput
 from baton.engine.batch import Batch, RowResult
-from baton.engine.events import ChunkComputed, PromptPooled, RequestFailed, RequestStarted, StepEvents, token_sampled
+from baton.engine.events import RequestFailed, StepEvents
 from baton.engine.pooling import PooledRows
 from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts, Reservation
 from baton.engine.request_checks import check_first_token, check_received
 from baton.engine.scheduling.costs import Costs, NoCosts
+from baton.engine.scheduling.drafts import Drafts
+from baton.engine.scheduling.ended_steps import EndedSteps
 from baton.engine.scheduling.load import engine_load
 from baton.engine.scheduling.offload import LoadPlan, Offload, WantedPrefix
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.prompts import Prompts
 from baton.engine.scheduling.request_table import RequestTable, overloaded
-from baton.engine.scheduling.state import NO_END, RequestPhase, RequestState
+from baton.engine.scheduling.state import NO_END, RequestPhase
 from baton.engine.scheduling.steps import DecodeOrder, NextStep
+from baton.engine.speculation.speculator import Speculator
 
 _NO_SCORES: Mapping[int, Sequence[PromptLogprob]] = MappingProxyType({})
 _NO_POOLS: PooledRows = MappingProxyType({})
@@ -52,6 +55,7 @@ class Scheduler:
         *,
         is_pending: Callable[[Grammar], bool] = lambda _: False,
         offloads: bool = False,
+        speculator: Speculator | None = None,
     ) -> None:
         self._limits = limits
         self._facts = facts
@@ -63,6 +67,12 @@ class Scheduler:
         self._blocks = self._requests.blocks
         self._in_flight = self._requests.in_flight
         self._decode_order = DecodeOrder()
+        self._drafts: Drafts | None = None
+        if speculator is not None:
+            assert not facts.state_slots, "a recurrent state cannot be taken back to the tokens that are kept"
+            self._drafts = Drafts(speculator, self._roster, self._blocks, self._meter, seats=limits.seats)
+            self._requests.on_end = self._drafts.end
+        self._ended = EndedSteps(self._requests, self._meter, self._drafts, block_size=facts.block_size)
         self._prompts = Prompts(self._roster, self._blocks, limits, self._meter, stop=self._requests.stop_running)
 
     def set_limits(self, limits: EngineLimits) -> None:
@@ -70,6 +80,8 @@ class Scheduler:
         not change."""
         assert limits.chunk_align_tokens == self._limits.chunk_align_tokens
         self._limits = limits
+        if self._drafts is not None:
+            self._drafts.seats = limits.seats
         self._requests.set_limits(limits)
         self._prompts.set_limits(limits)
 
@@ -233,9 +245,11 @@ class Scheduler:
         """The next step. Returns None when no request can run, or two steps are in flight.
 
         Also returns None when a decode finds no free block while a step is in flight, because a preempted request must
-        not be in one.
+        not be in one, and when the next step is worth the wait for the tokens of the one in flight (`drafts`).
         """
         if self._in_flight.full:
+            return None
+        if self._drafts is not None and self._in_flight and self._drafts.waits(self._in_flight.oldest):
             return None
         self._requests.fill_seats()
         preemptions = self._requests.preemptions
@@ -250,7 +264,11 @@ class Scheduler:
         )
         # A request is unsteady wherever a block begins, so also where a state is kept.
         self._blocks.states.begin_decoded(step, [state for state in unsteady if state.decoding])
+        drafts = self._drafts.choose(decoding) if self._drafts is not None and not self._in_flight else {}
+        if drafts:
+            decoding = [state for state in decoding if state not in drafts]
         step.add_decodes(self._decode_order.place(decoding), self._decode_order.work)
+        step.add_drafts(drafts)
         prompts = [state for state in unsteady if state.prefilling and state.phase is RequestPhase.RUNNING]
         # A step that preempted a request admits no new ones.
         self._prompts.add_to(step, prompts, now, admit=self._requests.preemptions == preemptions)
@@ -277,93 +295,18 @@ class Scheduler:
         """Ends the oldest step in flight: updates its requests and returns its events.
 
         Args:
-            results: the token of each row, None where nothing was sampled, or the error with which the row's request
-                fails.
+            results: what each row yields, see `RowResult`.
             scores: the logprobs that `Batch.scores` asks for, by row.
             pools: the sums that `Batch.pools` asks for, by row.
         """
-        started: list[RequestStarted] = []
-        chunks: list[ChunkComputed] = []
-        sampled: list[tuple[str, TokenOutput, FinishReason | None, str]] = []
-        failed: list[RequestFailed] = []
-        pooled: list[RequestState] = []
-        block_size, running = self._block_size, RequestPhase.RUNNING  # locals are looked up faster for every row
-        step = self._requests.end_oldest_step()
-        likely = self._blocks.states.end_snapshots(step, results)
-        for snapshot in step.snapshots:
-            self._blocks.report(snapshot.state)
-        self._blocks.offer_states(likely)
-        scored = step.collect_scores(results, scores) if scores else ()
-        step.collect_pools(pools)
-        for state, row, token in zip(step.states, step.rows, results, strict=True):
-            if state.phase is not running:  # a void row
-                continue
-            start = state.num_computed
-            state.num_computed = stop = start + len(row.token_ids)
-            if start < state.prefill_stop:
-                blocks = tuple(state.blocks)
-                chunks.append(ChunkComputed(state.request_id, start, stop, blocks, state.state_slot, state.owner))
-                self._blocks.states.restored(state)
-                if state.request_id in step.started:
-                    started.append(step.started[state.request_id])
-                if state.splits and stop == state.prefill_stop:
-                    self._requests.stop_running(state)
-                    if state.pooling is not None:
-                        pooled.append(state)
-            if isinstance(token, BatonError):
-                self._blocks.forget(state)
-                self._requests.stop_running(state)
-                failed.append(RequestFailed(state.request_id, token))
-                continue
-            if stop // block_size > start // block_size:
-                self._blocks.register(state)
-            if token is None:
-                continue
-            state.num_pending -= 1
-            state.tokens.append(token.token_id)
-            reason, stop_reason = None, ""
-            if stop >= state.decode_stop or token.token_id in state.end_token_ids:  # otherwise it cannot end
-                reason, stop_reason = state.end_at(token.token_id)
-                if reason is not None or state.prefill_only:
-                    self._requests.stop_running(state)
-            if start < state.prefill_stop and state.phase is running:
-                self._requests.begin(state)
-            sampled.append((state.request_id, token, reason, stop_reason))
-        pooled_events = tuple(map(self._end_pooled, pooled))
-        self._requests.fill_seats()
-        if not step.scores:
-            self._meter.observe(step.work, seconds)
-        tokens = tuple(map(token_sampled, sampled))
-        return StepEvents(
-            step.number,
-            seconds,
-            tuple(started),
-            tuple(chunks),
-            tokens,
-            failed=tuple(failed),
-            scored=scored,
-            pooled=pooled_events,
-        )
-
-    def _end_pooled(self, state: RequestState) -> PromptPooled:
-        """Ends a request whose span is pooled. Nobody reads its KV, so its blocks are free at once."""
-        assert state.pooling is not None
-        self._requests.end(state)
-        return PromptPooled(state.request_id, state.pooling.mean())
+        return self._ended.complete(results, seconds, scores, pools)
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
         """Fails the oldest step in flight: its requests end with `error`. Their rows in the next step are void.
 
         A prefill-only request keeps its blocks until `abort`: KV of earlier chunks may be read from them meanwhile.
         """
-        step = self._requests.end_oldest_step()
-        self._blocks.states.end_snapshots(step, None)
-        failed = [state for state in step.states if state.phase is RequestPhase.RUNNING]
-        for state in failed:
-            self._requests.stop_running(state)
-        self._requests.fill_seats()
-        events = tuple(RequestFailed(state.request_id, error) for state in failed)
-        return StepEvents(step.number, seconds, failed=events)
+        return self._ended.fail(error, seconds)
 
     # ---- stores outside of the cache
 
@@ -395,6 +338,8 @@ class Scheduler:
         of blocks. Requests that run go on, and leave nothing either."""
         if self._blocks.offload is not None:
             self._blocks.offload.drop_roots(roots)
+        if self._drafts is not None:
+            self._drafts.drop_roots(roots)
         return self._blocks.drop_roots(roots, self._roster.everyone())
 
     def root(self, cache_salt: str, adapter: AdapterRef | None) -> bytes:

@@ -83,6 +83,7 @@ class RequestState:
         scored: logprobs of the prompt's tokens from the second on, as far as they are computed; None: none are wanted,
             or all have been reported.
         pooling: the sum of the prompt's hidden states that are pooled; None: nothing is pooled.
+        is_followed: whether tokens are guessed from its sequence.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class RequestState:
         self.snapshot_stops: tuple[int, ...] = ()
         self.prefill_stop = self._prompt_stop
         self.started = False
+        self.is_followed = False
         self.scored: list[PromptLogprob] | None = None
         sampling = request.sampling
         self.prompt_tokens = len(request.prompt)
@@ -166,6 +168,11 @@ class RequestState:
         """Whether its next row is a decode: the prompt is scheduled, and the last possible token is not being drawn
         yet."""
         return self.prefill_stop <= self.num_scheduled < self.decode_stop
+
+    @property
+    def most_drafts(self) -> int:
+        """Most tokens that may be guessed for its next step: more could not be part of its output."""
+        return max(0, self.decode_stop - self.num_scheduled - 1)
 
     @property
     def prompt_remaining(self) -> int:
@@ -296,6 +303,15 @@ class RequestState:
         since = since if pending else None
         shared = self._row_blocks, sample, source, since, self._adapter, self.state_slot, self.pool
         return BatchRow(self.request_id, tokens, start, *shared)
+
+    def next_drafts(self, draft: tuple[int, ...], *, block_size: int) -> BatchRow:
+        """Makes its row of the next step, which computes its newest token, and these guesses after it. Only the newest
+        token counts as scheduled."""
+        assert self.num_scheduled == len(self.tokens) - 1, "a guess follows tokens that are known"
+        row = self.next_row(1, block_size=block_size)
+        stop = row.token_start + 1 + len(draft)
+        blocks = self.blocks[: -(-stop // block_size)]
+        return row._replace(token_ids=row.token_ids + int_array(draft), block_ids=blocks, num_drafts=len(draft))
 
     def append(self, token_id: int) -> End:
         """Adds its next token. Returns NO_END when more tokens follow."""

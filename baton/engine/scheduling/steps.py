@@ -16,6 +16,7 @@ from baton.engine.pooling import PooledRows, PoolRow
 from baton.engine.request import EngineLimits
 from baton.engine.scheduling.slices import StepBound
 from baton.engine.scheduling.state import RequestPhase, RequestState
+from baton.engine.speculation.depth import Draft
 
 STEPS_MAX = 2
 
@@ -83,6 +84,7 @@ class NextStep:
         scores: the requests whose prompt logprobs this step computes.
         pools: the requests whose hidden states this step pools.
         num_decodes: rows of `add_decodes`; they come before all others.
+        num_drafts: guessed tokens of the step.
         work: what the step computes.
         bound: on the step's time; None: there is none.
         has_skipped: whether the first prompt got no token of this step for lack of room.
@@ -103,7 +105,7 @@ class NextStep:
         self.scores: list[tuple[RequestState, ScoreRow]] = []
         self.pools: list[tuple[RequestState, PoolRow]] = []
         self.budget = limits.max_batch_tokens
-        self.num_decodes = 0
+        self.num_decodes = self.num_drafts = 0
         self.work = StepWork()
         self.bound: StepBound | None = None
         self.has_skipped = False
@@ -132,6 +134,19 @@ class NextStep:
         self.num_decodes = self._num_single = len(states)
         self.budget -= len(states)
         self.work = work
+
+    def add_drafts(self, drafts: Mapping[RequestState, Draft]) -> None:
+        """Adds the next token of each request and the guesses after it. Call it after `add_decodes`, and before
+        `add_chunk`."""
+        for state, draft in drafts.items():
+            context, count = state.num_scheduled, 1 + len(draft)
+            self.rows.append(state.next_drafts(draft, block_size=self._block_size))
+            self.states.append(state)
+            self.budget -= count
+            self.num_drafts += len(draft)
+            # Each guess takes the time of a decode row, but all of them read the context together.
+            work = self.work
+            self.work = StepWork(work.decode_rows + count, work.keys + context + count, work.prompt_tokens, work.pairs)
 
     def chunk_tokens(self, state: RequestState, start: int) -> int:
         """How many tokens of the request from `start` on still fit. Returns 0 if it waits."""
@@ -186,6 +201,7 @@ class Step(NamedTuple):
         work: what the step computes.
         scores: whether it computes prompt logprobs too.
         snapshots: snapshots of recurrent states, usable once the step has ended.
+        num_drafts: guessed tokens that it computes.
     """
 
     number: int
@@ -195,6 +211,7 @@ class Step(NamedTuple):
     work: StepWork
     scores: bool
     snapshots: tuple[StepSnapshot, ...] = ()
+    num_drafts: int = 0
 
     def layers_computed(self, layer_stop: int, index_stop: int) -> StepEvents:
         """The events of the running step when its first layers are computed, for requests that ask for marks."""
@@ -261,7 +278,10 @@ class StepsInFlight:
         for index in range(step.num_decodes, len(step.states)):
             step.states[index].row_index = index
         rows, snapshots = tuple(step.rows), tuple(step.snapshots)
-        launched = Step(number, step.states, rows, step.started, step.work, bool(step.scores), snapshots)
+        scored = bool(step.scores)
+        launched = Step(
+            number, step.states, rows, step.started, step.work, scored, snapshots, num_drafts=step.num_drafts
+        )
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
         restores, copies = tuple(step.restores), tuple(step.copies)

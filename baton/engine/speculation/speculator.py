@@ -42,6 +42,8 @@ class Speculator:
     drafted: int
     accepted: int
 
+    def __init__(self, *, always: bool = False) -> None: ...
+
     def begin(self, request: Speculating, *, root: bytes, grammar: Grammar | None) -> None:
         """A request begins to decode here. Later calls for it do nothing.
 

@@ -1,0 +1,104 @@
+"""Decides which requests a step guesses tokens for, and takes the step's draws after them. Pure.
+
+Guesses follow a request's newest token, which the host must know. So a step with guesses is prepared when no step is in
+flight, and none is prepared while it runs, for how many tokens it keeps is not known either. All requests of the step
+bear that, so `baton.engine.speculation` weighs it against the tokens that guesses bring.
+"""
+
+from collections.abc import Sequence
+
+from baton.core.costs import StepWork
+from baton.core.types import FinishReason, TokenOutput
+from baton.engine.events import DraftsChecked
+from baton.engine.scheduling.costs import Costs
+from baton.engine.scheduling.request_blocks import RequestBlocks
+from baton.engine.scheduling.roster import Roster
+from baton.engine.scheduling.state import RequestState
+from baton.engine.scheduling.steps import Step
+from baton.engine.speculation.depth import Draft
+from baton.engine.speculation.speculator import Speculator
+
+# A token of a request, with its end if it is the last one: the fields of `TokenSampled`.
+Sampled = tuple[str, TokenOutput, FinishReason | None, str]
+
+
+class Drafts:
+    """The guesses of one engine's steps.
+
+    Args:
+        seats: most rows of a step that draw a token.
+    """
+
+    def __init__(
+        self, speculator: Speculator, roster: Roster, blocks: RequestBlocks, meter: Costs, *, seats: int
+    ) -> None:
+        self._speculator = speculator
+        self._roster = roster
+        self._blocks = blocks
+        self._meter = meter
+        self.seats = seats
+        # The step in flight for which `_waits` was found out.
+        self._asked = 0
+        self._waits = False
+
+    def waits(self, oldest: Step) -> bool:
+        """Whether the next step must not be prepared before this one, the only one in flight, has ended."""
+        if oldest.num_drafts:
+            return True
+        if oldest.number != self._asked:
+            self._asked = oldest.number
+            decoding = self._decoding()
+            self._waits = bool(decoding) and self._speculator.pays(decoding, _work(decoding), self._meter.costs)
+        return self._waits
+
+    def choose(self, decoding: Sequence[RequestState]) -> dict[RequestState, Draft]:
+        """The guesses of the next step for these requests, which all decode in it, as far as there are blocks for them.
+        No step is in flight."""
+        self._begin(decoding)
+        room = self.seats - len(self._roster.running)
+        chosen = self._speculator.choose(decoding, _work(decoding), self._meter.costs, room=room) if room > 0 else {}
+        if not chosen:
+            return {}
+        drafts = {state: chosen[state.request_id] for state in decoding if state.request_id in chosen}
+        fitting = {state: draft[: self._blocks.draft_room(state, len(draft))] for state, draft in drafts.items()}
+        return {state: draft for state, draft in fitting.items() if draft}
+
+    def checked(
+        self, state: RequestState, drafted: int, drawn: Sequence[TokenOutput]
+    ) -> tuple[DraftsChecked, list[Sampled]]:
+        """Takes the draws of a step: one after each guess that is kept, and one more. Returns them up to the
+        request's last token, if that is among them."""
+        accepted = len(drawn) - 1
+        self._speculator.observe(state.request_id, drafted, accepted)
+        sampled: list[Sampled] = []
+        for token in drawn:
+            end = state.append(token.token_id)
+            sampled.append((state.request_id, token, end.reason, end.stop_reason))
+            if end.reason is not None:
+                break
+        state.num_pending = 0
+        state.num_computed = state.num_scheduled = state.num_tokens - 1
+        return DraftsChecked(state.request_id, drafted, len(sampled) - 1), sampled
+
+    def end(self, state: RequestState) -> None:
+        """The request has ended."""
+        self._speculator.end(state)
+
+    def drop_roots(self, roots: frozenset[bytes]) -> None:
+        """Forgets the outputs with these roots."""
+        self._speculator.drop_roots(roots)
+
+    def _decoding(self) -> list[RequestState]:
+        decoding = [state for state in self._roster.running if state.decoding]
+        self._begin(decoding)
+        return decoding
+
+    def _begin(self, decoding: Sequence[RequestState]) -> None:
+        for state in decoding:
+            if not state.is_followed:
+                state.is_followed = True
+                self._speculator.begin(state, root=state.keys.root, grammar=state.request.sampling.grammar)
+
+
+def _work(decoding: Sequence[RequestState]) -> StepWork:
+    return StepWork(len(decoding), sum([state.num_scheduled for state in decoding]) + len(decoding))

@@ -280,6 +280,7 @@ class DecodeMachine:
         for chunk in events.chunks:
             if (task := tasks.get(chunk.request_id)) is not None:
                 task.chunk_computed(chunk, now_s)
+        drafts = {each.request_id: each for each in events.drafts}
         for request_id, token, finish_reason, stop_reason in events.tokens:
             task = tasks.get(request_id)
             if task is None or task.phase is not decoding:
@@ -292,7 +293,7 @@ class DecodeMachine:
             message = steps.get(task.session)
             if message is None:
                 message = steps[task.session] = pb.SessionResponse(step=pb.Step())
-            message.step.tokens.add(
+            sent = message.step.tokens.add(
                 key=task.key,
                 token=token_to_proto(token),
                 finish_reason=finish_reason_to_proto(finish_reason),
@@ -301,6 +302,8 @@ class DecodeMachine:
                 queue_s=queue_s,
                 prompt_chunks=chunks,
             )
+            if drafts and (checked := drafts.pop(request_id, None)) is not None:
+                sent.drafted_tokens, sent.accepted_tokens = checked.drafted, checked.accepted
             if finish_reason is not None:
                 finished.append(task)
         for scored in events.scored:

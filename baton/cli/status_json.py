@@ -73,6 +73,8 @@ def _node_to_json(node: operations_pb2.NodeReport) -> dict[str, object]:
         "kv_load_s_total": status.kv_load_s_total,
         "kv_pull_fixed_s": status.kv_pull_fixed_s,
         "kv_pull_byte_s": status.kv_pull_byte_s,
+        "drafted_tokens_total": status.drafted_tokens_total,
+        "accepted_tokens_total": status.accepted_tokens_total,
         "prompt_tokens_total": status.prompt_tokens_total,
         "generated_tokens_total": status.generated_tokens_total,
         "preemptions": status.preemptions,

@@ -207,7 +207,11 @@ def _work(status: node_status_pb2.NodeStatus) -> str:
     waiting = f"{status.tokens_waiting} prompt tokens wait"
     if status.backlog_s:
         waiting = f"{status.backlog_s:.2f} s of prompts wait"
-    return f"{steps}; {status.decode_rows} decoding; {waiting}"
+    guessed = ""
+    if status.drafted_tokens_total:
+        share = status.accepted_tokens_total / status.drafted_tokens_total
+        guessed = f"; {100 * share:.0f} % of {status.drafted_tokens_total:,} guessed tokens kept"
+    return f"{steps}; {status.decode_rows} decoding; {waiting}{guessed}"
 
 
 def _pairs_table(

@@ -160,4 +160,6 @@ class Receipt:
     decode_cached_tokens: int = 0
     prefill_loaded_tokens: int = 0
     decode_loaded_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     request_id: str = ""

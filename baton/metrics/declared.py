@@ -345,6 +345,10 @@ METRICS: tuple[Metric, ...] = (
            "Requests that the engine refused because they could not meet their deadline", NODES),
     Metric("baton_num_preemptions_total", C, "preemptions",
            "How often a request gave its blocks back to be computed again", NODES),
+    Metric("baton_spec_decode_num_draft_tokens_total", C, "tokens",
+           "Tokens that speculation guessed and a step computed", NODES),
+    Metric("baton_spec_decode_num_accepted_tokens_total", C, "tokens",
+           "Guessed tokens that were kept. Divided by the guessed ones, this is the acceptance", NODES),
     # ---- experts
     Metric("baton_expert_tokens_total", C, "tokens",
            "Tokens that each rank's experts computed, over all layers; a token counts once for each of its experts. "

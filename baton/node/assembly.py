@@ -33,6 +33,7 @@ from baton.node.ranks.group import RankGroup
 from baton.node.ranks.remote import RemoteTransfer
 from baton.node.ranks.runner import RankedRunner
 from baton.node.ranks.steps import StepWriter
+from baton.node.speculation import open_speculator
 from baton.node.starting import default_name
 from baton.protos.internal.v1 import node_pb2
 from baton.protos.v1 import node_status_pb2
@@ -135,6 +136,7 @@ class Node:
             tier=self.transfer if keeps else None,
             source=self.pulls,
             on_room=self._on_room,
+            speculator=open_speculator(settings, built),
         )
         self.experts = ExpertLoads(
             built.parallel.placement,
@@ -297,6 +299,7 @@ class Node:
         load = self.engine.load()
         loaded_tokens, load_s = self.engine.loads
         counters = self.transfer.counters()
+        drafted_tokens, accepted_tokens = self.counts.drafts
         pull_costs = None if self.pulls is None else self.pulls.mean_costs
         return node_status_pb2.NodeStatus(
             info=self.info,
@@ -331,6 +334,8 @@ class Node:
             kv_load_s_total=load_s,
             kv_pull_fixed_s=0.0 if pull_costs is None else pull_costs.fixed_s,
             kv_pull_byte_s=0.0 if pull_costs is None else pull_costs.byte_s,
+            drafted_tokens_total=drafted_tokens,
+            accepted_tokens_total=accepted_tokens,
             stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
 

@@ -22,6 +22,8 @@ class NodeMeter:
         self._queue = tally.histogram("baton_engine_queue_time_seconds")
         self._prompt_tokens = tally.counter("baton_prompt_tokens_total")
         self._generated = tally.counter("baton_generation_tokens_total")
+        self._drafted = tally.counter("baton_spec_decode_num_draft_tokens_total")
+        self._accepted = tally.counter("baton_spec_decode_num_accepted_tokens_total")
         self._failed = tally.counters("baton_engine_requests_failed_total")
         self._leases = tally.histogram("baton_kv_transfer_time_seconds") if role is ProcessRole.DECODE else None
 
@@ -29,6 +31,11 @@ class NodeMeter:
     def prompt_tokens(self) -> int:
         """Prompt tokens computed so far."""
         return self._prompt_tokens.value
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Guessed tokens so far, and those of them that were kept."""
+        return self._drafted.value, self._accepted.value
 
     @property
     def generated_tokens(self) -> int:
@@ -44,6 +51,9 @@ class NodeMeter:
             self._prompt_tokens.add(chunk.token_stop - chunk.token_start)
         for started in events.started:
             self._queue.observe(started.queue_s)
+        for drafts in events.drafts:
+            self._drafted.add(drafts.drafted)
+            self._accepted.add(drafts.accepted)
         for failed in events.failed:
             self._failed[failed.error.reason].add()
 

@@ -237,6 +237,8 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
         decode_cached_tokens=receipt.decode_cached_tokens,
         prefill_loaded_tokens=receipt.prefill_loaded_tokens,
         decode_loaded_tokens=receipt.decode_loaded_tokens,
+        drafted_tokens=receipt.drafted_tokens,
+        accepted_tokens=receipt.accepted_tokens,
         request_id=receipt.request_id,
     )
 
@@ -275,5 +277,7 @@ def receipt_from_proto(message: pb.Receipt) -> Receipt:
         decode_cached_tokens=message.decode_cached_tokens,
         prefill_loaded_tokens=message.prefill_loaded_tokens,
         decode_loaded_tokens=message.decode_loaded_tokens,
+        drafted_tokens=message.drafted_tokens,
+        accepted_tokens=message.accepted_tokens,
         request_id=message.request_id,
     )

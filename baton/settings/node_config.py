@@ -161,6 +161,12 @@ class NodeSettings(CommonSettings):
     )
     cuda_graphs: bool = Field(True, description="on a GPU, capture steps as CUDA graphs")
     batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
+    speculation: Literal["off", "auto", "always"] = Field(
+        "off",
+        description="guess next tokens from a request's own text, from what its tenant's requests were answered lately "
+        "and from its grammar, and compute several of them in one step; no token changes. auto: where the measured "
+        "costs of steps say that it is faster; always: wherever something can be guessed. Not with batch_invariant",
+    )
     max_context_tokens: int | None = Field(
         None,
         ge=2,

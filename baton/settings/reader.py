@@ -54,7 +54,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "steps",
         ("max_batch_tokens", "max_batch_requests", "attention_backend", "cuda_graphs", "batch_invariant",
-         "also_decodes"),
+         "speculation", "also_decodes"),
     ),
     (
         "latency and load",

@@ -145,6 +145,8 @@ def shown(finished: FinishedRequest) -> Shown:
             "decode_cached_tokens": receipt.decode_cached_tokens,
             "prefill_loaded_tokens": receipt.prefill_loaded_tokens,
             "decode_loaded_tokens": receipt.decode_loaded_tokens,
+            "drafted_tokens": receipt.drafted_tokens,
+            "accepted_tokens": receipt.accepted_tokens,
             "split_tokens": receipt.split_tokens,
             "predicted_ttft_s": _seconds(receipt.predicted_ttft_s),
         },

@@ -199,6 +199,9 @@ class RequestMachine:
         if first.HasField("prefill_s"):
             self._receipt.prefilled(first.prefill_s, first.queue_s)
             self.local_prefill = LocalPrefillDone.reported(self._state.now_s, first)
+        for token in tokens:
+            if token.drafted_tokens:
+                self._receipt.drafted(token.drafted_tokens, token.accepted_tokens)
         self._pass_on(attempt, tokens)
 
     def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:

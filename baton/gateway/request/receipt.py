@@ -50,6 +50,7 @@ class ReceiptDraft:
         self._placement_why = ""
         self._pulling = "", ""  # the prefill node that was chosen, and what it pulls
         self._split_tokens = 0
+        self._drafted_tokens = self._accepted_tokens = 0
         self._forget_prefill()
 
     def placed(self, placement: Placement, *, waited_s: float) -> None:
@@ -120,6 +121,11 @@ class ReceiptDraft:
         """Records the computation time of the prompt or of its last part, and its wait in the engine before that."""
         self._prefill_s, self._engine_queue_s = prefill_s, queue_s
 
+    def drafted(self, drafted: int, accepted: int) -> None:
+        """Adds the tokens that a step has guessed, and those of them that it kept."""
+        self._drafted_tokens += drafted
+        self._accepted_tokens += accepted
+
     def sent(self, message: prefill_pb2.PrefillSent) -> None:
         self._sent = message
 
@@ -171,6 +177,8 @@ class ReceiptDraft:
             request_id=self._request_id,
             prefill_loaded_tokens=self._scheduled.loaded_tokens,
             decode_loaded_tokens=self._decode_loaded_tokens,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def _forget_prefill(self) -> None:

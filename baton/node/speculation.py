@@ -18,7 +18,7 @@ def check_speculation(settings: NodeSettings) -> None:
     """
     if settings.speculation != "off" and settings.batch_invariant:
         raise ConfigError(
-            f"speculation is {settings.speculation}, and batch_invariant is on: the last bits of a token's logits depend "
+            f"speculation is {settings.speculation}, and batch_invariant is on: last bits of a token's logits depend "
             "on how many tokens of its request a step computes",
             field="speculation",
             value=settings.speculation,

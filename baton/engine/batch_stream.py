@@ -70,6 +70,7 @@ def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
         row.state_slot,
         row.owner,
         row.snapshots,
+        row.num_drafts,
     )
 
 

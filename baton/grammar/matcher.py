@@ -50,7 +50,8 @@ class Matcher:
         self._eos_token_ids = eos_token_ids
         self._num_tokens = num_tokens
         self._words = words
-        self._ended = False
+        # Tokens at the end of the output that the library has not taken: those that end the sequence.
+        self._num_ends = 0
 
     @property
     def words(self) -> int:
@@ -65,12 +66,12 @@ class Matcher:
     @property
     def is_accepting(self) -> bool:
         """Whether the output may end here."""
-        return self._ended or bool(self._state.is_accepting())
+        return self._num_ends > 0 or bool(self._state.is_accepting())
 
     @property
     def is_ended(self) -> bool:
         """Whether nothing may follow but the end of the sequence."""
-        return self._ended or (bool(self._state.is_stopped()) and not self._state.is_error())
+        return self._num_ends > 0 or (bool(self._state.is_stopped()) and not self._state.is_error())
 
     @property
     def state(self) -> LLMatcher:
@@ -86,7 +87,7 @@ class Matcher:
         clock = self.budget.clock
         started_s = 0.0 if clock is None else clock()
         if token_id in self._eos_token_ids and self.is_accepting:
-            self._ended = True
+            self._num_ends += 1
         elif self.is_ended or not self._state.consume_token(token_id):
             if _BROKEN not in str(self._state.get_error()):
                 self.check()
@@ -94,6 +95,17 @@ class Matcher:
         if clock is not None:
             self.budget.charge_token(clock() - started_s)
             self.budget.check()
+
+    def take_back(self, num_tokens: int) -> bool:
+        """Takes back the newest tokens of the output. Their time stays charged.
+
+        Returns:
+            Whether this matcher can be used further: after an error in the grammar it cannot.
+        """
+        ends = min(num_tokens, self._num_ends)
+        self._num_ends -= ends
+        taken = num_tokens - ends
+        return not self._state.is_error() and (not taken or bool(self._state.rollback(taken)))
 
     def check(self) -> None:
         """Checks that the grammar can still be followed.
@@ -187,6 +199,11 @@ class MaskFiller:
 def allow(mask_W: Mask, token_id: int) -> None:
     """Sets a token's bit."""
     _bits(mask_W)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+
+def allows(mask_W: Mask, token_id: int) -> bool:
+    """Whether a token's bit is set."""
+    return bool(_bits(mask_W)[token_id >> 5] >> np.uint32(token_id & 31) & np.uint32(1))
 
 
 def forbid(mask_W: Mask, token_ids: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from attention.host_to_device import to_device
 from baton.core.errors import BatonError, InternalError
-from baton.engine.batch import Batch, BatchRow
+from baton.engine.batch import BatchRow
 from baton.engine.device.decode_buffers import DecodeBuffers
 from baton.engine.device.grammar_rows import GrammarRows
 from baton.engine.device.inputs import pending_tokens
@@ -49,26 +49,37 @@ class TokenDrawing:
         rows: Sequence[BatchRow],
         logits_SV: Tensor,
         pending_S: Tensor | None,
-        places_S: Tensor,
+        places_S: Tensor | None,
     ) -> tuple[list[Part], dict[int, BatonError]]:
         """Draws the tokens of these rows of the step, after its forward pass is queued. Returns the tokens, and errors
-        of rows by their place in the step. Overwrites the logits."""
+        of rows by their place in the step. Overwrites the logits.
+
+        Args:
+            places: of the rows among those that `drawn_rows` makes of the step.
+            places_S: the same on the device; None: no later step reads the tokens there.
+        """
         masks, errors = self._grammars.masks(rows)
         drawn = sample(logits_SV, _samples(rows), pending_R=pending_S, masks=masks)
-        self.tokens_N.index_copy_(0, places_S, drawn.chosen_R)
+        if places_S is not None:
+            self.tokens_N.index_copy_(0, places_S, drawn.chosen_R)
         on_host = drawn.to_host()
         self._grammars.drawn(rows, on_host)
         return [(places, on_host)], {places[index]: error for index, error in errors.items()}
 
-    def draw_padded(self, buffers: DecodeBuffers, logits_RV: Tensor, batch: Batch, slot: StepSlot) -> Drawn:
-        """The tokens of a padded step, which has drawn a token for each row; redraws those of edited logits."""
-        rows = batch.shared_rows
+    def draw_padded(
+        self, buffers: DecodeBuffers, logits_RV: Tensor, rows: Sequence[BatchRow], *, step: int, slot: StepSlot
+    ) -> Drawn:
+        """The tokens of a padded step, which has drawn a token for each row; redraws those of edited logits.
+
+        Args:
+            rows: one for each draw, as `drawn_rows` makes them of the step's shared rows.
+        """
         sampling, num_rows = buffers.host.sampling, len(rows)
         parts: list[Part] = []
         failed: dict[int, BatonError] = {}
         if edited := sorted(sampling.edited):
             (edited_S,) = to_device((np.array(edited, np.int64),), self._device)
-            edited_rows = [rows[index].at(batch.step) for index in edited]
+            edited_rows = [rows[index].at(step) for index in edited]
             pending_S = pending_tokens(edited_rows, buffers.token_ids.index_select(0, edited_S))
             logits_SV = logits_RV.index_select(0, edited_S)
             parts, failed = self.draw(edited, edited_rows, logits_SV, pending_S, edited_S)

@@ -3,12 +3,16 @@
 A row's newest token may still be on the device when the next step is launched. So masks are made after a step's forward
 pass is queued and before its draw is: this waits for the previous step's tokens while the device computes.
 
+A row with drafts is drawn once after each of them. Its matcher takes the drafts one by one, each if the mask before it
+allows it, and takes back the wrong ones with the next step.
+
 NOTE: a captured step cannot apply them. It is replayed before the mask of its own draw can be known, and would have to
 wait in its middle; the rows with a grammar are drawn by a few kernels after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -22,7 +26,7 @@ from baton.engine.sampling.masks import Masks
 from baton.engine.sampling.row import SampleRow
 from baton.engine.sampling.sampler import SampledOnHost
 from baton.grammar.compiler import GrammarCompiler
-from baton.grammar.matcher import Mask, MaskFiller, Matcher, forbid
+from baton.grammar.matcher import Mask, MaskFiller, Matcher, allows, forbid
 
 
 class GrammarRows:
@@ -49,6 +53,7 @@ class GrammarRows:
 
         Args:
             rows: all rows with a grammar that the step draws, as they are in this step; rows without one are skipped.
+                The draws of one request follow one another.
         """
         before, self._followed = self._followed, {}
         drawn, self._drawn = self._drawn, None
@@ -57,6 +62,37 @@ class GrammarRows:
             return None, {}
         tokens = {} if drawn is None else drawn.tokens()
         failed: dict[int, BatonError] = {}
+        filled: list[Masks] = []
+        # The draws that are left of each request, of which the next step of this loop takes the first.
+        left = [list(draws) for _, draws in groupby(places, key=lambda place: rows[place].request_id)]
+        while left:
+            masks = self._fill([draws[0] for draws in left], rows, before, tokens, failed)
+            if masks is not None:
+                filled.append(masks)
+            left = _allowed(left, rows, masks, failed)
+            before = self._followed
+        if not filled:
+            return None, failed
+        if len(filled) == 1:
+            return filled[0], failed
+        rows_G = np.concatenate([masks.rows_G for masks in filled])
+        return Masks(rows_G, np.concatenate([masks.masks_GW for masks in filled])), failed
+
+    def _fill(
+        self,
+        places: Sequence[int],
+        rows: Sequence[BatchRow],
+        before: "Mapping[str, _Followed]",
+        tokens: Mapping[str, int],
+        failed: dict[int, BatonError],
+    ) -> Masks | None:
+        """The masks of one draw of each of some requests. Adds errors to `failed`, by place in `rows`.
+
+        Args:
+            places: of the draws in `rows`.
+            before: the requests that were followed up to now.
+            tokens: what the previous step has drawn.
+        """
         matched: list[tuple[int, Matcher, SampleRow]] = []
         for place in places:
             row = rows[place]
@@ -70,7 +106,7 @@ class GrammarRows:
             self._followed[row.request_id] = followed
             matched.append((place, followed.matcher, sample))
         if not matched:
-            return None, failed
+            return None
         rows_G = np.array([place for place, _, _ in matched], np.int64)
         masks_GW = np.empty((len(matched), matched[0][1].words), np.int32)
         errors = self._filler.fill([matcher for _, matcher, _ in matched], masks_GW)
@@ -78,7 +114,7 @@ class GrammarRows:
             if refused is not None:
                 failed[place] = refused
             self._forbid(mask_W, sample)
-        return Masks(rows_G, masks_GW), failed
+        return Masks(rows_G, masks_GW)
 
     def drawn(self, rows: Sequence[BatchRow], on_host: SampledOnHost) -> None:
         """Records that the draw of the rows of `masks` is queued, together with its copy to the host."""
@@ -102,8 +138,12 @@ class GrammarRows:
             followed.consume(newest)
         else:
             output = sample.output
-            if followed is None or followed.grammar != grammar or output[: len(followed.tokens)] != followed.tokens:
+            if followed is None or followed.grammar != grammar:
                 followed = _Followed(grammar, self._compiler.matcher(grammar))
+            elif not followed.go_back(output):
+                matcher = self._compiler.matcher(grammar)
+                matcher.budget = followed.matcher.budget  # what wrong drafts have taken stays charged
+                followed = _Followed(grammar, matcher)
             for token_id in output[len(followed.tokens) :]:
                 followed.consume(token_id)
         if len(followed.tokens) != sample.output_index:
@@ -133,6 +173,15 @@ class _Followed:
         self.matcher.consume(token_id)
         self.tokens.append(token_id)
 
+    def go_back(self, output: IntArray) -> bool:
+        """Takes back the tokens with which `output` does not begin. Returns whether the matcher can be used further."""
+        kept = len(self.tokens)
+        while output[:kept] != self.tokens[:kept]:  # only wrong drafts at the end, so a few times at most
+            kept -= 1
+        wrong = len(self.tokens) - kept
+        del self.tokens[kept:]
+        return self.matcher.take_back(wrong)
+
 
 @dataclass(frozen=True)
 class _Drawn:
@@ -147,6 +196,24 @@ class _Drawn:
             self.arrived.synchronize()
         words = self.on_host.words[: len(self.request_ids)].tolist()
         return dict(zip(self.request_ids, words, strict=True))
+
+
+def _allowed(
+    left: Sequence[list[int]], rows: Sequence[BatchRow], masks: Masks | None, failed: Mapping[int, BatonError]
+) -> list[list[int]]:
+    """The draws after the first one of each request, while the first one may give the draft that they follow. A draw
+    after any other draft is never kept, so it needs no mask."""
+    several = [draws for draws in left if len(draws) > 1 and draws[0] not in failed]
+    if not several or masks is None:
+        return []
+    by_place = dict(zip(masks.rows_G.tolist(), masks.masks_GW, strict=True))
+    drafts = [_newest(rows[draws[1]]) for draws in several]
+    return [draws[1:] for draws, draft in zip(several, drafts, strict=True) if allows(by_place[draws[0]], draft)]
+
+
+def _newest(row: BatchRow) -> int:
+    assert row.sample is not None, "rows with a grammar are drawn"
+    return row.sample.output[-1]
 
 
 def _grammar_of(row: BatchRow) -> Grammar | None:

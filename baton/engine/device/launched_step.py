@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from baton.core.errors import LOGITS_FIELD, BatonError, InternalError
 from baton.core.types import PromptLogprob, TokenOutput
 from baton.engine.batch import RowResult
+from baton.engine.device.kept_draws import keep_draws
 from baton.engine.device.pooled_states import PoolsOnHost
 from baton.engine.device.step_slot import StepSlot, StepSlots
 from baton.engine.pooling import PooledRows
+from baton.engine.request import IntArray
 from baton.engine.sampling.choice import NO_TOKEN
 from baton.engine.sampling.prompt_scores import ScoresOnHost
 
@@ -80,13 +82,24 @@ class LaunchedStep:
     """A step that is queued on the device.
 
     Args:
-        drawn: the tokens of the rows.
+        num_draws: number of rows that `drawn_rows` makes of the step's.
+        drawn: the tokens of these rows.
         slot: the step's own; it returns to `slots` when the step has ended.
         read: the prompt logprobs and pooled states of the step.
+        drafts: the drafts of each row of the step; None: no row has any.
     """
 
-    def __init__(self, num_rows: int, drawn: Drawn, slot: StepSlot, slots: StepSlots, read: ReadStates) -> None:
-        self._num_rows = num_rows
+    def __init__(
+        self,
+        num_draws: int,
+        drawn: Drawn,
+        slot: StepSlot,
+        slots: StepSlots,
+        read: ReadStates,
+        drafts: Sequence[IntArray] | None = None,
+    ) -> None:
+        self._num_draws = num_draws
+        self._drafts = drafts
         self._drawn = drawn
         self._slot = slot
         self._slots = slots
@@ -96,7 +109,7 @@ class LaunchedStep:
     def wait(self) -> list[RowResult]:
         """One entry per row. Call it once, on any thread. Raises device errors."""
         self._seconds = self._slot.timer.wait()
-        results: list[RowResult] = [None] * self._num_rows
+        results: list[RowResult] = [None] * self._num_draws
         if self._drawn.plain is not None:
             results = self._drawn.plain.outputs(self._slot.tokens_host)
         self._slots.give_back(self._slot)
@@ -105,7 +118,7 @@ class LaunchedStep:
                 results[index] = _not_finite() if token.token_id == NO_TOKEN else token
         for index, error in self._drawn.failed.items():
             results[index] = error
-        return results
+        return results if self._drafts is None else keep_draws(results, self._drafts)
 
     @property
     def seconds(self) -> float:

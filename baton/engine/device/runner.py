@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
 from baton.core.sampling import ResolvedSampling
-from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow
+from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow, drawn_rows, has_drafts
 from baton.engine.device.capture import Progress, Recorder
 from baton.engine.device.drawing import TokenDrawing
 from baton.engine.device.grammar_rows import GrammarRows
@@ -28,7 +28,7 @@ from baton.engine.device.pooled_states import pool_states
 from baton.engine.device.prompt_graphs import PromptGraphs
 from baton.engine.device.step_slot import StepSlot, StepSlots
 from baton.engine.pooling import PoolRow
-from baton.engine.request import ModelFacts, int_array
+from baton.engine.request import IntArray, ModelFacts, int_array
 from baton.engine.sampling.masks import keep_allowed
 from baton.engine.sampling.prompt_scores import score_prompts
 from baton.engine.sampling.row import GREEDY_ROW, SampleRow
@@ -90,6 +90,8 @@ class ModelRunner:
                 )
         self.grammars = GrammarRows(grammars, self._device)
         self._is_prepared = False
+        # Whether the host knows all tokens when the next step is launched, because the last one had drafts.
+        self._knows_all = False
         self.launches = dict.fromkeys(("decode_graph", "prompt_graph", "eager"), 0)
         if self._graphs is None:
             sampled = torch.zeros(_FIRST_ROWS, dtype=torch.int32, device=self._device)
@@ -164,7 +166,8 @@ class ModelRunner:
             torch.cuda.set_device(self._device)
         slot = self._slots.take()
         slot.timer.start()
-        num_rows = len(batch.shared_rows)
+        drafts = self._drafts_of(batch.shared_rows)
+        num_draws = len(batch.shared_rows) + (0 if drafts is None else sum(map(len, drafts)))
         read = ReadStates()
         marked: AbstractContextManager[None] = nullcontext()
         if self._cache.state is not None:
@@ -186,7 +189,19 @@ class ModelRunner:
             copy_states(self._cache.state, batch.copies)
         slot.timer.stop()
         self.launches[launch] += 1
-        return LaunchedStep(num_rows, drawn, slot, self._slots, read)
+        return LaunchedStep(num_draws, drawn, slot, self._slots, read, drafts)
+
+    def _drafts_of(self, rows: Sequence[BatchRow]) -> list[IntArray] | None:
+        """The drafts of all rows. Returns None if there are none."""
+        knows_all, self._knows_all = self._knows_all, has_drafts(rows)
+        if knows_all or self._knows_all:
+            sources = [row.request_id for row in rows if row.token_source is not None]
+            assert not sources, f"{sources} have unknown tokens in or after a step with drafts"
+        if not self._knows_all:
+            return None
+        assert all(row.sample and row.since is None for row in rows if row.num_drafts), "drafts are checked by draws"
+        assert self._cache.state is None, "a recurrent state cannot go back to the last token that is kept"
+        return [row.drafts for row in rows]
 
     @staticmethod
     def _size(graphs: "DecodeGraphs | PromptGraphs | None", batch: Batch) -> int | None:
@@ -198,17 +213,18 @@ class ModelRunner:
     def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> Drawn:
         assert self._graphs is not None
         logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
-        return self._drawing.draw_padded(self._graphs.buffers, logits_RV, batch, slot)
+        return self._drawing.draw_padded(self._graphs.buffers, logits_RV, batch.shared_rows, step=batch.step, slot=slot)
 
     def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ReadStates]:
         assert self._prompts is not None
         buffers = self._prompts.buffers
-        logits_RV = self._prompts.launch(batch.shared_rows, size, step=batch.step, slot=slot)
+        rows = drawn_rows(batch.shared_rows)
+        logits_RV = self._prompts.launch(batch.shared_rows, rows, size, step=batch.step, slot=slot)
         starts = [0, *accumulate(len(row.token_ids) for row in batch.shared_rows)]
         read = self._read_states(buffers.hidden[:size], starts, batch)
         if logits_RV is None:
             return self._drawing.draw_none(), read
-        return self._drawing.draw_padded(buffers.decodes, logits_RV, batch, slot), read
+        return self._drawing.draw_padded(buffers.decodes, logits_RV, rows, step=batch.step, slot=slot), read
 
     def _read_states(self, hidden_TD: Tensor, starts: Sequence[int], batch: Batch) -> ReadStates:
         """Queues what the step reads from hidden states besides tokens.
@@ -245,9 +261,11 @@ class ModelRunner:
         if not inputs.sampled:
             return self._drawing.draw_none(), read
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
-        sampled_rows = [rows[index] for index in inputs.sampled]
+        sampled_rows = [inputs.drawn[index] for index in inputs.sampled]
         pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
-        parts, failed = self._drawing.draw(inputs.sampled, sampled_rows, logits_SV, pending_S, inputs.sampled_S)
+        # NOTE: the buffers of graphs may have fewer places than the step draws tokens.
+        places_S = inputs.sampled_S if inputs.drawn is rows else None
+        parts, failed = self._drawing.draw(inputs.sampled, sampled_rows, logits_SV, pending_S, places_S)
         return Drawn(None, parts, failed), read
 
     def _warm_up(self) -> None:

@@ -35,6 +35,16 @@ class SampleRow(NamedTuple):
         """Whether the token is drawn from edited logits instead of the model's own."""
         return bool(self.history or self.forbidden or self.params.logit_bias or self.params.grammar)
 
+    def after(self, tokens: IntArray) -> "SampleRow":
+        """How the token is drawn that follows these output tokens; the first of them has position `output_index`."""
+        output_index = self.output_index + len(tokens)
+        return self._replace(
+            output_index=output_index,
+            forbidden=self.forbidden if output_index < self.params.min_tokens else (),
+            history=self.history + tokens if self.history else self.history,
+            output=self.output if self.params.grammar is None else self.output + tokens,
+        )
+
 
 # For warm-up steps, for profiles, and for rows whose token is discarded: greedy draws are the fastest.
 GREEDY_ROW = SampleRow(ResolvedSampling(temperature=0.0), 0, (), _NO_HISTORY, 0)

@@ -1,13 +1,22 @@
-"""Chooses how many guessed tokens of each request a step takes: those that bring more tokens a second. Pure."""
+"""Chooses how many guessed tokens of each request a step takes: those that bring more tokens a second. Pure.
 
-from collections.abc import Sequence
+A request's row with guesses still reads its context once, as a decode does, so the step has all its decode rows. Each
+guessed token adds one token to the step, and the pairs of that token with all tokens before it.
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from baton.core.costs import StepWork
+from baton.core.costs import StepWork, chunk_pairs
 from baton.engine.scheduling.slices import StepTimes
 
 # Guessed tokens of one request, in order.
 Draft: TypeAlias = "tuple[int, ...]"
+
+# Guesses must bring so many times the tokens a second of the plain step: costs are predicted to within a few percent.
+_LEAST_GAIN = 1.03
+# Numbers of guessed tokens that are tried grow by this ratio; costs are flat or straight between captured sizes.
+_TRIED_RATIO = 1.2
 
 
 class Proposal(NamedTuple):
@@ -24,6 +33,9 @@ class Proposal(NamedTuple):
     context: int
 
 
+NO_PROPOSAL = Proposal((), (), 0)
+
+
 def choose_depths(
     proposals: Sequence[Proposal], work: StepWork, costs: StepTimes | None, *, room: int, overhead_s: float = 0.0
 ) -> list[int]:
@@ -35,4 +47,76 @@ def choose_depths(
         room: most guessed tokens of the step.
         overhead_s: what the host adds to a step with guesses, because no step can be prepared while it runs.
     """
-    raise NotImplementedError
+    depths = [0] * len(proposals)
+    if costs is None or room <= 0:
+        return depths
+    ranked = _ranked(proposals, room)
+    best, best_rate = 0, _LEAST_GAIN * work.decode_rows / costs.seconds(work)
+    tokens, pairs, taken = float(work.decode_rows), work.pairs, 0
+    for tried in _counts(len(ranked)):
+        for negative_chance, place, depth in ranked[taken:tried]:
+            tokens -= negative_chance
+            pairs += proposals[place].context + depth + 2
+        taken = tried
+        guessed = StepWork(work.decode_rows, work.keys, work.prompt_tokens + tried, pairs)
+        rate = tokens / (costs.seconds(guessed) + overhead_s)
+        if rate > best_rate:
+            best, best_rate = tried, rate
+    return _depths(ranked[:best], depths)
+
+
+def all_depths(proposals: Sequence[Proposal], *, room: int) -> list[int]:
+    """As many tokens of each proposal as there is room for, the most likely ones first."""
+    return _depths(_ranked(proposals, room), [0] * len(proposals))
+
+
+def could_pay(work: StepWork, costs: StepTimes, *, most_each: int, overhead_s: float) -> bool:
+    """Whether guesses that are all right, up to `most_each` for each decode row, would pay. At saturation they do not,
+    and nothing needs to be looked up."""
+    rows = work.decode_rows
+    best_rate = _LEAST_GAIN * rows / costs.seconds(work)
+    return any(
+        rows + count > best_rate * (overhead_s + costs.seconds(StepWork(rows, work.keys, work.prompt_tokens + count)))
+        for count in _counts(rows * most_each, ratio=2.0)
+    )
+
+
+def guessed_work(work: StepWork, guesses: Iterable[tuple[int, int]]) -> StepWork:
+    """The work of a step with guesses.
+
+    Args:
+        work: the step without guesses.
+        guesses: of each row with guesses, its context as in `Proposal` and how many there are.
+    """
+    tokens, pairs = work.prompt_tokens, work.pairs
+    for context, count in guesses:
+        tokens += count
+        pairs += chunk_pairs(context + 1, context + 1 + count)
+    return StepWork(work.decode_rows, work.keys, tokens, pairs)
+
+
+def _ranked(proposals: Sequence[Proposal], room: int) -> list[tuple[float, int, int]]:
+    """The most likely tokens: the negative of each one's chance, its proposal, and its place there. A proposal's tokens
+    keep their order, because chances never rise."""
+    ranked = sorted(
+        (-chance, place, depth)
+        for place, proposal in enumerate(proposals)
+        for depth, chance in enumerate(proposal.chances)
+    )
+    return ranked[: max(0, room)]
+
+
+def _counts(most: int, *, ratio: float = _TRIED_RATIO) -> Iterable[int]:
+    """Numbers from 1 to `most`."""
+    count = 1
+    while count < most:
+        yield count
+        count = max(count + 1, int(count * ratio))
+    if most:
+        yield most
+
+
+def _depths(taken: Iterable[tuple[float, int, int]], depths: list[int]) -> list[int]:
+    for _, place, _ in taken:
+        depths[place] += 1
+    return depths

@@ -1,0 +1,95 @@
+"""Learns how often guesses are right, by what they come from. Pure.
+
+A guess after a longer match is more often right. All requests of a node teach the chances of each match length; each
+request has one number of its own, which raises or lowers all of its chances.
+"""
+
+from collections.abc import Iterable
+from enum import IntEnum
+from math import exp
+
+from baton.engine.speculation.sequence_index import COMPARED, SHORT
+
+
+class Basis(IntEnum):
+    """What a guess comes from: a match of so many tokens with the same sequence, one with another output, or a grammar
+    that allows one continuation, one besides white space, or those of which the same one was taken before."""
+
+    OWN = 0
+    OTHERS = 10
+    FORCED = 20
+    SPACED = 21
+    REPEATED = 22
+
+
+# The first length of each class of match lengths. Guessed tokens that are right make a match longer than is compared.
+_CLASSES = (SHORT, 4, 5, 7, 10, 14, 20, COMPARED, 2 * COMPARED)
+_CLASS_OF_LENGTH = [max(0, sum(length >= first for first in _CLASSES) - 1) for length in range(_CLASSES[-1] + 1)]
+_NUM_BASES = 23
+# Shares of right guesses that were counted on source files that a model edits, and on JSON by schema.
+_OWN_PRIORS = (0.45, 0.55, 0.65, 0.75, 0.82, 0.87, 0.91, 0.94, 0.96)
+_GRAMMAR_PRIORS = {Basis.FORCED: 0.95, Basis.SPACED: 0.5, Basis.REPEATED: 0.8}
+# A prior counts as so many guesses, and as many guesses as this are remembered.
+_PRIOR_WEIGHT = 20.0
+_MEMORY = 1000.0
+# How much one guess moves the request's own number, and how far it goes.
+_STEP = 0.3
+_LOWEST, _HIGHEST = -4.0, 1.5
+
+
+def class_of(length: int) -> int:
+    """The class of a match length, from 3 on, which is added to the basis of guesses after such a match."""
+    return _CLASS_OF_LENGTH[length] if length < len(_CLASS_OF_LENGTH) else _CLASS_OF_LENGTH[-1]
+
+
+class Acceptance:
+    """How often guesses of each basis were right lately, on this node."""
+
+    def __init__(self) -> None:
+        self._prior = [0.5] * _NUM_BASES
+        for place, prior in enumerate(_OWN_PRIORS):
+            self._prior[Basis.OWN + place] = self._prior[Basis.OTHERS + place] = prior
+        for basis, prior in _GRAMMAR_PRIORS.items():
+            self._prior[basis] = prior
+        self._right = [0.0] * _NUM_BASES
+        self._all = [0.0] * _NUM_BASES
+
+    def chance(self, basis: int) -> float:
+        """The share of right guesses, each after right ones."""
+        return (_PRIOR_WEIGHT * self._prior[basis] + self._right[basis]) / (_PRIOR_WEIGHT + self._all[basis])
+
+    def learn(self, basis: int, *, right: bool) -> None:
+        """Counts one guess after right ones."""
+        if self._all[basis] >= _MEMORY:
+            self._all[basis] /= 2
+            self._right[basis] /= 2
+        self._all[basis] += 1
+        self._right[basis] += right
+
+
+class OwnAcceptance:
+    """The chances of one request's guesses."""
+
+    def __init__(self, shared: Acceptance) -> None:
+        self._shared = shared
+        self._shift = 0.0  # of the logarithm of the odds
+        self._chances: dict[int, float] = {}
+
+    def chance(self, basis: int) -> float:
+        """The chance that a guess is right if all before it are."""
+        chance = self._chances.get(basis)
+        if chance is None:
+            mean = min(0.995, max(0.005, self._shared.chance(basis)))
+            chance = self._chances[basis] = 1 / (1 + (1 - mean) / mean * exp(-self._shift))
+        return chance
+
+    def learn(self, bases: Iterable[int], num_right: int) -> None:
+        """Learns from guesses: the first `num_right` were right, and the one after them was wrong, if there is one."""
+        for place, basis in enumerate(bases):
+            right = place < num_right
+            if place > num_right:
+                break
+            self._shift += _STEP * (right - self.chance(basis))
+            self._shared.learn(basis, right=right)
+        self._shift = min(_HIGHEST, max(_LOWEST, self._shift))
+        self._chances.clear()

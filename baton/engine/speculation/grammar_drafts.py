@@ -1,0 +1,153 @@
+"""Guesses what a grammar leaves no choice about, such as the keys of an object in JSON. Pure.
+
+Where a grammar allows one continuation, the longest token for it is guessed. Where it allows a few tokens, such as a
+colon and white space, the guess is what the output had the last time when the same tokens were allowed after the same
+token. The guesses follow one another until the grammar allows many tokens, such as within a string.
+
+Output tokens are followed in a state of our own: that of the step's masks is used on another thread, and is not there
+before the step.
+"""
+
+from typing import NamedTuple, Protocol
+
+from baton.core.types import Grammar
+from baton.engine.request import IntArray, int_array
+from baton.engine.speculation.acceptance import Basis
+from baton.grammar.choices import Choices
+
+# More guesses at a time are rarely right, and each one takes a mask.
+_MOST_GUESSES = 8
+_CHOICES = 256
+
+
+class GrammarState(Protocol):
+    """Where an output is in its grammar, such as `baton.grammar.forced_tokens.ForcedTokens` finds it."""
+
+    def consume(self, token_id: int) -> bool:
+        """Takes the next token. Returns False if the output cannot be followed any more."""
+
+    def choices(self) -> Choices | None:
+        """What may come next. Returns None if too many tokens may, or this cannot be found out."""
+
+    def rollback(self, num_tokens: int) -> bool:
+        """Takes back so many tokens. Returns False if the output cannot be followed any more."""
+
+
+class GrammarStates(Protocol):
+    """Makes the states of new outputs."""
+
+    def start(self, grammar: Grammar) -> GrammarState | None:
+        """The state at the start of an output. Returns None if that would take long, because the grammar is not
+        compiled."""
+
+
+class MaskAllowance:
+    """How many masks may still be computed for the next step, by all requests together."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+
+    def refill(self) -> None:
+        self._left = self._most
+
+    def take(self) -> bool:
+        """Takes one mask. Returns False if there is none left."""
+        self._left -= 1
+        return self._left >= 0
+
+
+class _Guess(NamedTuple):
+    """A guess, and which choice it makes.
+
+    Args:
+        token: -1: there are a few possible tokens, and nothing says which.
+        place: which tokens were allowed after which token.
+    """
+
+    token: int
+    basis: Basis
+    place: tuple[int, int]
+
+
+class GrammarDrafts:
+    """Guesses for one output."""
+
+    def __init__(self, grammar: Grammar, states: GrammarStates, allowance: MaskAllowance) -> None:
+        self._grammar = grammar
+        self._states = states
+        self._allowance = allowance
+        self._state: GrammarState | None = None
+        self._is_dead = False
+        self._consumed = 0
+        self._guesses: list[_Guess] = []  # after the consumed tokens
+        self._is_whole = False  # whether no more could be guessed after `_guesses`
+        self._taken: dict[tuple[int, int], int] = {}  # the choices of this output
+
+    def guesses(self, tokens: IntArray, prompt_tokens: int, most: int) -> tuple[IntArray, list[int]]:
+        """Guesses for the next tokens, at most so many, and the basis of each.
+
+        Args:
+            tokens: prompt and output.
+        """
+        if self._is_dead or (self._state is None and not self._start()):
+            return int_array(), []
+        self._follow(tokens, prompt_tokens)
+        if not self._is_dead and not self._is_whole and len(self._guesses) < min(most, _MOST_GUESSES):
+            self._extend(tokens[-1] if len(tokens) > prompt_tokens else -1, min(most, _MOST_GUESSES))
+        known = [each for each in self._guesses[:most] if each.token >= 0]
+        return int_array([each.token for each in known]), [each.basis for each in known]
+
+    def _start(self) -> bool:
+        self._state = self._states.start(self._grammar)
+        return self._state is not None
+
+    def _follow(self, tokens: IntArray, prompt_tokens: int) -> None:
+        """Consumes new tokens of the output, and learns its choices."""
+        assert self._state is not None
+        for token in tokens[prompt_tokens + self._consumed :]:
+            if not self._state.consume(token):
+                self._is_dead = True
+                self._guesses = []
+                return
+            self._consumed += 1
+            guess = self._guesses.pop(0) if self._guesses else None
+            if guess is not None:
+                if len(self._taken) >= _CHOICES:
+                    self._taken.clear()
+                self._taken[guess.place] = token
+            if guess is None or guess.token != token:
+                self._guesses, self._is_whole = [], False
+
+    def _extend(self, newest: int, most: int) -> None:
+        """Adds guesses while the grammar leaves few choices."""
+        state = self._state
+        assert state is not None
+        walked = 0
+        for each in self._guesses:
+            if not state.consume(each.token):
+                self._is_dead = True
+                return
+            newest = each.token
+            walked += 1
+        while len(self._guesses) < most and self._allowance.take():
+            choices = state.choices()
+            if choices is None:
+                self._is_whole = True
+                break
+            guess = self._guess(choices, newest)
+            self._guesses.append(guess)
+            if guess.token < 0 or not state.consume(guess.token):
+                self._is_whole = True
+                break
+            newest = guess.token
+            walked += 1
+        if walked and not state.rollback(walked):
+            self._is_dead = True
+
+    def _guess(self, choices: Choices, newest: int) -> _Guess:
+        place = choices.key, newest
+        if choices.forced >= 0:
+            return _Guess(choices.forced, Basis.FORCED, place)
+        if (taken := self._taken.get(place)) is not None:
+            return _Guess(taken, Basis.REPEATED, place)
+        return _Guess(choices.spaced, Basis.SPACED, place)

@@ -38,4 +38,4 @@ def open_speculator(settings: NodeSettings, built: BuiltRunner) -> Speculator | 
             settings.speculation,
         )
         return None
-    return Speculator(grammars=built.grammars, always=settings.speculation == "always")
+    return Speculator(always=settings.speculation == "always")

@@ -75,8 +75,6 @@ class Speculator:
         """Number of requests that have begun and not ended."""
         return len(self._drafts)
 
-    def __init__(self, *, always: bool = False) -> None: ...
-
     def begin(self, request: Speculating, *, root: bytes, grammar: Grammar | None) -> None:
         """A request begins to decode here. Later calls for it do nothing.
 

@@ -4,7 +4,6 @@ Most rows repeat from step to step, one token further on. They stay the same obj
 again. Rows are named tuples, which are several times faster to make than frozen dataclasses.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -64,19 +63,6 @@ class BatchRow(NamedTuple):
         """The guesses at the end of `token_ids`."""
         return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
-    @property
-    def draws(self) -> "list[BatchRow]":
-        """The row up to each token after which one is drawn, with that draw."""
-        first, drafts = len(self.token_ids) - self.num_drafts, self.drafts
-        return [
-            self._replace(
-                token_ids=self.token_ids[: first + count],
-                sample=None if self.sample is None else self.sample.after(drafts[:count]),
-                num_drafts=0,
-            )
-            for count in range(self.num_drafts + 1)
-        ]
-
     def at(self, step: int) -> "BatchRow":
         """The row at a given step."""
         if self.since is None or self.since == step:
@@ -85,28 +71,6 @@ class BatchRow(NamedTuple):
         if sample is not None:
             sample = sample._replace(output_index=sample.output_index + further)
         return self._replace(token_start=self.token_start + further, sample=sample, since=None)
-
-
-def drawn_rows(rows: Sequence[BatchRow]) -> Sequence[BatchRow]:
-    """One row for each token that the step draws: a row with drafts becomes one for each of its draws, whose tokens end
-    where that draw is. Other rows stay the same objects, also those that are not sampled. Without drafts these are the
-    given rows themselves."""
-    if not has_drafts(rows):
-        return rows
-    drawn: list[BatchRow] = []
-    for row in rows:
-        drawn += row.draws if row.num_drafts else (row,)
-    return drawn
-
-
-def has_drafts(rows: Sequence[BatchRow]) -> bool:
-    """Whether a row has drafts. Rows of a single token come first and have none, so none of them is looked at."""
-    for row in reversed(rows):
-        if row.num_drafts:
-            return True
-        if len(row.token_ids) == 1:
-            return False
-    return False
 
 
 class ScoreRow(NamedTuple):

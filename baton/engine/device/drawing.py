@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from attention.host_to_device import to_device
 from baton.core.errors import BatonError, InternalError
-from baton.engine.batch import BatchRow
+from baton.engine.batch import Batch, BatchRow
 from baton.engine.device.decode_buffers import DecodeBuffers
 from baton.engine.device.grammar_rows import GrammarRows
 from baton.engine.device.inputs import pending_tokens
@@ -55,8 +55,7 @@ class TokenDrawing:
         of rows by their place in the step. Overwrites the logits.
 
         Args:
-            places: of the rows among those that `drawn_rows` makes of the step.
-            places_S: the same on the device; None: no later step reads the tokens there.
+            places_S: `places` on the device; None: the next step reads none of the tokens.
         """
         masks, errors = self._grammars.masks(rows)
         drawn = sample(logits_SV, _samples(rows), pending_R=pending_S, masks=masks)
@@ -66,20 +65,15 @@ class TokenDrawing:
         self._grammars.drawn(rows, on_host)
         return [(places, on_host)], {places[index]: error for index, error in errors.items()}
 
-    def draw_padded(
-        self, buffers: DecodeBuffers, logits_RV: Tensor, rows: Sequence[BatchRow], *, step: int, slot: StepSlot
-    ) -> Drawn:
-        """The tokens of a padded step, which has drawn a token for each row; redraws those of edited logits.
-
-        Args:
-            rows: one for each draw, as `drawn_rows` makes them of the step's shared rows.
-        """
+    def draw_padded(self, buffers: DecodeBuffers, logits_RV: Tensor, batch: Batch, slot: StepSlot) -> Drawn:
+        """The tokens of a padded step, which has drawn a token for each row; redraws those of edited logits."""
+        rows = batch.shared_rows
         sampling, num_rows = buffers.host.sampling, len(rows)
         parts: list[Part] = []
         failed: dict[int, BatonError] = {}
         if edited := sorted(sampling.edited):
             (edited_S,) = to_device((np.array(edited, np.int64),), self._device)
-            edited_rows = [rows[index].at(step) for index in edited]
+            edited_rows = [rows[index].at(batch.step) for index in edited]
             pending_S = pending_tokens(edited_rows, buffers.token_ids.index_select(0, edited_S))
             logits_SV = logits_RV.index_select(0, edited_S)
             parts, failed = self.draw(edited, edited_rows, logits_SV, pending_S, edited_S)

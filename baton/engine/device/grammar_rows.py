@@ -12,7 +12,6 @@ wait in its middle; the rows with a grammar are drawn by a few kernels after it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -53,7 +52,6 @@ class GrammarRows:
 
         Args:
             rows: all rows with a grammar that the step draws, as they are in this step; rows without one are skipped.
-                The draws of one request follow one another.
         """
         before, self._followed = self._followed, {}
         drawn, self._drawn = self._drawn, None
@@ -64,7 +62,7 @@ class GrammarRows:
         failed: dict[int, BatonError] = {}
         filled: list[Masks] = []
         # The draws that are left of each request, of which the next step of this loop takes the first.
-        left = [list(draws) for _, draws in groupby(places, key=lambda place: rows[place].request_id)]
+        left = _draws_of_requests(places, rows)
         while left:
             masks = self._fill([draws[0] for draws in left], rows, before, tokens, failed)
             if masks is not None:
@@ -198,6 +196,18 @@ class _Drawn:
         return dict(zip(self.request_ids, words, strict=True))
 
 
+def _draws_of_requests(places: Sequence[int], rows: Sequence[BatchRow]) -> list[list[int]]:
+    """The places of each request's draws, in their order."""
+    by_request: dict[str, list[int]] = {}
+    for place in places:
+        by_request.setdefault(rows[place].request_id, []).append(place)
+    draws = list(by_request.values())
+    for several in draws:
+        if len(several) > 1:
+            several.sort(key=lambda place: len(_output_of(rows[place])))
+    return draws
+
+
 def _allowed(
     left: Sequence[list[int]], rows: Sequence[BatchRow], masks: Masks | None, failed: Mapping[int, BatonError]
 ) -> list[list[int]]:
@@ -207,13 +217,13 @@ def _allowed(
     if not several or masks is None:
         return []
     by_place = dict(zip(masks.rows_G.tolist(), masks.masks_GW, strict=True))
-    drafts = [_newest(rows[draws[1]]) for draws in several]
+    drafts = [_output_of(rows[draws[1]])[-1] for draws in several]
     return [draws[1:] for draws, draft in zip(several, drafts, strict=True) if allows(by_place[draws[0]], draft)]
 
 
-def _newest(row: BatchRow) -> int:
+def _output_of(row: BatchRow) -> IntArray:
     assert row.sample is not None, "rows with a grammar are drawn"
-    return row.sample.output[-1]
+    return row.sample.output
 
 
 def _grammar_of(row: BatchRow) -> Grammar | None:

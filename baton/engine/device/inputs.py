@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention.host_to_device import to_device
 from attention.metadata import CommonAttentionMetadata, plan_batch
-from baton.engine.batch import MOST_SNAPSHOTS, BatchRow, drawn_rows
+from baton.engine.batch import MOST_SNAPSHOTS, BatchRow
 from baton.engine.request import int_array
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.token_exchange import TokenExchange, TokenShares
@@ -33,10 +33,9 @@ class StepInputs:
         token_ids_T, positions_T: int64.
         adapters_T: int32, the slot of each token's adapter, -1 for none; None: no token has one.
         states: the recurrent states of the rows; None: the model has none.
-        drawn: the rows as `drawn_rows` has them.
-        sampled: the rows of `drawn` that are sampled, on the host.
+        sampled: the rows that are sampled, on the host.
         sampled_S: int64, the same rows.
-        last_S: int64, the last token of each sampled row of `drawn`.
+        last_S: int64, the last token of each sampled row.
         starts: the first token of each row, on the host.
         shares: number of tokens of each rank; None: all ranks have all of them.
     """
@@ -46,7 +45,6 @@ class StepInputs:
     positions_T: Tensor
     adapters_T: Tensor | None
     states: StateRows | None
-    drawn: Sequence[BatchRow]
     sampled: list[int]
     sampled_S: Tensor
     last_S: Tensor
@@ -86,15 +84,14 @@ def stage_step(
     for row, start in zip(rows, starts.tolist(), strict=True):
         token_ids[start : start + len(row.token_ids)] = row.token_ids
     lengths = np.array([len(row.token_ids) for row in rows], np.int64)
-    drawn = drawn_rows(rows)
-    sampled = [index for index, row in enumerate(drawn) if row.sample is not None]
+    sampled = [index for index, row in enumerate(rows) if row.sample is not None]
     pending = [index for index, row in enumerate(rows) if row.token_source is not None]
     *copied, token_ids_T, sampled_S, last_S, places_P, sources_P = to_device(
         (
             *batch.to_copy,
             token_ids,
             np.array(sampled, np.int64),
-            last_places(rows, starts + lengths)[sampled],
+            (starts + lengths)[sampled] - 1,
             starts[pending],
             np.array([rows[index].token_source for index in pending], np.int64),
         ),
@@ -106,19 +103,8 @@ def stage_step(
     adapters_T = _adapters(rows, last_tokens.device)
     states = _states(rows, last_tokens.device) if with_states else None
     return StepInputs(
-        common, token_ids_T, positions_T, adapters_T, states, drawn, sampled, sampled_S, last_S, starts.tolist(), shares
+        common, token_ids_T, positions_T, adapters_T, states, sampled, sampled_S, last_S, starts.tolist(), shares
     )
-
-
-def last_places(rows: Sequence[BatchRow], stops: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The place of the last token of each row of `drawn_rows(rows)`.
-
-    Args:
-        stops: the place after the last token of each of `rows`.
-    """
-    draws = np.array([1 + row.num_drafts for row in rows], np.int64)
-    draws_stop = draws.cumsum()
-    return np.repeat(stops - draws_stop, draws) + np.arange(draws.sum())
 
 
 def count_decodes(rows: Sequence[BatchRow]) -> int:

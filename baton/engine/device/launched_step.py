@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from baton.core.errors import LOGITS_FIELD, BatonError, InternalError
 from baton.core.types import PromptLogprob, TokenOutput
 from baton.engine.batch import RowResult
-from baton.engine.device.kept_draws import keep_draws
 from baton.engine.device.pooled_states import PoolsOnHost
 from baton.engine.device.step_slot import StepSlot, StepSlots
+from baton.engine.device.unfolded import Unfolded
 from baton.engine.pooling import PooledRows
-from baton.engine.request import IntArray
 from baton.engine.sampling.choice import NO_TOKEN
 from baton.engine.sampling.prompt_scores import ScoresOnHost
 
@@ -82,24 +81,23 @@ class LaunchedStep:
     """A step that is queued on the device.
 
     Args:
-        num_draws: number of rows that `drawn_rows` makes of the step's.
-        drawn: the tokens of these rows.
+        drawn: the tokens of the rows.
         slot: the step's own; it returns to `slots` when the step has ended.
         read: the prompt logprobs and pooled states of the step.
-        drafts: the drafts of each row of the step; None: no row has any.
+        unfolded: how rows with drafts were computed; None: there are none.
     """
 
     def __init__(
         self,
-        num_draws: int,
+        num_rows: int,
         drawn: Drawn,
         slot: StepSlot,
         slots: StepSlots,
         read: ReadStates,
-        drafts: Sequence[IntArray] | None = None,
+        unfolded: Unfolded | None = None,
     ) -> None:
-        self._num_draws = num_draws
-        self._drafts = drafts
+        self._num_rows = num_rows
+        self._unfolded = unfolded
         self._drawn = drawn
         self._slot = slot
         self._slots = slots
@@ -109,7 +107,7 @@ class LaunchedStep:
     def wait(self) -> list[RowResult]:
         """One entry per row. Call it once, on any thread. Raises device errors."""
         self._seconds = self._slot.timer.wait()
-        results: list[RowResult] = [None] * self._num_draws
+        results: list[RowResult] = [None] * self._num_rows
         if self._drawn.plain is not None:
             results = self._drawn.plain.outputs(self._slot.tokens_host)
         self._slots.give_back(self._slot)
@@ -118,7 +116,7 @@ class LaunchedStep:
                 results[index] = _not_finite() if token.token_id == NO_TOKEN else token
         for index, error in self._drawn.failed.items():
             results[index] = error
-        return results if self._drafts is None else keep_draws(results, self._drafts)
+        return results if self._unfolded is None else self._unfolded.results(results)
 
     @property
     def seconds(self) -> float:
@@ -128,12 +126,14 @@ class LaunchedStep:
     @property
     def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
         """The logprobs that `Batch.scores` asks for, by row; known after `wait`. Every call makes them anew."""
-        return {} if self._read.scores is None else self._read.scores.outputs()
+        found = {} if self._read.scores is None else self._read.scores.outputs()
+        return found if self._unfolded is None else self._unfolded.by_row(found)
 
     @property
     def pools(self) -> PooledRows:
         """The sums that `Batch.pools` asks for, by row; known after `wait`."""
-        return {} if self._read.pools is None else self._read.pools.outputs()
+        found = {} if self._read.pools is None else self._read.pools.outputs()
+        return found if self._unfolded is None else self._unfolded.by_row(found)
 
 
 def _not_finite() -> InternalError:

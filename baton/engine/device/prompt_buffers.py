@@ -19,7 +19,7 @@ from attention.metadata import CommonAttentionMetadata, PaddedBatch, plan_batch
 from baton.core.errors import InternalError
 from baton.engine.batch import MOST_SNAPSHOTS, BatchRow
 from baton.engine.device.decode_buffers import DecodeBuffers
-from baton.engine.device.inputs import TABLE_MULTIPLE, last_places, snapshots_of
+from baton.engine.device.inputs import TABLE_MULTIPLE, snapshots_of
 from baton.engine.device.step_slot import StepSlot
 from baton.engine.request import int_array
 from baton.models.kernels.recurrent.state_rows import StateRows
@@ -54,12 +54,12 @@ class PromptBuffers:
         context: [P] int32, tokens of each prompt before those of the step.
         state_slots: [P] int32, the slot of each prompt's recurrent state; -1 for none and for padding.
         snapshot_slots, snapshot_lens: [P, M] int32, see `StateRows`; -1 and anything for none and for padding.
-        last: [N] int64, the last token of each row that is drawn, see `drawn_rows`.
+        last: [N] int64, the last token of each row of the step.
         table: [P, B] int32; rows and columns that a step does not use hold anything.
         token_ids: [T] int32, the step's tokens, put together by the step itself.
         hidden: [T, D], the step's hidden states.
         places: where each field is in `inputs`.
-        max_requests: most rows of a step, and most draws.
+        max_requests: most rows of a step.
     """
 
     decodes: DecodeBuffers
@@ -90,22 +90,12 @@ class PromptBuffers:
         """The most decode rows in a step of `size` tokens."""
         return min(size, self.max_requests)
 
-    def fill(
-        self,
-        rows: Sequence[BatchRow],
-        num_decodes: int,
-        drawn: Sequence[BatchRow],
-        size: int,
-        *,
-        step: int,
-        slot: StepSlot,
-    ) -> None:
+    def fill(self, rows: Sequence[BatchRow], num_decodes: int, size: int, *, step: int, slot: StepSlot) -> None:
         """Writes the rows of a step, which is padded to `size` tokens. Queues two copies to the device, and others for
         prompts' blocks and for decodes whose blocks are replaced; the host does not wait.
 
         Args:
             num_decodes: rows of one token each at the front; all other rows are prompts.
-            drawn: the rows as `drawn_rows` has them.
 
         Raises:
             InternalError: too many rows or tokens, or a row with too few blocks or too many; nothing is written then.
@@ -123,7 +113,7 @@ class PromptBuffers:
                 block_size=self.block_size,
             )
             _check_width(batch.block_table.shape[1], self.table.shape[1])
-        self.decodes.fill(decoding, step=step, slot=slot, prompts=drawn[num_decodes:])
+        self.decodes.fill(decoding, step=step, slot=slot, prompts=prompts)
         host = {name: slot.prompt_inputs_host[place].view(dtype) for name, (place, dtype) in self.places.items()}
         for name in _SNAPSHOTS:
             host[name] = host[name].reshape(-1, MOST_SNAPSHOTS)
@@ -147,13 +137,12 @@ class PromptBuffers:
             host["context"][:count] = [row.token_start for row in prompts]
             host["state_slots"][:count] = [row.state_slot for row in prompts]
             host["snapshot_slots"][:count], host["snapshot_lens"][:count] = snapshots_of(prompts)
-            stops = batch.query_start_loc_R[1:].astype(np.int64) + num_decodes
-            last[num_decodes : len(drawn)] = last_places(prompts, stops)
+            last[num_decodes : num_decodes + count] = batch.query_start_loc_R[1:] + (num_decodes - 1)
             width = batch.block_table.shape[1]
             (table_PB,) = to_device((batch.block_table,), self.table.device)
             self.table[:count, :width].copy_(table_PB)
         last[:num_decodes] = np.arange(num_decodes)
-        last[len(drawn) :] = 0
+        last[num_decodes + count :] = 0
         # All requests after the prompts have no keys; the last of the step's size has the padding as its queries.
         starts[count:] = stop
         seq_lens[count:] = host["context"][count:] = 0

@@ -91,7 +91,7 @@ class PromptGraphs:
 
     def size_for(self, rows: Sequence[BatchRow]) -> int | None:
         """The captured size for these rows. Returns None if they must run outside of a graph."""
-        if len(rows) + sum(row.num_drafts for row in rows) > self._settings.max_requests:
+        if len(rows) > self._settings.max_requests:
             return None
         num_tokens = sum(len(row.token_ids) for row in rows)
         place = bisect_left(self.sizes, num_tokens)
@@ -102,28 +102,20 @@ class PromptGraphs:
             return None
         return self.sizes[place]
 
-    def launch(
-        self, rows: Sequence[BatchRow], drawn: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot
-    ) -> Tensor | None:
+    def launch(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> Tensor | None:
         """Queues a step that writes its tokens to the decodes' `sampled`, and its hidden states to `buffers.hidden`.
-
-        Args:
-            drawn: the rows as `drawn_rows` has them.
-
-        Returns:
-            The logits of the drawn rows, valid until the next step; None if no row is sampled.
-        """
+        Returns the logits of its rows, valid until the next step; None if no row is sampled."""
         self._num_decodes = count_decodes(rows)
         self._num_prompts = len(rows) - self._num_decodes
-        self.buffers.fill(rows, self._num_decodes, drawn, size, step=step, slot=slot)
+        self.buffers.fill(rows, self._num_decodes, size, step=step, slot=slot)
         self._bodies[size]()
         host = self.buffers.decodes.host
         host.copied()
-        if len(host.sampling.unsampled) == len(drawn):
+        if len(host.sampling.unsampled) == len(rows):
             return None
-        place = bisect_left(self.head_sizes, len(drawn))
+        place = bisect_left(self.head_sizes, len(rows))
         if place == len(self.head_sizes):
-            return self._sample(len(drawn))
+            return self._sample(len(rows))
         return self._heads[self.head_sizes[place]]()
 
     def capture(self, progress: Progress | None = None, *, recorder: Recorder | None = None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
 from baton.core.sampling import ResolvedSampling
-from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow, drawn_rows, has_drafts
+from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow
 from baton.engine.device.capture import Progress, Recorder
 from baton.engine.device.drawing import TokenDrawing
 from baton.engine.device.grammar_rows import GrammarRows
@@ -27,8 +27,9 @@ from baton.engine.device.layer_marks import LayerMarks, OnMark, index_stops, kv_
 from baton.engine.device.pooled_states import pool_states
 from baton.engine.device.prompt_graphs import PromptGraphs
 from baton.engine.device.step_slot import StepSlot, StepSlots
+from baton.engine.device.unfolded import Unfolded, has_drafts, unfold
 from baton.engine.pooling import PoolRow
-from baton.engine.request import IntArray, ModelFacts, int_array
+from baton.engine.request import ModelFacts, int_array
 from baton.engine.sampling.masks import keep_allowed
 from baton.engine.sampling.prompt_scores import score_prompts
 from baton.engine.sampling.row import GREEDY_ROW, SampleRow
@@ -90,8 +91,7 @@ class ModelRunner:
                 )
         self.grammars = GrammarRows(grammars, self._device)
         self._is_prepared = False
-        # Whether the host knows all tokens when the next step is launched, because the last one had drafts.
-        self._knows_all = False
+        self._had_drafts = False  # the last step
         self.launches = dict.fromkeys(("decode_graph", "prompt_graph", "eager"), 0)
         if self._graphs is None:
             sampled = torch.zeros(_FIRST_ROWS, dtype=torch.int32, device=self._device)
@@ -166,8 +166,9 @@ class ModelRunner:
             torch.cuda.set_device(self._device)
         slot = self._slots.take()
         slot.timer.start()
-        drafts = self._drafts_of(batch.shared_rows)
-        num_draws = len(batch.shared_rows) + (0 if drafts is None else sum(map(len, drafts)))
+        if (unfolded := self._unfolded(batch)) is not None:
+            batch = unfolded.batch
+        num_rows = len(batch.shared_rows)
         read = ReadStates()
         marked: AbstractContextManager[None] = nullcontext()
         if self._cache.state is not None:
@@ -184,24 +185,24 @@ class ModelRunner:
         else:
             launch = "eager"
             with marked:
-                drawn, read = self._launch_eagerly(batch)
+                drawn, read = self._launch_eagerly(batch, keeps_tokens=unfolded is None)
         if self._cache.state is not None:
             copy_states(self._cache.state, batch.copies)
         slot.timer.stop()
         self.launches[launch] += 1
-        return LaunchedStep(num_draws, drawn, slot, self._slots, read, drafts)
+        return LaunchedStep(num_rows, drawn, slot, self._slots, read, unfolded)
 
-    def _drafts_of(self, rows: Sequence[BatchRow]) -> list[IntArray] | None:
-        """The drafts of all rows. Returns None if there are none."""
-        knows_all, self._knows_all = self._knows_all, has_drafts(rows)
-        if knows_all or self._knows_all:
+    def _unfolded(self, batch: Batch) -> Unfolded | None:
+        """The batch without drafts. Returns None if it has none."""
+        rows = batch.shared_rows
+        before, self._had_drafts = self._had_drafts, has_drafts(rows)
+        if before or self._had_drafts:
             sources = [row.request_id for row in rows if row.token_source is not None]
-            assert not sources, f"{sources} have unknown tokens in or after a step with drafts"
-        if not self._knows_all:
+            assert not sources, f"the host knows all tokens in and after a step with drafts, but not those of {sources}"
+        if not self._had_drafts:
             return None
-        assert all(row.sample and row.since is None for row in rows if row.num_drafts), "drafts are checked by draws"
         assert self._cache.state is None, "a recurrent state cannot go back to the last token that is kept"
-        return [row.drafts for row in rows]
+        return unfold(batch)
 
     @staticmethod
     def _size(graphs: "DecodeGraphs | PromptGraphs | None", batch: Batch) -> int | None:
@@ -213,18 +214,17 @@ class ModelRunner:
     def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> Drawn:
         assert self._graphs is not None
         logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
-        return self._drawing.draw_padded(self._graphs.buffers, logits_RV, batch.shared_rows, step=batch.step, slot=slot)
+        return self._drawing.draw_padded(self._graphs.buffers, logits_RV, batch, slot)
 
     def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ReadStates]:
         assert self._prompts is not None
         buffers = self._prompts.buffers
-        rows = drawn_rows(batch.shared_rows)
-        logits_RV = self._prompts.launch(batch.shared_rows, rows, size, step=batch.step, slot=slot)
+        logits_RV = self._prompts.launch(batch.shared_rows, size, step=batch.step, slot=slot)
         starts = [0, *accumulate(len(row.token_ids) for row in batch.shared_rows)]
         read = self._read_states(buffers.hidden[:size], starts, batch)
         if logits_RV is None:
             return self._drawing.draw_none(), read
-        return self._drawing.draw_padded(buffers.decodes, logits_RV, rows, step=batch.step, slot=slot), read
+        return self._drawing.draw_padded(buffers.decodes, logits_RV, batch, slot), read
 
     def _read_states(self, hidden_TD: Tensor, starts: Sequence[int], batch: Batch) -> ReadStates:
         """Queues what the step reads from hidden states besides tokens.
@@ -240,9 +240,15 @@ class ModelRunner:
             pool_states(self.model, hidden_TD, starts, pools) if pools else None,
         )
 
-    def _launch_eagerly(self, batch: Batch) -> tuple[Drawn, ReadStates]:
+    def _launch_eagerly(self, batch: Batch, *, keeps_tokens: bool) -> tuple[Drawn, ReadStates]:
+        """Queues the step outside of graphs.
+
+        Args:
+            keeps_tokens: the next step may read the step's tokens on the device, so there must be room for them.
+        """
         rows = batch.rows
-        self._drawing.make_room(rows)
+        if keeps_tokens:
+            self._drawing.make_room(rows)
         with_states = self._cache.state is not None
         exchange = self.model.exchange
         inputs = stage_step(
@@ -261,10 +267,9 @@ class ModelRunner:
         if not inputs.sampled:
             return self._drawing.draw_none(), read
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
-        sampled_rows = [inputs.drawn[index] for index in inputs.sampled]
+        sampled_rows = [rows[index] for index in inputs.sampled]
         pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
-        # NOTE: the buffers of graphs may have fewer places than the step draws tokens.
-        places_S = inputs.sampled_S if inputs.drawn is rows else None
+        places_S = inputs.sampled_S if keeps_tokens else None
         parts, failed = self._drawing.draw(inputs.sampled, sampled_rows, logits_SV, pending_S, places_S)
         return Drawn(None, parts, failed), read
 

@@ -1,6 +1,6 @@
 """Runs requests on a runner without scheduler and event loop: a test chooses the requests of each step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.launched_step import LaunchedStep
 from baton.engine.device.runner import ModelRunner
 from baton.engine.request import IntArray, int_array
-from baton.engine.sampling.row import SampleRow
+from baton.engine.sampling.row import SampleRows
 from baton.kvcache.cache import PagedKVCache
 
 
@@ -27,9 +27,11 @@ def runner_of(built: BuiltRunner, *, graphs: GraphSettings | None) -> ModelRunne
 
 @dataclass
 class _Sequence:
-    sampling: ResolvedSampling
+    name: str
     tokens: IntArray
-    num_prompt: int
+    samples: SampleRows
+    owner: int = 0
+    adapter: int = -1
     computed: int = 0
     blocks: IntArray = field(default_factory=int_array)
     state_slot: int = -1
@@ -40,32 +42,33 @@ class _Sequence:
     def num_output(self) -> int:
         return len(self.outputs) + (self.source is not None)
 
-    @property
-    def has_penalties(self) -> bool:
-        sampling = self.sampling
-        neutral = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
-        return not neutral
-
 
 class Driver:
     """Builds steps and collects their tokens.
 
     Args:
         ahead: each step is launched before the previous one is waited for.
+        end_token_ids: forbidden until an output has its `min_tokens`.
     """
 
-    def __init__(self, runner: ModelRunner, *, ahead: bool = False) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, ahead: bool = False, end_token_ids: frozenset[int] = frozenset()
+    ) -> None:
         self.runner = runner
         self._ahead = ahead
+        self._end_token_ids = end_token_ids
         self._sequences: dict[str, _Sequence] = {}
         # Every third block: no request owns the blocks between.
         self._free = list(range(runner.facts.num_blocks - 1, -1, -3))
         self._under_way: tuple[list[_Sequence], LaunchedStep] | None = None
 
-    def add(self, name: str, prompt: Sequence[int], **sampling: Any) -> None:
+    def add(self, name: str, prompt: Sequence[int], *, owner: int = 0, adapter: int = -1, **sampling: Any) -> None:
         params = ResolvedSampling(**{"max_tokens": 1000, "temperature": 0.0} | sampling)
+        samples = SampleRows(params, prompt_tokens=len(prompt), end_token_ids=self._end_token_ids)
         slot = len(self._sequences) if self.runner.facts.state_slots else -1
-        self._sequences[name] = _Sequence(params, int_array(tuple(prompt)), len(prompt), state_slot=slot)
+        self._sequences[name] = _Sequence(
+            name, int_array(tuple(prompt)), samples, owner=owner, adapter=adapter, state_slot=slot
+        )
 
     def move(self, name: str) -> None:
         """Gives the request other blocks, so that its KV must be computed again."""
@@ -74,10 +77,15 @@ class Driver:
         self._free = [*sequence.blocks, *self._free]
         sequence.blocks, sequence.computed = int_array(), 0
 
-    def step(self, *names: str, chunk: int = 1000) -> None:
-        """One step of these requests: of each the known tokens that are not computed, up to `chunk`."""
-        chosen = sorted(map(self._sequences.__getitem__, names), key=lambda sequence: self._missing(sequence) > 1)
-        rows = tuple(self._row(sequence, chunk) for sequence in chosen)
+    def step(self, *names: str, chunk: int = 1000, drafts: Mapping[str, Sequence[int]] | None = None) -> None:
+        """One step of these requests: of each the known tokens that are not computed, up to `chunk`, and the drafts of
+        requests that decode."""
+        guesses = drafts or {}
+        chosen = sorted(
+            map(self._sequences.__getitem__, names),
+            key=lambda sequence: self._missing(sequence) + len(guesses.get(sequence.name, ())) > 1,
+        )
+        rows = tuple(self._row(sequence, chunk, guesses.get(sequence.name, ())) for sequence in chosen)
         launched = self.launch(Batch(0, rows))
         self._receive()
         for index, (sequence, row) in enumerate(zip(chosen, rows, strict=True)):
@@ -105,34 +113,36 @@ class Driver:
             return
         chosen, launched = self._under_way
         self._under_way = None
-        for sequence, token in zip(chosen, launched.wait(), strict=True):
-            if token is not None:
+        for sequence, result in zip(chosen, launched.wait(), strict=True):
+            tokens = result if isinstance(result, tuple) else [] if result is None else [result]
+            for token in tokens:
                 assert isinstance(token, TokenOutput), token
                 sequence.outputs.append(token)
                 sequence.tokens.append(token.token_id)
+            if isinstance(result, tuple):  # the KV of wrong drafts is written again
+                sequence.computed = len(sequence.tokens) - 1
             sequence.source = None
 
     def _missing(self, sequence: _Sequence) -> int:
         return len(sequence.tokens) - sequence.computed
 
-    def _row(self, sequence: _Sequence, chunk: int) -> BatchRow:
+    def _row(self, sequence: _Sequence, chunk: int, drafts: Sequence[int]) -> BatchRow:
         known = sequence.source is None
         num_tokens = min(chunk, self._missing(sequence)) if known else 1
         start, stop = sequence.computed, sequence.computed + num_tokens
-        missing = -(-stop // self.runner.facts.block_size) - len(sequence.blocks)
+        missing = -(-(stop + len(drafts)) // self.runner.facts.block_size) - len(sequence.blocks)
         if missing > 0:
             sequence.blocks = sequence.blocks + int_array([self._free.pop() for _ in range(missing)])
         sampled = not known or stop == len(sequence.tokens)
         return BatchRow(
-            "",
-            sequence.tokens[start:stop] if known else int_array([0]),
+            sequence.name,
+            sequence.tokens[start:stop] + int_array(tuple(drafts)) if known else int_array([0]),
             start,
             sequence.blocks,
-            self._sample_row(sequence) if sampled else None,
+            sequence.samples.row(sequence.num_output, sequence.tokens) if sampled else None,
             sequence.source,
+            adapter=sequence.adapter,
             state_slot=sequence.state_slot,
+            owner=sequence.owner,
+            num_drafts=len(drafts),
         )
-
-    def _sample_row(self, sequence: _Sequence) -> SampleRow:
-        history = sequence.tokens[:] if sequence.has_penalties else int_array()
-        return SampleRow(sequence.sampling, sequence.num_output, (), history, sequence.num_prompt)

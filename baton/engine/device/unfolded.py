@@ -1,0 +1,118 @@
+"""Computes rows with drafts as rows of single tokens, and folds the draws of these into one result per row. Pure.
+
+Each draft is computed like the token of a decode, by a row of its own with the same blocks. It sees the drafts before
+it, because each layer writes the KV of all rows before it attends. So drafts run in the captured steps of decodes, and
+their draws are those of decodes: kernels for prompts give other last bits, and see new tokens of a latent fp8 cache
+before these are rounded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import TypeVar
+
+from baton.core.errors import BatonError
+from baton.core.types import TokenOutput
+from baton.engine.batch import Batch, BatchRow, RowResult
+from baton.engine.request import IntArray
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    """A step whose rows with drafts are rows of their own for each draw.
+
+    Args:
+        batch: the step without drafts.
+        drafts: of each row of the given step.
+        places: of each row of the given step, its rows in `batch`, in the order of their draws.
+    """
+
+    batch: Batch
+    drafts: Sequence[IntArray]
+    places: Sequence[Sequence[int]]
+
+    def results(self, draws: Sequence[RowResult]) -> list[RowResult]:
+        """The result of each row of the given step.
+
+        A draft is right if it is the token that is drawn in its place. The draws up to that of the first wrong draft
+        are those that decoding would give; later ones follow a wrong token and are dropped, whatever they are.
+
+        Args:
+            draws: the results of the rows of `batch`.
+        """
+        return [
+            _kept([draws[place] for place in places], drafts) if drafts else draws[places[0]]
+            for places, drafts in zip(self.places, self.drafts, strict=True)
+        ]
+
+    def by_row(self, found: Mapping[int, _Found]) -> dict[int, _Found]:
+        """What `batch` gives for some rows without drafts, by their places in the given step."""
+        return {row: found[places[0]] for row, places in enumerate(self.places) if places[0] in found}
+
+
+def has_drafts(rows: Sequence[BatchRow]) -> bool:
+    """Whether a row has drafts. Rows of a single token come first and have none, so none of them is looked at."""
+    for row in reversed(rows):
+        if row.num_drafts:
+            return True
+        if len(row.token_ids) == 1:
+            return False
+    return False
+
+
+def unfold(batch: Batch) -> Unfolded:
+    """Makes rows of single tokens from rows with drafts.
+
+    Rows without drafts keep their places among one another, and so do the first tokens of rows with drafts: places that
+    have the same request as in the step before keep their blocks on the device.
+    """
+    rows = batch.shared_rows
+    pieces = [(index, count, piece) for index, row in enumerate(rows) for count, piece in enumerate(_pieces(row))]
+    pieces.sort(key=_order)
+    places = [[0] * (1 + row.num_drafts) for row in rows]
+    for place, (index, count, _) in enumerate(pieces):
+        places[index][count] = place
+    firsts = [each[0] for each in places]
+    unfolded = replace(
+        batch,
+        shared_rows=tuple(piece for _, _, piece in pieces),
+        scores=tuple(sorted(((firsts[index], score) for index, score in batch.scores), key=itemgetter(0))),
+        pools=tuple(sorted(((firsts[index], pool) for index, pool in batch.pools), key=itemgetter(0))),
+    )
+    return Unfolded(unfolded, [row.drafts for row in rows], places)
+
+
+def _pieces(row: BatchRow) -> list[BatchRow]:
+    if not row.num_drafts:
+        return [row]
+    assert row.sample is not None, "a row with drafts is sampled"
+    assert row.since is None, "a row with drafts is for one step only"
+    drafts, first = row.drafts, len(row.token_ids) - row.num_drafts
+    pieces = [row._replace(token_ids=row.token_ids[:first], num_drafts=0)]
+    for count in range(1, len(drafts) + 1):
+        sample = row.sample.after(drafts[:count])
+        start = row.token_start + first + count - 1
+        pieces.append(row._replace(token_ids=drafts[count - 1 : count], token_start=start, sample=sample, num_drafts=0))
+    return pieces
+
+
+def _order(piece: tuple[int, int, BatchRow]) -> int:
+    """Rows of single tokens come first, and drafts last among them."""
+    _, count, row = piece
+    if len(row.token_ids) > 1:
+        return 2
+    return 1 if count else 0
+
+
+def _kept(draws: Sequence[RowResult], drafts: IntArray) -> tuple[TokenOutput, ...] | BatonError:
+    kept = []
+    for draw, draft in zip(draws, (*drafts, None), strict=True):
+        if isinstance(draw, BatonError):
+            return draw
+        assert isinstance(draw, TokenOutput), "a row with drafts is sampled"
+        kept.append(draw)
+        if draw.token_id != draft:
+            break
+    return tuple(kept)

@@ -122,6 +122,16 @@ class GrammarCompiler:
         with self._lock:
             return grammar in self._compiled and not self._compiled[grammar].done()
 
+    def ready(self, grammar: Grammar) -> tuple[Matcher, LLTokenizer] | None:
+        """A matcher at the start of an output, and the grammar library's tokenizer. Takes no time to compile or to
+        wait: returns None if the grammar is not compiled, or was refused."""
+        with self._lock:
+            compiled, tokenizer = self._compiled.get(grammar), self._tokenizer
+        if compiled is None or tokenizer is None or not compiled.done() or compiled.exception() is not None:
+            return None
+        read = tokenizer.result()
+        return self._matcher(compiled.result().deep_copy(), read, MaskBudget(self._clock)), read.library
+
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
             self._background = self._background or ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")

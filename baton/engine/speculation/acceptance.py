@@ -13,27 +13,32 @@ from baton.engine.speculation.sequence_index import COMPARED, SHORT
 
 class Basis(IntEnum):
     """What a guess comes from: a match of so many tokens with the same sequence, one with another output, or a grammar
-    that allows one continuation, one besides white space, or those of which the same one was taken before."""
+    that allows one continuation, one besides white space, or a few tokens among which the output took this one before:
+    after the same two tokens, or after others. Where a long match has just ended, what followed it is guessed from
+    fewer tokens than a match has: from none to two."""
 
     OWN = 0
     OTHERS = 10
     FORCED = 20
     SPACED = 21
     REPEATED = 22
+    SIMILAR = 23
+    RESUMED = 24
 
 
 # The first length of each class of match lengths. Guessed tokens that are right make a match longer than is compared.
 _CLASSES = (SHORT, 4, 5, 7, 10, 14, 20, COMPARED, 2 * COMPARED)
 _CLASS_OF_LENGTH = [max(0, sum(length >= first for first in _CLASSES) - 1) for length in range(_CLASSES[-1] + 1)]
-_NUM_BASES = 23
+_NUM_BASES = 27
 # Shares of right guesses that were counted on source files that a model edits, and on JSON by schema.
-_OWN_PRIORS = (0.45, 0.55, 0.65, 0.75, 0.82, 0.87, 0.91, 0.94, 0.96)
-_GRAMMAR_PRIORS = {Basis.FORCED: 0.95, Basis.SPACED: 0.5, Basis.REPEATED: 0.8}
+_OWN_PRIORS = (0.5, 0.6, 0.68, 0.74, 0.78, 0.82, 0.88, 0.94, 0.97)
+_GRAMMAR_PRIORS = {Basis.FORCED: 0.95, Basis.SPACED: 0.5, Basis.REPEATED: 0.9, Basis.SIMILAR: 0.6}
+_RESUMED_PRIORS = (0.4, 0.6, 0.8)
 # A prior counts as so many guesses, and as many guesses as this are remembered.
 _PRIOR_WEIGHT = 20.0
 _MEMORY = 1000.0
 # How much one guess moves the request's own number, and how far it goes.
-_STEP = 0.3
+_STEP = 0.12
 _LOWEST, _HIGHEST = -4.0, 1.5
 
 
@@ -49,6 +54,8 @@ class Acceptance:
         self._prior = [0.5] * _NUM_BASES
         for place, prior in enumerate(_OWN_PRIORS):
             self._prior[Basis.OWN + place] = self._prior[Basis.OTHERS + place] = prior
+        for place, prior in enumerate(_RESUMED_PRIORS):
+            self._prior[Basis.RESUMED + place] = prior
         for basis, prior in _GRAMMAR_PRIORS.items():
             self._prior[basis] = prior
         self._right = [0.0] * _NUM_BASES

@@ -7,6 +7,8 @@ guessed token adds one token to the step, and the pairs of that token with all t
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from baton.core.costs import StepWork, chunk_pairs
 from baton.engine.scheduling.slices import StepTimes
 
@@ -16,7 +18,7 @@ Draft: TypeAlias = "tuple[int, ...]"
 # Guesses must bring so many times the tokens a second of the plain step: costs are predicted to within a few percent.
 _LEAST_GAIN = 1.03
 # Numbers of guessed tokens that are tried grow by this ratio; costs are flat or straight between captured sizes.
-_TRIED_RATIO = 1.2
+_TRIED_RATIO = 1.3
 
 
 class Proposal(NamedTuple):
@@ -47,27 +49,23 @@ def choose_depths(
         room: most guessed tokens of the step.
         overhead_s: what the host adds to a step with guesses, because no step can be prepared while it runs.
     """
-    depths = [0] * len(proposals)
-    if costs is None or room <= 0:
-        return depths
-    ranked = _ranked(proposals, room)
+    if costs is None or room <= 0 or not work.decode_rows:
+        return [0] * len(proposals)
+    ranked = _Ranked(proposals, room)
     best, best_rate = 0, _LEAST_GAIN * work.decode_rows / costs.seconds(work)
-    tokens, pairs, taken = float(work.decode_rows), work.pairs, 0
-    for tried in _counts(len(ranked)):
-        for negative_chance, place, depth in ranked[taken:tried]:
-            tokens -= negative_chance
-            pairs += proposals[place].context + depth + 2
-        taken = tried
-        guessed = StepWork(work.decode_rows, work.keys, work.prompt_tokens + tried, pairs)
-        rate = tokens / (costs.seconds(guessed) + overhead_s)
+    for count in _counts(len(ranked)):
+        tokens, pairs = ranked.sums(count)
+        guessed = StepWork(work.decode_rows, work.keys, work.prompt_tokens + count, work.pairs + pairs)
+        rate = (work.decode_rows + tokens) / (costs.seconds(guessed) + overhead_s)
         if rate > best_rate:
-            best, best_rate = tried, rate
-    return _depths(ranked[:best], depths)
+            best, best_rate = count, rate
+    return ranked.depths(best)
 
 
 def all_depths(proposals: Sequence[Proposal], *, room: int) -> list[int]:
     """As many tokens of each proposal as there is room for, the most likely ones first."""
-    return _depths(_ranked(proposals, room), [0] * len(proposals))
+    ranked = _Ranked(proposals, max(0, room))
+    return ranked.depths(len(ranked))
 
 
 def could_pay(work: StepWork, costs: StepTimes, *, most_each: int, overhead_s: float) -> bool:
@@ -95,15 +93,36 @@ def guessed_work(work: StepWork, guesses: Iterable[tuple[int, int]]) -> StepWork
     return StepWork(work.decode_rows, work.keys, tokens, pairs)
 
 
-def _ranked(proposals: Sequence[Proposal], room: int) -> list[tuple[float, int, int]]:
-    """The most likely tokens: the negative of each one's chance, its proposal, and its place there. A proposal's tokens
-    keep their order, because chances never rise."""
-    ranked = sorted(
-        (-chance, place, depth)
-        for place, proposal in enumerate(proposals)
-        for depth, chance in enumerate(proposal.chances)
-    )
-    return ranked[: max(0, room)]
+class _Ranked:
+    """The tokens of all proposals, the most likely ones first. A proposal's tokens keep their order, because chances
+    never rise.
+
+    Args:
+        most: no more tokens than this are kept.
+    """
+
+    def __init__(self, proposals: Sequence[Proposal], most: int) -> None:
+        self._num_proposals = len(proposals)
+        lengths = [len(proposal.chances) for proposal in proposals]
+        chance_T = np.array([chance for proposal in proposals for chance in proposal.chances], float)
+        order_T = np.argsort(-chance_T, kind="stable")[:most]
+        self._place_T = np.repeat(np.arange(len(proposals)), lengths)[order_T]
+        # The first guess comes after a request's newest token, and sees itself and all before it.
+        keys = [proposal.context + 2 + depth for proposal in proposals for depth in range(len(proposal.chances))]
+        self._tokens_T = np.cumsum(chance_T[order_T])
+        self._pairs_T = np.cumsum(np.array(keys, np.int64)[order_T])
+
+    def __len__(self) -> int:
+        return len(self._place_T)
+
+    def sums(self, count: int) -> tuple[float, int]:
+        """Expected tokens from the first `count` guesses, at least one, and their pairs with what they see."""
+        return float(self._tokens_T[count - 1]), int(self._pairs_T[count - 1])
+
+    def depths(self, count: int) -> list[int]:
+        """How many of the first `count` tokens each proposal has."""
+        depths: list[int] = np.bincount(self._place_T[:count], minlength=self._num_proposals).tolist()
+        return depths
 
 
 def _counts(most: int, *, ratio: float = _TRIED_RATIO) -> Iterable[int]:
@@ -114,9 +133,3 @@ def _counts(most: int, *, ratio: float = _TRIED_RATIO) -> Iterable[int]:
         count = max(count + 1, int(count * ratio))
     if most:
         yield most
-
-
-def _depths(taken: Iterable[tuple[float, int, int]], depths: list[int]) -> list[int]:
-    for _, place, _ in taken:
-        depths[place] += 1
-    return depths

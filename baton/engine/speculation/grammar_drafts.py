@@ -8,7 +8,7 @@ Output tokens are followed in a state of our own: that of the step's masks is us
 before the step.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from baton.core.types import Grammar
 from baton.engine.request import IntArray, int_array
@@ -18,6 +18,7 @@ from baton.grammar.choices import Choices
 # More guesses at a time are rarely right, and each one takes a mask.
 _MOST_GUESSES = 8
 _CHOICES = 256
+_NONE = -1
 
 
 class GrammarState(Protocol):
@@ -56,17 +57,20 @@ class MaskAllowance:
         return self._left >= 0
 
 
+_Place: TypeAlias = "tuple[int, int, int]"
+
+
 class _Guess(NamedTuple):
     """A guess, and which choice it makes.
 
     Args:
         token: -1: there are a few possible tokens, and nothing says which.
-        place: which tokens were allowed after which token.
+        places: which tokens were allowed, after which two tokens, after which token, and after any.
     """
 
     token: int
     basis: Basis
-    place: tuple[int, int]
+    places: tuple[_Place, ...]
 
 
 class GrammarDrafts:
@@ -81,7 +85,7 @@ class GrammarDrafts:
         self._consumed = 0
         self._guesses: list[_Guess] = []  # after the consumed tokens
         self._is_whole = False  # whether no more could be guessed after `_guesses`
-        self._taken: dict[tuple[int, int], int] = {}  # the choices of this output
+        self._taken: dict[_Place, int] = {}  # the choices of this output
 
     def guesses(self, tokens: IntArray, prompt_tokens: int, most: int) -> tuple[IntArray, list[int]]:
         """Guesses for the next tokens, at most so many, and the basis of each.
@@ -93,7 +97,7 @@ class GrammarDrafts:
             return int_array(), []
         self._follow(tokens, prompt_tokens)
         if not self._is_dead and not self._is_whole and len(self._guesses) < min(most, _MOST_GUESSES):
-            self._extend(tokens[-1] if len(tokens) > prompt_tokens else -1, min(most, _MOST_GUESSES))
+            self._extend(tokens[max(prompt_tokens, len(tokens) - 2) :], min(most, _MOST_GUESSES))
         known = [each for each in self._guesses[:most] if each.token >= 0]
         return int_array([each.token for each in known]), [each.basis for each in known]
 
@@ -114,40 +118,48 @@ class GrammarDrafts:
             if guess is not None:
                 if len(self._taken) >= _CHOICES:
                     self._taken.clear()
-                self._taken[guess.place] = token
+                for place in guess.places:
+                    self._taken[place] = token
             if guess is None or guess.token != token:
                 self._guesses, self._is_whole = [], False
 
-    def _extend(self, newest: int, most: int) -> None:
-        """Adds guesses while the grammar leaves few choices."""
+    def _extend(self, newest: IntArray, most: int) -> None:
+        """Adds guesses while the grammar leaves few choices.
+
+        Args:
+            newest: the last two tokens of the output, if it has so many.
+        """
         state = self._state
         assert state is not None
+        before, last = [_NONE, _NONE, *newest][-2:]
         walked = 0
         for each in self._guesses:
             if not state.consume(each.token):
                 self._is_dead = True
                 return
-            newest = each.token
+            before, last = last, each.token
             walked += 1
         while len(self._guesses) < most and self._allowance.take():
             choices = state.choices()
             if choices is None:
                 self._is_whole = True
                 break
-            guess = self._guess(choices, newest)
+            guess = self._guess(choices, before, last)
             self._guesses.append(guess)
             if guess.token < 0 or not state.consume(guess.token):
                 self._is_whole = True
                 break
-            newest = guess.token
+            before, last = last, guess.token
             walked += 1
         if walked and not state.rollback(walked):
             self._is_dead = True
 
-    def _guess(self, choices: Choices, newest: int) -> _Guess:
-        place = choices.key, newest
+    def _guess(self, choices: Choices, before: int, last: int) -> _Guess:
+        key = choices.key
+        places = ((key, before, last), (key, _NONE, last), (key, _NONE, _NONE))
         if choices.forced >= 0:
-            return _Guess(choices.forced, Basis.FORCED, place)
-        if (taken := self._taken.get(place)) is not None:
-            return _Guess(taken, Basis.REPEATED, place)
-        return _Guess(choices.spaced, Basis.SPACED, place)
+            return _Guess(choices.forced, Basis.FORCED, ())
+        for place, basis in zip(places, (Basis.REPEATED, Basis.SIMILAR, Basis.SIMILAR), strict=True):
+            if (taken := self._taken.get(place)) is not None:
+                return _Guess(taken, basis, places)
+        return _Guess(choices.spaced, Basis.SPACED, places)

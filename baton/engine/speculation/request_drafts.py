@@ -5,14 +5,14 @@ grammar forces. Each guess is compared with the token that came, whether or not 
 learned at no cost. Where nothing can be guessed for long, only every few tokens are looked up.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.engine.request import IntArray, int_array
 from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance, class_of
 from baton.engine.speculation.depth import NO_PROPOSAL, Proposal
 from baton.engine.speculation.grammar_drafts import GrammarDrafts
 from baton.engine.speculation.recent_outputs import RecentOutputs
-from baton.engine.speculation.sequence_index import LONG, Ending, Match, SequenceIndex
+from baton.engine.speculation.sequence_index import LONG, SHORT, Ending, Match, SequenceIndex
 
 # Most guesses for one request and step.
 MOST_GUESSES = 16
@@ -21,11 +21,36 @@ _LEAST_CHANCE = 0.05
 # After so many lookups that brought nothing, the next token is not looked up; after twice as many, the next two.
 _PATIENCE = 8
 _MOST_SKIPPED = 4
+_RESUME_TOKENS = 12  # an edit that is longer is not bridged
 _WORTH_LOOKING = 0.3  # after guesses as likely as this, the next token is looked up in any case
 
 
 class _Source(Protocol):
     def continuation(self, end: int, count: int) -> IntArray: ...
+
+
+class _Ended(NamedTuple):
+    """A long match that has ended: something else was said here, and the rest may follow as it did there.
+
+    Args:
+        place: of the token that did not come.
+        at: number of tokens before the one that came in its place.
+    """
+
+    source: _Source
+    place: int
+    at: int
+
+    def resume(self, tokens: IntArray) -> Match | None:
+        """The place that the sequence may be at now. Returns None if nothing says where, or it ended long ago."""
+        further = len(tokens) - self.at
+        if further > _RESUME_TOKENS:
+            return None
+        newest, window = tokens[-1], self.source.continuation(self.place, _RESUME_TOKENS)
+        if newest in window:
+            return Match(1, self.place + window.index(newest) + 1)
+        # One token in place of another.
+        return Match(0, self.place + 1) if further == 1 else None
 
 
 class RequestDrafts:
@@ -59,6 +84,7 @@ class RequestDrafts:
         self._index = SequenceIndex(tokens)
         self._source: _Source | None = None
         self._match = Match(0, 0)
+        self._ended: _Ended | None = None
         self._looked_at = -1  # number of tokens at the last lookup
         self._look_from = 0
         self._misses = 0
@@ -75,6 +101,8 @@ class RequestDrafts:
         self.root = None
         if self._source is not self._index:
             self._source = None
+        if self._ended is not None and self._ended.source is not self._index:
+            self._ended = None
 
     def propose(self, most: int) -> Proposal:
         """The guesses after the tokens that are known, at most so many, of which a step may take 16."""
@@ -103,10 +131,16 @@ class RequestDrafts:
             self._misses = 0
         else:
             self._misses += 1
-        if num_right == len(known) and self._source is not None and self._match.length >= LONG:
-            # The longest match stays the longest one.
-            self._match = Match(self._match.length + num_right, self._match.end + num_right)
+        if self._source is None:
+            return
+        length, end = self._match.length + num_right, self._match.end + num_right
+        if num_right == len(known):
+            self._match = Match(length, end)
+            if length < LONG and not length < SHORT:
+                self._source = None
         else:
+            if length >= LONG:
+                self._ended = _Ended(self._source, end, self._looked_at + num_right)
             self._source = None
 
     def _look(self, count: int) -> None:
@@ -128,6 +162,7 @@ class RequestDrafts:
         self._proposal = Proposal(tuple(guesses[: len(chances)]), tuple(chances), count - 1)
 
     def _search(self, count: int) -> None:
+        """Finds the longest match. The longest of before stays the longest while its guesses are right."""
         ending = Ending(self._tokens)
         self._index.extend(count - 1)
         match = self._index.longest(ending)
@@ -137,6 +172,23 @@ class RequestDrafts:
             found = self._recent.longest(self.root, ending)
             if found is not None and (match is None or found[1].length > match.length):
                 self._source, self._match = found
+        if self._ended is not None and (self._source is None or self._match.length < LONG):
+            self._resume(self._ended)
+
+    def _resume(self, ended: _Ended) -> None:
+        """Goes on after a long match that has ended, unless a short match is more likely right."""
+        match = ended.resume(self._tokens)
+        if match is None or (ended.source is self._index and match.end >= len(self._tokens)):
+            if len(self._tokens) - ended.at > _RESUME_TOKENS:
+                self._ended = None
+            return
+        if self._source is not None:
+            basis = Basis.OWN if self._source is self._index else Basis.OTHERS
+            if self._acceptance.chance(basis + class_of(self._match.length)) >= self._acceptance.chance(
+                Basis.RESUMED + match.length
+            ):
+                return
+        self._source, self._match = ended.source, match
 
     def _continued(self, most: int, count: int) -> tuple[IntArray, list[int]]:
         """The tokens after the match, and the basis of each."""
@@ -149,7 +201,8 @@ class RequestDrafts:
             period = count - end
             guesses = (guesses * (most // period + 1))[:most]
         basis = Basis.OWN if own else Basis.OTHERS
-        return guesses, [basis + class_of(length + place) for place in range(len(guesses))]
+        lengths = range(length, length + len(guesses))
+        return guesses, [basis + class_of(each) if each >= SHORT else Basis.RESUMED + each for each in lengths]
 
     def _with_grammar(self, guesses: IntArray, bases: list[int]) -> tuple[IntArray, list[int]]:
         """The guesses of the grammar, and then those of the match if it agrees."""

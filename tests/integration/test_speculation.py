@@ -2,17 +2,15 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.cli.processes import Process
-from baton.core.sampling import SamplingParams
 from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, machines, nothing_held, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import References
-from tests.integration.test_tokens import GREEDY, LENGTHS, MAX_TOKENS, assert_moved, assert_same
+from tests.integration.test_tokens import GREEDY, LENGTHS, MAX_TOKENS, assert_same
 
 NODE = {"num_blocks": 512, "max_batch_tokens": 64, "speculation": "always"}
 

@@ -378,3 +378,8 @@ def test_device_settings_of_the_environment_win(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("BATON_DEVICE", "cpu")
     monkeypatch.setenv("BATON_GPU_MEMORY_FRACTION", "0.3")
     assert list(_devices(2, 1)) == [[], []]
+
+
+def test_a_receipt_says_how_many_guessed_tokens_were_right() -> None:
+    guessed = replace(RECEIPT, drafted_tokens=20, accepted_tokens=15)
+    assert dict(receipt_lines(USAGE, guessed))["guessed"] == "15 of 20 guessed tokens were right"

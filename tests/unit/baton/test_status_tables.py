@@ -67,3 +67,18 @@ def test_the_load_and_the_limit_of_the_busiest_worker_are_shown(
     assert captured.get().splitlines()[2].strip() == line
     shown = [{"busy_share": each[0], "tokens_per_s": each[1], "limit_tokens_per_s": each[2] or None} for each in loads]
     assert to_json(cluster)["workers"] == shown
+
+
+def test_the_share_of_guessed_tokens_that_were_kept_is_shown() -> None:
+    status = node_status_pb2.NodeStatus(drafted_tokens_total=1200, accepted_tokens_total=900)
+    status.info.name = "decode-0"
+    cluster = operations_pb2.ClusterStatusResponse(
+        gateway="gw", nodes=[operations_pb2.NodeReport(status=status, reachable=True)]
+    )
+    console = Console(width=160, force_terminal=False, color_system=None)
+    with console.capture() as captured:
+        console.print(render(cluster))
+    assert "75 % of 1,200 guessed tokens kept" in " ".join(captured.get().split())
+    nodes = to_json(cluster)["nodes"]
+    assert isinstance(nodes, list)
+    assert (nodes[0]["drafted_tokens_total"], nodes[0]["accepted_tokens_total"]) == (1200, 900)

@@ -7,7 +7,7 @@ import pytest
 
 from baton.core.errors import DataLoss, Draining, InternalError, InvalidRequest, Overloaded
 from baton.core.types import FinishReason, PromptLogprob, TokenOutput
-from baton.engine.events import ChunkComputed, PromptScored, RequestFailed, StepEvents
+from baton.engine.events import ChunkComputed, DraftsChecked, PromptScored, RequestFailed, StepEvents
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
 from baton.rpc.convert import prompt_logprobs_from_proto
@@ -550,3 +550,17 @@ def test_a_lease_has_a_key_of_its_own_which_its_ticket_alone_carries() -> None:
         keys.add(opened.grant.key)
     assert {len(key) for key in keys} == {32}
     assert len(keys) == 2
+
+
+# ---- guessed tokens
+
+
+def test_the_first_token_of_a_step_says_how_many_were_guessed(scene: Scene) -> None:
+    scene.prefilling_here(1)
+    scene.prefilling_here(2)
+    tokens = (token(1, 0), token(1, 1), token(2, 0))
+    drafts = (DraftsChecked(f"{SESSION}.1", 3, 1), DraftsChecked(f"{SESSION}.3", 2, 0))
+    (command,) = scene.on(StepDone(StepEvents(1, 0.1, tokens=tokens, drafts=drafts)))
+    (message,) = sent([command])
+    counts = [(each.key, each.drafted_tokens, each.accepted_tokens) for each in message.step.tokens]
+    assert counts == [(1, 3, 1), (1, 0, 0), (2, 0, 0)]

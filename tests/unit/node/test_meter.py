@@ -4,7 +4,7 @@ import pytest
 
 from baton.core.errors import InternalError
 from baton.core.types import TokenOutput
-from baton.engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, TokenSampled
+from baton.engine.events import ChunkComputed, DraftsChecked, RequestFailed, RequestStarted, StepEvents, TokenSampled
 from baton.metrics.declared import ProcessRole
 from baton.metrics.tally import Layout
 from baton.node.meter import NodeMeter
@@ -70,3 +70,13 @@ def test_a_lease_that_received_nothing_took_no_time(role: ProcessRole) -> None:
     if role is ProcessRole.DECODE:
         assert observed(meter, "baton_kv_transfer_time_seconds") == 1
     assert meter.layout.width == Layout(role).width
+
+
+def test_guessed_tokens_are_counted_with_those_that_were_kept() -> None:
+    meter = NodeMeter(ProcessRole.DECODE)
+    assert meter.drafts == (0, 0)
+    tokens = (token("a"), token("a"), token("b"))
+    meter.step(StepEvents(1, 0.01, tokens=tokens, drafts=(DraftsChecked("a", 4, 1), DraftsChecked("b", 2, 0))))
+    assert cells(meter, "baton_spec_decode_num_draft_tokens_total") == [6]
+    assert cells(meter, "baton_spec_decode_num_accepted_tokens_total") == [1]
+    assert meter.drafts == (6, 1)

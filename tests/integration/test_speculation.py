@@ -1,4 +1,4 @@
-"""Guessed tokens on real processes: the same tokens as without guesses, wherever they come from, and receipts of them."""
+"""Guessed tokens on real processes: the same tokens as without, wherever guesses come from, and receipts of them."""
 
 import asyncio
 from collections.abc import Iterator

@@ -38,7 +38,8 @@ class Told(Speculator):
 
     def begin(self, request: Speculating, *, root: bytes, grammar: Grammar | None) -> None:
         assert request.request_id not in self.live
-        assert root and grammar is None
+        assert root
+        assert grammar is None
         self.live.add(request.request_id)
 
     def end(self, request: Speculating) -> None:

@@ -44,6 +44,14 @@ def test_a_row_arrives_as_it_was(params: ResolvedSampling) -> None:
     assert arrived == batch
 
 
+def test_drafts_arrive() -> None:
+    guessed = BatchRow(
+        "a", int_array([3, 4, 5]), 9, int_array([2]), SampleRow(GREEDY, 4, (), int_array(), 0), num_drafts=2
+    )
+    ((arrived, _),) = sent([Batch(3, (decode("b", 6, [1]), guessed))])
+    assert arrived.shared_rows[1] == guessed
+
+
 def test_copies_of_states_arrive() -> None:
     prompt = BatchRow("b", int_array([7] * 9), 0, int_array([2]), None, state_slot=2, snapshots=((4, 6), (8, 7)))
     rows = decode("a", 3, [1])._replace(state_slot=5), prompt

@@ -119,6 +119,21 @@ def test_drafts_in_a_cache_of_fp8_give_the_tokens_of_decoding(
 
 
 @KINDS
+@pytest.mark.parametrize("family", ["mistral-window", "deepseek-v3-yarn", "gpt-oss"])
+def test_drafts_have_the_bits_of_decodes_in_batch_invariant_mode(
+    family: str, tmp_path: Path, graphs: GraphSettings | None
+) -> None:
+    save_tiny(family, tmp_path)
+    settings = NodeSettings(model=tmp_path, num_blocks=384, block_size=4, device="cpu", batch_invariant=True)
+    built = build_runner(settings)
+    asked = {name: ASKED[name] for name in ("greedy", "top", "penalised")}
+    expected = token_by_token(prepared(built, None), asked, COUNT)
+    for guess in GUESSES.values():
+        outputs, _ = with_drafts(prepared(built, graphs), asked, expected, guess())
+        assert outputs == expected  # logprobs too
+
+
+@KINDS
 def test_rows_with_adapters_give_the_tokens_of_decoding(tmp_path: Path, graphs: GraphSettings | None) -> None:
     save_tiny("llama-llama3-tied", tmp_path / "base")
     settings = NodeSettings(

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from baton.core.errors import InvalidRequest
 from baton.core.types import Grammar, GrammarKind
 from baton.grammar.compiler import GrammarCompiler
-from baton.grammar.matcher import MaskFiller, Matcher, forbid
+from baton.grammar.matcher import MaskFiller, Matcher, allow, allows, forbid
 from tests.unit.grammar.conftest import EOS, TOKENIZER, VOCAB_SIZE
 
 CHOICE = Grammar(GrammarKind.CHOICE, '["yes", "no"]')
@@ -103,6 +103,62 @@ def test_a_row_that_cannot_be_followed_fails_alone(compiler: GrammarCompiler) ->
     assert isinstance(failed, InvalidRequest)
     assert fine is None
     assert bits_of(masks[1]) == allowed(compiler.matcher(CHOICE))[0]
+
+
+ENDLESS = Grammar(GrammarKind.REGEX, "[a-z ]*")
+
+
+def test_tokens_that_are_taken_back_leave_the_masks_of_before(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    json_object = Grammar(GrammarKind.JSON_OBJECT)
+    ids = tokenizer.encode('{"abc": [1, "two"]}', add_special_tokens=False).ids
+    matcher, expected = compiler.matcher(json_object), []
+    for token_id in ids:
+        expected.append(allowed(matcher)[0])
+        matcher.consume(token_id)
+    assert matcher.is_ended
+    for count in (1, 2, len(ids)):
+        assert matcher.take_back(count)
+        assert not matcher.is_ended
+        assert allowed(matcher) == [expected[len(ids) - count]]
+        for token_id in ids[len(ids) - count :]:
+            matcher.consume(token_id)
+        assert matcher.is_ended
+
+
+@pytest.mark.parametrize("grammar", [CHOICE, ENDLESS], ids=["complete", "endless"])
+def test_ends_can_be_taken_back(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar) -> None:
+    matcher = after(compiler, tokenizer, grammar, "yes")
+    (before,) = allowed(matcher)
+    for count in (1, 2, 3):
+        for _ in range(count):
+            matcher.consume(EOS)
+        assert allowed(matcher) == [{EOS}]
+        assert matcher.take_back(count)
+        assert allowed(matcher) == [before]
+    matcher.consume(EOS)
+    matcher.consume(EOS)
+    assert matcher.take_back(1)
+    assert allowed(matcher) == [{EOS}]
+    (token,) = tokenizer.encode("yes", add_special_tokens=False).ids[-1:]
+    assert matcher.take_back(2)
+    matcher.consume(token)
+    assert allowed(matcher) == [before]
+
+
+def test_a_matcher_that_has_failed_cannot_go_back(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    matcher = after(compiler, tokenizer, ENDLESS, "some text")
+    assert matcher.take_back(0)
+    with pytest.raises(InvalidRequest):
+        matcher.consume(tokenizer.encode("1", add_special_tokens=False).ids[0])
+    assert not matcher.take_back(0)
+    assert not matcher.take_back(1)
+
+
+def test_a_mask_says_which_tokens_it_allows() -> None:
+    mask = np.zeros(3, np.int32)
+    for token_id in (0, 31, 32, 63, 95):
+        allow(mask, token_id)
+    assert [token_id for token_id in range(96) if allows(mask, token_id)] == [0, 31, 32, 63, 95]
 
 
 def test_forbidding_every_allowed_token_forbids_none() -> None:

@@ -28,7 +28,6 @@ class Basis(IntEnum):
 
 # The first length of each class of match lengths. Guessed tokens that are right make a match longer than is compared.
 _CLASSES = (SHORT, 4, 5, 7, 10, 14, 20, COMPARED, 2 * COMPARED)
-_CLASS_OF_LENGTH = [max(0, sum(length >= first for first in _CLASSES) - 1) for length in range(_CLASSES[-1] + 1)]
 _NUM_BASES = 27
 # Shares of right guesses that were counted on source files that a model edits, and on JSON by schema.
 _OWN_PRIORS = (0.5, 0.6, 0.68, 0.74, 0.78, 0.82, 0.88, 0.94, 0.97)
@@ -42,9 +41,25 @@ _STEP = 0.12
 _LOWEST, _HIGHEST = -4.0, 1.5
 
 
-def class_of(length: int) -> int:
-    """The class of a match length, from 3 on, which is added to the basis of guesses after such a match."""
-    return _CLASS_OF_LENGTH[length] if length < len(_CLASS_OF_LENGTH) else _CLASS_OF_LENGTH[-1]
+def bases_of(basis: Basis, length: int, count: int) -> list[int]:
+    """The bases of guesses that follow one another.
+
+    Args:
+        basis: OWN or OTHERS.
+        length: length of the match before the first guess.
+        count: number of guesses, at most 32.
+    """
+    first = min(length, _CLASSES[-1])
+    return (_OWN_BASES if basis is Basis.OWN else _OTHERS_BASES)[first : first + count]
+
+
+def _bases_by_length(basis: Basis) -> list[int]:
+    """The basis of a guess after each match length."""
+    classes = [sum(length >= first for first in _CLASSES) - 1 for length in range(_CLASSES[-1] + COMPARED)]
+    return [basis + each if each >= 0 else Basis.RESUMED + length for length, each in enumerate(classes)]
+
+
+_OWN_BASES, _OTHERS_BASES = _bases_by_length(Basis.OWN), _bases_by_length(Basis.OTHERS)
 
 
 class Acceptance:
@@ -89,6 +104,17 @@ class OwnAcceptance:
             mean = min(0.995, max(0.005, self._shared.chance(basis)))
             chance = self._chances[basis] = 1 / (1 + (1 - mean) / mean * exp(-self._shift))
         return chance
+
+    def chances(self, bases: Iterable[int], *, least: float) -> list[float]:
+        """For each of some guesses that follow one another, the chance that it and all before it are right, up to the
+        first one that is less likely than `least`."""
+        known, product, chances = self._chances, 1.0, []
+        for basis in bases:
+            product *= known.get(basis) or self.chance(basis)
+            if product < least:
+                break
+            chances.append(product)
+        return chances
 
     def learn(self, bases: Iterable[int], num_right: int) -> None:
         """Learns from guesses: the first `num_right` were right, and the one after them was wrong, if there is one."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from itertools import takewhile
 
 from baton.engine.request import IntArray, int_array
-from baton.engine.speculation.sequence_index import Ending, Match, SequenceIndex
+from baton.engine.speculation.sequence_index import LastTokens, Match, SequenceIndex
 
 # Ends an output in a store. No token has this id.
 _END = -1
@@ -64,7 +64,7 @@ class RecentOutputs:
         for root in roots:
             self._num_tokens -= sum(half.num_tokens for half in self._halves.pop(root, ()))
 
-    def longest(self, root: bytes, ending: Ending) -> "tuple[OutputIndex, Match] | None":
+    def longest(self, root: bytes, last: LastTokens) -> "tuple[OutputIndex, Match] | None":
         """The place among the root's outputs after the longest match, see `SequenceIndex.longest`. The index keeps the
         place's tokens even when they are dropped here."""
         halves = self._halves.get(root)
@@ -73,7 +73,7 @@ class RecentOutputs:
         self._halves.move_to_end(root)
         best: tuple[OutputIndex, Match] | None = None
         for half in reversed(halves):
-            match = half.longest(ending)
+            match = half.longest(last)
             if match is not None and (best is None or match.length > best[1].length):
                 best = half, match
         return best
@@ -94,10 +94,10 @@ class OutputIndex:
         self._tokens += output
         self._tokens.append(_END)
 
-    def longest(self, ending: Ending) -> Match | None:
+    def longest(self, last: LastTokens) -> Match | None:
         """See `SequenceIndex.longest`. Outputs are indexed when something is looked up, not while they end."""
         self._index.extend(len(self._tokens) - 1)
-        return self._index.longest(ending)
+        return self._index.longest(last)
 
     def continuation(self, end: int, count: int) -> IntArray:
         """The tokens after a place, at most so many, and none of the next output."""

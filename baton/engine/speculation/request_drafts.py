@@ -8,11 +8,11 @@ learned at no cost. Where nothing can be guessed for long, only every few tokens
 from typing import NamedTuple, Protocol
 
 from baton.engine.request import IntArray, int_array
-from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance, class_of
+from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance, bases_of
 from baton.engine.speculation.depth import NO_PROPOSAL, Proposal
 from baton.engine.speculation.grammar_drafts import GrammarDrafts
 from baton.engine.speculation.recent_outputs import RecentOutputs
-from baton.engine.speculation.sequence_index import LONG, SHORT, Ending, Match, SequenceIndex
+from baton.engine.speculation.sequence_index import LONG, SHORT, LastTokens, Match, SequenceIndex
 
 # Most guesses for one request and step.
 MOST_GUESSES = 16
@@ -29,7 +29,7 @@ class _Source(Protocol):
     def continuation(self, end: int, count: int) -> IntArray: ...
 
 
-class _Ended(NamedTuple):
+class _EndedMatch(NamedTuple):
     """A long match that has ended: something else was said here, and the rest may follow as it did there.
 
     Args:
@@ -44,9 +44,10 @@ class _Ended(NamedTuple):
     def resume(self, tokens: IntArray) -> Match | None:
         """The place that the sequence may be at now. Returns None if nothing says where, or it ended long ago."""
         further = len(tokens) - self.at
-        if further > _RESUME_TOKENS:
+        window = self.source.continuation(self.place, _RESUME_TOKENS)
+        if further > _RESUME_TOKENS or not window:
             return None
-        newest, window = tokens[-1], self.source.continuation(self.place, _RESUME_TOKENS)
+        newest = tokens[-1]
         if newest in window:
             return Match(1, self.place + window.index(newest) + 1)
         # One token in place of another.
@@ -84,7 +85,7 @@ class RequestDrafts:
         self._index = SequenceIndex(tokens)
         self._source: _Source | None = None
         self._match = Match(0, 0)
-        self._ended: _Ended | None = None
+        self._ended: _EndedMatch | None = None
         self._looked_at = -1  # number of tokens at the last lookup
         self._look_from = 0
         self._misses = 0
@@ -96,13 +97,14 @@ class RequestDrafts:
     def output(self) -> IntArray:
         return self._tokens[self._prompt_tokens :]
 
+    @property
+    def _basis(self) -> Basis:
+        return Basis.OWN if self._source is self._index else Basis.OTHERS
+
     def forget_root(self) -> None:
         """Its output is kept for no other request, and it uses no other's."""
-        self.root = None
-        if self._source is not self._index:
-            self._source = None
-        if self._ended is not None and self._ended.source is not self._index:
-            self._ended = None
+        self.root = self._source = self._ended = None
+        self._guesses, self._bases, self._proposal = int_array(), [], NO_PROPOSAL
 
     def propose(self, most: int) -> Proposal:
         """The guesses after the tokens that are known, at most so many, of which a step may take 16."""
@@ -136,11 +138,11 @@ class RequestDrafts:
         length, end = self._match.length + num_right, self._match.end + num_right
         if num_right == len(known):
             self._match = Match(length, end)
-            if length < LONG and not length < SHORT:
+            if SHORT <= length < LONG:  # there may be a longer one now
                 self._source = None
         else:
             if length >= LONG:
-                self._ended = _Ended(self._source, end, self._looked_at + num_right)
+                self._ended = _EndedMatch(self._source, end, self._looked_at + num_right)
             self._source = None
 
     def _look(self, count: int) -> None:
@@ -150,12 +152,7 @@ class RequestDrafts:
         guesses, bases = self._continued(MOST_GUESSES + 1, count)
         if self._grammar is not None:
             guesses, bases = self._with_grammar(guesses, bases)
-        chance, chances = 1.0, []
-        for basis in bases:
-            chance *= self._acceptance.chance(basis)
-            if chance < _LEAST_CHANCE:
-                break
-            chances.append(chance)
+        chances = self._acceptance.chances(bases, least=_LEAST_CHANCE)
         self._guesses, self._bases = guesses, bases
         if not self._looks_always and (not chances or chances[0] < _WORTH_LOOKING):
             self._look_from = count + min(_MOST_SKIPPED, self._misses // _PATIENCE)
@@ -163,19 +160,19 @@ class RequestDrafts:
 
     def _search(self, count: int) -> None:
         """Finds the longest match. The longest of before stays the longest while its guesses are right."""
-        ending = Ending(self._tokens)
+        last = LastTokens(self._tokens)
         self._index.extend(count - 1)
-        match = self._index.longest(ending)
+        match = self._index.longest(last)
         if match is not None:
             self._source, self._match = self._index, match
         if self.root is not None and (match is None or match.length < LONG):
-            found = self._recent.longest(self.root, ending)
+            found = self._recent.longest(self.root, last)
             if found is not None and (match is None or found[1].length > match.length):
                 self._source, self._match = found
         if self._ended is not None and (self._source is None or self._match.length < LONG):
             self._resume(self._ended)
 
-    def _resume(self, ended: _Ended) -> None:
+    def _resume(self, ended: _EndedMatch) -> None:
         """Goes on after a long match that has ended, unless a short match is more likely right."""
         match = ended.resume(self._tokens)
         if match is None or (ended.source is self._index and match.end >= len(self._tokens)):
@@ -183,10 +180,8 @@ class RequestDrafts:
                 self._ended = None
             return
         if self._source is not None:
-            basis = Basis.OWN if self._source is self._index else Basis.OTHERS
-            if self._acceptance.chance(basis + class_of(self._match.length)) >= self._acceptance.chance(
-                Basis.RESUMED + match.length
-            ):
+            resumed, found = bases_of(Basis.OWN, match.length, 1), bases_of(self._basis, self._match.length, 1)
+            if self._acceptance.chance(found[0]) >= self._acceptance.chance(resumed[0]):
                 return
         self._source, self._match = ended.source, match
 
@@ -200,9 +195,7 @@ class RequestDrafts:
         if own and len(guesses) < most:  # what follows the end of the sequence repeats, as if it were guessed there
             period = count - end
             guesses = (guesses * (most // period + 1))[:most]
-        basis = Basis.OWN if own else Basis.OTHERS
-        lengths = range(length, length + len(guesses))
-        return guesses, [basis + class_of(each) if each >= SHORT else Basis.RESUMED + each for each in lengths]
+        return guesses, bases_of(self._basis, length, len(guesses))
 
     def _with_grammar(self, guesses: IntArray, bases: list[int]) -> tuple[IntArray, list[int]]:
         """The guesses of the grammar, and then those of the match if it agrees."""
@@ -212,4 +205,5 @@ class RequestDrafts:
             return guesses, bases
         if guesses[: len(forced)] == forced:
             return guesses, [*forced_bases, *bases[len(forced) :]]
+        self._source = None
         return forced, forced_bases

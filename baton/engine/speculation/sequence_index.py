@@ -47,7 +47,7 @@ class Match(NamedTuple):
     end: int
 
 
-class Ending:
+class LastTokens:
     """The last tokens of a sequence, as indexes look them up."""
 
     __slots__ = ("_last", "count", "short", "value")
@@ -96,32 +96,32 @@ class SequenceIndex:
             self._add(start, stop)
         self._indexed = stop
 
-    def longest(self, ending: Ending) -> Match | None:
-        """The place whose tokens before it agree with the longest part of `ending`, and the latest such place.
+    def longest(self, last: LastTokens) -> Match | None:
+        """The place whose tokens before it agree with the longest part of `last`, and the latest such place.
 
         Of many places after the same 3 tokens, those after the same 12 tokens are tried, and the latest 8 otherwise.
         Returns None if there is no place after the same 3 tokens.
         """
-        if ending.short < 0:
+        if last.short < 0:
             return None
-        ends = self._new_places(ending.short)
+        ends = self._new_places(last.short)
         num_new = len(ends)
         for run in reversed(self._runs):
-            _find(run.short, ending.short, ends)
-        if len(ends) >= _CANDIDATES > num_new and (key := ending.long()) >= 0:
+            _find(run.short, last.short, ends)
+        if len(ends) >= _CANDIDATES and (key := last.long()) >= 0:
             after_long: list[int] = []
             for run in reversed(self._runs):
                 _find(run.long, key, after_long)
             if after_long:
                 ends[num_new:] = after_long
-        return self._best(ends, ending)
+        return self._best(ends, last)
 
     def continuation(self, end: int, count: int) -> IntArray:
         """The tokens after a place, at most so many."""
         return self.tokens[end : end + count]
 
-    def _best(self, ends: list[int], ending: Ending) -> Match | None:
-        tokens, value, count = self.tokens, ending.value, ending.count
+    def _best(self, ends: list[int], last: LastTokens) -> Match | None:
+        tokens, value, count = self.tokens, last.value, last.count
         best, best_end = SHORT - 1, 0
         for end in ends:
             start = end - COMPARED

@@ -1,0 +1,102 @@
+"""How many guessed tokens a step takes, by the cost model."""
+
+from itertools import accumulate
+from operator import mul
+
+import numpy as np
+import pytest
+
+from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.engine.speculation.depth import Proposal, all_depths, choose_depths, could_pay, guessed_work
+from tests.unit.engine.speculation.request import COSTS
+
+# Each token costs as much as any other.
+SATURATED = StepCosts(((1, 0.001), (1000, 1.0)))
+
+
+def proposal(*chances: float, context: int = 1000) -> Proposal:
+    return Proposal(tuple(range(len(chances))), tuple(accumulate(chances, mul)), context)
+
+
+def rate(proposals: list[Proposal], depths: list[int], work: StepWork, costs: StepCosts, overhead_s: float) -> float:
+    """Expected tokens a second."""
+    tokens = work.decode_rows + sum(sum(p.chances[:depth]) for p, depth in zip(proposals, depths, strict=True))
+    guesses = [(p.context, depth) for p, depth in zip(proposals, depths, strict=True)]
+    return tokens / (costs.seconds(guessed_work(work, guesses)) + (overhead_s if any(depths) else 0.0))
+
+
+@pytest.mark.parametrize("costs", [COSTS, SATURATED], ids=["weights", "saturated"])
+def test_a_choice_is_never_worse_than_the_plain_step(costs: StepCosts) -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(100):
+        proposals = [
+            proposal(*generator.random(int(generator.integers(0, 17))), context=int(generator.integers(1, 50_000)))
+            for _ in range(int(generator.integers(1, 40)))
+        ]
+        work = StepWork(len(proposals) + 3, sum(each.context + 1 for each in proposals))
+        room, overhead_s = int(generator.integers(0, 200)), float(generator.random()) * 1e-3
+        depths = choose_depths(proposals, work, costs, room=room, overhead_s=overhead_s)
+        assert all(0 <= depth <= len(each.tokens) for depth, each in zip(depths, proposals, strict=True))
+        assert sum(depths) <= room
+        plain = rate(proposals, [0] * len(proposals), work, costs, overhead_s)
+        chosen = rate(proposals, depths, work, costs, overhead_s)
+        assert not any(depths) or chosen > 1.03 * plain
+        # No single depth for all requests is better by more than what the tried numbers leave out.
+        for depth in range(17):
+            same = [min(depth, len(each.tokens)) for each in proposals]
+            if sum(same) <= room:
+                assert max(chosen, 1.03 * plain) >= 0.97 * rate(proposals, same, work, costs, overhead_s)
+
+
+def test_likely_guesses_are_taken_where_weights_cost_most() -> None:
+    assert choose_depths([proposal(*[0.9] * 8)], StepWork(1, 1000), COSTS, room=64) == [8]
+
+
+def test_the_most_likely_guesses_get_the_room() -> None:
+    proposals = [proposal(0.5, 0.9), proposal(0.9, 0.9), proposal(0.9, 0.3)]
+    assert choose_depths(proposals, StepWork(3, 3000), COSTS, room=3) == [0, 2, 1]
+    assert choose_depths(proposals, StepWork(3, 3000), COSTS, room=0) == [0, 0, 0]
+    assert choose_depths(proposals, StepWork(3, 3000), COSTS, room=-1) == [0, 0, 0]
+
+
+def test_nothing_is_guessed_at_saturation() -> None:
+    proposals = [proposal(*[0.99] * 8)] * 64
+    work = StepWork(64, 64_000)
+    assert choose_depths(proposals, work, SATURATED, room=512) == [0] * 64
+    assert not could_pay(work, SATURATED, most_each=16, overhead_s=0.0)
+    assert could_pay(work, COSTS, most_each=16, overhead_s=0.0)
+
+
+def test_nothing_is_guessed_where_costs_are_unknown_or_no_request_decodes() -> None:
+    assert choose_depths([proposal(0.99)], StepWork(1, 1000), None, room=64) == [0]
+    assert choose_depths([], StepWork(), COSTS, room=64) == []
+
+
+def test_a_gain_that_the_host_takes_is_none() -> None:
+    one = [proposal(0.2)]
+    assert choose_depths(one, StepWork(1, 1000), COSTS, room=64) == [1]
+    assert choose_depths(one, StepWork(1, 1000), COSTS, room=64, overhead_s=0.002) == [0]
+
+
+def test_a_gain_below_three_percent_is_none() -> None:
+    assert choose_depths([proposal(0.029)], StepWork(1, 0), COSTS, room=64) == [0]
+    assert choose_depths([proposal(0.031)], StepWork(1, 0), COSTS, room=64) == [1]
+
+
+def test_a_long_context_makes_guesses_dearer() -> None:
+    costs = StepCosts(((1, 0.010), (64, 0.010)), pair_s=1e-7)
+    assert choose_depths([proposal(*[0.6] * 8, context=100)], StepWork(1, 101), costs, room=64) == [8]
+    assert choose_depths([proposal(*[0.6] * 8, context=100_000)], StepWork(1, 100_001), costs, room=64) == [0]
+
+
+def test_the_work_of_a_step_with_guesses_has_their_pairs() -> None:
+    work = guessed_work(StepWork(2, 300, 10, 50), [(99, 3), (199, 0)])
+    assert work == StepWork(2, 300, 13, 50 + 101 + 102 + 103)
+    assert work.pairs - 50 == chunk_pairs(100, 103)
+
+
+def test_all_guesses_are_taken_up_to_the_room() -> None:
+    proposals = [proposal(0.5, 0.5), proposal(), proposal(0.9, 0.9, 0.01)]
+    assert all_depths(proposals, room=64) == [2, 0, 3]
+    assert all_depths(proposals, room=3) == [1, 0, 2]
+    assert all_depths(proposals, room=0) == [0, 0, 0]

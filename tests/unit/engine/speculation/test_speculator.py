@@ -1,0 +1,158 @@
+"""What the scheduler gets: fewer steps where text repeats, none of another tenant's text, and nothing that stays."""
+
+import pytest
+from tokenizers import Tokenizer
+
+from baton.core.costs import StepCosts
+from baton.engine.request import int_array
+from baton.engine.speculation.recent_outputs import RecentOutputs
+from baton.engine.speculation.speculator import Speculator
+from baton.settings.config import DEMO_MODELS, tokenizer_file
+from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, decode, work_of
+
+FILE = list(range(1000, 1200))
+NOVEL = list(range(5000, 9000))
+SATURATED = StepCosts(((1, 0.001), (1000, 1.0)))
+
+
+def copies(request_id: str = "r") -> DecodingRequest:
+    return DecodingRequest(request_id, FILE, FILE[:100])
+
+
+def test_a_copy_of_the_prompt_takes_a_fraction_of_the_steps() -> None:
+    speculator, request = Speculator(), copies()
+    assert decode(speculator, request) < 100 / 5
+    assert list(request.tokens) == [*FILE, *FILE[:100]]
+    assert speculator.accepted > 80
+    assert speculator.drafted >= speculator.accepted
+
+
+def test_the_next_turn_is_guessed_from_the_turn_before() -> None:
+    speculator = Speculator()
+    assert decode(speculator, DecodingRequest("1", [1, 2], NOVEL[:100])) == 99
+    assert decode(speculator, DecodingRequest("2", [3, 4], NOVEL[:100])) < 20
+    assert decode(speculator, DecodingRequest("3", [3, 4], NOVEL[:100]), root=b"another") == 99
+
+
+def test_dropped_roots_are_not_guessed_from() -> None:
+    speculator = Speculator()
+    decode(speculator, DecodingRequest("1", [1, 2], NOVEL[:100]))
+    alive = DecodingRequest("2", [1, 2], NOVEL[100:200])
+    speculator.begin(alive, root=ROOT, grammar=None)
+    speculator.drop_roots(frozenset({ROOT}))
+    assert decode(speculator, alive) == 99
+    assert decode(speculator, DecodingRequest("3", [3, 4], NOVEL[:200])) == 199
+
+
+@pytest.mark.parametrize(("costs", "wanted"), [(COSTS, True), (SATURATED, False), (None, False)])
+def test_guesses_are_chosen_where_they_pay(costs: StepCosts | None, wanted: bool) -> None:
+    speculator, request = Speculator(), copies()
+    request.tokens.extend(FILE[1:20])
+    speculator.begin(request, root=ROOT, grammar=None)
+    work = work_of([request])
+    assert speculator.pays([request], work, costs) is wanted
+    request.tokens.append(FILE[20])
+    draft = speculator.choose([request], work, costs, room=64).get("r", ())
+    assert draft == (tuple(FILE[21:37]) if wanted else ())
+
+
+def test_where_waiting_pays_guesses_are_chosen_if_the_first_was_right() -> None:
+    """And each request's last tokens have been looked at already then."""
+    speculator, request = Speculator(), DecodingRequest("r", FILE, [*NOVEL[:30], *FILE[:60], *NOVEL[40:60]])
+    speculator.begin(request, root=ROOT, grammar=None)
+    agreed = 0
+    for token in request.target[1:-3]:
+        work = work_of([request])
+        waits = speculator.pays([request], work, COSTS)
+        guess = speculator._drafts["r"].propose(1).tokens
+        request.tokens.append(token)
+        if waits and guess == (token,):
+            assert speculator.choose([request], work, COSTS, room=64)
+            agreed += 1
+    assert 40 < agreed <= 60
+
+
+def test_a_request_may_not_be_guessed_beyond_its_end() -> None:
+    speculator, request = Speculator(), copies()
+    request.tokens.extend(FILE[1:97])
+    speculator.begin(request, root=ROOT, grammar=None)
+    work = work_of([request])
+    assert speculator.choose([request], work, COSTS, room=64) == {"r": (FILE[97], FILE[98])}
+    assert speculator.choose([request], work, COSTS, room=1) == {"r": (FILE[97],)}
+    assert speculator.choose([request], work, COSTS, room=0) == {}
+    request.tokens.extend(FILE[97:99])
+    assert speculator.choose([request], work, COSTS, room=64) == {}
+    assert not speculator.pays([request], work, COSTS)
+
+
+def test_all_guesses_are_taken_where_that_is_wanted() -> None:
+    speculator, request = Speculator(always=True), copies()
+    request.tokens.extend(FILE[1:20])
+    speculator.begin(request, root=ROOT, grammar=None)
+    for costs in (None, SATURATED):
+        assert speculator.pays([request], work_of([request]), costs)
+        assert speculator.choose([request], work_of([request]), costs, room=64) == {"r": tuple(FILE[20:36])}
+    assert decode(Speculator(always=True), copies(), costs=None) < 15
+
+
+def test_requests_that_have_not_begun_are_not_guessed_for() -> None:
+    speculator, request = Speculator(always=True), copies()
+    assert speculator.choose([request], work_of([request]), None, room=64) == {}
+    assert not speculator.pays([request], work_of([request]), None)
+    speculator.end(request)
+    assert speculator.num_requests == 0
+
+
+def test_a_request_begins_once() -> None:
+    speculator, request = Speculator(), copies()
+    speculator.begin(request, root=ROOT, grammar=None)
+    speculator.begin(request, root=b"another", grammar=None)
+    assert speculator.num_requests == 1
+    request.tokens.extend(NOVEL[:100])
+    speculator.end(request)
+    assert decode(speculator, DecodingRequest("2", [3, 4], NOVEL[:100])) < 20
+
+
+def test_nothing_stays_of_requests_that_ended_but_their_outputs() -> None:
+    recent = RecentOutputs(half_tokens=200, most_tokens=500)
+    speculator = Speculator(recent=recent)
+    for number in range(20):
+        request = DecodingRequest(str(number), FILE, NOVEL[number : number + 60])
+        decode(speculator, request, root=b"%d" % (number % 5))
+    assert speculator.num_requests == 0
+    assert 0 < recent.num_tokens <= 500
+    speculator.drop_roots(frozenset(b"%d" % number for number in range(5)))
+    assert recent.num_tokens == 0
+
+
+def test_an_edited_file_takes_a_fifth_of_the_steps() -> None:
+    """Real text: a module of this project whose names are changed."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_file(DEMO_MODELS / "llama")))
+    with open(__file__) as file:
+        text = file.read()
+    edited = text.replace("speculator, request =", "guesses, decoding =").replace("assert not", "assert False is")
+    prompt, target = (tokenizer.encode(each, add_special_tokens=False).ids for each in (text, edited))
+    assert edited != text
+    speculator = Speculator()
+    assert decode(speculator, DecodingRequest("r", prompt, target)) < len(target) / 5
+    assert speculator.accepted > 0.6 * speculator.drafted
+
+
+def test_text_unlike_the_prompt_is_hardly_guessed_for() -> None:
+    speculator = Speculator()
+    decode(speculator, DecodingRequest("r", NOVEL[:2000], [token % 7919 for token in range(0, 900_000, 1009)]))
+    assert speculator.drafted < 0.05 * 900
+
+
+def test_the_newest_tokens_of_many_requests_are_looked_up_together() -> None:
+    speculator = Speculator()
+    requests = [copies(str(number)) for number in range(8)]
+    for number, request in enumerate(requests):
+        request.tokens.extend(FILE[1 : 20 + number])
+        speculator.begin(request, root=ROOT, grammar=None)
+    drafts = speculator.choose(requests, work_of(requests), COSTS, room=12)
+    assert sum(map(len, drafts.values())) <= 12
+    for request in requests:
+        draft = drafts.get(request.request_id, ())
+        assert draft == tuple(FILE[len(request.tokens) - len(FILE) :][: len(draft)])
+    assert int_array(list(requests[0].tokens)) == requests[0].tokens

@@ -98,16 +98,15 @@ class ForcedState:
         words = self._mask_W.view(np.uint32)
         if int(np.bitwise_count(words).sum()) > _MOST_ALLOWED:
             return None
-        allowed = _tokens(words)
-        allowed = allowed[allowed < self._matcher.num_tokens]
-        if not len(allowed):
-            return None
-        key = allowed.tobytes()
+        filled = np.flatnonzero(words)
+        bits = words[filled]
+        key = filled.tobytes() + bits.tobytes()
         if (found := self._cached.get(key)) is None:
             if len(self._cached) >= _CACHED:
                 self._cached.clear()
-            texts = {token: self._tokenizer.decode_bytes([token]) for token in allowed.tolist()}
-            found = self._cached[key] = choices_of(texts)
+            allowed = [token for token in _tokens(filled, bits) if token < self._matcher.num_tokens]
+            found = choices_of({token: self._tokenizer.decode_bytes([token]) for token in allowed})
+            self._cached[key] = found
         return found
 
     def _charge(self, started_s: float) -> bool:
@@ -116,8 +115,12 @@ class ForcedState:
         return self._excess_s <= _MORE_S
 
 
-def _tokens(words: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """The token ids whose bits are set."""
-    filled = np.flatnonzero(words)
-    row, bit = np.nonzero(words[filled, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1))
-    return filled[row] * 32 + bit
+def _tokens(filled: NDArray[np.int64], bits: NDArray[np.uint32]) -> list[int]:
+    """The token ids of the bits that are set in these words of a mask."""
+    return [
+        word * 32 + bit for word, each in zip(filled.tolist(), bits.tolist(), strict=True) for bit in _set_bits(each)
+    ]
+
+
+def _set_bits(word: int) -> list[int]:
+    return [bit for bit in range(32) if word >> bit & 1]

@@ -198,12 +198,15 @@ class RequestDrafts:
         return guesses, bases_of(self._basis, length, len(guesses))
 
     def _with_grammar(self, guesses: IntArray, bases: list[int]) -> tuple[IntArray, list[int]]:
-        """The guesses of the grammar, and then those of the match if it agrees."""
+        """The guesses of the match and of the grammar as far as they agree, and then the more likely ones."""
         assert self._grammar is not None
         forced, forced_bases = self._grammar.guesses(self._tokens, self._prompt_tokens, MOST_GUESSES + 1)
-        if not forced:
-            return guesses, bases
-        if guesses[: len(forced)] == forced:
-            return guesses, [*forced_bases, *bases[len(forced) :]]
+        chance, agreed = self._acceptance.chance, 0
+        while agreed < min(len(guesses), len(forced)) and guesses[agreed] == forced[agreed]:
+            agreed += 1
+        both = [max(pair, key=chance) for pair in zip(bases[:agreed], forced_bases[:agreed], strict=True)]
+        goes_on = agreed < len(guesses)
+        if agreed == len(forced) or (goes_on and chance(bases[agreed]) > chance(forced_bases[agreed])):
+            return guesses, [*both, *bases[agreed:]]
         self._source = None
-        return forced, forced_bases
+        return forced, [*both, *forced_bases[agreed:]]

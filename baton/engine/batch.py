@@ -39,6 +39,9 @@ class BatchRow(NamedTuple):
             row's tokens, fewer than all.
         num_drafts: the last so many of `token_ids` are guesses. The token before them is known, and a token is drawn
             after it and after each guess; `sample` is for the first of these draws.
+        as_decodes: the tokens are known ones of an output, and are computed as decodes compute them, with the same
+            bits. A step with such a row, or with drafts, is computed in other rows than these (`unfolded`), so the next
+            one has no `token_source`.
     """
 
     request_id: str
@@ -53,10 +56,16 @@ class BatchRow(NamedTuple):
     owner: int = 0
     snapshots: tuple[tuple[int, int], ...] = ()
     num_drafts: int = 0
+    as_decodes: bool = False
 
     @property
     def token_stop(self) -> int:
         return self.token_start + len(self.token_ids)
+
+    @property
+    def unfolds(self) -> bool:
+        """Whether each of its tokens, or each of its drafts, is computed by a row of its own."""
+        return self.as_decodes or self.num_drafts > 0
 
     @property
     def drafts(self) -> IntArray:

@@ -151,8 +151,9 @@ class EngineLimits:
         max_context_tokens: longest prompt plus output; None: the limit of the model and the cache.
         chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the prompt,
             so the cuts of a prompt do not depend on other requests. Known tokens of the output, which were decoded
-            before a preemption or on a lost node, are recomputed one by one, as they were decoded. A chunk that does
-            not fit into a step's budget waits for the next step. None: a chunk ends where the budget ends.
+            before a preemption or on a lost node, are computed again as they were decoded: each in a row of its own,
+            many in a step, but one in a step with recurrent states. A chunk of a prompt that does not fit into a step's
+            budget waits for the next step. None: a chunk ends where the budget ends.
         stream_share: largest share of seats and blocks for requests that decode here, so that `prefill_only` requests
             find room. The first request that decodes is admitted at its turn in any case.
 
@@ -186,10 +187,8 @@ class EngineLimits:
 
     def chunk_stop(self, start: int, stop: int, *, prompt_tokens: int) -> int:
         """The latest end of a chunk from `start`, at most `stop`. Tokens from `prompt_tokens` on are output."""
-        if self.chunk_align_tokens is None:
+        if self.chunk_align_tokens is None or start >= prompt_tokens:
             return stop
-        if start >= prompt_tokens:
-            return start + 1
         return min(stop, prompt_tokens, (start // self.chunk_align_tokens + 1) * self.chunk_align_tokens)
 
     def _check_room_for_a_chunk(self, chunk_tokens: int) -> None:

@@ -39,7 +39,6 @@ from baton.node.role import RoleKind, ServedRole
 from baton.node.role_services import DECODE, PREFILL
 from baton.node.role_switch import RoleSwitch
 from baton.node.service import SERVICE_NAME, NodeParts, NodeService
-from baton.node.speculation import check_speculation
 from baton.node.starting import Starting
 from baton.node.waiting import until
 from baton.protos.v1 import node_status_pb2
@@ -100,7 +99,6 @@ def _run_process(
     ListenAddress.parse(settings.listen, field="listen")
     check_advertised(settings.advertise)
     check_stores(settings)
-    check_speculation(settings)
     hosts = Hosts.of(settings)
     with asyncio.Runner() as runner, ExitStack() as loading, ending_soon_if_it_fails():
         # Bound first, so that a taken port is an error before the model is loaded.

@@ -165,7 +165,7 @@ class NodeSettings(CommonSettings):
         "off",
         description="guess next tokens from a request's own text, from what its tenant's requests were answered lately "
         "and from its grammar, and compute several of them in one step; no token changes. auto: where the measured "
-        "costs of steps say that it is faster; always: wherever something can be guessed. Not with batch_invariant",
+        "costs of steps say that it is faster; always: wherever something can be guessed",
     )
     max_context_tokens: int | None = Field(
         None,

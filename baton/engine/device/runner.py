@@ -27,7 +27,7 @@ from baton.engine.device.layer_marks import LayerMarks, OnMark, index_stops, kv_
 from baton.engine.device.pooled_states import pool_states
 from baton.engine.device.prompt_graphs import PromptGraphs
 from baton.engine.device.step_slot import StepSlot, StepSlots
-from baton.engine.device.unfolded import Unfolded, has_drafts, unfold
+from baton.engine.device.unfolded import Unfolded, unfold, unfolds
 from baton.engine.pooling import PoolRow
 from baton.engine.request import ModelFacts, int_array
 from baton.engine.sampling.masks import keep_allowed
@@ -91,7 +91,7 @@ class ModelRunner:
                 )
         self.grammars = GrammarRows(grammars, self._device)
         self._is_prepared = False
-        self._had_drafts = False  # the last step
+        self._unfolded_before = False  # the last step
         self.launches = dict.fromkeys(("decode_graph", "prompt_graph", "eager"), 0)
         if self._graphs is None:
             sampled = torch.zeros(_FIRST_ROWS, dtype=torch.int32, device=self._device)
@@ -193,15 +193,15 @@ class ModelRunner:
         return LaunchedStep(num_rows, drawn, slot, self._slots, read, unfolded)
 
     def _unfolded(self, batch: Batch) -> Unfolded | None:
-        """The batch without drafts. Returns None if it has none."""
+        """The batch with rows for single drafts and decoded tokens. Returns None if it has neither."""
         rows = batch.shared_rows
-        before, self._had_drafts = self._had_drafts, has_drafts(rows)
-        if before or self._had_drafts:
+        before, self._unfolded_before = self._unfolded_before, unfolds(rows)
+        if before:
             sources = [row.request_id for row in rows if row.token_source is not None]
-            assert not sources, f"the host knows all tokens in and after a step with drafts, but not those of {sources}"
-        if not self._had_drafts:
+            assert not sources, f"after a step in other rows the host knows all tokens, but not those of {sources}"
+        if not self._unfolded_before:
             return None
-        assert self._cache.state is None, "a recurrent state cannot go back to the last token that is kept"
+        assert self._cache.state is None, "a recurrent state has one token after the other"
         return unfold(batch)
 
     @staticmethod

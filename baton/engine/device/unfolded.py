@@ -1,4 +1,5 @@
-"""Computes rows with drafts as rows of single tokens, and folds the draws of these into one result per row. Pure.
+"""Computes rows with drafts, and rows `as_decodes`, as rows of single tokens, and folds their draws into one result per
+row. Pure.
 
 Each draft is computed like the token of a decode, by a row of its own with the same blocks. It sees the drafts before
 it, because each layer writes the KV of all rows before it attends. So drafts run in the captured steps of decodes, and
@@ -21,10 +22,10 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class Unfolded:
-    """A step whose rows with drafts are rows of their own for each draw.
+    """A step in which drafts, and tokens of rows `as_decodes`, have rows of their own.
 
     Args:
-        batch: the step without drafts.
+        batch: the step without such rows.
         drafts: of each row of the given step.
         places: of each row of the given step, its rows in `batch`, in the order of their draws.
     """
@@ -43,7 +44,7 @@ class Unfolded:
             draws: the results of the rows of `batch`.
         """
         return [
-            _kept([draws[place] for place in places], drafts) if drafts else draws[places[0]]
+            _kept([draws[place] for place in places], drafts) if drafts else draws[places[-1]]
             for places, drafts in zip(self.places, self.drafts, strict=True)
         ]
 
@@ -52,10 +53,11 @@ class Unfolded:
         return {row: found[places[0]] for row, places in enumerate(self.places) if places[0] in found}
 
 
-def has_drafts(rows: Sequence[BatchRow]) -> bool:
-    """Whether a row has drafts. Rows of a single token come first and have none, so none of them is looked at."""
+def unfolds(rows: Sequence[BatchRow]) -> bool:
+    """Whether a row has drafts or is `as_decodes`. Rows of a single token come first and have none, so none of them is
+    looked at."""
     for row in reversed(rows):
-        if row.num_drafts:
+        if row.unfolds and len(row.token_ids) > 1:
             return True
         if len(row.token_ids) == 1:
             return False
@@ -65,13 +67,13 @@ def has_drafts(rows: Sequence[BatchRow]) -> bool:
 def unfold(batch: Batch) -> Unfolded:
     """Makes rows of single tokens from rows with drafts.
 
-    Rows without drafts keep their places among one another, and so do the first tokens of rows with drafts: places that
+    Other rows keep their places among one another, and so do the first tokens of rows with drafts: places that
     have the same request as in the step before keep their blocks on the device.
     """
     rows = batch.shared_rows
     pieces = [(index, count, piece) for index, row in enumerate(rows) for count, piece in enumerate(_pieces(row))]
     pieces.sort(key=_order)
-    places = [[0] * (1 + row.num_drafts) for row in rows]
+    places = [[0] * (len(row.token_ids) if row.as_decodes else 1 + row.num_drafts) for row in rows]
     for place, (index, count, _) in enumerate(pieces):
         places[index][count] = place
     firsts = [each[0] for each in places]
@@ -85,6 +87,8 @@ def unfold(batch: Batch) -> Unfolded:
 
 
 def _pieces(row: BatchRow) -> list[BatchRow]:
+    if row.as_decodes:
+        return _decodes(row)
     if not row.num_drafts:
         return [row]
     assert row.sample is not None, "a row with drafts is sampled"
@@ -96,6 +100,20 @@ def _pieces(row: BatchRow) -> list[BatchRow]:
         start = row.token_start + first + count - 1
         pieces.append(row._replace(token_ids=drafts[count - 1 : count], token_start=start, sample=sample, num_drafts=0))
     return pieces
+
+
+def _decodes(row: BatchRow) -> list[BatchRow]:
+    """A row for each token of one that is `as_decodes`; only the last one is sampled."""
+    last = len(row.token_ids) - 1
+    return [
+        row._replace(
+            token_ids=row.token_ids[place : place + 1],
+            token_start=row.token_start + place,
+            sample=row.sample if place == last else None,
+            as_decodes=False,
+        )
+        for place in range(last + 1)
+    ]
 
 
 def _order(piece: tuple[int, int, BatchRow]) -> int:

@@ -42,9 +42,7 @@ class Drafts:
         self._waits = False
 
     def waits(self, oldest: Step) -> bool:
-        """Whether the next step must not be prepared before this one, the only one in flight, has ended."""
-        if oldest.num_drafts:
-            return True
+        """Whether the next step is better prepared when this one, the only one in flight, has ended."""
         if oldest.number != self._asked:
             self._asked = oldest.number
             decoding = self._decoding()

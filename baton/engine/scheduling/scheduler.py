@@ -25,7 +25,7 @@ from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.prompts import Prompts
 from baton.engine.scheduling.request_table import RequestTable, overloaded
 from baton.engine.scheduling.state import NO_END, RequestPhase
-from baton.engine.scheduling.steps import DecodeOrder, NextStep
+from baton.engine.scheduling.steps import DecodeOrder, NextStep, Step
 from baton.engine.speculation.speculator import Speculator
 
 _NO_SCORES: Mapping[int, Sequence[PromptLogprob]] = MappingProxyType({})
@@ -249,7 +249,7 @@ class Scheduler:
         """
         if self._in_flight.full:
             return None
-        if self._drafts is not None and self._in_flight and self._drafts.waits(self._in_flight.oldest):
+        if self._in_flight and self._must_wait(self._in_flight.oldest):
             return None
         self._requests.fill_seats()
         preemptions = self._requests.preemptions
@@ -274,6 +274,10 @@ class Scheduler:
         self._prompts.add_to(step, prompts, now, admit=self._requests.preemptions == preemptions)
         self._blocks.states.begin_snapshots(step)
         return self._in_flight.launch(step) if step.rows else None
+
+    def _must_wait(self, running: Step) -> bool:
+        """Whether the next step must not be prepared before this one, the only one in flight, has ended."""
+        return running.unfolds or (self._drafts is not None and self._drafts.waits(running))
 
     def take_refused(self) -> StepEvents | None:
         """The requests that `schedule` refused since the last call, because they cannot meet their deadline."""

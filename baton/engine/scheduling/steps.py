@@ -16,7 +16,7 @@ from baton.engine.pooling import PooledRows, PoolRow
 from baton.engine.request import EngineLimits
 from baton.engine.scheduling.slices import StepBound
 from baton.engine.scheduling.state import RequestPhase, RequestState
-from baton.engine.speculation.depth import Draft
+from baton.engine.speculation.depth import Draft, guessed_work
 
 STEPS_MAX = 2
 
@@ -84,7 +84,7 @@ class NextStep:
         scores: the requests whose prompt logprobs this step computes.
         pools: the requests whose hidden states this step pools.
         num_decodes: rows of `add_decodes`; they come before all others.
-        num_drafts: guessed tokens of the step.
+        unfolds: whether a row has guesses, or known tokens that are computed as decodes.
         work: what the step computes.
         bound: on the step's time; None: there is none.
         has_skipped: whether the first prompt got no token of this step for lack of room.
@@ -105,7 +105,8 @@ class NextStep:
         self.scores: list[tuple[RequestState, ScoreRow]] = []
         self.pools: list[tuple[RequestState, PoolRow]] = []
         self.budget = limits.max_batch_tokens
-        self.num_decodes = self.num_drafts = 0
+        self.num_decodes = 0
+        self.unfolds = False
         self.work = StepWork()
         self.bound: StepBound | None = None
         self.has_skipped = False
@@ -114,7 +115,7 @@ class NextStep:
         self.copies: list[tuple[int, int]] = []
         self.snapshots: list[StepSnapshot] = []
         self._state_unit = state_unit
-        self._num_single = 0
+        self._num_single = self._num_drafts = 0
         self._limits = limits
         self._block_size = block_size
         self._now = now
@@ -139,22 +140,26 @@ class NextStep:
         """Adds the next token of each request and the guesses after it. Call it after `add_decodes`, and before
         `add_chunk`."""
         for state, draft in drafts.items():
-            context, count = state.num_scheduled, 1 + len(draft)
+            context = state.num_scheduled
             self.rows.append(state.next_drafts(draft, block_size=self._block_size))
             self.states.append(state)
-            self.budget -= count
-            self.num_drafts += len(draft)
-            # Each guess takes the time of a decode row, but all of them read the context together.
+            self.budget -= 1 + len(draft)
+            self._num_drafts += len(draft)
+            self.unfolds = True
             work = self.work
-            self.work = StepWork(work.decode_rows + count, work.keys + context + count, work.prompt_tokens, work.pairs)
+            newest = StepWork(work.decode_rows + 1, work.keys + context + 1, work.prompt_tokens, work.pairs)
+            self.work = guessed_work(newest, [(context, len(draft))])
 
     def chunk_tokens(self, state: RequestState, start: int) -> int:
         """How many tokens of the request from `start` on still fit. Returns 0 if it waits."""
         stop = self._limits.chunk_stop(start, state.prefill_stop, prompt_tokens=state.prompt_tokens)
+        again = self._decodes_again(state, start)
+        if again:  # each token takes a row
+            stop = min(stop, start + max(1, 0 if self._state_unit else self._free_rows))
         num_tokens = min(self.budget, stop - start)
         if self.bound is not None and num_tokens > 0:
             num_tokens = self.bound.tokens(self.work, start, start + num_tokens)
-        if num_tokens < stop - start and self._limits.chunk_align_tokens is not None:
+        if num_tokens < stop - start and self._limits.chunk_align_tokens is not None and not again:
             num_tokens = 0
         elif num_tokens < stop - start and self._state_unit:
             aligned = (start + num_tokens) // self._state_unit * self._state_unit - start
@@ -178,6 +183,9 @@ class NextStep:
         index = self._num_single if num_tokens == 1 else len(self.rows)
         self.states.insert(index, state)
         row = state.next_row(num_tokens, block_size=self._block_size)
+        if num_tokens > 1 and self._decodes_again(state, start):
+            row = row._replace(as_decodes=True)
+            self.unfolds = True
         self.rows.insert(index, row)
         if (score := state.score_row(row)) is not None:
             self.scores.append((state, score))
@@ -191,6 +199,14 @@ class NextStep:
         if wanted := state.request.layers_per_group:
             self.layers_per_group = min(wanted, self.layers_per_group or wanted)
 
+    def _decodes_again(self, state: RequestState, start: int) -> bool:
+        """Whether the request's tokens from `start` on are known ones of its output that keep the bits of decodes."""
+        return self._limits.chunk_align_tokens is not None and start >= state.prompt_tokens
+
+    @property
+    def _free_rows(self) -> int:
+        return self._limits.seats - len(self.rows) - self._num_drafts
+
 
 class Step(NamedTuple):
     """A launched step.
@@ -201,7 +217,7 @@ class Step(NamedTuple):
         work: what the step computes.
         scores: whether it computes prompt logprobs too.
         snapshots: snapshots of recurrent states, usable once the step has ended.
-        num_drafts: guessed tokens that it computes.
+        unfolds: whether it is computed in other rows than these, so that the next step must wait for its tokens.
     """
 
     number: int
@@ -211,7 +227,7 @@ class Step(NamedTuple):
     work: StepWork
     scores: bool
     snapshots: tuple[StepSnapshot, ...] = ()
-    num_drafts: int = 0
+    unfolds: bool = False
 
     def layers_computed(self, layer_stop: int, index_stop: int) -> StepEvents:
         """The events of the running step when its first layers are computed, for requests that ask for marks."""
@@ -279,9 +295,7 @@ class StepsInFlight:
             step.states[index].row_index = index
         rows, snapshots = tuple(step.rows), tuple(step.snapshots)
         scored = bool(step.scores)
-        launched = Step(
-            number, step.states, rows, step.started, step.work, scored, snapshots, num_drafts=step.num_drafts
-        )
+        launched = Step(number, step.states, rows, step.started, step.work, scored, snapshots, unfolds=step.unfolds)
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
         restores, copies = tuple(step.restores), tuple(step.copies)

@@ -1,7 +1,7 @@
 """Chooses how many guessed tokens of each request a step takes: those that bring more tokens a second. Pure.
 
-A request's row with guesses still reads its context once, as a decode does, so the step has all its decode rows. Each
-guessed token adds one token to the step, and the pairs of that token with all tokens before it.
+Each guessed token is one more decode row of the step, which reads its request's context once more
+(`baton.engine.device.unfolded`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,8 +54,8 @@ def choose_depths(
     ranked = _Ranked(proposals, room)
     best, best_rate = 0, _LEAST_GAIN * work.decode_rows / costs.seconds(work)
     for count in _counts(len(ranked)):
-        tokens, pairs = ranked.sums(count)
-        guessed = StepWork(work.decode_rows, work.keys, work.prompt_tokens + count, work.pairs + pairs)
+        tokens, keys = ranked.sums(count)
+        guessed = StepWork(work.decode_rows + count, work.keys + keys, work.prompt_tokens, work.pairs)
         rate = (work.decode_rows + tokens) / (costs.seconds(guessed) + overhead_s)
         if rate > best_rate:
             best, best_rate = count, rate
@@ -73,10 +73,11 @@ def could_pay(work: StepWork, costs: StepTimes, *, most_each: int, overhead_s: f
     and nothing needs to be looked up."""
     rows = work.decode_rows
     best_rate = _LEAST_GAIN * rows / costs.seconds(work)
-    return any(
-        rows + count > best_rate * (overhead_s + costs.seconds(StepWork(rows, work.keys, work.prompt_tokens + count)))
-        for count in _counts(rows * most_each, ratio=2.0)
-    )
+    for count in _counts(rows * most_each, ratio=2.0):
+        guessed = StepWork(rows + count, work.keys * (rows + count) // rows, work.prompt_tokens, work.pairs)
+        if rows + count > best_rate * (overhead_s + costs.seconds(guessed)):
+            return True
+    return False
 
 
 def guessed_work(work: StepWork, guesses: Iterable[tuple[int, int]]) -> StepWork:
@@ -86,11 +87,11 @@ def guessed_work(work: StepWork, guesses: Iterable[tuple[int, int]]) -> StepWork
         work: the step without guesses.
         guesses: of each row with guesses, its context as in `Proposal` and how many there are.
     """
-    tokens, pairs = work.prompt_tokens, work.pairs
+    rows, keys = work.decode_rows, work.keys
     for context, count in guesses:
-        tokens += count
-        pairs += chunk_pairs(context + 1, context + 1 + count)
-    return StepWork(work.decode_rows, work.keys, tokens, pairs)
+        rows += count
+        keys += chunk_pairs(context + 1, context + 1 + count)
+    return StepWork(rows, keys, work.prompt_tokens, work.pairs)
 
 
 class _Ranked:
@@ -110,14 +111,14 @@ class _Ranked:
         # The first guess comes after a request's newest token, and sees itself and all before it.
         keys = [proposal.context + 2 + depth for proposal in proposals for depth in range(len(proposal.chances))]
         self._tokens_T = np.cumsum(chance_T[order_T])
-        self._pairs_T = np.cumsum(np.array(keys, np.int64)[order_T])
+        self._keys_T = np.cumsum(np.array(keys, np.int64)[order_T])
 
     def __len__(self) -> int:
         return len(self._place_T)
 
     def sums(self, count: int) -> tuple[float, int]:
-        """Expected tokens from the first `count` guesses, at least one, and their pairs with what they see."""
-        return float(self._tokens_T[count - 1]), int(self._pairs_T[count - 1])
+        """Expected tokens from the first `count` guesses, at least one, and the keys that these read."""
+        return float(self._tokens_T[count - 1]), int(self._keys_T[count - 1])
 
     def depths(self, count: int) -> list[int]:
         """How many of the first `count` tokens each proposal has."""

@@ -68,8 +68,8 @@ def test_a_reserved_prompt_that_is_computed_here_is_cut_like_a_submitted_one() -
     assert [step(scheduler)[0] for _ in range(4)] == [{"a": 8}, {"a": 8}, {"a": 3}, {"a": 1}]
 
 
-@pytest.mark.parametrize(("align", "sizes"), [(8, [8, 8, 3, 1, 1, 1, 1]), (None, [16, 6, 1])])
-def test_known_tokens_of_the_output_are_computed_one_by_one_where_their_bits_count(
+@pytest.mark.parametrize(("align", "sizes"), [(8, [8, 8, 3, 3, 1]), (None, [16, 6, 1])])
+def test_known_tokens_of_the_output_are_computed_apart_from_the_prompt_where_their_bits_count(
     align: int | None, sizes: list[int]
 ) -> None:
     scheduler = make(tokens=16, requests=4, align=align)
@@ -79,6 +79,35 @@ def test_known_tokens_of_the_output_are_computed_one_by_one_where_their_bits_cou
     assert [computed["a"] for computed, _ in steps] == sizes
     # The step that computes the last known token draws the next one, and no step before it draws any.
     assert [len(events.tokens) for _, events in steps] == [0] * (len(sizes) - 2) + [1, 1]
+
+
+def test_known_tokens_of_the_output_are_computed_as_decodes_in_as_many_rows_as_are_free() -> None:
+    scheduler = make(tokens=16, requests=4, align=8)
+    scheduler.reserve(request("d", 3), 0.0)
+    scheduler.admit("d", TokenOutput(5, 0))
+    scheduler.reserve(request("a", 8), 0.0)
+    scheduler.prefill_here("a", (1, 2, 3, 4, 5), 0.0)
+    shapes, draws = [], []
+    for _ in range(4):
+        batch = launch(scheduler)
+        if batch.rows[-1].unfolds:
+            assert scheduler.schedule(0.0) is None  # the next step needs the tokens of this one
+        shapes.append([(row.request_id, len(row.token_ids), row.as_decodes) for row in batch.rows])
+        draws.append([sampled.request_id for sampled in finish(scheduler, batch).tokens])
+    assert shapes == [
+        [("d", 1, False), ("a", 8, False)],
+        [("d", 1, False), ("a", 3, True)],
+        [("d", 1, False), ("a", 2, True)],
+        [("d", 1, False), ("a", 1, False)],
+    ]
+    assert draws == [["d"], ["d"], ["d", "a"], ["d", "a"]]
+
+
+def test_with_recurrent_states_known_tokens_of_the_output_are_computed_one_by_one() -> None:
+    scheduler = make(tokens=16, requests=4, align=8, state_slots=4, scan_tokens=8)
+    scheduler.reserve(request("a", 19), 0.0)
+    scheduler.prefill_here("a", (1, 2, 3), 0.0)
+    assert [step(scheduler)[0]["a"] for _ in range(7)] == [8, 8, 3, 1, 1, 1, 1]
 
 
 def test_a_request_that_continues_reuses_only_the_prompt_of_an_equal_prefix() -> None:

@@ -233,7 +233,7 @@ def test_a_row_with_guesses_that_fails_frees_its_blocks() -> None:
     assert world.scheduler.load().blocks_free == world.scheduler.load().blocks_total
 
 
-def test_a_step_with_guesses_counts_each_guess_as_a_row_and_its_context_once() -> None:
+def test_a_step_with_guesses_counts_each_guess_as_a_row_that_reads_its_context() -> None:
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     told = Told(model, most=5, wrong=0.0, silent=0.0)
     limits = EngineLimits(max_batch_tokens=24, max_batch_requests=8, max_waiting=99, prefix_cache=True)
@@ -247,7 +247,7 @@ def test_a_step_with_guesses_counts_each_guess_as_a_row_and_its_context_once() -
     batch = scheduler.schedule(0.0)
     assert batch is not None
     scheduler.complete([tuple(TokenOutput(token, 1 + n) for n, token in enumerate([5]))], 0.0)
-    assert meter.observed[-1][0] == StepWork(decode_rows=6, keys=2 + 6)
+    assert meter.observed[-1][0] == StepWork(decode_rows=6, keys=3 + 4 + 5 + 6 + 7 + 8)
 
 
 def test_a_drop_of_a_tenants_kv_reaches_the_guesses() -> None:

@@ -255,7 +255,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         left = [state.place for state in waiting if state.phase is RequestPhase.WAITING]
         assert not any(state.place > min(left) for state in waiting if left and state.phase is RequestPhase.RUNNING)
         sent_back = self.scheduler.load().preemptions - before.preemptions
-        if len(self.in_flight) == 2:
+        if len(self.in_flight) == 2 or any(row.unfolds for step in self.in_flight for row in step.batch.rows):
             assert batch is None
             return
         if self.in_flight:
@@ -405,7 +405,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.align is not None:
             prompt, start = self.prompts[row.request_id], row.token_start
             chunk_stop = min(prompt, (start // self.align + 1) * self.align)
-            assert row.token_stop == (chunk_stop if start < prompt else start + 1)
+            assert row.token_stop == chunk_stop or start >= prompt
+            assert row.as_decodes == (start >= prompt and len(row.token_ids) > 1)
         for position in range(row.token_start):
             assert self.written[self.slot(row, position)] == sequence[: position + 1]
         self.write(sequence, row, row.token_start, row.token_stop)

@@ -4,7 +4,7 @@ from baton.core.errors import InternalError
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import Grammar, GrammarKind, TokenOutput
 from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow
-from baton.engine.device.unfolded import has_drafts, unfold
+from baton.engine.device.unfolded import unfold, unfolds
 from baton.engine.pooling import PoolRow
 from baton.engine.request import int_array
 from baton.engine.sampling.row import GREEDY_ROW, SampleRow
@@ -113,9 +113,9 @@ def test_results_come_in_the_order_of_the_given_rows() -> None:
 
 
 def test_rows_of_single_tokens_are_not_looked_at() -> None:
-    assert not has_drafts(())
-    assert not has_drafts((row("a", 4, 9), row("b", 0, 1, 2)))
-    assert has_drafts((row("a", 4, 9), row("b", 4, 1, 2, drafts=1), row("c", 0, 1, 2)))
+    assert not unfolds(())
+    assert not unfolds((row("a", 4, 9), row("b", 0, 1, 2)))
+    assert unfolds((row("a", 4, 9), row("b", 4, 1, 2, drafts=1), row("c", 0, 1, 2)))
     read: list[int] = []
 
     class Rows(list[BatchRow]):
@@ -124,5 +124,5 @@ def test_rows_of_single_tokens_are_not_looked_at() -> None:
                 read.append(place)
                 yield self[place]
 
-    assert not has_drafts(Rows([row("a", 4, 9)] * 100))
+    assert not unfolds(Rows([row("a", 4, 9)] * 100))
     assert read == [99]

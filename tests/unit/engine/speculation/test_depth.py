@@ -6,7 +6,7 @@ from operator import mul
 import numpy as np
 import pytest
 
-from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.core.costs import StepCosts, StepWork
 from baton.engine.speculation.depth import Proposal, all_depths, choose_depths, could_pay, guessed_work
 from tests.unit.engine.speculation.request import COSTS
 
@@ -89,10 +89,9 @@ def test_a_long_context_makes_guesses_dearer() -> None:
     assert choose_depths([proposal(*[0.6] * 8, context=100_000)], StepWork(1, 100_001), costs, room=64) == [0]
 
 
-def test_the_work_of_a_step_with_guesses_has_their_pairs() -> None:
+def test_each_guess_of_a_step_is_a_row_that_reads_what_comes_before_it() -> None:
     work = guessed_work(StepWork(2, 300, 10, 50), [(99, 3), (199, 0)])
-    assert work == StepWork(2, 300, 13, 50 + 101 + 102 + 103)
-    assert work.pairs - 50 == chunk_pairs(100, 103)
+    assert work == StepWork(5, 300 + 101 + 102 + 103, 10, 50)
 
 
 def test_all_guesses_are_taken_up_to_the_room() -> None:

@@ -79,14 +79,15 @@ def test_a_gain_that_the_host_takes_is_none() -> None:
 
 
 def test_a_gain_below_three_percent_is_none() -> None:
-    assert choose_depths([proposal(0.029)], StepWork(1, 0), COSTS, room=64) == [0]
-    assert choose_depths([proposal(0.031)], StepWork(1, 0), COSTS, room=64) == [1]
+    flat = StepCosts(((1, 0.010), (64, 0.010)))
+    assert choose_depths([proposal(0.029)], StepWork(1, 1000), flat, room=64) == [0]
+    assert choose_depths([proposal(0.031)], StepWork(1, 1000), flat, room=64) == [1]
 
 
 def test_a_long_context_makes_guesses_dearer() -> None:
-    costs = StepCosts(((1, 0.010), (64, 0.010)), pair_s=1e-7)
-    assert choose_depths([proposal(*[0.6] * 8, context=100)], StepWork(1, 101), costs, room=64) == [8]
-    assert choose_depths([proposal(*[0.6] * 8, context=100_000)], StepWork(1, 100_001), costs, room=64) == [0]
+    costs = StepCosts(((1, 0.010), (64, 0.010)), key_s=1e-7)
+    assert choose_depths([proposal(*[0.5] * 8, context=100)], StepWork(1, 101), costs, room=64) == [8]
+    assert choose_depths([proposal(*[0.5] * 8, context=100_000)], StepWork(1, 100_001), costs, room=64) == [0]
 
 
 def test_each_guess_of_a_step_is_a_row_that_reads_what_comes_before_it() -> None:

@@ -230,3 +230,15 @@ def test_a_grammar_that_fails_after_a_wrong_draft_is_followed_again(tokenizer: T
     assert [masks["a", count] == masks["a", 0] for count in range(3)] == [True] * 3
     assert grammars._followed["a"].matcher is not failed
     assert grammars._followed["a"].matcher.budget is failed.budget
+
+
+def test_a_matcher_that_has_failed_is_not_used_again(grammars: GrammarRows, tokenizer: Tokenizer) -> None:
+    """A draft may fail it after tokens that are all kept."""
+    first, *others = tokenizer.encode("abxy", add_special_tokens=False).ids
+    expected, _ = masks_of(grammars, row("a", CHOICE, (first,), others))
+    failed = grammars._followed["a"].matcher
+    assert not failed.state.consume_token(7)
+    masks, errors = masks_of(grammars, row("a", CHOICE, (first, *others), ()))
+    assert not errors
+    assert masks["a", 0] == expected["a", len(others)]
+    assert grammars._followed["a"].matcher is not failed

@@ -4,7 +4,7 @@ A guess after a longer match is more often right. All requests of a node teach t
 request has one number of its own, which raises or lowers all of its chances.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from math import exp
 
@@ -80,12 +80,12 @@ class Acceptance:
         """The share of right guesses, each after right ones."""
         return (_PRIOR_WEIGHT * self._prior[basis] + self._right[basis]) / (_PRIOR_WEIGHT + self._all[basis])
 
-    def learn(self, basis: int, *, right: bool) -> None:
-        """Counts one guess after right ones."""
+    def learn(self, basis: int, *, right: int, wrong: int = 0) -> None:
+        """Counts guesses after right ones."""
         if self._all[basis] >= _MEMORY:
             self._all[basis] /= 2
             self._right[basis] /= 2
-        self._all[basis] += 1
+        self._all[basis] += right + wrong
         self._right[basis] += right
 
 
@@ -116,13 +116,15 @@ class OwnAcceptance:
             chances.append(product)
         return chances
 
-    def learn(self, bases: Iterable[int], num_right: int) -> None:
+    def learn(self, bases: Sequence[int], num_right: int) -> None:
         """Learns from guesses: the first `num_right` were right, and the one after them was wrong, if there is one."""
-        for place, basis in enumerate(bases):
-            right = place < num_right
-            if place > num_right:
-                break
-            self._shift += _STEP * (right - self.chance(basis))
-            self._shared.learn(basis, right=right)
+        right = bases[:num_right]
+        for basis in set(right):
+            count = right.count(basis)
+            self._shift += _STEP * count * (1 - self.chance(basis))
+            self._shared.learn(basis, right=count)
+        if num_right < len(bases):
+            self._shift -= _STEP * self.chance(bases[num_right])
+            self._shared.learn(bases[num_right], right=0, wrong=1)
         self._shift = min(_HIGHEST, max(_LOWEST, self._shift))
         self._chances.clear()

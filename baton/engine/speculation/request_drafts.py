@@ -124,9 +124,8 @@ class RequestDrafts:
         if self._looked_at < 0:
             return
         known = self._tokens[self._looked_at : count]
-        num_right, most = 0, min(len(known), len(self._guesses))
-        while num_right < most and known[num_right] == self._guesses[num_right]:
-            num_right += 1
+        most = min(len(known), len(self._guesses))
+        num_right = _num_equal(known, self._guesses)
         if most:
             self._acceptance.learn(self._bases[:most], num_right)
         if num_right:
@@ -201,12 +200,18 @@ class RequestDrafts:
         """The guesses of the match and of the grammar as far as they agree, and then the more likely ones."""
         assert self._grammar is not None
         forced, forced_bases = self._grammar.guesses(self._tokens, self._prompt_tokens, MOST_GUESSES + 1)
-        chance, agreed = self._acceptance.chance, 0
-        while agreed < min(len(guesses), len(forced)) and guesses[agreed] == forced[agreed]:
-            agreed += 1
+        chance, agreed = self._acceptance.chance, _num_equal(guesses, forced)
         both = [max(pair, key=chance) for pair in zip(bases[:agreed], forced_bases[:agreed], strict=True)]
         goes_on = agreed < len(guesses)
         if agreed == len(forced) or (goes_on and chance(bases[agreed]) > chance(forced_bases[agreed])):
             return guesses, [*both, *bases[agreed:]]
         self._source = None
         return forced, [*both, *forced_bases[agreed:]]
+
+
+def _num_equal(first: IntArray, second: IntArray) -> int:
+    """How many tokens two sequences have in common at their start."""
+    most = min(len(first), len(second))
+    if first[:most] == second[:most]:
+        return most
+    return next(place for place in range(most) if first[place] != second[place])

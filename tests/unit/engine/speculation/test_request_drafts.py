@@ -79,10 +79,10 @@ def test_one_request_teaches_the_chances_of_others() -> None:
 def test_chances_follow_a_change() -> None:
     shared = Acceptance()
     for _ in range(10_000):
-        shared.learn(Basis.OWN, right=False)
+        shared.learn(Basis.OWN, right=0, wrong=1)
     assert shared.chance(Basis.OWN) < 0.05
     for _ in range(2_000):
-        shared.learn(Basis.OWN, right=True)
+        shared.learn(Basis.OWN, right=1)
     assert shared.chance(Basis.OWN) > 0.6
 
 

@@ -52,6 +52,12 @@ def test_drafts_arrive() -> None:
     assert arrived.shared_rows[1] == guessed
 
 
+def test_tokens_that_are_computed_as_decodes_arrive_as_such() -> None:
+    again = BatchRow("a", int_array([3, 4, 5]), 9, int_array([2]), None, as_decodes=True)
+    ((arrived, _),) = sent([Batch(3, (decode("b", 6, [1]), again))])
+    assert arrived.shared_rows[1] == again
+
+
 def test_copies_of_states_arrive() -> None:
     prompt = BatchRow("b", int_array([7] * 9), 0, int_array([2]), None, state_slot=2, snapshots=((4, 6), (8, 7)))
     rows = decode("a", 3, [1])._replace(state_slot=5), prompt

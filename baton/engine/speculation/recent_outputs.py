@@ -16,6 +16,8 @@ _END = -1
 # A root's outputs are in two halves: when the newer one is full, it replaces the older one.
 _HALF_TOKENS = 16384
 _MOST_TOKENS = 1 << 20
+# The index of a root takes 1 KB besides its tokens, so roots with short outputs are bounded by their number.
+_MOST_ROOTS = 4096
 
 
 class RecentOutputs:
@@ -24,11 +26,19 @@ class RecentOutputs:
     Args:
         half_tokens: a root has twice as many tokens at most.
         most_tokens: bound of all roots' tokens.
+        most_roots: bound of the number of roots.
     """
 
-    def __init__(self, *, half_tokens: int = _HALF_TOKENS, most_tokens: int = _MOST_TOKENS) -> None:
+    def __init__(
+        self,
+        *,
+        half_tokens: int = _HALF_TOKENS,
+        most_tokens: int = _MOST_TOKENS,
+        most_roots: int = _MOST_ROOTS,
+    ) -> None:
         self._half_tokens = half_tokens
         self._most_tokens = most_tokens
+        self._most_roots = most_roots
         self._num_tokens = 0
         self._halves: OrderedDict[bytes, list[OutputIndex]] = OrderedDict()
 
@@ -55,7 +65,7 @@ class RecentOutputs:
                 self._num_tokens -= halves.pop(0).num_tokens
         halves[-1].add(output)
         self._num_tokens += len(output) + 1
-        while self._num_tokens > self._most_tokens and len(self._halves) > 1:
+        while len(self._halves) > 1 and (self._num_tokens > self._most_tokens or len(self._halves) > self._most_roots):
             _, dropped = self._halves.popitem(last=False)
             self._num_tokens -= sum(half.num_tokens for half in dropped)
 

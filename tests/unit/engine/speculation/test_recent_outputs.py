@@ -81,3 +81,11 @@ def test_the_least_recently_used_roots_are_dropped_first() -> None:
     assert b"1" not in outputs.roots
     assert b"0" in outputs.roots
     assert outputs.num_tokens == 7 * (len(OUTPUT) + 1)
+
+
+def test_many_roots_with_short_outputs_are_bounded_by_their_number() -> None:
+    outputs = RecentOutputs(most_roots=5)
+    for number in range(9):
+        outputs.add(b"%d" % number, int_array([number]))
+    assert list(outputs.roots) == [b"4", b"5", b"6", b"7", b"8"]
+    assert outputs.num_tokens == 5 * 2

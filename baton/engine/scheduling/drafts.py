@@ -95,7 +95,9 @@ class Drafts:
         for state in decoding:
             if not state.is_followed:
                 state.is_followed = True
-                self._speculator.begin(state, root=state.keys.root, grammar=state.request.sampling.grammar)
+                # What a tenant's request began before its KV was dropped is for no other request.
+                root = state.keys.root if state.is_shared else None
+                self._speculator.begin(state, root=root, grammar=state.request.sampling.grammar)
 
 
 def _work(decoding: Sequence[RequestState]) -> StepWork:

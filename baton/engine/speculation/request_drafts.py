@@ -60,7 +60,7 @@ class RequestDrafts:
     Args:
         tokens: its prompt and output as far as they are known, which grow at their end.
         prompt_tokens: number of tokens of the prompt.
-        root: of its tenant's KV.
+        root: of its tenant's KV; None: it uses no other's output, and no other uses its.
         looks_always: look up each token, however little that has brought.
     """
 
@@ -69,13 +69,13 @@ class RequestDrafts:
         tokens: IntArray,
         *,
         prompt_tokens: int,
-        root: bytes,
+        root: bytes | None,
         recent: RecentOutputs,
         grammar: GrammarDrafts | None,
         acceptance: Acceptance,
         looks_always: bool,
     ) -> None:
-        self.root: bytes | None = root
+        self.root = root
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
         self._recent = recent

@@ -75,11 +75,12 @@ class Speculator:
         """Number of requests that have begun and not ended."""
         return len(self._drafts)
 
-    def begin(self, request: Speculating, *, root: bytes, grammar: Grammar | None) -> None:
+    def begin(self, request: Speculating, *, root: bytes | None, grammar: Grammar | None) -> None:
         """A request begins to decode here. Later calls for it do nothing.
 
         Args:
-            root: of its tenant's KV, see `baton.core.block_keys`: only outputs with the same root are looked at.
+            root: of its tenant's KV, see `baton.core.block_keys`: only outputs with the same root are looked at. None:
+                no other outputs are, and its own is not kept.
         """
         if request.request_id in self._drafts:
             return
@@ -95,7 +96,7 @@ class Speculator:
         )
 
     def end(self, request: Speculating) -> None:
-        """The request has ended, or lost its blocks. Its output may help others with the same root."""
+        """The request has ended. Its output may help others with the same root."""
         drafts = self._drafts.pop(request.request_id, None)
         if drafts is not None and drafts.root is not None:
             self._recent.add(drafts.root, drafts.output)

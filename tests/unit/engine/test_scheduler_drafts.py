@@ -16,6 +16,7 @@ from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.depth import Draft
+from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.speculator import Speculating, Speculator
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, finish, request
@@ -36,7 +37,7 @@ class Told(Speculator):
         self._most, self._wrong, self._silent = most, wrong, silent
         self._random = Random(3)
 
-    def begin(self, request: Speculating, *, root: bytes, grammar: Grammar | None) -> None:
+    def begin(self, request: Speculating, *, root: bytes | None, grammar: Grammar | None) -> None:
         assert request.request_id not in self.live
         assert root
         assert grammar is None
@@ -73,7 +74,7 @@ class Told(Speculator):
 class World:
     """A scheduler over a model of hashes, two steps in flight where it allows that."""
 
-    def __init__(self, told: "Told | None", model: HashedModel, *, num_blocks: int = 40, requests: int = 6) -> None:
+    def __init__(self, told: Speculator | None, model: HashedModel, *, num_blocks: int = 40, requests: int = 6) -> None:
         limits = EngineLimits(max_batch_tokens=24, max_batch_requests=requests, max_waiting=99, prefix_cache=True)
         facts = ModelFacts(
             num_blocks=num_blocks,
@@ -262,3 +263,23 @@ def test_a_drop_of_a_tenants_kv_reaches_the_guesses() -> None:
     roots = frozenset([world.scheduler.root("salt", None)])
     world.scheduler.drop_roots(roots)
     assert dropped == [roots]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_the_output_of_a_request_that_ran_when_its_tenants_kv_was_dropped_is_not_kept(steps: int) -> None:
+    model = HashedModel(BLOCK_SIZE, num_tokens=1000)
+    recent = RecentOutputs()
+    world = World(Speculator(always=True, recent=recent), model)
+    sampling = ResolvedSampling(max_tokens=9, temperature=0.0, ignore_eos=True)
+    world.submit(request("a-30", list(range(30)), sampling=sampling))  # a prompt of two steps
+    for _ in range(steps):
+        assert world.launch()
+        world.end_step()
+    assert world.launch()
+    world.scheduler.drop_roots(frozenset([world.scheduler.root("", None)]))
+    world.run_all()
+    assert world.ended == {"a-30": FinishReason.LENGTH}
+    assert not recent.roots
+    world.submit(request("b-30", list(range(30)), sampling=sampling))
+    world.run_all()
+    assert recent.roots

@@ -4,14 +4,15 @@ A row's newest token may still be on the device when the next step is launched. 
 pass is queued and before its draw is: this waits for the previous step's tokens while the device computes.
 
 A row with drafts is drawn once after each of them. Its matcher takes the drafts one by one, each if the mask before it
-allows it, and takes back the wrong ones with the next step.
+allows it, and takes back the wrong ones with the next step. The time for drafts is bounded apart, so that wrong ones
+never use up what the output may take.
 
 NOTE: a captured step cannot apply them. It is replayed before the mask of its own draw can be known, and would have to
 wait in its middle; the rows with a grammar are drawn by a few kernels after it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from baton.engine.sampling.choice import NO_TOKEN
 from baton.engine.sampling.masks import Masks
 from baton.engine.sampling.row import SampleRow
 from baton.engine.sampling.sampler import SampledOnHost
+from baton.grammar.budget import MaskBudget
 from baton.grammar.compiler import GrammarCompiler
 from baton.grammar.matcher import Mask, MaskFiller, Matcher, allows, forbid
 
@@ -63,12 +65,13 @@ class GrammarRows:
         filled: list[Masks] = []
         # The draws that are left of each request, of which the next step of this loop takes the first.
         left = _draws_of_requests(places, rows)
+        guessed = False
         while left:
-            masks = self._fill([draws[0] for draws in left], rows, before, tokens, failed)
+            masks = self._fill([draws[0] for draws in left], rows, before, tokens, failed, guessed=guessed)
             if masks is not None:
                 filled.append(masks)
             left = _allowed(left, rows, masks, failed)
-            before = self._followed
+            before, guessed = self._followed, True
         if not filled:
             return None, failed
         if len(filled) == 1:
@@ -83,6 +86,8 @@ class GrammarRows:
         before: "Mapping[str, _Followed]",
         tokens: Mapping[str, int],
         failed: dict[int, BatonError],
+        *,
+        guessed: bool,
     ) -> Masks | None:
         """The masks of one draw of each of some requests. Adds errors to `failed`, by place in `rows`.
 
@@ -90,6 +95,7 @@ class GrammarRows:
             places: of the draws in `rows`.
             before: the requests that were followed up to now.
             tokens: what the previous step has drawn.
+            guessed: whether these draws follow drafts.
         """
         matched: list[tuple[int, Matcher, SampleRow]] = []
         for place in places:
@@ -97,7 +103,8 @@ class GrammarRows:
             sample = row.sample
             assert sample is not None, "rows with a grammar are drawn"
             try:
-                followed = self._follow(row, sample, before.get(row.request_id), tokens.get(row.request_id))
+                newest = tokens.get(row.request_id)
+                followed = self._follow(row, sample, before.get(row.request_id), newest, guessed=guessed)
             except BatonError as error:
                 failed[place] = error
                 continue
@@ -120,7 +127,7 @@ class GrammarRows:
             self._drawn = _Drawn([row.request_id for row in rows], on_host, _event(self._device))
 
     def _follow(
-        self, row: BatchRow, sample: SampleRow, followed: "_Followed | None", newest: int | None
+        self, row: BatchRow, sample: SampleRow, followed: "_Followed | None", newest: int | None, *, guessed: bool
     ) -> "_Followed":
         """The row's matcher after all of its output.
 
@@ -133,15 +140,15 @@ class GrammarRows:
             if followed is None or newest is None or newest == NO_TOKEN:
                 # The step before has failed, and this row with it; otherwise the request must fail now.
                 raise InternalError("the tokens of a constrained output are not known here")
+            followed.charge(drafts=False)
             followed.consume(newest)
         else:
             output = sample.output
             if followed is None or followed.grammar != grammar:
                 followed = _Followed(grammar, self._compiler.matcher(grammar))
             elif not followed.go_back(output):
-                matcher = self._compiler.matcher(grammar)
-                matcher.budget = followed.matcher.budget  # what wrong drafts have taken stays charged
-                followed = _Followed(grammar, matcher)
+                followed = followed.anew(self._compiler.matcher(grammar))
+            followed.charge(drafts=guessed)
             for token_id in output[len(followed.tokens) :]:
                 followed.consume(token_id)
         if len(followed.tokens) != sample.output_index:
@@ -159,17 +166,30 @@ class GrammarRows:
             forbid(mask_W, unwanted)
 
 
-@dataclass
 class _Followed:
     """One request's output and its matcher."""
 
-    grammar: Grammar
-    matcher: Matcher
-    tokens: IntArray = field(default_factory=int_array)
+    def __init__(self, grammar: Grammar, matcher: Matcher) -> None:
+        self.grammar = grammar
+        self.matcher = matcher
+        self.tokens = int_array()
+        self._budget = matcher.budget
+        self._drafts_budget = MaskBudget(matcher.budget.clock)
+
+    def anew(self, matcher: Matcher) -> "_Followed":
+        """The same output from its start, with another matcher. What it has taken stays charged."""
+        followed = _Followed(self.grammar, matcher)
+        followed._budget, followed._drafts_budget = self._budget, self._drafts_budget
+        return followed
+
+    def charge(self, *, drafts: bool) -> None:
+        """Charges the tokens and masks from now on to the drafts, or to the output."""
+        self.matcher.budget = self._drafts_budget if drafts else self._budget
 
     def consume(self, token_id: int) -> None:
-        self.matcher.consume(token_id)
+        """Takes the next token. After an error because of its time, the matcher has taken it, too."""
         self.tokens.append(token_id)
+        self.matcher.consume(token_id)
 
     def go_back(self, output: IntArray) -> bool:
         """Takes back the tokens with which `output` does not begin. Returns whether the matcher can be used further."""

@@ -38,7 +38,9 @@ class Unfolded:
         """The result of each row of the given step.
 
         A draft is right if it is the token that is drawn in its place. The draws up to that of the first wrong draft
-        are those that decoding would give; later ones follow a wrong token and are dropped, whatever they are.
+        are those that decoding would give; later ones follow a wrong token and are dropped, whatever they are. An error
+        fails the row only in place of its first draw. After that it may come from a guess alone, and draws before it
+        count: if decoding meets it too, the next step does.
 
         Args:
             draws: the results of the rows of `batch`.
@@ -128,7 +130,7 @@ def _kept(draws: Sequence[RowResult], drafts: IntArray) -> tuple[TokenOutput, ..
     kept = []
     for draw, draft in zip(draws, (*drafts, None), strict=True):
         if isinstance(draw, BatonError):
-            return draw
+            return tuple(kept) if kept else draw
         assert isinstance(draw, TokenOutput), "a row with drafts is sampled"
         kept.append(draw)
         if draw.token_id != draft:

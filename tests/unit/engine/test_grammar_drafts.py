@@ -242,3 +242,26 @@ def test_a_matcher_that_has_failed_is_not_used_again(grammars: GrammarRows, toke
     assert not errors
     assert masks["a", 0] == expected["a", len(others)]
     assert grammars._followed["a"].matcher is not failed
+
+
+def test_the_time_of_wrong_drafts_fails_neither_the_step_nor_the_output(tokenizer: Tokenizer) -> None:
+    """What follows a right draft is cheap, and what follows a wrong one is too expensive."""
+    x = tokenizer.encode("x", add_special_tokens=False).ids
+    now = [0.0]
+
+    def clock() -> float:
+        followed = grammars._followed.get("a")
+        now[0] += 0.0 if followed is None or len(followed.tokens) < 3 else 1.0
+        return now[0]
+
+    compiler = GrammarCompiler(tokenizer_file(DEMO_MODELS / "llama"), VOCAB_SIZE, (EOS,), clock=clock)
+    grammars = GrammarRows(compiler, torch.device("cpu"))
+    masks, errors = masks_of(grammars, row("a", AMBIGUOUS, x, x * 4))
+    assert sorted(errors) == [("a", 2)]
+    assert {count for _, count in masks} == {0, 1}
+    for _ in range(2):
+        again, errors = masks_of(grammars, row("a", AMBIGUOUS, x * 2, ()))
+        assert not errors
+        assert again["a", 0] == masks["a", 1]
+    _, errors = masks_of(grammars, row("a", AMBIGUOUS, x * 3, ()))
+    assert list(errors) == [("a", 0)]

@@ -95,11 +95,12 @@ def test_a_draft_that_is_right_after_a_wrong_one_is_dropped() -> None:
     assert kept(results(drawn(9, 6, 8, 1), 5, 6, 8)) == [9]
 
 
-def test_an_error_fails_the_row_only_if_its_draw_counts() -> None:
-    assert results([*drawn(5), ERROR, *drawn(7)], 5, 6) is ERROR
+def test_an_error_fails_the_row_only_in_place_of_its_first_draw() -> None:
     assert results([ERROR, *drawn(6, 7)], 5, 6) is ERROR
+    assert results([ERROR, ERROR, ERROR], 5, 6) is ERROR
+    assert kept(results([*drawn(5), ERROR, *drawn(7)], 5, 6)) == [5]
     assert kept(results([*drawn(9), ERROR, ERROR], 5, 6)) == [9]
-    assert results([*drawn(5, 6), ERROR], 5, 6) is ERROR
+    assert kept(results([*drawn(5, 6), ERROR], 5, 6)) == [5, 6]
 
 
 def test_results_come_in_the_order_of_the_given_rows() -> None:

@@ -127,7 +127,7 @@ def _order(piece: tuple[int, int, BatchRow]) -> int:
 
 
 def _kept(draws: Sequence[RowResult], drafts: IntArray) -> tuple[TokenOutput, ...] | BatonError:
-    kept = []
+    kept: list[TokenOutput] = []
     for draw, draft in zip(draws, (*drafts, None), strict=True):
         if isinstance(draw, BatonError):
             return tuple(kept) if kept else draw

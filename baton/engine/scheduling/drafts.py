@@ -53,7 +53,8 @@ class Drafts:
         """The guesses of the next step for these requests, which all decode in it, as far as there are blocks for them.
         No step is in flight."""
         self._begin(decoding)
-        room = self.seats - len(self._roster.running)
+        # Each guess takes a row of the step. A request that waits for a seat could take one.
+        room = self.seats - len(self._roster.running) - bool(self._roster.waiting)
         chosen = self._speculator.choose(decoding, _work(decoding), self._meter.costs, room=room) if room > 0 else {}
         if not chosen:
             return {}

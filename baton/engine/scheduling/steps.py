@@ -152,6 +152,8 @@ class NextStep:
 
     def chunk_tokens(self, state: RequestState, start: int) -> int:
         """How many tokens of the request from `start` on still fit. Returns 0 if it waits."""
+        if self._num_drafts and self._free_rows <= 0:  # each guess takes a row
+            return 0
         stop = self._limits.chunk_stop(start, state.prefill_stop, prompt_tokens=state.prompt_tokens)
         again = self._decodes_again(state, start)
         if again:  # each token takes a row

@@ -84,6 +84,7 @@ class World:
             eos_token_ids=(EOS,),
             identity="m",
         )
+        self._seats = limits.seats
         self.scheduler = Scheduler(limits, facts, Meter(None), speculator=told)
         self.model = model
         self.sequences: dict[str, list[int]] = {}
@@ -102,7 +103,8 @@ class World:
         if any(row.num_drafts for row in batch.rows):
             assert not self._batches, "a step with guesses needs the tokens of all steps before"
         assert not any(row.num_drafts for each in self._batches for row in each.rows)
-        assert sum(max(1, row.num_drafts + 1) for row in batch.rows) <= 24
+        assert sum(len(row.token_ids) for row in batch.rows) <= 24
+        assert sum(row.num_drafts + 1 for row in batch.rows) <= self._seats, "a row for each guess"
         self._batches.append(batch)
         return True
 
@@ -283,3 +285,19 @@ def test_the_output_of_a_request_that_ran_when_its_tenants_kv_was_dropped_is_not
     world.submit(request("b-30", list(range(30)), sampling=sampling))
     world.run_all()
     assert recent.roots
+
+
+def test_guesses_leave_a_row_for_a_request_that_waits() -> None:
+    model = HashedModel(BLOCK_SIZE, num_tokens=1000)
+    world = World(Told(model, most=8, wrong=0.0, silent=0.0), model, requests=4)
+    sampling = ResolvedSampling(max_tokens=30, temperature=0.0, ignore_eos=True)
+    world.submit(request("a-2", [1, 2], sampling=sampling))
+    world.launch()
+    world.end_step()
+    for name in ("b-2", "c-2"):
+        world.submit(request(name, [3, 4], sampling=sampling))
+    for expected in ([("a-2", 2), ("b-2", 0)], [("a-2", 1), ("b-2", 0), ("c-2", 0)]):
+        assert world.launch()
+        (batch,) = world._batches
+        assert sorted((row.request_id, row.num_drafts) for row in batch.rows) == expected
+        world.end_step()

@@ -126,9 +126,10 @@ class Prompts:
         while step.budget > 0:
             waiting = roster.waiting[0] if admit and roster.waiting and roster.free_seats else None
             if waiting is not None and (not prompts or waiting.place < prompts[0].place):
-                admit = self._try_to_run(waiting, step, pace, now)
+                admit = self._try_to_run(waiting, step, pace, now, others=len(prompts))
             elif prompts:
-                step.add_chunk(prompts.popleft())
+                state = prompts.popleft()
+                step.add_chunk(state, others=len(prompts))
             else:
                 break
         self._slicer.launched(skipped=step.has_skipped)
@@ -146,9 +147,15 @@ class Prompts:
             untouched += roster.waiting[:1]
         return now - min(untouched, key=_place_of).queued_at if untouched else 0.0
 
-    def _try_to_run(self, state: RequestState, step: NextStep, pace: SlicePace | None, now: float) -> bool:
+    def _try_to_run(
+        self, state: RequestState, step: NextStep, pace: SlicePace | None, now: float, *, others: int
+    ) -> bool:
         """Lets the first waiting request run if its blocks and its chunk fit. Returns False if it waits; then all
-        others wait too."""
+        others wait too.
+
+        Args:
+            others: running requests that must find a row in the step.
+        """
         place = self._blocks.place(state, self._blocks.room(self._roster.decoders()))
         start = self._blocks.num_cached(state) if place is None else self._blocks.tokens_in(place.cached)
         if is_late(state, pace, start=start, now=now):
@@ -156,11 +163,11 @@ class Prompts:
             return True  # with the next one
         if place is None:
             return False
-        if not step.chunk_tokens(state, start):
+        if not step.chunk_tokens(state, start, others=others):
             return False
         self._blocks.take(state, place)
         self._roster.run(state)
-        step.add_chunk(state)
+        step.add_chunk(state, others=others)
         return True
 
     def _pace(self, decodes: StepWork) -> SlicePace | None:

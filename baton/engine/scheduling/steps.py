@@ -115,7 +115,8 @@ class NextStep:
         self.copies: list[tuple[int, int]] = []
         self.snapshots: list[StepSnapshot] = []
         self._state_unit = state_unit
-        self._num_single = self._num_drafts = 0
+        self._num_single = 0
+        self._num_more = 0  # rows in which the step is computed besides `rows`, see `unfolds`
         self._limits = limits
         self._block_size = block_size
         self._now = now
@@ -144,20 +145,25 @@ class NextStep:
             self.rows.append(state.next_drafts(draft, block_size=self._block_size))
             self.states.append(state)
             self.budget -= 1 + len(draft)
-            self._num_drafts += len(draft)
+            self._num_more += len(draft)
             self.unfolds = True
             work = self.work
             newest = StepWork(work.decode_rows + 1, work.keys + context + 1, work.prompt_tokens, work.pairs)
             self.work = guessed_work(newest, [(context, len(draft))])
 
-    def chunk_tokens(self, state: RequestState, start: int) -> int:
-        """How many tokens of the request from `start` on still fit. Returns 0 if it waits."""
-        if self._num_drafts and self._free_rows <= 0:  # each guess takes a row
+    def chunk_tokens(self, state: RequestState, start: int, *, others: int = 0) -> int:
+        """How many tokens of the request from `start` on still fit. Returns 0 if it waits.
+
+        Args:
+            others: requests that must find a row after this one.
+        """
+        free_rows = self._limits.seats - len(self.rows) - self._num_more - others
+        if self._num_more and free_rows <= 0:
             return 0
         stop = self._limits.chunk_stop(start, state.prefill_stop, prompt_tokens=state.prompt_tokens)
         again = self._decodes_again(state, start)
         if again:  # each token takes a row
-            stop = min(stop, start + max(1, 0 if self._state_unit else self._free_rows))
+            stop = min(stop, start + max(1, 0 if self._state_unit else free_rows))
         num_tokens = min(self.budget, stop - start)
         if self.bound is not None and num_tokens > 0:
             num_tokens = self.bound.tokens(self.work, start, start + num_tokens)
@@ -170,10 +176,10 @@ class NextStep:
             self.has_skipped = True
         return num_tokens
 
-    def add_chunk(self, state: RequestState) -> None:
-        """Adds as much of the request's prompt as fits, which may be nothing."""
+    def add_chunk(self, state: RequestState, *, others: int = 0) -> None:
+        """Adds as much of the request's prompt as fits, which may be nothing; see `chunk_tokens`."""
         start = state.num_scheduled
-        num_tokens = self.chunk_tokens(state, start)
+        num_tokens = self.chunk_tokens(state, start, others=others)
         if not num_tokens:
             return
         if not state.started:
@@ -187,6 +193,7 @@ class NextStep:
         row = state.next_row(num_tokens, block_size=self._block_size)
         if num_tokens > 1 and self._decodes_again(state, start):
             row = row._replace(as_decodes=True)
+            self._num_more += num_tokens - 1
             self.unfolds = True
         self.rows.insert(index, row)
         if (score := state.score_row(row)) is not None:
@@ -204,10 +211,6 @@ class NextStep:
     def _decodes_again(self, state: RequestState, start: int) -> bool:
         """Whether the request's tokens from `start` on are known ones of its output that keep the bits of decodes."""
         return self._limits.chunk_align_tokens is not None and start >= state.prompt_tokens
-
-    @property
-    def _free_rows(self) -> int:
-        return self._limits.seats - len(self.rows) - self._num_drafts
 
 
 class Step(NamedTuple):

@@ -103,6 +103,23 @@ def test_known_tokens_of_the_output_are_computed_as_decodes_in_as_many_rows_as_a
     assert draws == [["d"], ["d"], ["d", "a"], ["d", "a"]]
 
 
+def test_steps_that_compute_known_tokens_of_several_outputs_have_no_more_rows_than_seats() -> None:
+    scheduler = make(tokens=32, requests=6, align=8)
+    for name in "abc":
+        scheduler.reserve(request(name, 8), 0.0)
+        scheduler.prefill_here(name, (1, 2, 3, 4, 5, 6, 7), 0.0)
+    rows = {}
+    while scheduler.load().tokens_waiting:
+        batch = launch(scheduler)
+        computed = [row for row in batch.rows if row.token_start >= 8]
+        for row in computed:
+            rows[row.request_id] = rows.get(row.request_id, 0) + len(row.token_ids)
+        assert sum(len(row.token_ids) for row in computed) + len(batch.rows) - len(computed) <= 6
+        assert len(batch.rows) == 3, "each running request gets further with each step"
+        finish(scheduler, batch)
+    assert min(rows.values()) >= 7
+
+
 def test_with_recurrent_states_known_tokens_of_the_output_are_computed_one_by_one() -> None:
     scheduler = make(tokens=16, requests=4, align=8, state_slots=4, scan_tokens=8)
     scheduler.reserve(request("a", 19), 0.0)

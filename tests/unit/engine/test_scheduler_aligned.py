@@ -108,7 +108,7 @@ def test_steps_that_compute_known_tokens_of_several_outputs_have_no_more_rows_th
     for name in "abc":
         scheduler.reserve(request(name, 8), 0.0)
         scheduler.prefill_here(name, (1, 2, 3, 4, 5, 6, 7), 0.0)
-    rows = {}
+    rows: dict[str, int] = {}
     while scheduler.load().tokens_waiting:
         batch = launch(scheduler)
         computed = [row for row in batch.rows if row.token_start >= 8]

@@ -301,3 +301,23 @@ def test_guesses_leave_a_row_for_a_request_that_waits() -> None:
         (batch,) = world._batches
         assert sorted((row.request_id, row.num_drafts) for row in batch.rows) == expected
         world.end_step()
+
+
+@pytest.mark.parametrize("tokens_before", range(1, 6))
+def test_decodes_after_wrong_guesses_have_a_block_for_each_token(tokens_before: int) -> None:
+    """Blocks that were taken for guesses stay, so more blocks are held than the rows of decodes have."""
+    model = HashedModel(BLOCK_SIZE, num_tokens=1000)
+
+    class Once(Told):
+        def pays(self, *args: object) -> bool:
+            return not self.checked
+
+        def choose(self, requests: Sequence[Speculating], *args: object, **given: object) -> dict[str, Draft]:
+            return {} if self.checked else {each.request_id: (0,) * 7 for each in requests}
+
+    world = World(Once(model), model, requests=8)
+    sampling = ResolvedSampling(max_tokens=40, temperature=0.0, ignore_eos=True)
+    prompt = list(range(tokens_before))
+    world.submit(request(f"a-{tokens_before}", prompt, sampling=sampling))
+    world.run_all()
+    assert world.sequences[f"a-{tokens_before}"] == [*prompt, *model.continued(prompt, 40)]

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,155 +10,26 @@ import pytest
 from baton.core.costs import StepCosts, StepWork
 from baton.core.errors import InternalError
 from baton.core.sampling import ResolvedSampling
-from baton.core.types import FinishReason, Grammar, TokenOutput
-from baton.engine.batch import Batch
-from baton.engine.events import DraftsChecked, StepEvents
-from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
+from baton.core.types import FinishReason, TokenOutput
+from baton.engine.events import DraftsChecked
+from baton.engine.request import EngineLimits, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.depth import Draft
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.speculator import Speculating, Speculator
+from tests.unit.engine.guessing import EOS, NUM_TOKENS, Told, World, any_request, expected_output
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, finish, request
-
-_TOKENS = 7
-EOS = 6
-
-
-class Told(Speculator):
-    """Guesses what a test says: after a request's known tokens, the tokens that really follow, with errors."""
-
-    def __init__(self, model: HashedModel, *, most: int = 5, wrong: float = 0.3, silent: float = 0.2) -> None:
-        super().__init__(always=True)
-        self.live: set[str] = set()
-        self.ended: list[str] = []
-        self.checked: list[tuple[str, int, int]] = []
-        self._model = model
-        self._most, self._wrong, self._silent = most, wrong, silent
-        self._random = Random(3)
-
-    def begin(self, request: Speculating, *, root: bytes | None, grammar: Grammar | None) -> None:
-        assert request.request_id not in self.live
-        assert root
-        assert grammar is None
-        self.live.add(request.request_id)
-
-    def end(self, request: Speculating) -> None:
-        self.live.discard(request.request_id)
-        self.ended.append(request.request_id)
-
-    def pays(self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None) -> bool:
-        assert work.decode_rows == len(requests)
-        return self._random.random() > self._silent
-
-    def choose(
-        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, room: int
-    ) -> dict[str, Draft]:
-        drafts: dict[str, Draft] = {}
-        for each in requests:
-            assert each.request_id in self.live
-            most = min(self._most, each.most_drafts, room)
-            if most <= 0 or self._random.random() < self._silent:
-                continue
-            right = self._model.continued(each.tokens, most)
-            draft = [(token + 1) % _TOKENS if self._random.random() < self._wrong else token for token in right]
-            room -= most
-            drafts[each.request_id] = tuple(draft)
-        return drafts
-
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
-        assert 0 <= accepted <= drafted
-        self.checked.append((request_id, drafted, accepted))
-
-
-class World:
-    """A scheduler over a model of hashes, two steps in flight where it allows that."""
-
-    def __init__(self, told: Speculator | None, model: HashedModel, *, num_blocks: int = 40, requests: int = 6) -> None:
-        limits = EngineLimits(max_batch_tokens=24, max_batch_requests=requests, max_waiting=99, prefix_cache=True)
-        facts = ModelFacts(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            vocab_size=1000,
-            max_context_tokens=100,
-            eos_token_ids=(EOS,),
-            identity="m",
-        )
-        self._seats = limits.seats
-        self.scheduler = Scheduler(limits, facts, Meter(None), speculator=told)
-        self.model = model
-        self.sequences: dict[str, list[int]] = {}
-        self.ended: dict[str, FinishReason] = {}
-        self.events: list[StepEvents] = []
-        self._batches: deque[Batch] = deque()
-
-    def submit(self, one: EngineRequest) -> None:
-        self.sequences[one.request_id] = list(one.prompt)
-        self.scheduler.submit(one, 0.0)
-
-    def launch(self) -> bool:
-        batch = self.scheduler.schedule(0.0)
-        if batch is None:
-            return False
-        if any(row.num_drafts for row in batch.rows):
-            assert not self._batches, "a step with guesses needs the tokens of all steps before"
-        assert not any(row.num_drafts for each in self._batches for row in each.rows)
-        assert sum(len(row.token_ids) for row in batch.rows) <= 24
-        assert sum(row.num_drafts + 1 for row in batch.rows) <= self._seats, "a row for each guess"
-        self._batches.append(batch)
-        return True
-
-    def end_step(self) -> None:
-        batch = self._batches.popleft()
-        events = self.scheduler.complete(self.model.run(batch, self.sequences), 0.0)
-        self.events.append(events)
-        for sampled in events.tokens:
-            assert sampled.token.index == len(self.sequences[sampled.request_id]) - self._prompt(sampled[0])
-            self.sequences[sampled.request_id].append(sampled.token.token_id)
-            if sampled.finish_reason is not None:
-                self.ended[sampled.request_id] = sampled.finish_reason
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._batches)
-
-    def _prompt(self, name: str) -> int:
-        return int(name.partition("-")[2])
-
-    def run_all(self) -> None:
-        while self.launch() or self.in_flight:
-            if self.in_flight == 2 or not self.launch():
-                self.end_step()
-
-
-def _request(number: int, chosen: Random, *, shared: Sequence[int]) -> EngineRequest:
-    prompt = [*shared[: chosen.randrange(len(shared))], *(chosen.randrange(_TOKENS) for _ in range(1, 9))]
-    most = chosen.randrange(1, 40)
-    sampling = ResolvedSampling(
-        max_tokens=most, temperature=0.0, min_tokens=chosen.randrange(min(4, most)), ignore_eos=number % 3 == 0
-    )
-    return request(f"r{number}-{len(prompt)}", prompt, sampling=sampling)
-
-
-def _expected(model: HashedModel, one: EngineRequest) -> list[int]:
-    """What decoding alone gives."""
-    tokens = model.continued(one.prompt, one.sampling.max_tokens)
-    if not one.sampling.ignore_eos:
-        for count, token in enumerate(tokens, start=1):
-            if token == EOS and count > one.sampling.min_tokens:
-                return tokens[:count]
-    return tokens
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
     chosen = Random(seed)
-    model = HashedModel(BLOCK_SIZE, num_tokens=_TOKENS)
+    model = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS)
     told = Told(model, most=chosen.randrange(1, 9), wrong=0.1 + chosen.random() / 2, silent=chosen.random() / 2)
     world = World(told, model, num_blocks=chosen.choice((14, 26, 60)))
-    shared = [chosen.randrange(_TOKENS) for _ in range(12)]
-    requests = [_request(number, chosen, shared=shared) for number in range(14)]
+    shared = [chosen.randrange(NUM_TOKENS) for _ in range(12)]
+    requests = [any_request(number, chosen, shared=shared) for number in range(14)]
     waiting, aborted = deque(requests), set[str]()
     while waiting or world.in_flight or world.launch():
         if waiting and chosen.random() < 0.4:
@@ -171,12 +43,42 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
     world.run_all()
     for one in requests:
         output = world.sequences[one.request_id][len(one.prompt) :]
-        expected = _expected(model, one)
+        expected = expected_output(model, one)
         assert output == (expected[: len(output)] if one.request_id in aborted else expected)
     assert sum(accepted for _, _, accepted in told.checked) > 0
     assert sum(drafted - accepted for _, drafted, accepted in told.checked) > 0
     assert not told.live
     assert sorted(told.ended) == sorted(one.request_id for one in requests)
+    assert world.scheduler.leaked_blocks(lambda _: True) == 0
+    assert world.scheduler.load().blocks_free == world.scheduler.load().blocks_total
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_a_node_guesses_gives_the_tokens_of_decoding(seed: int) -> None:
+    """With few seats and many, aligned chunks, pools of ranks, tenants, and drops of their KV."""
+    chosen = Random(seed)
+    model = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS)
+    speculator = Speculator(always=True)
+    seats, num_blocks = chosen.choice((1, 2, 6, 12)), chosen.choice((16, 20, 60))
+    align, owners = chosen.choice((None, 4, 8)), chosen.choice((1, 2))
+    world = World(speculator, model, num_blocks=num_blocks, requests=seats, align=align, owners=owners)
+    shared = [chosen.randrange(NUM_TOKENS) for _ in range(12)]
+    requests = [
+        replace(any_request(number, chosen, shared=shared), cache_salt="ab"[number % 2]) for number in range(20)
+    ]
+    waiting = deque(requests)
+    while waiting or world.in_flight or world.launch():
+        if waiting and chosen.random() < 0.4:
+            world.submit(waiting.popleft())
+        if chosen.random() < 0.02:
+            world.scheduler.drop_roots(frozenset([world.scheduler.root("a", None)]))
+        world.launch()
+        if world.in_flight and chosen.random() < 0.7:
+            world.end_step()
+    for one in requests:
+        expected = expected_output(model, one)[: world.scheduler.max_context_tokens - len(one.prompt)]
+        assert world.sequences[one.request_id][len(one.prompt) :] == expected
+    assert speculator.num_requests == 0
     assert world.scheduler.leaked_blocks(lambda _: True) == 0
     assert world.scheduler.load().blocks_free == world.scheduler.load().blocks_total
 
@@ -298,7 +200,7 @@ def test_guesses_leave_a_row_for_a_request_that_waits() -> None:
         world.submit(request(name, [3, 4], sampling=sampling))
     for expected in ([("a-2", 2), ("b-2", 0)], [("a-2", 1), ("b-2", 0), ("c-2", 0)]):
         assert world.launch()
-        (batch,) = world._batches
+        (batch,) = world.batches
         assert sorted((row.request_id, row.num_drafts) for row in batch.rows) == expected
         world.end_step()
 

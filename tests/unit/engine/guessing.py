@@ -1,0 +1,167 @@
+"""A scheduler whose steps have guesses, over a model on the host."""
+
+from collections import deque
+from collections.abc import Sequence
+from random import Random
+
+from baton.core.costs import StepWork
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import FinishReason, Grammar
+from baton.engine.batch import Batch
+from baton.engine.events import StepEvents
+from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.scheduling.slices import StepTimes
+from baton.engine.speculation.depth import Draft
+from baton.engine.speculation.speculator import Speculating, Speculator
+from tests.unit.engine.hashed_model import HashedModel
+from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, request
+
+NUM_TOKENS = 7
+EOS = 6
+
+
+class Told(Speculator):
+    """Guesses what a test says: after a request's known tokens, the tokens that really follow, with errors."""
+
+    def __init__(self, model: HashedModel, *, most: int = 5, wrong: float = 0.3, silent: float = 0.2) -> None:
+        super().__init__(always=True)
+        self.live: set[str] = set()
+        self.ended: list[str] = []
+        self.checked: list[tuple[str, int, int]] = []
+        self._model = model
+        self._most, self._wrong, self._silent = most, wrong, silent
+        self._random = Random(3)
+
+    def begin(self, request: Speculating, *, root: bytes | None, grammar: Grammar | None) -> None:
+        assert request.request_id not in self.live
+        assert root
+        assert grammar is None
+        self.live.add(request.request_id)
+
+    def end(self, request: Speculating) -> None:
+        self.live.discard(request.request_id)
+        self.ended.append(request.request_id)
+
+    def pays(self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None) -> bool:
+        assert work.decode_rows == len(requests)
+        return self._random.random() > self._silent
+
+    def choose(
+        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, room: int
+    ) -> dict[str, Draft]:
+        drafts: dict[str, Draft] = {}
+        for each in requests:
+            assert each.request_id in self.live
+            most = min(self._most, each.most_drafts, room)
+            if most <= 0 or self._random.random() < self._silent:
+                continue
+            right = self._model.continued(each.tokens, most)
+            draft = [(token + 1) % NUM_TOKENS if self._random.random() < self._wrong else token for token in right]
+            room -= most
+            drafts[each.request_id] = tuple(draft)
+        return drafts
+
+    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafted
+        self.checked.append((request_id, drafted, accepted))
+
+
+class World:
+    """A scheduler over a model of hashes, two steps in flight where it allows that.
+
+    Args:
+        align: `EngineLimits.chunk_align_tokens`.
+        owners: pools of this many blocks each.
+    """
+
+    def __init__(
+        self,
+        told: Speculator | None,
+        model: HashedModel,
+        *,
+        num_blocks: int = 40,
+        requests: int = 6,
+        align: int | None = None,
+        owners: int = 1,
+    ) -> None:
+        limits = EngineLimits(
+            max_batch_tokens=24,
+            max_batch_requests=requests,
+            max_waiting=99,
+            prefix_cache=True,
+            chunk_align_tokens=align,
+        )
+        facts = ModelFacts(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            vocab_size=1000,
+            max_context_tokens=100,
+            eos_token_ids=(EOS,),
+            identity="m",
+            num_owners=owners,
+        )
+        self._seats = limits.seats
+        self.scheduler = Scheduler(limits, facts, Meter(None), speculator=told)
+        self.model = model
+        self.sequences: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.events: list[StepEvents] = []
+        self.batches: deque[Batch] = deque()
+
+    def submit(self, one: EngineRequest) -> None:
+        self.sequences[one.request_id] = list(one.prompt)
+        self.scheduler.submit(one, 0.0)
+
+    def launch(self) -> bool:
+        batch = self.scheduler.schedule(0.0)
+        if batch is None:
+            return False
+        if any(row.num_drafts for row in batch.rows):
+            assert not self.batches, "a step with guesses needs the tokens of all steps before"
+        assert not any(row.num_drafts for each in self.batches for row in each.rows)
+        assert sum(len(row.token_ids) for row in batch.rows) <= 24
+        assert sum(row.num_drafts + 1 for row in batch.rows) <= self._seats, "a row for each guess"
+        self.batches.append(batch)
+        return True
+
+    def end_step(self) -> None:
+        batch = self.batches.popleft()
+        events = self.scheduler.complete(self.model.run(batch, self.sequences), 0.0)
+        self.events.append(events)
+        for sampled in events.tokens:
+            assert sampled.token.index == len(self.sequences[sampled.request_id]) - self._prompt(sampled[0])
+            self.sequences[sampled.request_id].append(sampled.token.token_id)
+            if sampled.finish_reason is not None:
+                self.ended[sampled.request_id] = sampled.finish_reason
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.batches)
+
+    def _prompt(self, name: str) -> int:
+        return int(name.partition("-")[2])
+
+    def run_all(self) -> None:
+        while self.launch() or self.in_flight:
+            if self.in_flight == 2 or not self.launch():
+                self.end_step()
+
+
+def any_request(number: int, chosen: Random, *, shared: Sequence[int]) -> EngineRequest:
+    prompt = [*shared[: chosen.randrange(len(shared))], *(chosen.randrange(NUM_TOKENS) for _ in range(1, 9))]
+    most = chosen.randrange(1, 40)
+    sampling = ResolvedSampling(
+        max_tokens=most, temperature=0.0, min_tokens=chosen.randrange(min(4, most)), ignore_eos=number % 3 == 0
+    )
+    return request(f"r{number}-{len(prompt)}", prompt, sampling=sampling)
+
+
+def expected_output(model: HashedModel, one: EngineRequest) -> list[int]:
+    """What decoding alone gives."""
+    tokens = model.continued(one.prompt, one.sampling.max_tokens)
+    if not one.sampling.ignore_eos:
+        for count, token in enumerate(tokens, start=1):
+            if token == EOS and count > one.sampling.min_tokens:
+                return tokens[:count]
+    return tokens

@@ -4,8 +4,8 @@ They continue the longest match of its last tokens, in its own sequence or in ou
 grammar forces. Each guess is compared with the token that came, whether or not a step took it, so that chances are
 learned at no cost. Where nothing can be guessed for long, only every few tokens are looked up.
 
-A request whose guesses are right takes 7 us a step. Source code unlike the prompt takes 22 us each time it is looked up,
-with two full halves of outputs of its tenant; half of that is for these.
+A request whose guesses are right takes 7 us a step. Source code unlike the prompt takes 22 us each time that it is
+looked up, with outputs of its tenant; half of that is for these.
 """
 
 from typing import NamedTuple, Protocol

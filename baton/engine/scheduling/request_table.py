@@ -112,7 +112,8 @@ class RequestTable:
                 self.preempt(self.roster.last_decoder(state.pool), now)
         for state in decoding:
             if state.phase is RequestPhase.RUNNING:
-                state.steady_stop = min(state.decode_stop, len(state.blocks) * block_size)
+                # Not to the end of its blocks: guesses may have got more than its row has.
+                state.steady_stop = min(state.decode_stop, (state.num_scheduled // block_size + 1) * block_size)
                 state.shared_row = None
         if len(decoding) < len(unsteady):
             return [state for state in self.roster.running if state.num_scheduled < state.steady_stop]

@@ -25,9 +25,7 @@ def run_ranks(work: Callable[..., Any], size: int, directory: Path, *arguments: 
     return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _fork_ranks(
-    _: int, size: int, work: Callable[..., Any], directory: Path, arguments: tuple[Any, ...]
-) -> None:
+def _fork_ranks(_: int, size: int, work: Callable[..., Any], directory: Path, arguments: tuple[Any, ...]) -> None:
     """In a process without threads that has imported the module of `work`, which with PEFT takes 3 s: the ranks are its
     copies, so that none of them imports it again."""
     start_processes(_run_rank, (size, work, directory, arguments), nprocs=size, start_method="fork")

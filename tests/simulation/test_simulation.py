@@ -32,7 +32,9 @@ PARTS_ALWAYS = SEEDS_ALWAYS // PART_SEEDS
     [*range(PARTS_ALWAYS), *(pytest.param(part, marks=pytest.mark.sweep) for part in range(PARTS_ALWAYS, PARTS))],
 )
 def test_every_seed_holds_the_invariants(part: int) -> None:
-    ends = Counter(end for outcome in run_seeds(range(part * PART_SEEDS, (part + 1) * PART_SEEDS)) for end in outcome.ends)
+    ends = Counter(
+        end for outcome in run_seeds(range(part * PART_SEEDS, (part + 1) * PART_SEEDS)) for end in outcome.ends
+    )
     # Most requests outlive the faults. If they did not, no seed would say much about tokens.
     assert ends["finished"] > 0.7 * ends.total(), f"few requests finish: {ends}"
 

@@ -56,10 +56,10 @@ test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and 
 
 test: install  ## Run every test that needs no GPU, but for the sweeps
 	@$(BIN)/python -m pytest -m "not gpu and not sweep" -n 2 --dist worksteal $(SINGLE)
-	@$(BIN)/python -m pytest -m "not gpu and not sweep" -n 3 --dist loadfile $(addprefix --ignore=,$(SINGLE) tests/clients tests/gpu tests/docs/test_run.py)
+	@$(BIN)/python -m pytest -m "not gpu and not sweep" -n 3 --dist loadfile --no-loadscope-reorder -p tests.longest_first $(addprefix --ignore=,$(SINGLE) tests/clients tests/gpu tests/docs/test_run.py)
 
 test-sweeps: install  ## Run the sweeps: more seeds and combinations of what `make test` has one or a few of
-	@$(BIN)/python -m pytest -m "sweep and not gpu" -n 2 --dist worksteal $(SWEEPS)
+	@$(BIN)/python -m pytest -m "sweep and not gpu" -n 2 --dist worksteal $(SINGLE)
 
 test-quick: install  ## Run the tests without torch and without real processes
 	@$(BIN)/python -m pytest -m "not gpu and not slow and not sweep" -n 2 -q $$($(BIN)/python -m tests.selection quick)

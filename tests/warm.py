@@ -1,7 +1,8 @@
 """Programs of ours in processes forked from one that has imported them: importing torch takes each process seconds.
 
 The fork server of `multiprocessing` starts with the first program, one for each pytest process. It has imported the
-modules of `PRELOADED` and nothing else: no thread, no device, no UCX (tests/test_architecture.py holds I7).
+modules of `PRELOADED` and nothing else: no thread, no device (tests/test_architecture.py holds I7). UCX is loaded, and
+not started.
 """
 
 import faulthandler
@@ -33,6 +34,7 @@ PRELOADED = (
     "baton.gateway.grpc.services",
     "baton.node.process",
     "prefill_node.service",
+    "tests.loads_ucx",
 )
 BATON = "baton"
 CODE = "-c"  # the program whose first argument is its source

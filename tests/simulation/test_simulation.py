@@ -1,8 +1,8 @@
 """The unchanged code holds every invariant under every seed. The seeds are split into several tests, so that two
 processes can share them.
 
-`make test` runs the first 2,000: two and a half times as many as any planted fault needs to be caught. All 10,000 are a
-sweep, and what `make simulate` runs."""
+`make test` runs the first 2,000: two and a half times as many as any planted fault needs to be caught. The others are a
+sweep. `make simulate` runs all 10,000."""
 
 from collections import Counter
 from typing import get_args

@@ -42,8 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Lets no garbage collection look at what collecting has made and imported: with all tests it takes a second, and
-    tests that look for garbage collect again and again."""
+    """Lets no garbage collection look at what collecting has made and imported: with all tests it takes half a
+    second, and tests that look for garbage collect again and again."""
     gc.collect()
     gc.freeze()
 

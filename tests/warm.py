@@ -37,7 +37,6 @@ PRELOADED = (
     "tests.loads_ucx",
 )
 BATON = "baton"
-CODE = "-c"  # the program whose first argument is its source
 ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
 SHOW_STACKS = signal.SIGUSR1  # to stderr, of all threads
 _OUTPUTS = ("stdout", "stderr")
@@ -87,7 +86,7 @@ def launch_warm(
     outputs: Path | None = None,
     folder: Path | None = None,
 ) -> Forked:
-    """Runs `python -m program`, `python -c` or the command `baton` in a forked process, in a session of its own.
+    """Runs `python -m program`, or the command `baton`, in a forked process, in a session of its own.
 
     Args:
         arguments: flags of a role may also give values that no user sets (`baton.settings.internal`).
@@ -160,9 +159,6 @@ def _run(
         from baton.cli import main
 
         main()
-    if program == CODE:
-        exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
-        sys.exit()
     runpy.run_module(module_of(program), run_name="__main__", alter_sys=True)
 
 

@@ -44,7 +44,7 @@ SAMPLES = (
 @pytest.fixture(scope="module", autouse=True)
 def _parsed_once() -> Iterator[None]:
     """Lets transformers parse a file once, not for its configuration, its tokenizer and its weights, and build gguf's
-    table of names once, not for each module: two thirds of the time that its side took."""
+    table of names once, not for each of 397 modules. SmolLM2's file took 2.1 s each time, and the table 7 ms."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("GGUFReader", "get_tensor_name_map"):
             patch.setattr(gguf, name, cache(getattr(gguf, name)))

@@ -71,6 +71,7 @@ def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
         row.owner,
         row.snapshots,
         row.num_drafts,
+        row.as_decodes,
     )
 
 

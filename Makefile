@@ -15,8 +15,12 @@ KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose
 	$(addprefix tests/unit/models/test_, \
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
+# Empty: Python writes compiled modules. Where an environment forbids it, as images do, each process compiles torch and
+# all else anew: a node's imports then took 5.8 s of CPU in place of 2.8 s.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
-.PHONY: help install protos wire run test test-quick test-changed simulate chaos fuzz test-gpu test-clients test-families test-docs check check-deploy rules image format bench docs dist-check clean
+.PHONY: help install protos wire run test test-quick test-changed simulate chaos fuzz test-gpu test-clients test-families test-sweeps test-docs check check-deploy rules image format bench docs dist-check clean
 
 help:  ## Show the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -50,15 +54,18 @@ test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and 
 	@$(BIN)/python -m pytest -n 8 --dist loadgroup tests/gpu $(KERNELS) tests/conformance/attention \
 		--attention-table bench/results/attention_conformance.md
 
-test: install  ## Run every test that needs no GPU
-	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(SINGLE)
-	@$(BIN)/python -m pytest -m "not gpu" -n 3 --dist loadfile $(addprefix --ignore=,$(SINGLE) tests/clients tests/docs/test_run.py)
+test: install  ## Run every test that needs no GPU, but for the sweeps
+	@$(BIN)/python -m pytest -m "not gpu and not sweep" -n 2 --dist worksteal $(SINGLE)
+	@$(BIN)/python -m pytest -m "not gpu and not sweep" -n 3 --dist loadfile --no-loadscope-reorder -p tests.longest_first $(addprefix --ignore=,$(SINGLE) tests/clients tests/gpu tests/docs/test_run.py)
+
+test-sweeps: install  ## Run the sweeps: more seeds and combinations of what `make test` has one or a few of
+	@$(BIN)/python -m pytest -m "sweep and not gpu" -n 2 --dist worksteal $(SINGLE)
 
 test-quick: install  ## Run the tests without torch and without real processes
-	@$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 -q $$($(BIN)/python -m tests.selection quick)
+	@$(BIN)/python -m pytest -m "not gpu and not slow and not sweep" -n 2 -q $$($(BIN)/python -m tests.selection quick)
 
 test-changed: install  ## Run the tests that import what differs from SINCE=main
-	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile -q $$($(BIN)/python -m tests.selection changed $(if $(SINCE),--since $(SINCE)))
+	@$(BIN)/python -m pytest -m "not gpu and not sweep" -n 2 --dist loadfile -q $$($(BIN)/python -m tests.selection changed $(if $(SINCE),--since $(SINCE)))
 
 test-clients: install  ## Run clients that other people wrote against a cluster (installs 5 GB in .clients the first time)
 	@$(BIN)/python -m tests.clients.install

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from baton.cli.processes import Process, Processes
+from baton.cli.processes import Process, Processes, Running, launch
 from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path
@@ -65,16 +65,21 @@ class Growth:
         return self.after.rss_bytes - self.before.rss_bytes <= allowed and self.after.files <= self.before.files
 
 
-def run(progress: Callable[[str], None], requests: int = REQUESTS) -> Iterator[Row]:
+def run(
+    progress: Callable[[str], None],
+    requests: int = REQUESTS,
+    launch: Callable[[str, Sequence[str]], Running] = launch,
+) -> Iterator[Row]:
     """The rows of this benchmark; about ten seconds for each thousand requests.
 
     Args:
         requests: requests of one round. Another round follows only while a process grows.
+        launch: starts one program.
 
     Raises:
         RuntimeError: a process grew in every round, or a node kept a block or a lease.
     """
-    with Processes(progress) as processes:
+    with Processes(progress, launch) as processes:
         flags = ["--model", str(MODEL), "--device", "cpu", "--kv-cache-mib", str(CACHE_MIB)]
         prefill = processes.start("prefill_node", flags)
         decode = processes.start("decode_node", flags)

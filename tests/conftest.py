@@ -2,6 +2,7 @@
 there is no GPU, the same generated examples and random numbers on any machine, whatever ran before and however long it
 takes, and programs that can be interrupted, also where a shell started pytest in the background."""
 
+import gc
 import os
 import random
 import signal
@@ -38,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.attention_table import AttentionTable
 
         config.pluginmanager.register(AttentionTable(Path(path)))
+
+
+def pytest_collection_finish() -> None:
+    """Lets no garbage collection look at what collecting has made and imported: with all tests it takes half a
+    second, and tests that look for garbage collect again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,8 +18,8 @@ from baton.grammar.matcher import Matcher
 
 # If more tokens are allowed, nothing is forced.
 _MOST_ALLOWED = 256
-# A call may take this long on average, and all of an output this much longer. Of JSON schemas, with a vocabulary of
-# 262,000 tokens, a mask takes 0.05 ms on average.
+# A call may take this long on average, and all of an output this much longer. Of a JSON schema, a mask takes 11 us on
+# average with 4,096 tokens and 31 us with 262,144, and up to 0.5 ms the first time.
 _CALL_S = 0.0003
 _MORE_S = 0.01
 _CACHED = 4096

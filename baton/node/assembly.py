@@ -17,6 +17,7 @@ from baton.engine.cache_size import shortage
 from baton.engine.device.device_thread import StepRunner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
+from baton.engine.open_speculator import open_speculator
 from baton.engine.step_meter import StepMeter
 from baton.kvcache.spec import KVCacheShape
 from baton.metrics.declared import ProcessRole as MeterRole
@@ -33,7 +34,6 @@ from baton.node.ranks.group import RankGroup
 from baton.node.ranks.remote import RemoteTransfer
 from baton.node.ranks.runner import RankedRunner
 from baton.node.ranks.steps import StepWriter
-from baton.node.speculation import open_speculator
 from baton.node.starting import default_name
 from baton.protos.internal.v1 import node_pb2
 from baton.protos.v1 import node_status_pb2

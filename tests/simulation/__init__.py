@@ -19,5 +19,6 @@ checked after every event.
     many         runs of many seeds in one process
     mutants      planted faults that the simulation must catch
 
-`make simulate SEED=7` replays a seed and prints every event; `make simulate SEEDS=100000` runs that many.
+`make simulate SEED=7` replays a seed and prints every event; `make simulate SEEDS=100000` runs that many. `make test`
+runs 2,000 seeds and `make test-sweeps` 8,000 further ones.
 """

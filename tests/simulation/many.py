@@ -13,6 +13,7 @@ _BATCH = 50
 def _collecting_by_hand() -> Iterator[None]:
     """Pauses the garbage collector. Each run leaves one large cycle, but the collector would scan all objects again and
     again, also those of imported packages: a third of the time of all runs."""
+    others_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -20,7 +21,8 @@ def _collecting_by_hand() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not others_frozen:
+            gc.unfreeze()
 
 
 def run_seeds(seeds: Iterable[int]) -> Iterator[Outcome]:

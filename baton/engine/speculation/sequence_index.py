@@ -3,10 +3,14 @@
 The places after every 3 tokens and after every 12 tokens are sorted by a hash of these tokens. That takes 16 bytes for
 each token, and a lookup is two or three binary searches. Tokens that came lately are in a dict until there are enough
 of them to be sorted. The hash only finds candidates: their tokens are compared, so that no match is wrong.
+
+On a shared core, sorting a prompt of 100,000 tokens takes 6 to 10 ms, and one of 8,000 takes 0.4 ms. A lookup in source
+code takes 3 us after 8,000 tokens and 5 us after 131,000.
 """
 
 from array import array
 from bisect import bisect_right
+from operator import mul
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,7 +26,7 @@ COMPARED = 32
 # So many of the latest places are compared. After 3 tokens of source code there are often more, and few after 12.
 _CANDIDATES = 8
 _NEW_TOKENS = 512
-# Runs are sorted again together with the next tokens up to this size, which takes 0.6 ms.
+# Runs are sorted again together with the next tokens up to this size, which takes 0.8 ms.
 _RUN_TOKENS = 16384
 # A key has 32 bits of a hash above the bits of a place. Places after more tokens than these bits hold are not indexed.
 _PLACE_BITS = 21
@@ -33,6 +37,8 @@ _WORD = (1 << _WORD_BITS) - 1
 # Odd numbers with bits everywhere: tokens of neighbouring ids get distant hashes.
 _FACTORS = tuple((0x9E3779B97F4A7C15 * (2 * n + 1) ** 5 | 1) & _ALL for n in range(SHORT))
 _FARTHER = tuple((0xD1B54A32D192ED03 * (2 * n + 3) ** 7 | 1) & _ALL for n in range(LONG // SHORT))
+# Of each of 12 tokens: its hash is a sum, of which only the lowest 64 bits count.
+_LONG_FACTORS = tuple(farther * factor & _ALL for farther in _FARTHER for factor in _FACTORS)
 
 
 class Match(NamedTuple):
@@ -213,8 +219,5 @@ def _short(tokens: IntArray, end: int) -> int:
 
 def _long(tokens: IntArray, end: int) -> int:
     """Hash of the 12 tokens before a place, as keys have it."""
-    first, second, third = _FACTORS
-    value = 0
-    for place, factor in zip(range(end - LONG, end, SHORT), _FARTHER, strict=True):
-        value += (tokens[place] * first + tokens[place + 1] * second + tokens[place + 2] * third) * factor
+    value: int = sum(map(mul, tokens[end - LONG : end], _LONG_FACTORS))
     return (value >> _WORD_BITS & _WORD) << _PLACE_BITS

@@ -17,9 +17,11 @@ from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import MOST_GUESSES, RequestDrafts
 
-# What a step with guesses takes longer than its work, because the host prepares the next step only when it has ended.
+# What a step with guesses takes longer than its work, because the host prepares the next step only when it has ended:
+# guesses of 32 requests take 0.5 to 1 ms of it, those of one request 0.05 ms, and the step's rows and messages take the
+# rest. It is not measured on a device yet.
 DEFAULT_OVERHEAD_S = 0.0005
-# Masks of grammars for one step, over all requests. One takes 5 to 60 us.
+# Masks of grammars for one step, over all requests. One takes 10 to 30 us, and up to 0.5 ms when its grammar is new.
 _MASKS = 64
 
 

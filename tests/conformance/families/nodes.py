@@ -86,7 +86,7 @@ def _answer(tokens: Iterable[TokenOutput | common_pb2.Token]) -> Answer:
 async def pair_answers(
     directory: Path, prompts: Sequence[Prompt], tokens: int, *, at_once: bool = False
 ) -> list[Answer]:
-    """Each prompt prefilled by one node and decoded by the other.
+    """Each prompt prefilled by one node and decoded by the other, which guesses tokens wherever it can.
 
     Args:
         at_once: all prompts but the first share steps of the nodes. Otherwise they come one after the other.
@@ -114,9 +114,8 @@ async def _pair(directory: Path) -> AsyncIterator[str]:
         "max_batch_tokens": STEP_TOKENS,
         "keepalive_s": 2 * WAIT_S,
     }
-    receives = DecodeSettings.model_validate(
-        {**common, "name": "decode-0", "block_size": 4, "kv_cache_layout": layouts[0], "lease_s": 2 * WAIT_S}
-    )
+    own = {"name": "decode-0", "block_size": 4, "kv_cache_layout": layouts[0], "speculation": "always"}
+    receives = DecodeSettings.model_validate({**common, **own, "lease_s": 2 * WAIT_S})
     sends = PrefillSettings.model_validate(
         {**common, "name": "prefill-0", "block_size": 8, "kv_cache_layout": layouts[1]}
     )

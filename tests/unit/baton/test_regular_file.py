@@ -22,6 +22,7 @@ from baton.load.command import bench
 from baton.load.plots import check_plot
 from baton.load.results import LoadResults
 from baton.security.certificates import write_set
+from tests.warm import run_warm
 
 DEADLINE_S = 60.0
 
@@ -119,10 +120,10 @@ def test_certificates_replace_nothing_but_files(kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("module", ["baton.gateway", "baton.gateway.picker", "decode_node"])
 def test_a_ready_file_that_cannot_be_written_is_found_before_anything_is_loaded(module: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "ready")
-    command = [sys.executable, "-m", module, "--ready-file", str(tmp_path / "ready"), "--model", str(tmp_path)]
+    flags = ["--ready-file", str(tmp_path / "ready"), "--model", str(tmp_path)]
     if module == "baton.gateway.picker":
-        command = command[:-2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        flags = flags[:-2]
+    done = run_warm(module, *flags, timeout_s=DEADLINE_S)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "BATON_READY_FILE (--ready-file)" in line

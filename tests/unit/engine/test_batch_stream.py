@@ -44,18 +44,13 @@ def test_a_row_arrives_as_it_was(params: ResolvedSampling) -> None:
     assert arrived == batch
 
 
-def test_drafts_arrive() -> None:
-    guessed = BatchRow(
-        "a", int_array([3, 4, 5]), 9, int_array([2]), SampleRow(GREEDY, 4, (), int_array(), 0), num_drafts=2
-    )
-    ((arrived, _),) = sent([Batch(3, (decode("b", 6, [1]), guessed))])
-    assert arrived.shared_rows[1] == guessed
-
-
-def test_tokens_that_are_computed_as_decodes_arrive_as_such() -> None:
-    again = BatchRow("a", int_array([3, 4, 5]), 9, int_array([2]), None, as_decodes=True)
-    ((arrived, _),) = sent([Batch(3, (decode("b", 6, [1]), again))])
-    assert arrived.shared_rows[1] == again
+def test_every_field_of_a_row_arrives() -> None:
+    sample = SampleRow(GREEDY, 4, (), int_array(), 0)
+    row = BatchRow("a", int_array([3, 4, 5]), 9, int_array([2]), sample, 1, 3, 2, 5, 1, ((1, 4),), 2, as_decodes=True)
+    defaults = BatchRow._field_defaults
+    assert all(getattr(row, name) != default for name, default in defaults.items()), "a field has its default"
+    ((arrived, _),) = sent([Batch(3, (decode("b", 6, [1]), row))])
+    assert arrived.shared_rows[1] == row
 
 
 def test_copies_of_states_arrive() -> None:

@@ -22,11 +22,12 @@ from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, finish, request
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(120))
 def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
     chosen = Random(seed)
     model = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS)
-    told = Told(model, most=chosen.randrange(1, 9), wrong=0.1 + chosen.random() / 2, silent=chosen.random() / 2)
+    silent = chosen.random() * 0.95
+    told = Told(model, most=chosen.randrange(1, 9), wrong=0.1 + chosen.random() / 2, silent=silent)
     world = World(told, model, num_blocks=chosen.choice((14, 26, 60)))
     shared = [chosen.randrange(NUM_TOKENS) for _ in range(12)]
     requests = [any_request(number, chosen, shared=shared) for number in range(14)]
@@ -45,8 +46,9 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
         output = world.sequences[one.request_id][len(one.prompt) :]
         expected = expected_output(model, one)
         assert output == (expected[: len(output)] if one.request_id in aborted else expected)
-    assert sum(accepted for _, _, accepted in told.checked) > 0
-    assert sum(drafted - accepted for _, drafted, accepted in told.checked) > 0
+    if silent < 0.5:
+        assert sum(accepted for _, _, accepted in told.checked) > 0
+        assert sum(drafted - accepted for _, drafted, accepted in told.checked) > 0
     assert not told.live
     assert sorted(told.ended) == sorted(one.request_id for one in requests)
     assert world.scheduler.leaked_blocks(lambda _: True) == 0

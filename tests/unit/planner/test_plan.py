@@ -1,9 +1,8 @@
 """The search for a cluster, and the command."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -25,7 +24,8 @@ from baton.planner.plan import NOTHING, NodeKind, Plan, Question, find_plan
 from baton.planner.report import commands, render, to_json, verdict
 from baton.planner.roofline import GPUS
 from baton.planner.sizing import decode_step_tokens, prefill_step_tokens
-from tests.unit.planner.test_roofline import CONFIGS, ROOT, size_of
+from tests.unit.planner.test_roofline import CONFIGS, size_of
+from tests.warm import run_warm
 
 COSTS = StepCosts(((1, 4e-3), (256, 8e-3), (4096, 100e-3)), key_s=3e-8, pair_s=6e-10)
 KIND = NodeKind(1, COSTS, COSTS, 800_000, 131072, 100e9)
@@ -140,14 +140,15 @@ def test_times_have_units() -> None:
 
 
 def test_the_program_plans_from_a_config_alone_and_says_what_is_missing() -> None:
-    command = [sys.executable, "-m", "baton.planner", "--model", str(CONFIGS / "llama-3.1-8b"), "--workload", "long"]
+    plan = partial(run_warm, "baton.planner", "--model", str(CONFIGS / "llama-3.1-8b"), "--workload", "long")
     flags = ["--ttft", "2s", "--tpot", "20ms", "--gpus", "1", "--quick", "--json"]
-    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
+    done = plan(*flags)
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["best"]["goodput"] > 1
     assert "--local-policy local" in found["commands"][0]
     for missing, what in ((["--ttft", "2s"], "--gpus"), (["--gpus", "1"], "--ttft")):
-        done = subprocess.run([*command, *missing], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+        done = plan(*missing)
         assert done.returncode == 1
         assert what in done.stderr
 

@@ -110,10 +110,13 @@ def test_an_output_of_the_tenant_goes_on_unless_the_sequence_has_a_longer_match(
     recent = RecentOutputs()
     recent.add(b"root", int_array(FILE))
     assert drafts_of([1, 2, *FILE[30:35]], recent=recent).propose(3).tokens == tuple(FILE[35:38])
-    tokens = [*FILE[30:40], 7, 8, 9, 1, 2, *FILE[30:40]]
+    tokens = [*FILE[35:40], 7, 8, 9, 1, 2, *FILE[35:40]]
     assert drafts_of(tokens, recent=recent).propose(3).tokens == (7, 8, 9)
-    recent.add(b"root", int_array([1, 2, *FILE[30:40], 99, 98, 97]))
+    recent.add(b"root", int_array([1, 2, *FILE[35:40], 99, 98, 97]))
     assert drafts_of(tokens, recent=recent).propose(3).tokens == (99, 98, 97)
+    # A match of 8 tokens of its own is enough.
+    recent.add(b"root", int_array([5, *FILE[32:40], 99, 98, 97]))
+    assert drafts_of([*FILE[32:40], 7, 8, 9, 5, *FILE[32:40]], recent=recent).propose(3).tokens == (7, 8, 9)
 
 
 def test_outputs_of_another_root_are_never_guessed() -> None:

@@ -35,12 +35,14 @@ def test_the_next_turn_is_guessed_from_the_turn_before() -> None:
 
 
 def test_dropped_roots_are_not_guessed_from() -> None:
-    speculator = Speculator()
+    recent = RecentOutputs()
+    speculator = Speculator(recent=recent)
     decode(speculator, DecodingRequest("1", [1, 2], NOVEL[:100]))
     alive = DecodingRequest("2", [1, 2], NOVEL[100:200])
     speculator.begin(alive, root=ROOT, grammar=None)
     speculator.drop_roots(frozenset({ROOT}))
     assert decode(speculator, alive) == 99
+    assert recent.num_tokens == 0
     assert decode(speculator, DecodingRequest("3", [3, 4], NOVEL[:200])) == 199
 
 
@@ -70,6 +72,33 @@ def test_where_waiting_pays_guesses_are_chosen_if_the_first_was_right() -> None:
             assert speculator.choose([request], work, COSTS, room=64)
             agreed += 1
     assert 40 < agreed <= 60
+
+
+@pytest.mark.parametrize(("num_left", "wanted"), [(1, False), (2, True)])
+def test_waiting_for_the_token_that_is_guessed_brings_nothing(num_left: int, wanted: bool) -> None:
+    """What a step in flight draws need not be guessed: there must be one more."""
+    for always in (False, True):
+        speculator = Speculator(always=always)
+        decode(speculator, DecodingRequest("1", [1, 2], FILE[:60]))
+        request = DecodingRequest("2", [3, 4], [*FILE[20 : 60 - num_left], *NOVEL[:20]])
+        request.tokens.extend(FILE[21 : 60 - num_left])
+        speculator.begin(request, root=ROOT, grammar=None)
+        assert speculator.pays([request], work_of([request]), COSTS) is wanted
+        assert speculator.choose([request], work_of([request]), COSTS, room=64)
+
+
+def test_waiting_pays_only_if_the_further_tokens_make_up_for_it() -> None:
+    """The host takes nearly as long as a step, which two more tokens are worth, and one is not."""
+    speculator = Speculator(overhead_s=0.009)
+    request = DecodingRequest("1", FILE, FILE[:100])
+    request.tokens.extend(FILE[1:97])
+    speculator.begin(request, root=ROOT, grammar=None)
+    assert len(speculator.choose([request], work_of([request]), COSTS, room=64)["1"]) == 2
+    # For the step after the one in flight, one token may be guessed.
+    request.target = FILE[:99]
+    assert not speculator.pays([request], work_of([request]), COSTS)
+    request.target = FILE[:100]
+    assert speculator.pays([request], work_of([request]), COSTS)
 
 
 def test_a_request_may_not_be_guessed_beyond_its_end() -> None:

@@ -1,0 +1,230 @@
+"""Time per token of an engine with and without guessed tokens, on recorded outputs.
+
+The weights are random, in the shape of Llama-3.1-8B on a GPU and of the demo model on a CPU, so what they draw is
+replaced by the tokens of real texts: files of this repository that are repeated with edits, files unlike the prompt,
+and records of one form. Steps compute and cost what they always do.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Tokenizer
+
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import PromptLogprob, TokenOutput
+from baton.engine.batch import Batch, BatchRow, RowResult
+from baton.engine.build import BuiltRunner, build_runner, calibrate
+from baton.engine.device.device_thread import LaunchedWork, StepRunner
+from baton.engine.device.layer_marks import OnMark
+from baton.engine.engine import Engine
+from baton.engine.events import StepEvents
+from baton.engine.pooling import PooledRows
+from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
+from baton.engine.speculation.speculator import Speculator
+from baton.engine.step_meter import StepMeter
+from baton.models.adapters.adapter import Adapter
+from baton.models.layers.expert_counts import FetchedCounts
+from baton.settings.config import DEMO_MODELS
+from baton.settings.node_config import DecodeSettings
+from bench.engine.run import CONFIGS
+from bench.table import Row
+
+BATCHES = (1, 8, 32, 128)
+ROUNDS = 3
+PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 192
+_GOALS = {("edited files", 1): 1.8, ("edited files", 32): 1.3, ("unlike files", 128): 0.98}
+_TIMEOUT_S = 600.0
+_ROOT = Path(__file__).resolve().parents[2]
+_EDITED_SHARE = 0.05  # of the lines
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One request: its prompt, and the tokens that it is answered."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+class RecordedRunner:
+    """Runs steps like the runner in it, and yields the recorded tokens in place of those that were drawn.
+
+    Args:
+        outputs: the recorded tokens by request, which may change between steps.
+    """
+
+    def __init__(self, runner: StepRunner, outputs: Mapping[str, Sequence[int]]) -> None:
+        self._runner = runner
+        self._outputs = outputs
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._runner.facts
+
+    def prepare(self) -> None:
+        self._runner.prepare()
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        self._runner.load_adapter(slot, adapter)
+
+    def fetch_expert_counts(self) -> FetchedCounts | None:
+        return self._runner.fetch_expert_counts()
+
+    def launch(self, batch: Batch, on_mark: OnMark) -> "_RecordedStep":
+        results = [self._result(row) for row in batch.rows]
+        return _RecordedStep(self._runner.launch(batch, on_mark), results)
+
+    def _result(self, row: BatchRow) -> RowResult:
+        if row.sample is None:
+            return None
+        first = row.sample.output_index
+        output = self._outputs[row.request_id]
+        kept: list[TokenOutput] = []
+        for index, draft in enumerate((*row.drafts, None), start=first):
+            kept.append(TokenOutput(output[index], index))
+            if output[index] != draft:
+                break
+        return tuple(kept) if row.num_drafts else kept[0]
+
+
+class _RecordedStep:
+    def __init__(self, step: LaunchedWork, results: list[RowResult]) -> None:
+        self._step = step
+        self._results = results
+
+    def wait(self) -> list[RowResult]:
+        self._step.wait()
+        return self._results
+
+    @property
+    def seconds(self) -> float:
+        return self._step.seconds
+
+    @property
+    def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
+        return self._step.scores
+
+    @property
+    def pools(self) -> PooledRows:
+        return self._step.pools
+
+
+def run(progress: Callable[[str], None]) -> Iterator[Row]:
+    """The rows of this benchmark."""
+    on_gpu = torch.cuda.is_available()
+    model = CONFIGS / "llama-3.1-8b" if on_gpu else DEMO_MODELS / "llama"
+    batches = BATCHES if on_gpu else BATCHES[:2]
+    settings = DecodeSettings(model=model, load_format="dummy", device="cuda" if on_gpu else "cpu")
+    built = calibrate(build_runner(settings), settings)
+    for name, requests in recorded().items():
+        for batch in batches:
+            measured: dict[bool, list[float]] = {False: [], True: []}
+            speculators: list[Speculator] = []
+            for number in range(ROUNDS):
+                asked = [requests[(number * batch + index) % len(requests)] for index in range(batch)]
+                for guesses in (False, True):
+                    progress(f"guesses {'auto' if guesses else 'off'}: {name}, batch {batch}, round {number + 1}")
+                    speculator = Speculator() if guesses else None
+                    measured[guesses].append(asyncio.run(_token_ms(built, asked, speculator)))
+                    if speculator is not None:
+                        speculators.append(speculator)
+            yield from _rows(name, batch, measured, speculators)
+
+
+def _rows(
+    name: str, batch: int, measured: Mapping[bool, Sequence[float]], speculators: Sequence[Speculator]
+) -> Iterator[Row]:
+    work = f"{name}, batch {batch}"
+    off_ms, auto_ms = min(measured[False]), min(measured[True])
+    goal = _GOALS.get((name, batch))
+    yield Row("time per token", work, auto_ms, "ms", "off", off_ms, goal=goal, less_is_better=True)
+    drafted, accepted = sum(each.drafted for each in speculators), sum(each.accepted for each in speculators)
+    yield Row("guessed tokens that were kept", work, 100 * accepted / max(1, drafted), "%")
+
+
+async def _token_ms(built: BuiltRunner, requests: Sequence[Recorded], speculator: Speculator | None) -> float:
+    """The mean time per token after the first one, over all requests, all of which decode together."""
+    outputs = {str(index): each.output for index, each in enumerate(requests)}
+    stamps: dict[str, list[float]] = {name: [] for name in outputs}
+    left, over = set(outputs), asyncio.Event()
+
+    def on_step(events: StepEvents) -> None:
+        assert not events.failed, events.failed
+        for sampled in events.tokens:
+            stamps[sampled.request_id].append(time.perf_counter())
+            if sampled.finish_reason is not None:
+                left.discard(sampled.request_id)
+        if not left:
+            over.set()
+
+    limits = EngineLimits(
+        max_batch_tokens=built.limits.max_batch_tokens,
+        max_batch_requests=built.limits.max_batch_requests,
+        max_waiting=len(requests),
+        prefix_cache=False,
+    )
+    runner = RecordedRunner(built.runner, outputs)
+    meter = StepMeter(built.costs)
+    async with Engine(
+        runner, limits, on_step=on_step, grammars=built.grammars, meter=meter, speculator=speculator
+    ) as engine:
+        for index, each in enumerate(requests):
+            params = ResolvedSampling(max_tokens=len(each.output), temperature=0.0, ignore_eos=True)
+            engine.submit(EngineRequest(str(index), each.prompt, params))
+        async with asyncio.timeout(_TIMEOUT_S):
+            await over.wait()
+    # While all of them decode: from the last request's first token to the first request's last one.
+    start_s, stop_s = max(each[0] for each in stamps.values()), min(each[-1] for each in stamps.values())
+    counts = [sum(start_s < at <= stop_s for at in each) for each in stamps.values()]
+    return 1e3 * (stop_s - start_s) * len(counts) / max(1, sum(counts))
+
+
+def recorded() -> dict[str, list[Recorded]]:
+    """Requests by the kind of their outputs."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODELS / "llama" / "tokenizer.json"))
+
+    def tokens(text: str, count: int) -> tuple[int, ...]:
+        return tuple(islice(tokenizer.encode(text, add_special_tokens=False).ids, count))
+
+    def request(prompt: str, output: str) -> Recorded | None:
+        made = Recorded(tokens(prompt, PROMPT_TOKENS), tokens(output, OUTPUT_TOKENS))
+        return made if len(made.output) == OUTPUT_TOKENS else None
+
+    chosen = Random(7)
+    texts = [path.read_text() for path in sorted((_ROOT / "baton").glob("*/*.py")) if path.stat().st_size > 3000]
+    pairs = zip(texts, [*texts[1:], texts[0]], strict=True)
+    records = [_record(chosen) for _ in range(8 * len(texts))]
+    found = {
+        "edited files": [request(text, _edited(text, chosen)) for text in texts],
+        "unlike files": [request(text, other) for text, other in pairs],
+        "records of one form": [request(text, "\n".join(records[8 * n :][:8])) for n, text in enumerate(texts)],
+    }
+    return {name: [each for each in requests if each is not None] for name, requests in found.items()}
+
+
+def _edited(text: str, chosen: Random) -> str:
+    """The text with a name changed, and some lines left out or changed."""
+    lines = []
+    for line in text.replace("self", "this").splitlines():
+        kind = chosen.random()
+        if kind < _EDITED_SHARE / 2:
+            continue
+        lines.append(line + "  # checked" if kind < _EDITED_SHARE else line)
+    return "\n".join(lines)
+
+
+def _record(chosen: Random) -> str:
+    fields = {
+        "order_number": chosen.randrange(10**6),
+        "customer_name": chosen.choice(("Ada Byron", "Grace Hopper", "Edsger Dijkstra", "Barbara Liskov")),
+        "is_paid": chosen.random() < 0.5,
+        "delivery_address": {"street": f"{chosen.randrange(200)} Long Street", "postal_code": chosen.randrange(10**5)},
+    }
+    return json.dumps(fields, indent=2)

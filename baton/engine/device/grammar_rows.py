@@ -144,7 +144,7 @@ class GrammarRows:
             followed.consume(newest)
         else:
             output = sample.output
-            if followed is None or followed.grammar != grammar:
+            if followed is None or followed.grammar != grammar or not output:  # of a request before, with the same id
                 followed = _Followed(grammar, self._compiler.matcher(grammar))
             elif not followed.go_back(output):
                 followed = followed.anew(self._compiler.matcher(grammar))

@@ -265,3 +265,20 @@ def test_the_time_of_wrong_drafts_fails_neither_the_step_nor_the_output(tokenize
         assert again["a", 0] == masks["a", 1]
     _, errors = masks_of(grammars, row("a", AMBIGUOUS, x * 3, ()))
     assert list(errors) == [("a", 0)]
+
+
+def test_a_new_request_has_the_time_of_a_new_output_if_an_aborted_one_had_its_id(tokenizer: Tokenizer) -> None:
+    x = tokenizer.encode("x", add_special_tokens=False).ids
+    now, slow_s = [0.0], [0.0]
+
+    def clock() -> float:
+        now[0] += slow_s[0]
+        return now[0]
+
+    compiler = GrammarCompiler(tokenizer_file(DEMO_MODELS / "llama"), VOCAB_SIZE, (EOS,), clock=clock)
+    grammars = GrammarRows(compiler, torch.device("cpu"))
+    masks_of(grammars, row("a", AMBIGUOUS, x, ()))
+    slow_s[0] = 1.0
+    assert masks_of(grammars, row("a", AMBIGUOUS, x, ()))[1], "too slow"
+    slow_s[0] = 0.0
+    assert not masks_of(grammars, row("a", AMBIGUOUS, (), x))[1]

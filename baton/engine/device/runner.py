@@ -196,9 +196,9 @@ class ModelRunner:
         """The batch with rows for single drafts and decoded tokens. Returns None if it has neither."""
         rows = batch.shared_rows
         before, self._unfolded_before = self._unfolded_before, unfolds(rows)
-        if before:
+        if before or (self._unfolded_before and any(row.num_drafts for row in rows)):
             sources = [row.request_id for row in rows if row.token_source is not None]
-            assert not sources, f"after a step in other rows the host knows all tokens, but not those of {sources}"
+            assert not sources, f"with guesses, and after other rows, all tokens are known, but not those of {sources}"
         if not self._unfolded_before:
             return None
         assert self._cache.state is None, "a recurrent state has one token after the other"

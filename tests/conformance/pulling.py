@@ -153,7 +153,7 @@ class PullingNode:
             for token in range(ENTRIES * ENTRY_TOKENS):
                 place = blocks[token // self.block_size], token % self.block_size
                 cache.view[:, :, *place] = whole[:, :, token, heads[0].start : heads[0].stop]
-        return await self.transfer.save_entries(EntryBlocks(KEYS, blocks, owner))
+        return await self.transfer.entries.save_entries(EntryBlocks(KEYS, blocks, owner))
 
     async def pull(self, kept: KeptPrefix, keys: tuple[EntryKey, ...] = KEYS, *, owner: int | None = None) -> int:
         return await self.pulls.pull(keys, kept, owner=owner)
@@ -213,7 +213,7 @@ class PullingNode:
         blocks = blocks_of(self.cache, ENTRIES, 2)
         for cache in self.caches:
             cache.memory.zero_()
-        count = await self.transfer.load_entries(EntryBlocks(KEYS, blocks, owner), timeout_s=DEADLINE_S)
+        count = await self.transfer.entries.load_entries(EntryBlocks(KEYS, blocks, owner), timeout_s=DEADLINE_S)
         ranks = range(self.ranks.size) if owner is None else [owner]
         shape = self.spec.num_layers, self.spec.kv_factor, count * ENTRY_TOKENS, self.spec.num_kv_heads
         whole = torch.zeros(*shape, self.spec.head_dim, dtype=self.cache.view.dtype)

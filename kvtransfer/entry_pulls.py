@@ -20,7 +20,8 @@ from torch import Tensor
 from baton.core.errors import DataLoss, InternalError
 from baton.core.kv_entries import EntryKey
 from kvtransfer.entry_cuts import EntryCut, cells_of, complete
-from kvtransfer.offload_tiers import EntryTiers, Fetch
+from kvtransfer.offload_reads import Fetch
+from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.records import EntryLink
 from kvtransfer.stores.host_memory import HostPlace
 from kvtransfer.transports.transport import Arrival, TransferRequest, Transport

@@ -20,8 +20,8 @@ from baton.protos.internal.v1 import node_pb2_grpc
 from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.tls import Dial
-from kvtransfer.entry_pulls import NUMBER_BITS
 from kvtransfer.flows import Flow, RankPair
+from kvtransfer.pull_sender import NUMBER_BITS
 from kvtransfer.ranked import RankedTransfer
 
 log = logging.getLogger("baton")

@@ -198,8 +198,8 @@ class PullingNode:
         assert tiers is not None
         users = [f"a user of entry {place.key.number}" for place in tiers._host._places.values() if place.users]
         coming = [f"the place of entry {key.number}" for key in tiers._saving]
-        pulls = [f"pull {number:x}" for number in thread.pulls._pulls]
-        return [*users, *coming, *pulls, *["a pull that is served"] * len(thread.pulls._serving)]
+        pulls = [f"pull {number:x}" for number in thread.pulls.receiver.pulls]
+        return [*users, *coming, *pulls, *["a pull that is served"] * len(thread.pulls.sender.serving)]
 
     def count_served(self) -> int:
         return self.transfer.counters().entries.served

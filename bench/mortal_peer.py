@@ -12,8 +12,9 @@ from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.channels import connect
+from kvtransfer.pair_ends import MOST_RANKS
 from kvtransfer.plan import links_between
-from kvtransfer.ranked import MOST_RANKS, RankedTransfer
+from kvtransfer.ranked import RankedTransfer
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
 

@@ -75,7 +75,7 @@ async def _pull_all(kept: KeptPrefix) -> tuple[float, float]:
         for count in (1, ENTRIES):
             took = []
             for _ in range(ROUNDS):
-                await transfer.drop_entries(_keys(ENTRIES))
+                await transfer.entries.drop_entries(_keys(ENTRIES))
                 begun_s = time.perf_counter()
                 if await pulled.pull(_keys(count), kept) != count:
                     raise SystemExit("bench: a pull has failed; see the log")
@@ -94,7 +94,7 @@ async def _serve(connection: Connection) -> None:
     async with transfer:
         blocks = tuple(range(_BLOCKS)) * ENTRIES
         for key in _keys(ENTRIES):
-            await transfer.save_entries(EntryBlocks((key,), blocks))
+            await transfer.entries.save_entries(EntryBlocks((key,), blocks))
         unused: Any = None
         service = NodeService(node_status_pb2.NodeStatus)
         service.serve(NodeParts(unused, unused, unused, unused, unused, unused, unused, unused, owner=pulled.owner))

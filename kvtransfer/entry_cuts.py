@@ -14,6 +14,7 @@ from torch import Tensor
 from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
 from baton.kvcache.wire.digest import digest
 from kvtransfer.flows import Flow, common
+from kvtransfer.records import EntryLink
 from kvtransfer.segments import TRAILER_BYTES, Segment, payload_bytes
 from kvtransfer.stores.entry import EntryLayout, EntryMessage
 
@@ -63,6 +64,11 @@ class EntryCut:
                 return False
             piece.in_entry(entry)[:] = piece.in_message(message)
         return True
+
+
+def cut_of(layout: EntryLayout, link: EntryLink) -> EntryCut | None:
+    """What a link carries of each entry. Returns None if it carries whole entries."""
+    return EntryCut(layout, link.flows) if link.flows else None
 
 
 def cells_of(layout: EntryLayout) -> int:

@@ -9,7 +9,8 @@ from baton.core.errors import BatonError
 from baton.core.kv_entries import EntryBlocks
 from kvtransfer.movers.mover import CacheReading, Mover, Pending
 from kvtransfer.offload_jobs import num_whole, pieces_of, slot_of
-from kvtransfer.offload_tiers import EntryTiers, Fetch
+from kvtransfer.offload_reads import Fetch
+from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.staging import Slot
 from kvtransfer.stores.entry import EntryMessage
 

@@ -1,28 +1,27 @@
 """The places of a rank's entries, in host memory and in the stores below it. Knows no cache and no layout.
 
+`kvtransfer.offload_reads` brings entries from the stores, and `kvtransfer.offload_writes` writes them there.
+
 It outlives transfer threads, because KV of the same model stays valid; one transfer thread at a time uses it.
 """
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import partial
-
-from torch import Tensor
 
 from baton.core.errors import ConfigError
 from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryKey, KeepTime
 from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.offload_calls import HOST, StoreCalls
 from kvtransfer.offload_queue import StoreQueue
+from kvtransfer.offload_reads import Fetch, StoreReads
+from kvtransfer.offload_writes import StoreWrites
 from kvtransfer.records import EntryCounters
 from kvtransfer.settings import TransferSettings
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.host_memory import HostMemory, HostPlace
-from kvtransfer.stores.read_speed import ReadSpeed
 from kvtransfer.stores.store import StoreCounters
 
 PEER = "peer"
@@ -37,49 +36,6 @@ _PASSING_MAX = 8
 # that has it still. Longer than a drop and a pull take.
 _DROPPED_S = 30.0
 _CLOSE_TIMEOUT_S = 5.0
-
-
-@dataclass(eq=False)
-class PassingPlace:
-    """The place of an entry that goes from a store to loads and is not kept."""
-
-    tensor: Tensor
-    users: int = 0
-
-    @property
-    def memory(self) -> memoryview:
-        return self.tensor.numpy().data
-
-
-@dataclass(eq=False)
-class Fetch:
-    """An entry that a load waits for or reads, and whose place stays as it is meanwhile.
-
-    Attributes:
-        done: whether it is known if some store has the entry.
-        place: where it is; None: no store has it.
-        source: `host`, or the name of the store that it came from.
-        is_too_slow: no store was asked, because computing is faster.
-    """
-
-    key: EntryKey
-    done: bool = False
-    place: HostPlace | PassingPlace | None = None
-    source: str = HOST
-    is_too_slow: bool = False
-
-
-@dataclass(eq=False)
-class _Read:
-    """An entry on its way from a store to host memory. Its place stays taken until the store has answered, even if
-    nothing waits for it any more."""
-
-    key: EntryKey
-    place: HostPlace | PassingPlace
-    store: StoreQueue
-    answer: Future[bool]
-    others: list[StoreQueue]
-    waiting: list[Fetch] = field(default_factory=list)
 
 
 class EntryTiers:
@@ -118,17 +74,12 @@ class EntryTiers:
         self._calls: StoreCalls
         self.places = 0
         self._stores: list[StoreQueue] = []
-        self._writes_max = 0
-        self._passing: list[PassingPlace] = []
-        self._passed: list[bytes] = []
+        self._reads: StoreReads
+        self._writes: StoreWrites
         # The places that saves fill.
         self._saving: dict[EntryKey, HostPlace] = {}
-        self._reads: dict[EntryKey, _Read] = {}
-        # The writes that have ended, and their places.
-        self._written: deque[tuple[StoreQueue, HostPlace]] = deque()
-        self._speeds: dict[str, ReadSpeed] = {}
         self._dropped: dict[bytes, float] = {}  # until when a root is not brought back
-        self._saved = self._failed = self._not_written = self._not_read = 0
+        self._saved = self._failed = self._not_read = 0
         self._pulled = self._served = 0
         self._loaded, self._damaged = Counter[str](), Counter[str]()
 
@@ -141,15 +92,21 @@ class EntryTiers:
         passing = min(_PASSING_MAX, max(1, int(places * _PASSING_SHARE))) if settings.stores else 0
         pages = open_host_memory(places * size)
         passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size :]
-        self._passing = [PassingPlace(tensor) for tensor in passed.split(size)] if passing else []
         self._pages, self._host = pages, HostMemory(kept, size, clock=self._clock)
         self.places = places - passing
-        self._writes_max = max(1, int((places - passing) * _WRITES_SHARE))
         for open_store in settings.stores:
-            store = StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock)
-            self._stores.append(store)
-            self._speeds[store.name] = ReadSpeed()
+            self._stores.append(StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock))
         self._calls = StoreCalls(self._host, self._stores, self._clock)
+        self._writes = StoreWrites(self._host, self._stores, most=max(1, int(self.places * _WRITES_SHARE)))
+        self._reads = StoreReads(
+            layout,
+            self._host,
+            self._stores,
+            self._calls,
+            passed.split(size) if passing else (),
+            clock=self._clock,
+            is_dropped=self.is_dropped,
+        )
 
     def close(self) -> None:
         """Waits for the stores, but not for those that hang. No transfer thread uses the tiers any more."""
@@ -168,7 +125,8 @@ class EntryTiers:
 
     def is_coming(self, key: EntryKey) -> bool:
         """Whether host memory is about to have an entry."""
-        coming = self._saving.get(key), self._reads[key].place if key in self._reads else None
+        reads = self._reads.under_way
+        coming = self._saving.get(key), reads[key].place if key in reads else None
         return any(isinstance(place, HostPlace) and not place.is_forgotten for place in coming)
 
     def take(self, key: EntryKey, *, is_pulled: bool = False) -> HostPlace | None:
@@ -189,7 +147,7 @@ class EntryTiers:
         self._host.commit(place)
         if not place.is_forgotten:
             self._saved += 1
-            self._write_behind(place.key)
+            self._writes.begin(place.key)
 
     def commit_pulled(self, place: HostPlace) -> None:
         """Keeps an entry from another node, unless it has been dropped meanwhile. It is not written behind, because
@@ -228,39 +186,17 @@ class EntryTiers:
         Args:
             entry_s: stores whose reads took longer lately are not asked.
         """
-        place: HostPlace | PassingPlace | None
         place = self._host.pin(key)
         if place is not None:
             return Fetch(key, True, place, place.source or HOST)
-        if key in self._saving:
-            return None
-        read = self._reads.get(key)
-        if read is None:
-            usable = self._calls.usable_stores()
-            stores = [store for store in usable if self._is_faster(store, entry_s)]
-            if not stores or self.is_dropped(key.root):
-                return Fetch(key, True, is_too_slow=bool(usable) and not stores)
-            place = self._host.take(key, self.layout.cost(key)) or (self._passing.pop() if self._passing else None)
-            if place is None:
-                return None
-            store, *others = stores
-            read = self._reads[key] = _Read(key, place, store, self._read(store, key, place), others)
-        elif read.store.is_stuck:
-            return Fetch(key, True)
-        fetch = Fetch(key)
-        read.waiting.append(fetch)
-        return fetch
+        return None if key in self._saving else self._reads.fetch(key, entry_s)
 
     def release(self, fetch: Fetch) -> None:
         """Ends a load's interest in an entry. Nothing reads its place any more."""
         if isinstance(fetch.place, HostPlace):
             self._host.unpin(fetch.place)
-        elif fetch.place is not None:
-            fetch.place.users -= 1
-            self._passed.append(fetch.key.block.digest)
-            self._free(fetch.place)
-        elif not fetch.done:
-            self._reads[fetch.key].waiting.remove(fetch)
+        else:
+            self._reads.release(fetch)
 
     def loaded(self, fetches: Iterable[Fetch]) -> None:
         """Counts entries that a load has read."""
@@ -322,27 +258,21 @@ class EntryTiers:
 
     def take_evicted(self) -> tuple[bytes, ...]:
         """Digests of the entries that have left host memory for others, or went through it, since the last call."""
-        passed, self._passed = self._passed, []
+        passed = self._reads.take_passed() if self._reads.passed else ()
         return (*self._host.take_evicted(), *passed)
 
     def step(self) -> bool:
         """Takes the answers of the stores. Returns whether there was one."""
         if not self.is_busy:
             return False
-        reads = [read for read in self._reads.values() if read.answer.done()]
-        for read in reads:
-            self._advance_read(read)
-        is_written = bool(self._written)
-        while self._written:
-            store, place = self._written.popleft()
-            store.writes_pending -= 1
-            self._host.unpin(place)
-        return self._calls.step() or is_written or bool(reads)
+        is_read = bool(self._reads.under_way) and self._reads.step()
+        is_written = bool(self._writes.ended) and self._writes.step()
+        return self._calls.step() or is_written or is_read
 
     @property
     def is_busy(self) -> bool:
         """Whether a store has not answered yet."""
-        return bool(self._reads or self._calls) or any(store.writes_pending for store in self._stores)
+        return bool(self._reads.under_way or self._calls) or any(store.writes_pending for store in self._stores)
 
     @property
     def calls_waiting(self) -> int:
@@ -367,7 +297,7 @@ class EntryTiers:
             damaged=self._damaged.total(),
             damaged_from=self._damaged.copy(),
             failed=self._failed,
-            not_written=self._not_written,
+            not_written=self._writes.refused,
             not_read=self._not_read,
             stores={store.name: store.counters for store in self._stores} | self._of_peers(),
             served=self._served,
@@ -379,52 +309,3 @@ class EntryTiers:
     def _end_saving(self, place: HostPlace) -> None:
         if self._saving.get(place.key) is place:
             del self._saving[place.key]
-
-    def _free(self, place: HostPlace | PassingPlace) -> None:
-        if isinstance(place, PassingPlace) and not place.users:
-            self._passing.append(place)
-
-    def _write_behind(self, key: EntryKey) -> None:
-        for store in self._stores:
-            place = self._host.pin(key) if store.writes_pending < self._writes_max else None
-            if place is None:
-                self._not_written += 1
-                continue
-            store.writes_pending += 1
-            # Hundreds may wait, so they are not polled: the store's thread says which one has ended.
-            answer = store.put(key, place.memory)
-            answer.add_done_callback(partial(self._end_write, store, place))
-
-    def _end_write(self, store: StoreQueue, place: HostPlace, _: Future[bool]) -> None:
-        """Runs on the store's thread."""
-        self._written.append((store, place))
-
-    def _is_faster(self, store: StoreQueue, entry_s: float) -> bool:
-        measured_s = self._speeds[store.name].entry_s(self._clock())
-        return measured_s is None or measured_s < entry_s
-
-    def _read(self, store: StoreQueue, key: EntryKey, place: HostPlace | PassingPlace) -> Future[bool]:
-        self._speeds[store.name].begun(self._clock())
-        return store.get(key, place.memory)
-
-    def _advance_read(self, read: _Read) -> None:
-        place, is_dropped = read.place, isinstance(read.place, HostPlace) and read.place.is_forgotten
-        self._speeds[read.store.name].ended(self._clock(), is_found=read.answer.result())
-        found = read.answer.result() and not is_dropped
-        if not found and read.others and not is_dropped:
-            read.store = read.others.pop(0)
-            read.answer = self._read(read.store, read.key, place)
-            return
-        del self._reads[read.key]
-        if isinstance(place, HostPlace):
-            end = self._host.commit if found else self._host.abandon
-            end(place)
-        for fetch in read.waiting:
-            fetch.done = True
-            fetch.source = read.store.name
-            if found and isinstance(place, HostPlace):
-                fetch.place = self._host.pin(read.key)
-            elif found and isinstance(place, PassingPlace):
-                place.users += 1
-                fetch.place = place
-        self._free(place)

@@ -1,14 +1,14 @@
 """The verbs of one rank's KV transfer, stated once: arguments, order and errors.
 
 `KVTransfer` implements them over a cache of its own process, `baton.node.ranks.remote.RemoteTransfer` calls another
-process's `KVTransfer`, and `RankedTransfer` calls all ranks of a node.
+process's `KVTransfer`, and `RankedTransfer` calls all ranks of a node, with `RankedEntries` for entries.
 """
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from baton.core.errors import BatonError
 from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
@@ -17,6 +17,8 @@ from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
 from kvtransfer.records import EntryLink, LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
+
+T = TypeVar("T")
 
 # A lease has all its tokens. Called once for each lease, unless the lease is closed before.
 OnFilled = Callable[[LeaseTotals], None]
@@ -284,3 +286,14 @@ async def until_done(future: "asyncio.Future[Any]") -> None:
             await asyncio.wait([future])
     if not future.cancelled():
         future.exception()  # marks it as retrieved
+
+
+async def all_done(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Waits until every call has ended; then returns all results or raises the first error."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    done: list[T] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        done.append(result)
+    return done

@@ -1,28 +1,26 @@
 """A node's KV transfer over all its ranks: every call goes to each rank, for each of the rank's links.
 
-`kvtransfer.flows` defines the links of a pair of nodes. Both nodes number them alike: the pair's own number plus the
-other node's rank. A node of one rank is the simplest case.
+It opens pairs, sends and leases; `kvtransfer.ranked_entries` has the verbs for entries.
 """
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from baton.core.errors import BatonError, DataLoss, PeerRefused, UnknownLease
-from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from kvtransfer.conversion import KVConversion
-from kvtransfer.flows import Flow, RankPair, common
+from kvtransfer.flows import Flow, RankPair
 from kvtransfer.leases import LeaseGrant, LeaseTotals, SegmentRefusal
 from kvtransfer.link import LinkSpeed
-from kvtransfer.rank_transfer import OnFailed, OnFilled, OnRefused, RankTransfer
+from kvtransfer.pair_ends import PairEnd, ends_of, lanes_of, part_of, rounds_of, takes_part
+from kvtransfer.rank_transfer import OnFailed, OnFilled, OnRefused, RankTransfer, all_done
+from kvtransfer.ranked_entries import RankedEntries
 from kvtransfer.records import (
     EntryCounters,
-    EntryLink,
     LinkMeasure,
     PeerTraffic,
     RefusedSegment,
@@ -32,24 +30,8 @@ from kvtransfer.records import (
 )
 from kvtransfer.segments import Segment
 
-T = TypeVar("T")
-
-# Distance between the numbers that a sender gives to its pairs: room for the ranks of each peer.
-MOST_RANKS = 64
-
-
 # Makes one rank's transfer, which reports leases to these two callbacks.
 MakeTransfer = Callable[[OnFilled, OnRefused], RankTransfer]
-
-
-@dataclass(frozen=True)
-class _End:
-    """This node's end of one link of a pair."""
-
-    link: RankPair
-    flows: tuple[Flow, ...]
-    rank: RankTransfer
-    number: int
 
 
 @dataclass
@@ -69,11 +51,13 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         makers: each makes one rank's transfer; rank 0's comes first.
         message_bytes: the largest message that each of them takes.
         has_stores: whether there may be stores below host memory.
+
+    Attributes:
+        entries: the verbs for entries.
     """
 
     def __init__(self, makers: Sequence[MakeTransfer], *, message_bytes: int, has_stores: bool = True) -> None:
         self.message_bytes = message_bytes
-        self.has_stores = has_stores
         self._on_filled: OnFilled | None = None
         self._on_refused: OnRefused | None = None
         self._ranks = [make(self._filled, self._refused) for make in makers]
@@ -82,7 +66,8 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         self._failure: BatonError | None = None
         self._on_failed: OnFailed | None = None
         self._on_pair_failed: dict[int, OnFailed] = {}
-        self._pairs: dict[int, tuple[_End, ...]] = {}
+        self._pairs: dict[int, tuple[PairEnd, ...]] = {}
+        self.entries = RankedEntries(self._ranks, self._pairs, has_stores=has_stores)
         self._leases: dict[int, _Lease] = {}
 
     def deliver_to(self, on_filled: OnFilled, on_refused: OnRefused) -> None:
@@ -118,7 +103,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """Reopens all ranks, after the last pair and the last lease."""
         assert not self._pairs, "disconnect comes first"
         self._leases.clear()
-        await _all(
+        await all_done(
             rank.reopen(incarnation=incarnation, receive_bytes_per_s=receive_bytes_per_s) for rank in self._ranks
         )
 
@@ -146,7 +131,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """
         if on_failed is not None:
             self._on_pair_failed[pair] = on_failed
-        self._pairs[pair] = ends = tuple(self._ends(pair, links, sends=sends))
+        self._pairs[pair] = ends = tuple(ends_of(pair, links, self._ranks, sends=sends))
         addresses = await asyncio.gather(*(end.rank.listen(end.number) for end in ends))
         return {end.link: address for end, address in zip(ends, addresses, strict=True)}
 
@@ -193,7 +178,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     async def warm_up(self, pair: int, sender_number: int) -> dict[RankPair, WarmUp]:
         """Warms every link up. Links that share a rank take turns, so that each is measured undisturbed."""
         sent: dict[RankPair, WarmUp] = {}
-        for ends in _rounds(self._pairs[pair]):
+        for ends in rounds_of(self._pairs[pair]):
             warm = await asyncio.gather(
                 *(end.rank.warm_up(end.number, sender_number + end.link.sender_rank) for end in ends)
             )
@@ -211,7 +196,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         if sent.keys() != {end.link for end in ends}:
             raise PeerRefused("the peer has not warmed up the links that this node expects", field="links")
         measures: list[LinkMeasure] = []
-        for round_ends in _rounds(ends):
+        for round_ends in rounds_of(ends):
             measures += await asyncio.gather(
                 *(
                     end.rank.warmed_up(end.number, sent[end.link].messages, sent[end.link].bytes, timeout_s=timeout_s)
@@ -221,7 +206,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         slowest = min(measures, key=lambda measure: measure.gigabytes_per_s)
         return LinkMeasure(
             slowest.transport,
-            slowest.gigabytes_per_s * _lanes(ends),
+            slowest.gigabytes_per_s * lanes_of(ends),
             latency_s=max(measure.latency_s for measure in measures),
             message_cost_s=max(measure.message_cost_s for measure in measures),
         )
@@ -233,7 +218,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
             speed: of the pair, as `warmed_up` measured it.
         """
         ends = self._pairs[pair]
-        each = replace(speed, bytes_per_s=speed.bytes_per_s / _lanes(ends))
+        each = replace(speed, bytes_per_s=speed.bytes_per_s / lanes_of(ends))
         await asyncio.gather(*(end.rank.use_link(end.number, each) for end in ends))
 
     # ---- sending
@@ -244,13 +229,13 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         ends = self._pairs.get(job.peer)
         if not ends:
             raise DataLoss("the peer is not connected", field="peer", value=job.peer)
-        ends = tuple(end for end in ends if _takes_part(job, end.link))
+        ends = tuple(end for end in ends if takes_part(job, end.link))
         if not ends:
             raise DataLoss("the peer has no such rank", field="owner_rank", value=job.owner_there)
-        parts = [(end.rank, part) for end in ends if (part := _part_of(job, end)) is not None]
+        parts = [(end.rank, part) for end in ends if (part := part_of(job, end)) is not None]
         if len(parts) == 1:
             return await parts[0][0].send(parts[0][1])
-        sent = await _all(rank.send(part) for rank, part in parts)
+        sent = await all_done(rank.send(part) for rank, part in parts)
         return tuple(segment for segments in sent for segment in segments)
 
     async def quiet(self, pair: int, lease: int) -> None:
@@ -273,7 +258,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         if lease is None:
             raise UnknownLease(f"lease {number} is not open", field="number", value=number)
         await asyncio.wait([lease.opening])
-        return _sum_totals(await _all(rank.close_lease(number) for rank in lease.ranks))
+        return _sum_totals(await all_done(rank.close_lease(number) for rank in lease.ranks))
 
     def _filled(self, totals: LeaseTotals) -> None:
         lease = self._leases.get(totals.number)
@@ -299,79 +284,6 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
             self._failure = error
             if self._on_failed is not None:
                 self._on_failed(error)
-
-    # ---- entries: an entry counts where every rank has its share, or where the blocks have an owner, its owner
-
-    async def save_entries(self, entries: EntryBlocks) -> int:
-        return min(await _all(rank.save_entries(entries) for rank in self._of(entries.owner)))
-
-    async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None = None) -> int:
-        """
-        Args:
-            owner: the only rank that will load them; None: all ranks will.
-        """
-        return min(await _all(rank.find_entries(keys) for rank in self._of(owner)))
-
-    async def find_state(self, after: tuple[EntryKey, ...]) -> int:
-        return min(await _all(rank.find_state(after) for rank in self._ranks))
-
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
-        ranks = self._of(entries.owner)
-        return min(await _all(rank.load_entries(entries, timeout_s=timeout_s, entry_s=entry_s) for rank in ranks))
-
-    async def begin_pull(self, pair: int, number: int, keys: tuple[EntryKey, ...], *, owner: int | None = None) -> int:
-        """
-        Args:
-            owner: the only rank of this node that gets them; None: every rank gets its share.
-        """
-        by_rank: dict[int, tuple[RankTransfer, list[EntryLink]]] = {}
-        for end in self._linked(pair, receiver=owner):
-            by_rank.setdefault(id(end.rank), (end.rank, []))[1].append(EntryLink(end.number, end.flows))
-        return min(await _all(rank.begin_pull(number, keys, tuple(links)) for rank, links in by_rank.values()))
-
-    async def end_pull(self, pair: int, number: int, *, first: int, timeout_s: float, owner: int | None = None) -> int:
-        ranks = {id(end.rank): end.rank for end in self._linked(pair, receiver=owner)}.values()
-        return min(await _all(rank.end_pull(number, first=first, timeout_s=timeout_s) for rank in ranks))
-
-    async def serve_pull(
-        self,
-        pair: int,
-        number: int,
-        keys: tuple[EntryKey, ...],
-        *,
-        owner: int | None = None,
-        owner_there: int | None = None,
-    ) -> int:
-        """
-        Args:
-            owner, owner_there: as a `SendJob` has them.
-        """
-        ends = self._linked(pair, sender=owner, receiver=owner_there)
-        return min(await _all(end.rank.serve_pull(EntryLink(end.number, end.flows), number, keys) for end in ends))
-
-    async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
-        await _all(rank.keep_entries(keys, keep, with_state=with_state) for rank in self._ranks)
-
-    async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
-        await _all(rank.drop_entries(keys) for rank in self._ranks)
-
-    async def drop_entries_of(self, roots: frozenset[bytes]) -> DroppedEntries:
-        return DroppedEntries.of_all(await _all(rank.drop_entries_of(roots) for rank in self._ranks))
-
-    def _linked(self, pair: int, *, sender: int | None = None, receiver: int | None = None) -> tuple[_End, ...]:
-        """The ends of a pair's links, of one rank of the sender or receiver if it is given."""
-        ends = self._pairs.get(pair, ())
-        if not ends:
-            raise DataLoss("the peer is not connected", field="peer", value=pair)
-        ends = tuple(
-            end for end in ends if sender in (None, end.link.sender_rank) and receiver in (None, end.link.receiver_rank)
-        )
-        if not ends:
-            raise DataLoss("the peer has no such rank", field="rank", value=receiver)
-        return ends
-
-    def _of(self, owner: int | None) -> Sequence[RankTransfer]:
-        return self._ranks if owner is None else [self._ranks[owner]]
 
     # ---- status
 
@@ -404,36 +316,6 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """Where the first stuck rank is stuck; empty if none is."""
         return next((where for rank in self._ranks if (where := rank.stuck(after_s=after_s))), "")
 
-    def _ends(self, pair: int, links: Mapping[RankPair, tuple[Flow, ...]], *, sends: bool) -> Iterator[_End]:
-        for link, flows in links.items():
-            ours, theirs = link.sender_rank, link.receiver_rank
-            if not sends:
-                ours, theirs = theirs, ours
-            yield _End(link, flows, self._ranks[ours], pair + theirs)
-
-
-def _takes_part(job: SendJob, link: RankPair) -> bool:
-    """Whether both ranks of a link have the job's request."""
-    return job.owner in (None, link.sender_rank) and job.owner_there in (None, link.receiver_rank)
-
-
-def _part_of(job: SendJob, end: _End) -> SendJob | None:
-    """The part of a job that one link carries; None if there is none."""
-    if job.layers is not None and not any(common(flow.layers, job.layers) for flow in end.flows):
-        return None
-    return replace(job, peer=end.number, sender_number=job.sender_number + end.link.sender_rank, flows=end.flows)
-
-
-async def _all(calls: Iterator[Awaitable[T]]) -> list[T]:
-    """Waits until every call has ended; then returns all results or raises the first error."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    done: list[T] = []
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        done.append(result)
-    return done
-
 
 def _sum_totals(totals: Sequence[LeaseTotals]) -> LeaseTotals:
     return LeaseTotals(
@@ -442,17 +324,3 @@ def _sum_totals(totals: Sequence[LeaseTotals]) -> LeaseTotals:
         segments=sum(each.segments for each in totals),
         seconds=max(each.seconds for each in totals),
     )
-
-
-def _rounds(ends: Sequence[_End]) -> list[list[_End]]:
-    """The links in as few groups as possible; within a group no two links share a rank."""
-    turns = 1 + max(max(end.link.sender_rank, end.link.receiver_rank) for end in ends)
-    groups: dict[int, list[_End]] = {}
-    for end in ends:
-        groups.setdefault((end.link.receiver_rank - end.link.sender_rank) % turns, []).append(end)
-    return list(groups.values())
-
-
-def _lanes(ends: Sequence[_End]) -> int:
-    """How many links can be in use at once without sharing a rank."""
-    return min(len({end.link.sender_rank for end in ends}), len({end.link.receiver_rank for end in ends}))

@@ -216,7 +216,7 @@ class KVTransfer(RankTransfer):
     async def end_pull(self, number: int, *, first: int, timeout_s: float) -> int:
         if self._tiers is None:
             return 0
-        return await self._call(lambda future: self._thread.pulls.end(number, first, timeout_s, future))
+        return await self._call(lambda future: self._thread.pulls.receiver.end(number, first, timeout_s, future))
 
     async def serve_pull(self, link: EntryLink, number: int, keys: tuple[EntryKey, ...]) -> int:
         if self._tiers is None or not keys:

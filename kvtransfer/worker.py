@@ -229,11 +229,11 @@ class TransferThread:
     ) -> None:
         for link in links:
             self._check_connected(link.peer)
-        self.pulls.begin(number, keys, links, future)
+        self.pulls.receiver.begin(number, keys, links, future)
 
     def serve_pull(self, link: EntryLink, number: int, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
         self._check_connected(link.peer)
-        self.pulls.serve(link, number, keys, future)
+        self.pulls.sender.serve(link, number, keys, future)
 
     def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
         for root in roots:
@@ -387,7 +387,7 @@ class TransferThread:
         if self._tiers is None:
             self.transport.discard(arrival)
         else:
-            self.pulls.arrived(arrival)
+            self.pulls.receiver.arrived(arrival)
 
     def _drain(self) -> None:
         """Cancels what is in flight and waits until nothing is."""

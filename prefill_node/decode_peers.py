@@ -13,7 +13,7 @@ from baton.protos.internal.v1 import lease_pb2
 from baton.protos.v1 import node_status_pb2
 from baton.security.roles import Role
 from baton.security.tls import InternalTls
-from kvtransfer.ranked import MOST_RANKS
+from kvtransfer.pair_ends import MOST_RANKS
 from prefill_node.decode_peer import DecodePeer, Deliver
 
 # Maximum number of lost and refused peers that are kept for the status.

@@ -133,7 +133,7 @@ class Node:
             grammars=built.grammars,
             meter=self.meter,
             num_adapters=settings.adapter_slots,
-            tier=self.transfer if keeps else None,
+            tier=self.transfer.entries if keeps else None,
             source=self.pulls,
             on_room=self._on_room,
             speculator=open_speculator(settings, built),

@@ -10,7 +10,7 @@ from typing import Any
 from baton.core.errors import PeerRefused
 from baton.protos.internal.v1 import decode_pb2
 from baton.protos.v1 import node_status_pb2
-from kvtransfer.ranked import MOST_RANKS
+from kvtransfer.pair_ends import MOST_RANKS
 from kvtransfer.records import LinkMeasure
 from kvtransfer.segments import SENDER_BITS
 

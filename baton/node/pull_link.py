@@ -20,8 +20,8 @@ from baton.protos.internal.v1 import node_pb2_grpc
 from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.tls import Dial
-from kvtransfer.entry_pulls import NUMBER_BITS
 from kvtransfer.flows import Flow, RankPair
+from kvtransfer.pull_sender import NUMBER_BITS
 from kvtransfer.ranked import RankedTransfer
 
 log = logging.getLogger("baton")
@@ -116,7 +116,7 @@ class PullLink:
         self._check()
         number = secrets.randbits(NUMBER_BITS)
         first = 0
-        begun = await self._transfer.begin_pull(self._number, number, keys, owner=owner)
+        begun = await self._transfer.entries.begin_pull(self._number, number, keys, owner=owner)
         sent = self._sent[number] = asyncio.get_running_loop().create_future()
         try:
             if begun:
@@ -126,7 +126,7 @@ class PullLink:
         finally:
             del self._sent[number]
             try:
-                found = await self._transfer.end_pull(
+                found = await self._transfer.entries.end_pull(
                     self._number, number, first=first, timeout_s=_ARRIVE_S, owner=owner
                 )
             except DataLoss as error:

@@ -11,7 +11,7 @@ from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
 from baton.node.peer_checks import check_info
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
-from kvtransfer.entry_pulls import NUMBER_BITS
+from kvtransfer.pull_sender import NUMBER_BITS
 
 # A sequence of four million tokens.
 ENTRIES_MAX = 1 << 16

@@ -177,7 +177,9 @@ class PullOwner:
         try:
             async with asyncio.timeout(_SERVE_S):
                 owner = await self._rank_with_most(keys) if self._ranks.own_requests else None
-                sent = await self._transfer.serve_pull(reader.number, number, keys, owner=owner, owner_there=there)
+                sent = await self._transfer.entries.serve_pull(
+                    reader.number, number, keys, owner=owner, owner_there=there
+                )
                 reader.outbox.put_nowait(_sent(number, sent))
         except TimeoutError:
             log.warning("%s has not taken the entries that it asked for within %g s", reader.name, _SERVE_S)
@@ -190,7 +192,7 @@ class PullOwner:
     async def _rank_with_most(self, keys: tuple[EntryKey, ...]) -> int:
         """The rank that has most of the entries; each keeps those of its own requests."""
         found = await asyncio.gather(
-            *(self._transfer.find_entries(keys, owner=rank) for rank in range(self._ranks.size))
+            *(self._transfer.entries.find_entries(keys, owner=rank) for rank in range(self._ranks.size))
         )
         return found.index(max(found))
 

@@ -26,7 +26,8 @@ from baton.security.roles import NODE
 from baton.security.tls import InternalTls
 from kvtransfer.flows import entry_links
 from kvtransfer.ledger import FIRST_PULL_LINK
-from kvtransfer.ranked import MOST_RANKS, RankedTransfer
+from kvtransfer.pair_ends import MOST_RANKS
+from kvtransfer.ranked import RankedTransfer
 
 log = logging.getLogger("baton")
 

@@ -1,8 +1,9 @@
 """A store in files: one file for each entry, in a directory that survives its processes. Any thread may call it.
 
-The names of the files are the index. A file is used only if its size and header are exactly what they must be, but the
-entry in it is not checked here: whoever reads it checks its digest. Several processes may share a directory: each one
-counts all files that it finds, and a file that another one removed is a miss.
+The names of the files are the index; `kvtransfer.stores.file_names` finds them. A file is used only if its size and
+header are exactly what they must be, but the entry in it is not checked here: whoever reads it checks its digest.
+Several processes may share a directory: each one counts all files that it finds, and a file that another one removed is
+a miss.
 """
 
 import errno
@@ -14,24 +15,18 @@ import secrets
 import stat
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Condition, Lock
 
 from baton.core.kv_entries import EntryKey, KeepTime
-from kvtransfer.stores.file_format import (
-    HEADER_BYTES,
-    TEMPORARY,
-    EntryFileName,
-    FileHeader,
-    decode_header,
-    may_have_root,
-)
+from kvtransfer.stores.file_format import HEADER_BYTES, TEMPORARY, EntryFileName, FileHeader
 from kvtransfer.stores.file_index import FileIndex, FileWrite
-from kvtransfer.stores.file_io import read_head, read_whole, write_whole
+from kvtransfer.stores.file_io import read_whole, write_whole
+from kvtransfer.stores.file_names import FolderNames, files_of_roots, remove_abandoned
 from kvtransfer.stores.keep_log import KeepLog, KeepRecord
-from kvtransfer.stores.leftovers import Leftovers, namespace_folder, namespace_folders, open_locked
+from kvtransfer.stores.leftovers import Leftovers, namespace_folder, open_locked
 from kvtransfer.stores.store import StoreCounters
 
 _log = logging.getLogger("baton")
@@ -43,10 +38,6 @@ _OPEN_S = 1.0
 _NAMES_A_WRITE = 32
 # More than a write adds, so that a store that was made smaller shrinks.
 _REMOVED_A_WRITE = 8
-# A temporary file of this age has no writer any more.
-_ABANDONED_S = 3600.0
-# A drop takes one of this age for abandoned: a live writer's grows all the time, and its own process drops it too.
-_DROPPED_AFTER_S = 60.0
 # A disk that fails does so many times a second.
 _WARN_EVERY_S = 60.0
 
@@ -80,11 +71,10 @@ class FileStore:
         self._totals = Counter[str]()
         self._calls = 0
         self._is_closed = False
-        self._has_found_all = False  # when it was opened, or since
         self._warned_s = -math.inf
         self._folder_fd = -1
         self._names_lock = Lock()
-        self._names = self._found_names()
+        self._names = FolderNames(self._folder)
         self._open_folder()
         self._find_first_names()
         self._recall_keeps()
@@ -140,26 +130,11 @@ class FileStore:
             failed = self._totals["failed"]
         try:
             # All names, also of files that other processes have written, and of namespaces that nobody opens any more.
-            dropped = sum(map(self._unlink, self._paths_of(roots)))
+            dropped = sum(map(self._unlink, files_of_roots(self._directory, roots)))
         except OSError:
             self._count("failed")
             return None
         return dropped if self.counters().failed == failed else None
-
-    def _paths_of(self, roots: frozenset[bytes]) -> list[str]:
-        """The files with one of these roots, of all namespaces, also those that killed writers have left.
-
-        Raises:
-            OSError: a folder cannot be read.
-        """
-        paths: list[str] = []
-        texts = frozenset(root.hex() for root in roots)
-        for folder in namespace_folders(self._directory):
-            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
-                # To parse a name takes 3 us, and a directory may have a million.
-                likely = (each for each in found if may_have_root(each.name, texts))
-                paths += [each.path for each in likely if _root_of(each) in roots]
-        return paths
 
     def counters(self) -> StoreCounters:
         with self._lock:
@@ -307,21 +282,12 @@ class FileStore:
     # ---- names
 
     def _find_first_names(self) -> None:
-        """Looks for files until _OPEN_S have passed, and adds them so that the oldest leave first."""
-        end_s = time.monotonic() + _OPEN_S
-        found = []
-        for each in self._names:
-            with suppress(OSError):
-                found.append((each.stat(follow_symlinks=False).st_mtime, each.name))
-            if time.monotonic() > end_s:
-                break
-        else:
-            self._has_found_all = True
-        for _, name in sorted(found):
+        """Looks for files for a while, and adds them so that the oldest leave first."""
+        for name in self._names.first(timeout_s=_OPEN_S):
             self._add(name)
 
     def _find_more_names(self) -> None:
-        """Looks at the next files of a round, and begins another round after the last one."""
+        """Looks at the next files of a round."""
         if not self._names_lock.acquire(blocking=False):
             return  # another thread does
         try:
@@ -330,40 +296,13 @@ class FileStore:
                 leftovers = Leftovers(self._directory, timeout_s=_OPEN_S)
                 with self._lock:
                     self._leftovers = leftovers
-            for _ in range(_NAMES_A_WRITE):
-                each = next(self._names, None)
-                if each is None:
-                    self._names = self._found_names()
-                    if not self._has_found_all:
-                        self._has_found_all = True
-                        self._recall_keeps()
-                    return
-                self._add(each.name)
+            had_found_all = self._names.has_found_all
+            for name in self._names.more(_NAMES_A_WRITE):
+                self._add(name)
+            if self._names.has_found_all and not had_found_all:
+                self._recall_keeps()
         finally:
             self._names_lock.release()
-
-    def _recall_keeps(self) -> None:
-        """Gives the files that were found the keep times that they had before a restart.
-
-        The newest record comes first. It mostly makes those of earlier turns needless.
-        """
-        now_s, end_s = time.time(), time.monotonic() + _OPEN_S
-        known: dict[tuple[bytes, int], float] = {}
-        for record in reversed(self._keep_log.records(now_s)):
-            until_s = record.written_s + record.seconds if record.seconds else math.inf
-            if time.monotonic() > end_s:
-                return
-            if known.get((record.digest, record.tenant), -math.inf) >= until_s:
-                continue
-            seconds = record.left_s(now_s) if record.seconds else 0.0
-            with self._lock:
-                names = self._index.sequence(record.digest)
-                self._index.keep(names, KeepTime(seconds, record.tenant))
-            known |= dict.fromkeys(((name.digest, record.tenant) for name in names), until_s)
-
-    def _found_names(self) -> Generator[os.DirEntry[str], None, None]:
-        with suppress(OSError), os.scandir(self._folder) as found:
-            yield from found
 
     def _add(self, name: str) -> None:
         parsed = EntryFileName.parse(name)
@@ -371,10 +310,17 @@ class FileStore:
             with self._lock:
                 self._index.add(parsed)
         elif name.startswith(TEMPORARY):
-            with suppress(OSError):
-                path = f"{self._folder}/{name}"
-                if time.time() - os.lstat(path).st_mtime > _ABANDONED_S:
-                    os.unlink(path)
+            remove_abandoned(f"{self._folder}/{name}")
+
+    def _recall_keeps(self) -> None:
+        """Gives the files that were found the keep times that they had before a restart."""
+        self._keep_log.recall(self._keep_again, timeout_s=_OPEN_S)
+
+    def _keep_again(self, digest: bytes, keep: KeepTime) -> list[bytes]:
+        with self._lock:
+            names = self._index.sequence(digest)
+            self._index.keep(names, keep)
+        return [name.digest for name in names]
 
     # ---- files
 
@@ -412,18 +358,6 @@ class FileStore:
     def _count(self, *names: str) -> None:
         with self._lock:
             self._totals.update(names)
-
-
-def _root_of(file: os.DirEntry[str]) -> bytes | None:
-    """The root of the entry in a file. Returns None if there is no entry, or if it is being written."""
-    if file.name.startswith(TEMPORARY):
-        with suppress(OSError):
-            if time.time() - file.stat(follow_symlinks=False).st_mtime > _DROPPED_AFTER_S:
-                header = decode_header(read_head(file.path, HEADER_BYTES))
-                return None if header is None else header.key.root
-        return None
-    name = EntryFileName.parse(file.name)
-    return None if name is None else name.root
 
 
 def _page() -> memoryview:

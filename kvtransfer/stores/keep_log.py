@@ -10,12 +10,13 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
-from baton.core.kv_entries import KEEP_S_MAX
+from baton.core.kv_entries import KEEP_S_MAX, KeepTime
 from kvtransfer.stores.file_format import TEMPORARY
 
 # The name of the file.
@@ -98,6 +99,26 @@ class KeepLog:
             latest.pop(name, None)
             latest[name] = record
         return [record for record in latest.values() if record.left_s(now_s) > 0]
+
+    def recall(self, keep: Callable[[bytes, KeepTime], Iterable[bytes]], *, timeout_s: float) -> None:
+        """Repeats the calls that still count, until the time has passed.
+
+        The newest one comes first. It mostly makes those of earlier turns needless.
+
+        Args:
+            keep: keeps the sequence that ends with this digest. Returns the digests of all its entries.
+        """
+        now_s, end_s = time.time(), time.monotonic() + timeout_s
+        known: dict[tuple[bytes, int], float] = {}
+        for record in reversed(self.records(now_s)):
+            until_s = record.written_s + record.seconds if record.seconds else math.inf
+            if time.monotonic() > end_s:
+                return
+            if known.get((record.digest, record.tenant), -math.inf) >= until_s:
+                continue
+            seconds = record.left_s(now_s) if record.seconds else 0.0
+            kept = keep(record.digest, KeepTime(seconds, record.tenant))
+            known |= dict.fromkeys(((digest, record.tenant) for digest in kept), until_s)
 
     def _read(self) -> bytes:
         try:

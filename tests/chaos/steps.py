@@ -33,15 +33,16 @@ class Step:
     before: bool = False
 
 
-_PEER, _PEERS, _RANKED = "prefill_node.decode_peer", "prefill_node.decode_peers", "kvtransfer.ranked"
+_PEER, _PEERS = "prefill_node.decode_peer", "prefill_node.decode_peers"
+_RANKED, _ENTRIES = "kvtransfer.ranked", "kvtransfer.ranked_entries"
 # Either role keeps KV outside of its cache, and sends it to others.
 _KEPT = {
-    "has saved KV": Step(_RANKED, "RankedTransfer", "save_entries"),
-    "loads KV": Step(_RANKED, "RankedTransfer", "load_entries", before=True),
+    "has saved KV": Step(_ENTRIES, "RankedEntries", "save_entries"),
+    "loads KV": Step(_ENTRIES, "RankedEntries", "load_entries", before=True),
     "names a file": Step("kvtransfer.stores.files", "FileStore", "_end", before=True),
-    "begins a pull": Step(_RANKED, "RankedTransfer", "begin_pull"),
-    "serves a pull": Step(_RANKED, "RankedTransfer", "serve_pull", before=True),
-    "has served a pull": Step(_RANKED, "RankedTransfer", "serve_pull"),
+    "begins a pull": Step(_ENTRIES, "RankedEntries", "begin_pull"),
+    "serves a pull": Step(_ENTRIES, "RankedEntries", "serve_pull", before=True),
+    "has served a pull": Step(_ENTRIES, "RankedEntries", "serve_pull"),
 }
 _PREFILL = {
     "has said hello": Step(_PEER, "DecodePeer", "_introduce"),

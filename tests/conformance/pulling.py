@@ -153,7 +153,7 @@ class PullingNode:
             for token in range(ENTRIES * ENTRY_TOKENS):
                 place = blocks[token // self.block_size], token % self.block_size
                 cache.view[:, :, *place] = whole[:, :, token, heads[0].start : heads[0].stop]
-        return await self.transfer.save_entries(EntryBlocks(KEYS, blocks, owner))
+        return await self.transfer.entries.save_entries(EntryBlocks(KEYS, blocks, owner))
 
     async def pull(self, kept: KeptPrefix, keys: tuple[EntryKey, ...] = KEYS, *, owner: int | None = None) -> int:
         return await self.pulls.pull(keys, kept, owner=owner)
@@ -198,8 +198,8 @@ class PullingNode:
         assert tiers is not None
         users = [f"a user of entry {place.key.number}" for place in tiers._host._places.values() if place.users]
         coming = [f"the place of entry {key.number}" for key in tiers._saving]
-        pulls = [f"pull {number:x}" for number in thread.pulls._pulls]
-        return [*users, *coming, *pulls, *["a pull that is served"] * len(thread.pulls._serving)]
+        pulls = [f"pull {number:x}" for number in thread.pulls.receiver.pulls]
+        return [*users, *coming, *pulls, *["a pull that is served"] * len(thread.pulls.sender.serving)]
 
     def count_served(self) -> int:
         return self.transfer.counters().entries.served
@@ -213,7 +213,7 @@ class PullingNode:
         blocks = blocks_of(self.cache, ENTRIES, 2)
         for cache in self.caches:
             cache.memory.zero_()
-        count = await self.transfer.load_entries(EntryBlocks(KEYS, blocks, owner), timeout_s=DEADLINE_S)
+        count = await self.transfer.entries.load_entries(EntryBlocks(KEYS, blocks, owner), timeout_s=DEADLINE_S)
         ranks = range(self.ranks.size) if owner is None else [owner]
         shape = self.spec.num_layers, self.spec.kv_factor, count * ENTRY_TOKENS, self.spec.num_kv_heads
         whole = torch.zeros(*shape, self.spec.head_dim, dtype=self.cache.view.dtype)

@@ -194,36 +194,39 @@ async def test_each_rank_keeps_its_share_and_an_entry_counts_where_all_have_thei
     async with node_of(SPEC, ranks) as node:
         blocks, target = (blocks_of(node.caches[0], ENTRIES, seed) for seed in (1, 2))
         wanted = [as_bytes(tokens_of(cache, blocks, ENTRIES * ENTRY_TOKENS)) for cache in node.caches]
-        assert await node.transfer.save_entries(EntryBlocks(KEYS, blocks)) == ENTRIES
-        assert await node.transfer.find_entries(KEYS) == ENTRIES
+        assert await node.transfer.entries.save_entries(EntryBlocks(KEYS, blocks)) == ENTRIES
+        assert await node.transfer.entries.find_entries(KEYS) == ENTRIES
         for cache in node.caches:
             cache.memory.zero_()
-        assert await node.transfer.load_entries(EntryBlocks(KEYS, target), timeout_s=DEADLINE_S) == ENTRIES
+        assert await node.transfer.entries.load_entries(EntryBlocks(KEYS, target), timeout_s=DEADLINE_S) == ENTRIES
         for cache, was in zip(node.caches, wanted, strict=True):
             assert torch.equal(as_bytes(tokens_of(cache, target, ENTRIES * ENTRY_TOKENS)), was)
         await eventually(lambda: node.transfer.counters().entries.loaded == {"host": ranks * ENTRIES})
         await node.transfer._ranks[-1].drop_entries(KEYS[4:])
-        assert await node.transfer.find_entries(KEYS) == 4
-        assert await node.transfer.load_entries(EntryBlocks(KEYS, target), timeout_s=DEADLINE_S) == 4
-        await node.transfer.drop_entries_of(frozenset({KEYS[0].root}))
-        assert await node.transfer.find_entries(KEYS) == 0
+        assert await node.transfer.entries.find_entries(KEYS) == 4
+        assert await node.transfer.entries.load_entries(EntryBlocks(KEYS, target), timeout_s=DEADLINE_S) == 4
+        await node.transfer.entries.drop_entries_of(frozenset({KEYS[0].root}))
+        assert await node.transfer.entries.find_entries(KEYS) == 0
 
 
 async def test_entries_of_a_request_that_one_rank_owns_are_that_ranks() -> None:
     async with node_of(MLA, 2) as node:
         blocks = blocks_of(node.caches[1], ENTRIES, 1)
         wanted = as_bytes(tokens_of(node.caches[1], blocks, ENTRIES * ENTRY_TOKENS))
-        assert await node.transfer.save_entries(EntryBlocks(KEYS, blocks, owner=1)) == ENTRIES
-        assert await node.transfer.find_entries(KEYS, owner=1) == ENTRIES
-        assert await node.transfer.find_entries(KEYS, owner=0) == 0
-        assert await node.transfer.find_entries(KEYS) == 0
+        assert await node.transfer.entries.save_entries(EntryBlocks(KEYS, blocks, owner=1)) == ENTRIES
+        assert await node.transfer.entries.find_entries(KEYS, owner=1) == ENTRIES
+        assert await node.transfer.entries.find_entries(KEYS, owner=0) == 0
+        assert await node.transfer.entries.find_entries(KEYS) == 0
         other = node.caches[0].memory.clone()
         node.caches[1].memory.zero_()
-        assert await node.transfer.load_entries(EntryBlocks(KEYS, blocks, owner=1), timeout_s=DEADLINE_S) == ENTRIES
+        assert (
+            await node.transfer.entries.load_entries(EntryBlocks(KEYS, blocks, owner=1), timeout_s=DEADLINE_S)
+            == ENTRIES
+        )
         assert torch.equal(as_bytes(tokens_of(node.caches[1], blocks, ENTRIES * ENTRY_TOKENS)), wanted)
         assert torch.equal(node.caches[0].memory, other)
-        await node.transfer.drop_entries(KEYS)
-        assert await node.transfer.find_entries(KEYS, owner=1) == 0
+        await node.transfer.entries.drop_entries(KEYS)
+        assert await node.transfer.entries.find_entries(KEYS, owner=1) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -232,28 +235,28 @@ async def test_each_rank_pulls_from_the_rank_of_its_number(ranks: int) -> None:
     async with node_of(SPEC, ranks) as owner, node_of(SPEC, ranks) as reader:
         blocks, target = (blocks_of(owner.caches[0], ENTRIES, seed) for seed in (1, 2))
         wanted = [as_bytes(tokens_of(cache, blocks, ENTRIES * ENTRY_TOKENS)) for cache in owner.caches]
-        assert await owner.transfer.save_entries(EntryBlocks(KEYS, blocks)) == ENTRIES
+        assert await owner.transfer.entries.save_entries(EntryBlocks(KEYS, blocks)) == ENTRIES
         theirs = await owner.transfer.listen(FIRST_PULL_LINK, links, sends=True)
         ours = await reader.transfer.listen(FIRST_PULL_LINK, links, sends=False)
         await reader.transfer.connect(FIRST_PULL_LINK, theirs)
         await owner.transfer.connect(FIRST_PULL_LINK, ours)
         # The last rank of the owner has lost the last entries.
         await owner.transfer._ranks[-1].drop_entries(KEYS[4:])
-        assert await reader.transfer.begin_pull(FIRST_PULL_LINK, 7, KEYS) == ENTRIES
-        sent = await owner.transfer.serve_pull(FIRST_PULL_LINK, 7, KEYS)
+        assert await reader.transfer.entries.begin_pull(FIRST_PULL_LINK, 7, KEYS) == ENTRIES
+        sent = await owner.transfer.entries.serve_pull(FIRST_PULL_LINK, 7, KEYS)
         assert sent == 4
-        found = await reader.transfer.end_pull(FIRST_PULL_LINK, 7, first=sent, timeout_s=DEADLINE_S)
-        assert found == await reader.transfer.find_entries(KEYS) == 4
+        found = await reader.transfer.entries.end_pull(FIRST_PULL_LINK, 7, first=sent, timeout_s=DEADLINE_S)
+        assert found == await reader.transfer.entries.find_entries(KEYS) == 4
         for cache in reader.caches:
             cache.memory.zero_()
-        assert await reader.transfer.load_entries(EntryBlocks(KEYS[:4], target), timeout_s=DEADLINE_S) == 4
+        assert await reader.transfer.entries.load_entries(EntryBlocks(KEYS[:4], target), timeout_s=DEADLINE_S) == 4
         for cache, was in zip(reader.caches, wanted, strict=True):
             tokens = 4 * ENTRY_TOKENS
             assert torch.equal(as_bytes(tokens_of(cache, target, tokens)), was[:, :, :tokens])
         for node in (owner, reader):
             await node.transfer.disconnect(FIRST_PULL_LINK)
         with pytest.raises(DataLoss):
-            await reader.transfer.begin_pull(FIRST_PULL_LINK, 8, KEYS)
+            await reader.transfer.entries.begin_pull(FIRST_PULL_LINK, 8, KEYS)
 
 
 async def test_a_drop_that_comes_while_the_transfer_closes_does_not_end_the_next_one(

@@ -130,7 +130,7 @@ async def started(
     async with (
         transfer,
         Engine(
-            built.runner, limits(max_batch_tokens=64), on_step=events, grammars=built.grammars, tier=transfer
+            built.runner, limits(max_batch_tokens=64), on_step=events, grammars=built.grammars, tier=transfer.entries
         ) as engine,
     ):
         yield Node(engine, events, opened[0], built)

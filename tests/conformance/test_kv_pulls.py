@@ -127,7 +127,7 @@ async def test_an_entry_that_is_damaged_in_the_owners_memory_ends_the_load_befor
         assert count == 4
         assert torch.equal(found, computed(4))
         assert reader.transfer.counters().entries.damaged_from == {"peer": 1}
-        assert await reader.transfer.find_entries(KEYS) == 4
+        assert await reader.transfer.entries.find_entries(KEYS) == 4
 
 
 async def test_a_reader_with_little_room_pulls_what_fits() -> None:

@@ -13,7 +13,7 @@ from baton.client.client import AsyncClient
 from baton.core.kv_entries import EntryBlocks
 from baton.core.sampling import SamplingParams
 from baton.protos.v1 import node_status_pb2
-from kvtransfer.ranked import RankedTransfer
+from kvtransfer.ranked_entries import RankedEntries
 from tests.integration.cluster import DEADLINE_S, DEEPSEEK, LLAMA, Flags, Machines, machines, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference, References
@@ -231,13 +231,13 @@ async def test_two_ranks_keep_their_shares(start: Machines, reference: Reference
 
 
 def _save_slowly() -> None:
-    save = RankedTransfer.save_entries
+    save = RankedEntries.save_entries
 
-    async def save_late(self: RankedTransfer, entries: EntryBlocks) -> int:
+    async def save_late(self: RankedEntries, entries: EntryBlocks) -> int:
         await asyncio.sleep(0.5)  # as a copy of many entries over a busy link takes
         return await save(self, entries)
 
-    RankedTransfer.save_entries = save_late  # type: ignore[method-assign]
+    RankedEntries.save_entries = save_late  # type: ignore[method-assign]
 
 
 async def test_a_request_that_waits_for_the_blocks_of_a_save_gets_them_when_it_is_over(

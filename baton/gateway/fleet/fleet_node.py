@@ -5,7 +5,6 @@ node with one status, backlog and prefix cache, but has two views: `view` for pr
 and `decode_view` for requests that it serves alone.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import is_
@@ -14,27 +13,31 @@ from typing import TypeAlias
 from baton.core.costs import StepCosts
 from baton.core.errors import shortened
 from baton.core.pools import blocks_for, take_from_roomiest
-from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, PullCosts
 from baton.core.types import AdapterRef
 from baton.gateway.core.shared_sends import NOTHING, NodeSends, SentWork
 from baton.gateway.fleet.backlog import Backlog
 from baton.gateway.fleet.cache_position import CachePosition
 from baton.gateway.fleet.node_costs import DECODE_STEP, PROMPT_STEP, NodeCosts
+from baton.gateway.fleet.node_report import (
+    SETTLED,
+    has_requests,
+    kept_kind,
+    load_of,
+    refuses_for_good,
+    seconds_of,
+    to_view,
+)
 from baton.gateway.fleet.pair_choice import Candidate
 from baton.gateway.fleet.prediction import prompt_s
 from baton.gateway.fleet.router import NodeView
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import role_name
-from baton.rpc.convert_node import costs_from_proto, describe_loading, kept_bytes
+from baton.rpc.convert_node import costs_from_proto, describe_loading
 from baton.rpc.revisions import revision_of
 
 Role: TypeAlias = node_status_pb2.Role.ValueType
 
-# A pair stays in these phases.
-SETTLED = (node_status_pb2.PEER_PHASE_READY, node_status_pb2.PEER_PHASE_REFUSED)
 _TEXT_MAX = 200
-# A node that has loaded fewer tokens than this has not measured how fast it loads.
-_MEASURED_TOKENS = 4096
 _NEVER_CONNECTED = "not connected yet"
 _UNKNOWN = NodeView("", 0, "", False, 0, 1, 0, 0, 0, frozenset())
 
@@ -162,7 +165,7 @@ class FleetNode:
         view = self._view
         if view is None or view.open != self.open:
             view = self._view = replace(
-                _to_view(self.address, self.revision, self.status, self._costs),
+                to_view(self.address, self.revision, self.status, self._costs),
                 open=self.open,
                 ready_peers=self.ready_peers,
                 peer_bytes_per_s=self._peer_bytes_per_s,
@@ -234,7 +237,7 @@ class FleetNode:
         started = before.info.incarnation != status.info.incarnation
         if started:
             self.refused = frozenset()
-        works = _works(status)
+        works = has_requests(status)
         if started:
             self.costs = NodeCosts(self.costs.typical)
         self.costs.report(
@@ -247,7 +250,7 @@ class FleetNode:
         self.revision = revision_of(status.info.model)
         self.adapters = frozenset(AdapterRef(each.name, each.revision) for each in status.adapters)
         self.status, self.incarnation = status, status.info.incarnation
-        self.kept_kind = _kept_kind(status)
+        self.kept_kind = kept_kind(status)
         if self._peers_answered or status.peers != before.peers:
             self._take_peers({peer.incarnation: peer for peer in status.peers if peer.incarnation})
             self._peers_answered = False
@@ -257,7 +260,7 @@ class FleetNode:
             self._sent_by_others = self._sends.by_others()
         self._open_blocks = list(status.blocks_open) or [status.blocks_free]
         self._view = None
-        self._backlog.reported(_seconds(status.backlog_s), now_s)
+        self._backlog.reported(seconds_of(status.backlog_s), now_s)
 
     def _costs_of(self, status: node_status_pb2.NodeStatus, field: str, known: StepCosts | None) -> StepCosts | None:
         """The step costs in a field of the status: those that are known, if the last status had the same."""
@@ -289,14 +292,14 @@ class FleetNode:
         self.ready_peers = frozenset(ready)
         self._peer_bytes_per_s = {number: 1e9 * peer.gigabytes_per_s for number, peer in peers.items()}
         # NOTE: a node lists only its latest refused peers, and those that are gone from its list would be asked again.
-        refused = {number for number, peer in peers.items() if _refuses_for_good(peer)}
+        refused = {number for number, peer in peers.items() if refuses_for_good(peer)}
         if not refused <= self.refused:
             self.refused |= refused
 
     def take_description(self, status: node_status_pb2.NodeStatus, now_s: float) -> None:
         """Records a status that the node was asked for. It counts only if its load is as in the last status; otherwise
         a later one is on its way."""
-        if self.reachable and _load(status) == _load(self.status):
+        if self.reachable and load_of(status) == load_of(self.status):
             self.take_confirmation(now_s)
 
     def confirms(self, status: node_status_pb2.NodeStatus, detail: str) -> bool:
@@ -312,8 +315,8 @@ class FleetNode:
             self._requests_since = self._tokens_since = 0
             self._open_blocks = list(self.status.blocks_open) or [self.status.blocks_free]
             self._view = None
-        self.costs.still(works=_works(self.status), now_s=now_s)
-        self._backlog.reported(_seconds(self.status.backlog_s), now_s)
+        self.costs.still(works=has_requests(self.status), now_s=now_s)
+        self._backlog.reported(seconds_of(self.status.backlog_s), now_s)
 
     def explain(self) -> str:
         """Says why the node is not chosen for a request."""
@@ -336,81 +339,3 @@ def settled(prefill: FleetNode, decode: FleetNode) -> bool:
     """Whether the pair is ready or refused."""
     peer = prefill.peers.get(decode.incarnation)
     return decode.incarnation in prefill.refused if peer is None else peer.phase in SETTLED
-
-
-def too_slow(peer: node_status_pb2.PeerState) -> bool:
-    """Whether the pair was refused only for its slow link, which may be faster later."""
-    return peer.phase == node_status_pb2.PEER_PHASE_REFUSED and all(item.field == "link" for item in peer.mismatches)
-
-
-def _refuses_for_good(peer: node_status_pb2.PeerState) -> bool:
-    return peer.phase == node_status_pb2.PEER_PHASE_REFUSED and not too_slow(peer)
-
-
-def _load(status: node_status_pb2.NodeStatus) -> tuple[object, ...]:
-    work = status.requests_running, status.requests_waiting, status.tokens_waiting, status.requests_total
-    return status.info.incarnation, *work, status.decode_rows, status.blocks_free, list(status.blocks_open)
-
-
-def _works(status: node_status_pb2.NodeStatus) -> bool:
-    return bool(status.requests_running or status.requests_waiting or status.decode_rows)
-
-
-def _kept_kind(status: node_status_pb2.NodeStatus) -> tuple[object, ...] | None:
-    """What nodes must have in common to pull KV from each other; None: the node pulls and sends none."""
-    info = status.info
-    if not status.stores or info.cache_spec.HasField("state"):
-        return None
-    ranks = info.tensor_parallel_size if info.batch_invariant else 0
-    kind = info.cache_spec.dtype, ranks, info.batch_invariant
-    return revision_of(info.model), info.model.content_digest, *kind
-
-
-def _seconds(reported: float) -> float:
-    """A number that a node reported; 0 if it is negative, infinite or NaN."""
-    return reported if 0 <= reported < math.inf else 0.0
-
-
-def _to_view(
-    address: str,
-    revision: str,
-    status: node_status_pb2.NodeStatus,
-    costs: StepCosts | None,
-) -> NodeView:
-    info = status.info
-    per_token, per_request = kept_bytes(info.cache_spec)
-    return NodeView(
-        address=address,
-        incarnation=info.incarnation,
-        revision=revision,
-        open=True,
-        max_context_tokens=info.max_context_tokens,
-        block_size=info.cache_shape.block_size,
-        room_tokens=0,
-        requests=status.requests_running + status.requests_waiting,
-        tokens_waiting=status.tokens_waiting,
-        ready_peers=frozenset(),
-        costs=costs,
-        backlog_s=_seconds(status.backlog_s),
-        decode_rows=status.decode_rows,
-        context_tokens=status.context_tokens,
-        max_batch_requests=status.max_batch_requests,
-        max_batch_tokens=status.max_batch_tokens,
-        kv_bytes_per_token=per_token,
-        state_bytes=per_request,
-        load_token_s=_load_token_s(status, per_token),
-        pull_costs=_pull_costs(status),
-    )
-
-
-def _pull_costs(status: node_status_pb2.NodeStatus) -> PullCosts | None:
-    """What pulls of KV cost the node; None: it has measured none, or reports nonsense."""
-    fixed_s, byte_s = _seconds(status.kv_pull_fixed_s), _seconds(status.kv_pull_byte_s)
-    return PullCosts(fixed_s, byte_s) if byte_s else None
-
-
-def _load_token_s(status: node_status_pb2.NodeStatus, bytes_per_token: int) -> float:
-    """Time to load a token's KV from outside of the cache, as the node has measured it or as it may at least be."""
-    tokens, seconds = status.kv_loaded_tokens_total, _seconds(status.kv_load_s_total)
-    is_measured = tokens >= _MEASURED_TOKENS and seconds > 0
-    return seconds / tokens if is_measured else bytes_per_token / ASSUMED_LOAD_BYTES_PER_S

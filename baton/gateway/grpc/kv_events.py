@@ -128,7 +128,7 @@ class _Subscription:
         return ended
 
     async def _receive(self, address: str, client: NodeClient) -> None:
-        call = client.watch_cache(node_pb2.WatchCacheRequest(with_tokens=True))
+        call = client.watch.cache_changes(node_pb2.WatchCacheRequest(with_tokens=True))
         try:
             async for message in call:
                 await self._queue.put((address, message))

@@ -21,7 +21,8 @@ from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode, Role
 from baton.gateway.fleet.node_table import ChangeRole, DropSession, FleetCommand, LogLine
 from baton.gateway.fleet.watch_pace import WatchPace
-from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
+from baton.gateway.request.node_clients import NodeClient
+from baton.gateway.request.node_watch import WatchCallbacks
 from baton.gateway.request.pairing import ConnectNodes, Pairing, PairingCommand
 from baton.gateway.text.model import ServedModel
 from baton.protos.internal.v1 import node_pb2
@@ -143,7 +144,7 @@ class Connections:
         client = self._clients[role].get(address)
         if client in self._watches:
             self._lost(role, address, reason)
-            client.end_watch()
+            client.watch.end()
 
     # ---- waiting for nodes
 
@@ -200,7 +201,7 @@ class Connections:
         """Connects to new nodes; drops nodes that are no longer listed, once their requests are done."""
         self._watch_pace.num_nodes = sum(map(len, listed.values()))
         for known in (client for clients in self._clients.values() for client in clients.values()):
-            known.follow_pace()
+            known.watch.follow_pace()
         for role, addresses in listed.items():
             members = self._members[role]
             for address in addresses - members.keys():
@@ -257,7 +258,7 @@ class Connections:
         )
         self._clients[role][address] = client
         self._watches[client] = self._tasks.create_task(
-            client.watch(), name=f"watch-{address}", context=self._context.copy()
+            client.watch.run(), name=f"watch-{address}", context=self._context.copy()
         )
 
     def _change_role(self, change: ChangeRole) -> None:

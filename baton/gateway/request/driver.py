@@ -40,7 +40,7 @@ from baton.gateway.request.connections import Connections
 from baton.gateway.request.decode_session import DecodeSession, TokenReceiver
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
-from baton.gateway.request.node_clients import PrefillStream
+from baton.gateway.request.prefill_stream import PrefillStream
 from baton.gateway.request.write_scheduler import SLOW_S, WriteScheduler
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.protos.v1 import generation_pb2, node_status_pb2

@@ -12,7 +12,8 @@ from numpy.random import Generator, default_rng
 
 from baton.core.errors import BatonError
 from baton.gateway.fleet.fleet import Fleet
-from baton.gateway.fleet.fleet_node import SETTLED, FleetNode, settled, too_slow
+from baton.gateway.fleet.fleet_node import FleetNode, settled
+from baton.gateway.fleet.node_report import SETTLED, too_slow
 from baton.gateway.fleet.node_table import LogLine
 from baton.protos.v1 import node_status_pb2
 

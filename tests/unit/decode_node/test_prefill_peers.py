@@ -16,8 +16,8 @@ from baton.protos.v1 import node_status_pb2
 from decode_node import prefill_peers
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
 from decode_node.prefill_peers import PrefillPeers
+from kvtransfer.pair_ends import MOST_RANKS
 from kvtransfer.plan import links_between
-from kvtransfer.ranked import MOST_RANKS
 from tests.unit.decode_node.nodes import decode_node, decode_settings, load_demo, prefill_node
 from tests.unit.decode_node.streams import DEADLINE_S, Stream, until
 

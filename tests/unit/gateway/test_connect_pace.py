@@ -9,7 +9,8 @@ import pytest
 
 from baton.gateway.fleet import connect_pace
 from baton.gateway.fleet.connect_pace import ConnectPace
-from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
+from baton.gateway.request.node_clients import NodeClient
+from baton.gateway.request.node_watch import WatchCallbacks
 
 BOUND_S = 60.0
 MANY = 200
@@ -82,7 +83,7 @@ async def watching(port: int) -> AsyncIterator[list[NodeClient]]:
     callbacks = WatchCallbacks(lambda _: None, lambda _: None, lambda _: True, lambda: None)
     addresses = [f"127.0.{number // 250}.{number % 250 + 1}:{port}" for number in range(MANY)]
     clients = [NodeClient(address, callbacks, lambda: None, pace=pace) for address in addresses]
-    watches = [asyncio.create_task(client.watch()) for client in clients]
+    watches = [asyncio.create_task(client.watch.run()) for client in clients]
     yield clients
     for watch in watches:
         watch.cancel()

@@ -9,7 +9,7 @@ from baton.core.kv_entries import KeptPrefix, NodeRanks
 from baton.core.pull_costs import PullCosts
 from baton.core.types import LocalPolicy
 from baton.gateway.core.prompt_blocks import PromptBlocks
-from baton.gateway.fleet.fleet_node import _kept_kind
+from baton.gateway.fleet.node_report import kept_kind
 from baton.gateway.fleet.placement import Route
 from baton.gateway.fleet.router import RoutedRequest
 from baton.protos.internal.v1 import node_pb2
@@ -177,7 +177,7 @@ def test_nobody_is_told_of_a_node_that_keeps_nothing_is_gone_or_has_another_kind
     report = node_status_pb2.NodeStatus()
     report.CopyFrom(decode.status)
     report.info.batch_invariant = True
-    kept, decode.kept_kind = decode.kept_kind, _kept_kind(report)
+    kept, decode.kept_kind = decode.kept_kind, kept_kind(report)
     assert fleet.kept_elsewhere(reader, long_prompt()) is None
     decode.kept_kind = kept
     report.CopyFrom(decode.status)
@@ -206,7 +206,7 @@ def test_a_node_of_other_ranks_is_told_with_its_ranks_but_not_in_batch_invariant
     alike = node_status_pb2.NodeStatus()
     alike.CopyFrom(report)
     alike.info.tensor_parallel_size = 4
-    assert _kept_kind(report) != _kept_kind(alike)
+    assert kept_kind(report) != kept_kind(alike)
 
 
 # ---- blocks that a node must load first

@@ -11,7 +11,7 @@ import baton.gateway.request.connections
 from baton.core.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
 from baton.gateway.fleet.discovery.directory import Directory
 from baton.gateway.fleet.discovery.sources import Place
-from baton.gateway.request import machine, node_clients
+from baton.gateway.request import machine, node_watch
 from baton.gateway.request.connections import Connections
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.chat.types import ChatRequest
@@ -356,7 +356,7 @@ async def test_a_node_that_is_no_longer_listed_is_removed_while_it_reports(
 async def test_an_unreachable_node_is_named_once_with_the_reason(
     model: ServedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_clients, "_FIRST_STATUS_TIMEOUT_S", BOUND_S)  # the refusal comes however late
+    monkeypatch.setattr(node_watch, "_FIRST_STATUS_TIMEOUT_S", BOUND_S)  # the refusal comes however late
     attempts = asyncio.Semaphore(0)
     with caplog.at_level(logging.WARNING, logger="baton"):
         async with Connections(settings_of("--decode", "127.0.0.1:1"), model) as connections:

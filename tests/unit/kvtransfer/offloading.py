@@ -169,7 +169,7 @@ class World:
         mover = make_mover(cache, lambda: None)
         if not self.users:
             self.tiers.open(mover.open_host_memory)
-            self._passing = len(self.tiers._passing)
+            self._passing = len(self.tiers._reads.passing)
         user = User(self, cache, Offloader(mover, self.tiers, self.clock))
         self.users.append(user)
         return user
@@ -213,7 +213,7 @@ class World:
             assert user.offloader.in_flight == 0
             assert pool.available == pool.slots
         assert not self.tiers._saving
-        assert len(self.tiers._passing) == self._passing
+        assert len(self.tiers._reads.passing) == self._passing
         assert not any(place.users for place in self.tiers._host._places.values())
 
 

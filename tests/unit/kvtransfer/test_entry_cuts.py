@@ -12,11 +12,12 @@ from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.kvcache.wire.digest import digest
-from kvtransfer import entry_pulls
+from kvtransfer import pull_receiver
 from kvtransfer.entry_cuts import EntryCut, cells_of, complete
-from kvtransfer.entry_pulls import INDEX_BITS, EntryPulls
+from kvtransfer.entry_pulls import EntryPulls
 from kvtransfer.flows import entry_links
 from kvtransfer.parts import parts_of
+from kvtransfer.pull_sender import INDEX_BITS
 from kvtransfer.records import EntryLink
 from kvtransfer.segments import TRAILER_BYTES
 from kvtransfer.stores.entry import EntryLayout
@@ -121,7 +122,7 @@ class Reader:
             self.theirs.connect(link, ours)
         self.layouts = [layout_of(self.spec, rank, 2) for rank in range(2)]
         begun: Future[int] = Future()
-        self.pulls.begin(7, KEYS, self.links, begun)
+        self.pulls.receiver.begin(7, KEYS, self.links, begun)
         assert begun.result() == len(KEYS)
 
     def message(self, rank: int) -> Tensor:
@@ -138,15 +139,15 @@ class Reader:
         for _ in range(10):
             self.transport.progress()
             while (arrival := self.transport.probe()) is not None:
-                self.pulls.arrived(arrival)
+                self.pulls.receiver.arrived(arrival)
             self.pulls.step()
 
     def end(self, first: int) -> "Future[int]":
         ended: Future[int] = Future()
-        self.pulls.end(7, first, 0.0, ended)
+        self.pulls.receiver.end(7, first, 0.0, ended)
         self.run()
         self.world.check_nothing_is_left()
-        assert not self.pulls._pulls
+        assert not self.pulls.receiver.pulls
         return ended
 
     @property
@@ -187,8 +188,8 @@ def test_a_rank_that_sends_anything_else_makes_no_entry(wrong: str) -> None:
 
 
 def test_a_reader_holds_only_so_many_bytes_of_pieces_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry_pulls, "_JOINING_BYTES", 0)
-    monkeypatch.setattr(entry_pulls, "_IN_FLIGHT", 0)
+    monkeypatch.setattr(pull_receiver, "_JOINING_BYTES", 0)
+    monkeypatch.setattr(pull_receiver, "IN_FLIGHT", 0)
     reader = Reader()
     for rank in range(2):
         reader.send(rank, reader.message(rank))

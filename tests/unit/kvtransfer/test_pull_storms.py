@@ -39,7 +39,7 @@ class Side:
     def step(self) -> None:
         self.transport.progress()
         while (arrival := self.transport.probe()) is not None:
-            self.pulls.arrived(arrival)
+            self.pulls.receiver.arrived(arrival)
         self.pulls.step()
         self.user.offloader.step()
 
@@ -56,8 +56,8 @@ class Side:
             rng.choice(places).tensor[rng.randrange(100)] ^= 1
 
     def check_nothing_is_left(self) -> None:
-        assert not self.pulls._pulls
-        assert not self.pulls._serving
+        assert not self.pulls.receiver.pulls
+        assert not self.pulls.sender.serving
         self.world.check_nothing_is_left()
 
 
@@ -100,15 +100,15 @@ class Way:
             keys = rng.choice(SEQUENCES)[rng.randrange(3) :]
             begun: Future[int] = Future()
             number = rng.randrange(1 << 40)
-            self.reader.pulls.begin(number, keys, (EntryLink(self.link),), begun)
+            self.reader.pulls.receiver.begin(number, keys, (EntryLink(self.link),), begun)
             self.pull = Running(number, keys[: begun.result()])
         elif pull.served is None and pull.keys and self.is_up and rng.random() < 0.8:
             pull.served = Future()
-            self.owner.pulls.serve(EntryLink(self.link), pull.number, pull.keys, pull.served)
+            self.owner.pulls.sender.serve(EntryLink(self.link), pull.number, pull.keys, pull.served)
         elif pull.ended is None and (pull.served is None or pull.served.done() or not self.is_up):
             first = pull.served.result() if pull.served is not None and pull.served.done() else 0
             pull.ended = Future()
-            self.reader.pulls.end(pull.number, first, rng.choice([0.0, 5.0]), pull.ended)
+            self.reader.pulls.receiver.end(pull.number, first, rng.choice([0.0, 5.0]), pull.ended)
         elif pull.ended is not None and pull.ended.done():
             assert isinstance(pull.ended.exception(), DataLoss) or 0 <= pull.ended.result() <= len(pull.keys)
             self.pull = None
@@ -180,7 +180,7 @@ def _renew(way: Way, link: int, rng: random.Random) -> None:
         side.transport.disconnect(way.link)
     if way.pull is not None and way.pull.ended is None:
         way.pull.ended = Future()
-        way.reader.pulls.end(way.pull.number, 0, 0.0, way.pull.ended)
+        way.reader.pulls.receiver.end(way.pull.number, 0, 0.0, way.pull.ended)
     for _ in range(100):
         for side in (way.reader, way.owner):
             side.step()
@@ -205,14 +205,14 @@ def test_a_pull_brings_back_nothing_of_a_root_that_is_dropped_meanwhile(steps: i
     way = Way(reader, owner)
     way.connect(1 << 40)
     begun, served, ended = Future[int](), Future[int](), Future[int]()
-    reader.pulls.begin(7, keys, (EntryLink(way.link),), begun)
+    reader.pulls.receiver.begin(7, keys, (EntryLink(way.link),), begun)
     assert begun.result() == len(keys)
-    owner.pulls.serve(EntryLink(way.link), 7, keys, served)
+    owner.pulls.sender.serve(EntryLink(way.link), 7, keys, served)
     for _ in range(steps):
         owner.step()
         reader.step()
     reader.drop_root(keys[0].root)
-    reader.pulls.end(7, len(keys), 60.0, ended)
+    reader.pulls.receiver.end(7, len(keys), 60.0, ended)
     for _ in range(100):
         owner.step()
         reader.step()
@@ -220,10 +220,10 @@ def test_a_pull_brings_back_nothing_of_a_root_that_is_dropped_meanwhile(steps: i
     assert ended.result() == 0
     assert not reader.world.tiers.count(keys)
     again, later = Future[int](), Future[int]()
-    reader.pulls.begin(8, keys, (EntryLink(way.link),), again)
+    reader.pulls.receiver.begin(8, keys, (EntryLink(way.link),), again)
     assert again.result() == 0
     reader.world.clock.now_s += 60.0
-    reader.pulls.begin(9, keys, (EntryLink(way.link),), later)
+    reader.pulls.receiver.begin(9, keys, (EntryLink(way.link),), later)
     assert later.result() == len(keys)
 
 
@@ -249,16 +249,16 @@ def test_an_owner_reads_nothing_back_of_a_root_that_its_store_is_still_dropping(
     way = Way(reader, owner)
     way.connect(1 << 40)
     served = Future[int]()
-    reader.pulls.begin(7, keys, (EntryLink(way.link),), Future())
+    reader.pulls.receiver.begin(7, keys, (EntryLink(way.link),), Future())
     if is_served == "before the drop":
-        owner.pulls.serve(EntryLink(way.link), 7, keys, served)
+        owner.pulls.sender.serve(EntryLink(way.link), 7, keys, served)
         owner.pulls.step()
     dropped = owner.drop_root(keys[0].root)
     if is_served == "after a switch of roles":
         owner.pulls.close()
         owner.pulls = EntryPulls(owner.world.tiers, owner.transport, owner.world.clock)
     if is_served != "before the drop":
-        owner.pulls.serve(EntryLink(way.link), 7, keys, served)
+        owner.pulls.sender.serve(EntryLink(way.link), 7, keys, served)
 
     def is_over() -> bool:
         for side in (owner, reader):

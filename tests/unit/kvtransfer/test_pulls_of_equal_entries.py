@@ -27,16 +27,16 @@ class ReaderAndOwner:
 
     def begin(self, link: int, keys: tuple[EntryKey, ...] = KEYS) -> int:
         future: Future[int] = Future()
-        self.reader.pulls.begin(self._number(link), keys, (EntryLink(link),), future)
+        self.reader.pulls.receiver.begin(self._number(link), keys, (EntryLink(link),), future)
         return future.result()
 
     def serve(self, link: int) -> None:
-        self.owner.pulls.serve(EntryLink(link), self._number(link), KEYS, Future())
+        self.owner.pulls.sender.serve(EntryLink(link), self._number(link), KEYS, Future())
         self.run()
 
     def end(self, link: int) -> "Future[int]":
         future: Future[int] = Future()
-        self.reader.pulls.end(self._number(link), ALL, 1.0, future)
+        self.reader.pulls.receiver.end(self._number(link), ALL, 1.0, future)
         self.run()
         return future
 

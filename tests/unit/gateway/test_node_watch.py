@@ -1,4 +1,4 @@
-"""What the gateway takes from a node: changes of its prefix cache, and the last messages of a node that ends."""
+"""What a node reports: its statuses, changes of its prefix cache, and the last messages of a node that ends."""
 
 import asyncio
 import logging
@@ -9,9 +9,10 @@ import grpc
 import pytest
 
 from baton.gateway.fleet.watch_pace import WatchPace
-from baton.gateway.request import node_clients
+from baton.gateway.request import node_clients, node_watch
 from baton.gateway.request.decode_session import TokenReceiver
-from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
+from baton.gateway.request.node_clients import NodeClient
+from baton.gateway.request.node_watch import WatchCallbacks
 from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.channels import channel_options
@@ -23,7 +24,7 @@ BOUND_S = 60.0
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a busy machine takes for a node's first status."""
-    monkeypatch.setattr(node_clients, "_FIRST_STATUS_TIMEOUT_S", BOUND_S)
+    monkeypatch.setattr(node_watch, "_FIRST_STATUS_TIMEOUT_S", BOUND_S)
 
 
 class Publishing(node_pb2_grpc.NodeServicer):
@@ -116,7 +117,7 @@ async def watched(
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     client = NodeClient(address, callbacks, lambda: None, watch_pace=pace)
-    watching = asyncio.create_task(client.watch())
+    watching = asyncio.create_task(client.watch.run())
     try:
         yield client
     finally:
@@ -185,9 +186,9 @@ async def test_a_cluster_that_grows_much_makes_its_nodes_report_less_often() -> 
     async with asyncio.timeout(BOUND_S), watched(node, callbacks, pace) as client:
         await received.get()
         pace.num_nodes = 150
-        client.follow_pace()  # no reason for another stream
+        client.watch.follow_pace()  # no reason for another stream
         pace.num_nodes = 1000
-        client.follow_pace()
+        client.watch.follow_pace()
         await received.get()
     assert [(request.interval_s, request.repeat_s) for request in node.watches] == [(0.1, 1.0), (0.5, 10.0)]
     assert all(request.without_unchanged for request in node.watches)

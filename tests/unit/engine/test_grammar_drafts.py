@@ -250,20 +250,20 @@ def test_the_time_of_wrong_drafts_fails_neither_the_step_nor_the_output(tokenize
     now = [0.0]
 
     def clock() -> float:
-        followed = grammars._followed.get("a")
+        followed = slow._followed.get("a")
         now[0] += 0.0 if followed is None or len(followed.tokens) < 3 else 1.0
         return now[0]
 
     compiler = GrammarCompiler(tokenizer_file(DEMO_MODELS / "llama"), VOCAB_SIZE, (EOS,), clock=clock)
-    grammars = GrammarRows(compiler, torch.device("cpu"))
-    masks, errors = masks_of(grammars, row("a", AMBIGUOUS, x, x * 4))
+    slow = GrammarRows(compiler, torch.device("cpu"))
+    masks, errors = masks_of(slow, row("a", AMBIGUOUS, x, x * 4))
     assert sorted(errors) == [("a", 2)]
     assert {count for _, count in masks} == {0, 1}
     for _ in range(2):
-        again, errors = masks_of(grammars, row("a", AMBIGUOUS, x * 2, ()))
+        again, errors = masks_of(slow, row("a", AMBIGUOUS, x * 2, ()))
         assert not errors
         assert again["a", 0] == masks["a", 1]
-    _, errors = masks_of(grammars, row("a", AMBIGUOUS, x * 3, ()))
+    _, errors = masks_of(slow, row("a", AMBIGUOUS, x * 3, ()))
     assert list(errors) == [("a", 0)]
 
 

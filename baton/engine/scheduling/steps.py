@@ -202,9 +202,12 @@ class NextStep:
             self.pools.append((state, pool))
         self.budget -= num_tokens
         self._num_single += num_tokens == 1
-        work = self.work
-        pairs = work.pairs + chunk_pairs(start, start + num_tokens)
-        self.work = StepWork(work.decode_rows, work.keys, work.prompt_tokens + num_tokens, pairs)
+        work, pairs = self.work, chunk_pairs(start, start + num_tokens)
+        if row.as_decodes:
+            self.work = StepWork(work.decode_rows + num_tokens, work.keys + pairs, work.prompt_tokens, work.pairs)
+        else:
+            tokens = work.prompt_tokens + num_tokens
+            self.work = StepWork(work.decode_rows, work.keys, tokens, work.pairs + pairs)
         if wanted := state.request.layers_per_group:
             self.layers_per_group = min(wanted, self.layers_per_group or wanted)
 

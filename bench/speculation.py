@@ -20,9 +20,9 @@ from baton.core.types import Grammar, GrammarKind, Receipt
 from bench.table import Row
 
 MODEL = "smollm2"
-AT_ONCE = (1, 8)
-ROUNDS = 3
-OUTPUT_TOKENS = 160
+AT_ONCE = (1, 4)
+ROUNDS = 2
+OUTPUT_TOKENS = 96
 _TIMEOUT_S = 600.0
 _ROOT = Path(__file__).resolve().parents[1]
 # Files that the model is asked to repeat with a change, as agents do that edit code.

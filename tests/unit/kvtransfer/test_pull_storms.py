@@ -227,6 +227,29 @@ def test_a_pull_brings_back_nothing_of_a_root_that_is_dropped_meanwhile(steps: i
     assert later.result() == len(keys)
 
 
+def test_a_place_that_a_message_is_written_to_is_given_back_only_after_that() -> None:
+    keys, (other, another) = SEQUENCES[0], SEQUENCES[1][:2]
+    reader, owner = Side(places=2, has_store=False), Side(places=20, has_store=False)
+    write(owner.user, keys, BLOCKS)
+    owner.world.run_until(owner.user.begin_save(keys, BLOCKS).done)
+    way, tiers = Way(reader, owner), reader.world.tiers
+    way.connect(1 << 40)
+    reader.pulls.receiver.begin(7, keys[:1], (EntryLink(way.link),), Future())
+    assert tiers.take(other) is not None
+    owner.pulls.sender.serve(EntryLink(way.link), 7, keys[:1], Future())
+    owner.step()
+    reader.transport.progress()
+    arrival = reader.transport.probe()
+    assert arrival is not None
+    reader.pulls.receiver.arrived(arrival)
+    reader.pulls.lost(way.link)
+    assert reader.pulls.holds(way.link)
+    assert tiers.take(another) is None
+    reader.step()
+    assert not reader.pulls.holds(way.link)
+    assert tiers.take(another) is not None
+
+
 class DropsLate(MemoryStore):
     """A store whose drops wait for the test, as those behind many writes do."""
 

@@ -7,7 +7,7 @@ and for a gRPC call that is an open connection. Without tracebacks all of it goe
 
 
 def drop_tracebacks(error: BaseException) -> None:
-    """Drops the error's traceback, and those of the errors in it, before it and behind it.
+    """Drops the traceback of an error, of its causes and contexts, and of the errors in a group.
 
     Errors that are shared with other callers lose theirs too, so log an unexpected error first.
     """

@@ -54,7 +54,7 @@ class Recorded:
 
 
 class RecordedRunner:
-    """Runs steps like the runner in it, and yields the recorded tokens in place of those that were drawn.
+    """Runs steps like the runner in it, and yields the recorded tokens instead of the drawn ones.
 
     Args:
         outputs: the recorded tokens by request, which may change between steps.
@@ -150,7 +150,7 @@ def _rows(
 
 
 async def _token_ms(built: BuiltRunner, requests: Sequence[Recorded], speculator: Speculator | None) -> float:
-    """The mean time per token after the first one, over all requests, all of which decode together."""
+    """The mean time per token after the first one, while all requests decode."""
     outputs = {str(index): each.output for index, each in enumerate(requests)}
     stamps: dict[str, list[float]] = {name: [] for name in outputs}
     left, over = set(outputs), asyncio.Event()

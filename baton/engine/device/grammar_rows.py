@@ -63,7 +63,7 @@ class GrammarRows:
         tokens = {} if drawn is None else drawn.tokens()
         failed: dict[int, BatonError] = {}
         filled: list[Masks] = []
-        # The draws that are left of each request, of which the next step of this loop takes the first.
+        # Each request's remaining draws. A pass of this loop takes the first one of each.
         left = _draws_of_requests(places, rows)
         guessed = False
         while left:

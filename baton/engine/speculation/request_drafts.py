@@ -111,7 +111,7 @@ class RequestDrafts:
         self._guesses, self._bases, self._proposal = int_array(), [], NO_PROPOSAL
 
     def propose(self, most: int) -> Proposal:
-        """The guesses after the tokens that are known, at most so many, of which a step may take 16."""
+        """The guesses after the known tokens, at most so many. A step takes at most 16 of them."""
         count = len(self._tokens)
         if count < self._look_from:
             return NO_PROPOSAL

@@ -37,7 +37,7 @@ _WORD = (1 << _WORD_BITS) - 1
 # Odd numbers with bits everywhere: tokens of neighbouring ids get distant hashes.
 _FACTORS = tuple((0x9E3779B97F4A7C15 * (2 * n + 1) ** 5 | 1) & _ALL for n in range(SHORT))
 _FARTHER = tuple((0xD1B54A32D192ED03 * (2 * n + 3) ** 7 | 1) & _ALL for n in range(LONG // SHORT))
-# Of each of 12 tokens: its hash is a sum, of which only the lowest 64 bits count.
+# One factor for each of 12 tokens. A hash is the lowest 64 bits of a sum.
 _LONG_FACTORS = tuple(farther * factor & _ALL for farther in _FARTHER for factor in _FACTORS)
 
 

@@ -18,7 +18,7 @@ class NodeChannel:
 
     Attributes:
         node, prefill, decode: stubs of the present channel.
-        is_used: whether it was told to connect; a channel connects at its first call.
+        is_used: whether there was a call, which makes the channel connect.
     """
 
     def __init__(self, address: str, *, keepalive_s: float, dial: Dial | None) -> None:

@@ -45,7 +45,7 @@ def wrong_at(place: int, count: int, vocab_size: int = VOCAB_SIZE) -> Guess:
 
 
 def any_drafts(seed: int, most: int = 4, vocab_size: int = VOCAB_SIZE) -> Guess:
-    """None or some drafts, most of which are right."""
+    """Up to a few drafts, mostly right ones."""
     draw = random.Random(seed)
 
     def guess(coming: Sequence[int]) -> list[int]:

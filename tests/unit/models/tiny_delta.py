@@ -10,7 +10,7 @@ _DRAWN: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         f"{mixer}.{name}": between
         for mixer in ("linear_attn", "self_attn", "forget_gate")
-        for name, between in (("A_log", (-4.0, -1.0)), ("dt_bias", (-1.0, 1.0)), ("conv1d.weight", (-2.0, 2.0)))
+        for name, between in (("A_log", (-4.0, -1.0)), ("dt_bias", (-1.0, 1.0)), ("conv1d.weight", (-4.0, 4.0)))
     }
 )
 

@@ -90,6 +90,7 @@ class Engine:
         self._pace = LaunchPace()
         self._timer: asyncio.TimerHandle | None = None  # wakes the loop when the next launch is due
         self._outcomes: deque[Outcome] = deque()  # not processed yet
+        self._ended_s: float | None = None  # when the last step's end was seen
         self._wake = asyncio.Event()
         self._step_over = asyncio.Event()  # a new one for each step
         self._over: BatonError | None = None  # why the engine takes no more requests
@@ -360,10 +361,14 @@ class Engine:
             return self._scheduler.layers_computed(outcome.layer_stop, outcome.index_stop)
         self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
         if isinstance(outcome, StepComputed):
-            events = self._scheduler.complete(outcome.tokens, outcome.seconds, outcome.scores, outcome.pools)
+            waited_s = None if self._ended_s is None else outcome.ended_s - self._ended_s - outcome.seconds
+            events = self._scheduler.complete(
+                outcome.tokens, outcome.seconds, outcome.scores, outcome.pools, waited_s=waited_s
+            )
         else:
             _log.error("an engine step failed", exc_info=outcome.error)
             events = self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)
+        self._ended_s = outcome.ended_s
         if self._scheduler.steps_in_flight:
             self._pace.started(outcome.ended_s, self._scheduler.predicted_s, now=self._clock())
         self._step_over.set()

@@ -79,6 +79,13 @@ class Drafts:
         state.num_computed = state.num_scheduled = state.num_tokens - 1
         return DraftsChecked(state.request_id, drafted, len(sampled) - 1), sampled
 
+    def ended(self, step: Step, waited_s: float | None, *, guesses: bool) -> None:
+        """A step has ended; `waited_s` as in `Scheduler.complete`."""
+        if not step.late:
+            self._speculator.waited(len(step.rows), None, guesses=guesses)
+        elif waited_s is not None:
+            self._speculator.waited(len(step.rows), waited_s, guesses=guesses)
+
     def end(self, state: RequestState) -> None:
         """The request has ended."""
         self._speculator.end(state)

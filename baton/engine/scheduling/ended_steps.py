@@ -42,6 +42,7 @@ class EndedSteps:
         seconds: float,
         scores: Mapping[int, Sequence[PromptLogprob]],
         pools: PooledRows,
+        waited_s: float | None,
     ) -> StepEvents:
         """Ends the oldest step in flight as `Scheduler.complete` says."""
         started: list[RequestStarted] = []
@@ -96,6 +97,8 @@ class EndedSteps:
             sampled.append((state.request_id, token, reason, stop_reason))
         pooled_events = tuple(map(self._end_pooled, pooled))
         self._requests.fill_seats()
+        if self._drafts is not None:
+            self._drafts.ended(step, waited_s, guesses=bool(checked))
         if not step.scores:
             self._meter.observe(step.work, seconds)
         tokens = tuple(map(token_sampled, sampled))

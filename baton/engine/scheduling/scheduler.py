@@ -68,6 +68,7 @@ class Scheduler:
         self._in_flight = self._requests.in_flight
         self._decode_order = DecodeOrder()
         self._drafts: Drafts | None = None
+        self._waits = False  # the next step, until the one in flight has ended
         if speculator is not None:
             assert not facts.state_slots, "a recurrent state cannot be taken back to the tokens that are kept"
             self._drafts = Drafts(speculator, self._roster, self._blocks, self._meter, seats=limits.seats)
@@ -250,7 +251,9 @@ class Scheduler:
         if self._in_flight.full:
             return None
         if self._in_flight and self._must_wait(self._in_flight.oldest):
+            self._waits = True
             return None
+        late, self._waits = self._waits, False
         self._requests.fill_seats()
         preemptions = self._requests.preemptions
         # All other requests decode as before. A pass over all requests costs time in every step, so there is only one.
@@ -264,6 +267,7 @@ class Scheduler:
         )
         # A request is unsteady wherever a block begins, so also where a state is kept.
         self._blocks.states.begin_decoded(step, [state for state in unsteady if state.decoding])
+        step.late = late
         drafts = self._drafts.choose(decoding) if self._drafts is not None and not self._in_flight else {}
         if drafts:
             decoding = [state for state in decoding if state not in drafts]
@@ -295,6 +299,7 @@ class Scheduler:
         seconds: float,
         scores: Mapping[int, Sequence[PromptLogprob]] = _NO_SCORES,
         pools: PooledRows = _NO_POOLS,
+        waited_s: float | None = None,
     ) -> StepEvents:
         """Ends the oldest step in flight: updates its requests and returns its events.
 
@@ -302,8 +307,9 @@ class Scheduler:
             results: what each row yields, see `RowResult`.
             scores: the logprobs that `Batch.scores` asks for, by row.
             pools: the sums that `Batch.pools` asks for, by row.
+            waited_s: since the step before ended, without the time in which the device computed. None: unknown.
         """
-        return self._ended.complete(results, seconds, scores, pools)
+        return self._ended.complete(results, seconds, scores, pools, waited_s)
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
         """Fails the oldest step in flight: its requests end with `error`. Their rows in the next step are void.

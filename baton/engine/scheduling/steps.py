@@ -85,6 +85,7 @@ class NextStep:
         pools: the requests whose hidden states this step pools.
         num_decodes: rows of `add_decodes`; they come before all others.
         unfolds: whether a row has guesses, or known tokens that are computed as decodes.
+        late: whether it was prepared only when the step before had ended, because one of the two unfolds or might.
         work: what the step computes.
         bound: on the step's time; None: there is none.
         has_skipped: whether the first prompt got no token of this step for lack of room.
@@ -107,6 +108,7 @@ class NextStep:
         self.budget = limits.max_batch_tokens
         self.num_decodes = 0
         self.unfolds = False
+        self.late = False
         self.work = StepWork()
         self.bound: StepBound | None = None
         self.has_skipped = False
@@ -226,6 +228,7 @@ class Step(NamedTuple):
         scores: whether it computes prompt logprobs too.
         snapshots: snapshots of recurrent states, usable once the step has ended.
         unfolds: whether it is computed in other rows than these, so that the next step must wait for its tokens.
+        late: as in `NextStep`.
     """
 
     number: int
@@ -236,6 +239,7 @@ class Step(NamedTuple):
     scores: bool
     snapshots: tuple[StepSnapshot, ...] = ()
     unfolds: bool = False
+    late: bool = False
 
     def layers_computed(self, layer_stop: int, index_stop: int) -> StepEvents:
         """The events of the running step when its first layers are computed, for requests that ask for marks."""
@@ -303,7 +307,9 @@ class StepsInFlight:
             step.states[index].row_index = index
         rows, snapshots = tuple(step.rows), tuple(step.snapshots)
         scored = bool(step.scores)
-        launched = Step(number, step.states, rows, step.started, step.work, scored, snapshots, unfolds=step.unfolds)
+        launched = Step(
+            number, step.states, rows, step.started, step.work, scored, snapshots, unfolds=step.unfolds, late=step.late
+        )
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
         restores, copies = tuple(step.restores), tuple(step.copies)

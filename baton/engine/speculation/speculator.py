@@ -14,13 +14,10 @@ from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.acceptance import Acceptance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
 from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates, MaskAllowance
+from baton.engine.speculation.host_gaps import HostGaps
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import MOST_GUESSES, RequestDrafts
 
-# What a step with guesses takes longer than its work, because the host prepares the next step only when it has ended:
-# guesses of 32 requests take 0.5 to 1 ms of it, those of one request 0.05 ms, and the step's rows and messages take the
-# rest. It is not measured on a device yet.
-DEFAULT_OVERHEAD_S = 0.0005
 # Masks of grammars for one step, over all requests. One takes 10 to 30 us, and up to 0.5 ms when its grammar is new.
 _MASKS = 64
 
@@ -48,7 +45,6 @@ class Speculator:
 
     Args:
         grammars: where outputs are in their grammars; None: grammars are not looked at.
-        overhead_s: what the host adds to a step with guesses.
         always: take all guesses, also where they do not pay or costs are unknown.
 
     Attributes:
@@ -59,13 +55,14 @@ class Speculator:
         self,
         *,
         grammars: GrammarStates | None = None,
-        overhead_s: float = DEFAULT_OVERHEAD_S,
         always: bool = False,
         recent: RecentOutputs | None = None,
     ) -> None:
         self.drafted = self.accepted = 0
         self._grammars = grammars
-        self._overhead_s = overhead_s
+        self._gaps = HostGaps()
+        # The requests for which something could be guessed when `pays` was asked last, if it does.
+        self._hopeful: set[str] | None = None
         self._always = always
         self._recent = RecentOutputs() if recent is None else recent
         self._acceptance = Acceptance()
@@ -117,17 +114,23 @@ class Speculator:
         Args:
             work: one token of each request that decodes.
         """
+        self._hopeful = None
         if not self._could_pay(work, costs):
             return False
         # The first guess is for the token that a step in flight draws.
-        proposals = []
-        for proposal in self._proposals(requests, pending=1):
+        proposals, hopeful = [], set()
+        for request, proposal in zip(requests, self._proposals(requests, pending=1), strict=True):
             if len(proposal.tokens) > 1:
                 if self._always:
                     return True
+                hopeful.add(request.request_id)
                 proposals.append(Proposal(proposal.tokens[1:], proposal.chances[1:], proposal.context + 1))
         room = MOST_GUESSES * len(proposals)
-        return any(choose_depths(proposals, work, costs, room=room, overhead_s=self._overhead_s))
+        overhead_s = self._gaps.seconds(work.decode_rows)
+        if not any(choose_depths(proposals, work, costs, room=room, overhead_s=overhead_s)):
+            return False
+        self._hopeful = hopeful
+        return True
 
     def choose(
         self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, room: int
@@ -140,11 +143,15 @@ class Speculator:
         """
         if room <= 0 or not self._could_pay(work, costs):
             return {}
+        hopeful, self._hopeful = self._hopeful, None
+        if hopeful is not None:  # the device waits, so nothing is looked up for the others
+            requests = [request for request in requests if request.request_id in hopeful]
         proposals = self._proposals(requests, pending=0)
         if self._always:
             depths = all_depths(proposals, room=room)
         else:
-            depths = choose_depths(proposals, work, costs, room=room, overhead_s=self._overhead_s)
+            overhead_s = self._gaps.seconds(work.decode_rows)
+            depths = choose_depths(proposals, work, costs, room=room, overhead_s=overhead_s)
         return {
             request.request_id: proposal.tokens[:depth]
             for request, proposal, depth in zip(requests, proposals, depths, strict=True)
@@ -157,12 +164,26 @@ class Speculator:
         self.drafted += drafted
         self.accepted += accepted
 
+    def waited(self, rows: int, seconds: float | None, *, guesses: bool) -> None:
+        """A step has ended.
+
+        Args:
+            rows: its requests.
+            seconds: for how long the device waited for it, because it was prepared only when the step before had ended.
+                None: it did not wait.
+        """
+        if seconds is None:
+            self._gaps.on_time(rows)
+        else:
+            self._gaps.late(rows, seconds, guesses=guesses)
+
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:
             return True
         if costs is None or not work.decode_rows:
             return False
-        return could_pay(work, costs, most_each=MOST_GUESSES, overhead_s=self._overhead_s)
+        overhead_s = self._gaps.seconds(work.decode_rows)
+        return could_pay(work, costs, most_each=MOST_GUESSES, overhead_s=overhead_s)
 
     def _proposals(self, requests: Sequence[Speculating], *, pending: int) -> list[Proposal]:
         """The proposal of each request; those of requests that have not begun are empty.

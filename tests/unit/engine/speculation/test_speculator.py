@@ -74,6 +74,19 @@ def test_where_waiting_pays_guesses_are_chosen_if_the_first_was_right() -> None:
     assert 40 < agreed <= 60
 
 
+def test_while_the_device_waits_only_requests_that_had_guesses_are_looked_up() -> None:
+    speculator, copy, other = Speculator(), copies("copy"), DecodingRequest("new", NOVEL[:9], NOVEL[50:99])
+    copy.tokens.extend(FILE[1:20])
+    for request in (copy, other):
+        speculator.begin(request, root=ROOT, grammar=None)
+    both = [copy, other]
+    assert speculator.pays(both, work_of(both), COSTS)
+    copy.tokens.append(FILE[20])
+    other.tokens.extend(NOVEL[:3])  # it repeats its prompt now
+    assert list(speculator.choose(both, work_of(both), COSTS, room=64)) == ["copy"]
+    assert set(speculator.choose(both, work_of(both), COSTS, room=64)) == {"copy", "new"}
+
+
 @pytest.mark.parametrize(("num_left", "wanted"), [(1, False), (2, True)])
 def test_waiting_for_the_token_that_is_guessed_brings_nothing(num_left: int, wanted: bool) -> None:
     """What a step in flight draws need not be guessed: there must be one more."""
@@ -89,7 +102,9 @@ def test_waiting_for_the_token_that_is_guessed_brings_nothing(num_left: int, wan
 
 def test_waiting_pays_only_if_the_further_tokens_make_up_for_it() -> None:
     """The host takes nearly as long as a step, which two more tokens are worth, and one is not."""
-    speculator = Speculator(overhead_s=0.009)
+    speculator = Speculator()
+    for _ in range(1000):
+        speculator.waited(1, 0.0093, guesses=True)
     request = DecodingRequest("1", FILE, FILE[:100])
     request.tokens.extend(FILE[1:97])
     speculator.begin(request, root=ROOT, grammar=None)

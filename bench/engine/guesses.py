@@ -24,7 +24,7 @@ from baton.engine.build import BuiltRunner, build_runner, calibrate
 from baton.engine.device.device_thread import LaunchedWork, StepRunner
 from baton.engine.device.layer_marks import OnMark
 from baton.engine.engine import Engine
-from baton.engine.events import StepEvents
+from baton.engine.events import DraftsChecked, StepEvents
 from baton.engine.pooling import PooledRows
 from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.speculation.speculator import Speculator
@@ -126,37 +126,38 @@ def run(progress: Callable[[str], None]) -> Iterator[Row]:
     for name, requests in recorded().items():
         for batch in batches:
             measured: dict[bool, list[float]] = {False: [], True: []}
-            speculators: list[Speculator] = []
+            checked: list[DraftsChecked] = []
             for number in range(ROUNDS):
                 asked = [requests[(number * batch + index) % len(requests)] for index in range(batch)]
                 for guesses in (False, True):
                     progress(f"guesses {'auto' if guesses else 'off'}: {name}, batch {batch}, round {number + 1}")
                     speculator = Speculator() if guesses else None
-                    measured[guesses].append(asyncio.run(_token_ms(built, asked, speculator)))
-                    if speculator is not None:
-                        speculators.append(speculator)
-            yield from _rows(name, batch, measured, speculators)
+                    measured[guesses].append(asyncio.run(_token_ms(built, asked, speculator, checked)))
+            yield from _rows(name, batch, measured, checked)
 
 
 def _rows(
-    name: str, batch: int, measured: Mapping[bool, Sequence[float]], speculators: Sequence[Speculator]
+    name: str, batch: int, measured: Mapping[bool, Sequence[float]], checked: Sequence[DraftsChecked]
 ) -> Iterator[Row]:
     work = f"{name}, batch {batch}"
     off_ms, auto_ms = min(measured[False]), min(measured[True])
     goal = _GOALS.get((name, batch))
     yield Row("time per token", work, auto_ms, "ms", "off", off_ms, goal=goal, less_is_better=True)
-    drafted, accepted = sum(each.drafted for each in speculators), sum(each.accepted for each in speculators)
+    drafted, accepted = sum(each.drafted for each in checked), sum(each.accepted for each in checked)
     yield Row("guessed tokens that were kept", work, 100 * accepted / max(1, drafted), "%")
 
 
-async def _token_ms(built: BuiltRunner, requests: Sequence[Recorded], speculator: Speculator | None) -> float:
-    """The mean time per token after the first one, while all requests decode."""
+async def _token_ms(
+    built: BuiltRunner, requests: Sequence[Recorded], speculator: Speculator | None, checked: list[DraftsChecked]
+) -> float:
+    """The mean time per token after the first one, while all requests decode. Adds the guesses to `checked`."""
     outputs = {str(index): each.output for index, each in enumerate(requests)}
     stamps: dict[str, list[float]] = {name: [] for name in outputs}
     left, over = set(outputs), asyncio.Event()
 
     def on_step(events: StepEvents) -> None:
         assert not events.failed, events.failed
+        checked.extend(events.drafts)
         for sampled in events.tokens:
             stamps[sampled.request_id].append(time.perf_counter())
             if sampled.finish_reason is not None:

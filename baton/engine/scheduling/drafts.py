@@ -67,8 +67,6 @@ class Drafts:
     ) -> tuple[DraftsChecked, list[Sampled]]:
         """Takes the draws of a step: one after each guess that is kept, and one more. Returns them up to the
         request's last token, if that is among them."""
-        accepted = len(drawn) - 1
-        self._speculator.observe(state.request_id, drafted, accepted)
         sampled: list[Sampled] = []
         for token in drawn:
             end = state.append(token.token_id)

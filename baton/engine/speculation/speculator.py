@@ -12,10 +12,12 @@ from baton.core.types import Grammar
 from baton.engine.request import IntArray
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.acceptance import Acceptance
+from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
-from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates, MaskAllowance
+from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import MOST_GUESSES, RequestDrafts
+from baton.engine.speculation.sequence_index import PLACES_PER_STEP
 
 # What a step with guesses takes longer than its work, because the host prepares the next step only when it has ended:
 # guesses of 32 requests take 0.5 to 1 ms of it, those of one request 0.05 ms, and the step's rows and messages take the
@@ -52,7 +54,7 @@ class Speculator:
         always: take all guesses, also where they do not pay or costs are unknown.
 
     Attributes:
-        drafted, accepted: guessed tokens that steps have taken so far, and those of them that were kept.
+        recent: outputs that ended lately.
     """
 
     def __init__(
@@ -61,15 +63,14 @@ class Speculator:
         grammars: GrammarStates | None = None,
         overhead_s: float = DEFAULT_OVERHEAD_S,
         always: bool = False,
-        recent: RecentOutputs | None = None,
     ) -> None:
-        self.drafted = self.accepted = 0
         self._grammars = grammars
         self._overhead_s = overhead_s
         self._always = always
-        self._recent = RecentOutputs() if recent is None else recent
         self._acceptance = Acceptance()
-        self._masks = MaskAllowance(_MASKS)
+        self._places = Allowance(PLACES_PER_STEP)
+        self._masks = Allowance(_MASKS)
+        self.recent = RecentOutputs(self._places)
         self._drafts: dict[str, RequestDrafts] = {}
 
     @property
@@ -91,9 +92,10 @@ class Speculator:
             request.tokens,
             prompt_tokens=request.prompt_tokens,
             root=root,
-            recent=self._recent,
+            recent=self.recent,
             grammar=None if grammar is None or states is None else GrammarDrafts(grammar, states, self._masks),
             acceptance=self._acceptance,
+            places=self._places,
             looks_always=self._always,
         )
 
@@ -101,11 +103,11 @@ class Speculator:
         """The request has ended. Its output may help others with the same root."""
         drafts = self._drafts.pop(request.request_id, None)
         if drafts is not None and drafts.root is not None:
-            self._recent.add(drafts.root, drafts.output)
+            self.recent.add(drafts.root, drafts.output)
 
     def drop_roots(self, roots: frozenset[bytes]) -> None:
         """Forgets the outputs with these roots, also those of live requests."""
-        self._recent.drop(roots)
+        self.recent.drop(roots)
         for drafts in self._drafts.values():
             if drafts.root in roots:
                 drafts.forget_root()
@@ -151,12 +153,6 @@ class Speculator:
             if depth
         }
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
-        """A step has taken `drafted` guessed tokens of a request and kept the first `accepted` ones."""
-        del request_id  # its chances are learned from its tokens
-        self.drafted += drafted
-        self.accepted += accepted
-
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:
             return True
@@ -171,6 +167,7 @@ class Speculator:
             pending: guesses beyond those that a step may take.
         """
         self._masks.refill()
+        self._places.refill()
         most = MOST_GUESSES + pending
         proposals = []
         for request in requests:

@@ -66,7 +66,7 @@ class RequestDrafts:
         tokens: its prompt and output as far as they are known, which grow at their end.
         prompt_tokens: number of tokens of the prompt.
         root: of its tenant's KV; None: it uses no other's output, and no other uses its.
-        places: that may be indexed for one step.
+        places, searches: places that may be indexed, and searches for matches, for one step.
         looks_always: look up each token, however little that has brought.
     """
 
@@ -80,6 +80,7 @@ class RequestDrafts:
         grammar: GrammarDrafts | None,
         acceptance: Acceptance,
         places: Allowance,
+        searches: Allowance,
         looks_always: bool,
     ) -> None:
         self.root = root
@@ -88,6 +89,7 @@ class RequestDrafts:
         self._recent = recent
         self._grammar = grammar
         self._acceptance = OwnAcceptance(acceptance)
+        self._searches = searches
         self._looks_always = looks_always
         self._index = SequenceIndex(tokens, places)
         self._source: _Source | None = None
@@ -153,7 +155,7 @@ class RequestDrafts:
 
     def _look(self, count: int) -> None:
         self._looked_at = count
-        if self._source is None:
+        if self._source is None and self._searches.take():
             self._search(count)
         guesses, bases = self._continued(MOST_GUESSES + 1, count)
         if self._grammar is not None:

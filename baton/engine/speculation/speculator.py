@@ -23,8 +23,10 @@ from baton.engine.speculation.sequence_index import PLACES_PER_STEP
 # guesses of 32 requests take 0.5 to 1 ms of it, those of one request 0.05 ms, and the step's rows and messages take the
 # rest. It is not measured on a device yet.
 DEFAULT_OVERHEAD_S = 0.0005
-# Masks of grammars for one step, over all requests. One takes 10 to 30 us, and up to 0.5 ms when its grammar is new.
+# What all requests together may take for one step. A mask of a grammar takes 10 to 30 us, and up to 0.5 ms when the
+# grammar is new; a search takes up to 22 us.
 _MASKS = 64
+_SEARCHES = 64
 
 
 class Speculating(Protocol):
@@ -70,6 +72,8 @@ class Speculator:
         self._acceptance = Acceptance()
         self._places = Allowance(PLACES_PER_STEP)
         self._masks = Allowance(_MASKS)
+        self._searches = Allowance(_SEARCHES)
+        self._turn = 0
         self.recent = RecentOutputs(self._places)
         self._drafts: dict[str, RequestDrafts] = {}
 
@@ -96,6 +100,7 @@ class Speculator:
             grammar=None if grammar is None or states is None else GrammarDrafts(grammar, states, self._masks),
             acceptance=self._acceptance,
             places=self._places,
+            searches=self._searches,
             looks_always=self._always,
         )
 
@@ -166,12 +171,15 @@ class Speculator:
         Args:
             pending: guesses beyond those that a step may take.
         """
-        self._masks.refill()
-        self._places.refill()
+        for allowance in (self._places, self._searches, self._masks):
+            allowance.refill()
         most = MOST_GUESSES + pending
-        proposals = []
-        for request in requests:
+        proposals = [NO_PROPOSAL] * len(requests)
+        # Each step begins with another request, so that the first ones do not take the allowances of all others.
+        self._turn += 1
+        for place in range(self._turn, self._turn + len(requests)):
+            request = requests[place % len(requests)]
             drafts = self._drafts.get(request.request_id)
-            most_here = min(most, request.most_drafts + pending)
-            proposals.append(NO_PROPOSAL if drafts is None else drafts.propose(most_here))
+            if drafts is not None:
+                proposals[place % len(requests)] = drafts.propose(min(most, request.most_drafts + pending))
         return proposals

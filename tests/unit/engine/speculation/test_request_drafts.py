@@ -25,6 +25,7 @@ def drafts_of(
         grammar=None,
         acceptance=Acceptance(),
         places=plenty(),
+        searches=plenty(),
         looks_always=looks_always,
     )
 

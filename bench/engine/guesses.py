@@ -25,7 +25,7 @@ from baton.engine.build import BuiltRunner, build_runner, calibrate
 from baton.engine.device.device_thread import LaunchedWork, StepRunner
 from baton.engine.device.layer_marks import OnMark
 from baton.engine.engine import Engine
-from baton.engine.events import StepEvents
+from baton.engine.events import DraftsChecked, StepEvents
 from baton.engine.pooling import PooledRows
 from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.speculation.speculator import Speculator
@@ -128,25 +128,32 @@ def run(progress: Callable[[str], None]) -> Iterator[Row]:
         for batch in batches:
             measured: dict[bool, list[float]] = {False: [], True: []}
             speculator = Speculator()
+            checked: list[DraftsChecked] = []
             for number in range(ROUNDS):
                 asked = [requests[(number * batch + index) % len(requests)] for index in range(batch)]
                 for guesses in (False, True):
                     progress(f"guesses {'auto' if guesses else 'off'}: {name}, batch {batch}, round {number + 1}")
-                    token_ms = asyncio.run(_token_ms(built, asked, speculator if guesses else None))
+                    token_ms = asyncio.run(_token_ms(built, asked, speculator if guesses else None, checked))
                     measured[guesses].append(token_ms)
-            yield from _rows(name, batch, measured, speculator)
+            yield from _rows(name, batch, measured, checked)
 
 
-def _rows(name: str, batch: int, measured: Mapping[bool, Sequence[float]], speculator: Speculator) -> Iterator[Row]:
+def _rows(
+    name: str, batch: int, measured: Mapping[bool, Sequence[float]], checked: Sequence[DraftsChecked]
+) -> Iterator[Row]:
     work = f"{name}, batch {batch}"
     off_ms, auto_ms = median(measured[False]), median(measured[True])
     goal = _GOALS.get((name, batch))
     yield Row("time per token", work, auto_ms, "ms", "off", off_ms, goal=goal, less_is_better=True)
-    yield Row("guessed tokens that were kept", work, 100 * speculator.accepted / max(1, speculator.drafted), "%")
+    drafted, accepted = sum(each.drafted for each in checked), sum(each.accepted for each in checked)
+    yield Row("guessed tokens that were kept", work, 100 * accepted / max(1, drafted), "%")
 
 
-async def _token_ms(built: BuiltRunner, requests: Sequence[Recorded], speculator: Speculator | None) -> float:
-    """The mean time per token. Prompts are in the cache before, so that all requests decode at the same time.
+async def _token_ms(
+    built: BuiltRunner, requests: Sequence[Recorded], speculator: Speculator | None, checked: list[DraftsChecked]
+) -> float:
+    """The mean time per token. Prompts are in the cache before, so that all requests decode at the same time. Adds the
+    guesses to `checked`.
 
     Args:
         speculator: forgets the outputs of earlier calls, which would be guessed too well, but not what it has learned.
@@ -156,6 +163,7 @@ async def _token_ms(built: BuiltRunner, requests: Sequence[Recorded], speculator
 
     def on_step(events: StepEvents) -> None:
         assert not events.failed, events.failed
+        checked.extend(events.drafts)
         left.difference_update(each.request_id for each in events.tokens if each.finish_reason is not None)
         if not left:
             over.set()

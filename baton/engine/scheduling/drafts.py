@@ -67,8 +67,6 @@ class Drafts:
     ) -> tuple[DraftsChecked, list[Sampled]]:
         """Takes the draws of a step: one after each guess that is kept, and one more. Returns them up to the
         request's last token, if that is among them."""
-        accepted = len(drawn) - 1
-        self._speculator.observe(state.request_id, drafted, accepted)
         sampled: list[Sampled] = []
         for token in drawn:
             end = state.append(token.token_id)
@@ -82,9 +80,9 @@ class Drafts:
     def ended(self, step: Step, waited_s: float | None, *, guesses: bool) -> None:
         """A step has ended; `waited_s` as in `Scheduler.complete`."""
         if not step.late:
-            self._speculator.waited(len(step.rows), None, guesses=guesses)
+            self._speculator.waited(step.work.decode_rows, None, guesses=guesses)
         elif waited_s is not None:
-            self._speculator.waited(len(step.rows), waited_s, guesses=guesses)
+            self._speculator.waited(step.work.decode_rows, waited_s, guesses=guesses)
 
     def end(self, state: RequestState) -> None:
         """The request has ended."""

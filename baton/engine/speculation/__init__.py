@@ -3,6 +3,7 @@
 A guess never changes a token, only when it comes: a step computes the guessed tokens beside the known one, draws one
 token after each of them as decoding would, and keeps the draws up to the first that differs from its guess.
 
+    allowance       work for a step that all requests share
     sequence_index  where a sequence has had its last tokens before
     recent_outputs  the same for the outputs that a tenant's requests had lately
     grammar_drafts  what a grammar forces next

@@ -4,7 +4,7 @@ Each guessed token is one more decode row of the step, which reads its request's
 (`baton.engine.device.unfolded`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -39,7 +39,12 @@ NO_PROPOSAL = Proposal((), (), 0)
 
 
 def choose_depths(
-    proposals: Sequence[Proposal], work: StepWork, costs: StepTimes | None, *, room: int, overhead_s: float = 0.0
+    proposals: Sequence[Proposal],
+    work: StepWork,
+    costs: StepTimes | None,
+    *,
+    room: int,
+    wait_s: Callable[[int], float] = lambda _: 0.0,
 ) -> list[int]:
     """How many tokens of each proposal the next step should take.
 
@@ -47,7 +52,8 @@ def choose_depths(
         work: the step without guesses: one token of each of these requests and of the others that decode.
         costs: None: unknown; then nothing is guessed.
         room: most guessed tokens of the step.
-        overhead_s: what the host adds to a step with guesses, because no step can be prepared while it runs.
+        wait_s: for how long the device waits for a step of so many rows with guesses, because it is prepared only when
+            the one before has ended.
     """
     if costs is None or room <= 0 or not work.decode_rows:
         return [0] * len(proposals)
@@ -56,7 +62,7 @@ def choose_depths(
     for count in _counts(len(ranked)):
         tokens, keys = ranked.sums(count)
         guessed = StepWork(work.decode_rows + count, work.keys + keys, work.prompt_tokens, work.pairs)
-        rate = (work.decode_rows + tokens) / (costs.seconds(guessed) + overhead_s)
+        rate = (work.decode_rows + tokens) / (costs.seconds(guessed) + wait_s(guessed.decode_rows))
         if rate > best_rate:
             best, best_rate = count, rate
     return ranked.depths(best)
@@ -68,14 +74,14 @@ def all_depths(proposals: Sequence[Proposal], *, room: int) -> list[int]:
     return ranked.depths(len(ranked))
 
 
-def could_pay(work: StepWork, costs: StepTimes, *, most_each: int, overhead_s: float) -> bool:
+def could_pay(work: StepWork, costs: StepTimes, *, most_each: int, wait_s: Callable[[int], float]) -> bool:
     """Whether guesses that are all right, up to `most_each` for each decode row, would pay. At saturation they do not,
     and nothing needs to be looked up."""
     rows = work.decode_rows
     best_rate = _LEAST_GAIN * rows / costs.seconds(work)
     for count in _counts(rows * most_each, ratio=2.0):
         guessed = StepWork(rows + count, work.keys * (rows + count) // rows, work.prompt_tokens, work.pairs)
-        if rows + count > best_rate * (overhead_s + costs.seconds(guessed)):
+        if rows + count > best_rate * (wait_s(rows + count) + costs.seconds(guessed)):
             return True
     return False
 

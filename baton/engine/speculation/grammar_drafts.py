@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from baton.core.types import Grammar
 from baton.engine.request import IntArray, int_array
 from baton.engine.speculation.acceptance import Basis
+from baton.engine.speculation.allowance import Allowance
 from baton.grammar.choices import Choices
 
 # More guesses at a time are rarely right, and each one takes a mask.
@@ -42,21 +43,6 @@ class GrammarStates(Protocol):
         compiled."""
 
 
-class MaskAllowance:
-    """How many masks may still be computed for the next step, by all requests together."""
-
-    def __init__(self, most: int) -> None:
-        self._most = self._left = most
-
-    def refill(self) -> None:
-        self._left = self._most
-
-    def take(self) -> bool:
-        """Takes one mask. Returns False if there is none left."""
-        self._left -= 1
-        return self._left >= 0
-
-
 _Place: TypeAlias = "tuple[int, int, int]"
 
 
@@ -76,7 +62,7 @@ class _Guess(NamedTuple):
 class GrammarDrafts:
     """Guesses for one output."""
 
-    def __init__(self, grammar: Grammar, states: GrammarStates, allowance: MaskAllowance) -> None:
+    def __init__(self, grammar: Grammar, states: GrammarStates, allowance: Allowance) -> None:
         self._grammar = grammar
         self._states = states
         self._allowance = allowance

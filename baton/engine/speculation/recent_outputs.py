@@ -9,6 +9,7 @@ from collections.abc import Collection
 from itertools import takewhile
 
 from baton.engine.request import IntArray, int_array
+from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.sequence_index import LastTokens, Match, SequenceIndex
 
 # Ends an output in a store. No token has this id.
@@ -27,15 +28,18 @@ class RecentOutputs:
         half_tokens: a root has twice as many tokens at most.
         most_tokens: bound of all roots' tokens.
         most_roots: bound of the number of roots.
+        allowance: of places to index for one step.
     """
 
     def __init__(
         self,
+        allowance: Allowance,
         *,
         half_tokens: int = _HALF_TOKENS,
         most_tokens: int = _MOST_TOKENS,
         most_roots: int = _MOST_ROOTS,
     ) -> None:
+        self._allowance = allowance
         self._half_tokens = half_tokens
         self._most_tokens = most_tokens
         self._most_roots = most_roots
@@ -60,7 +64,7 @@ class RecentOutputs:
         halves = self._halves.setdefault(root, [])
         self._halves.move_to_end(root)
         if not halves or halves[-1].num_tokens + len(output) >= self._half_tokens:
-            halves.append(OutputIndex())
+            halves.append(OutputIndex(self._allowance))
             if len(halves) > 2:
                 self._num_tokens -= halves.pop(0).num_tokens
         halves[-1].add(output)
@@ -92,9 +96,9 @@ class RecentOutputs:
 class OutputIndex:
     """Finds places in some outputs of one root."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowance: Allowance) -> None:
         self._tokens = int_array()
-        self._index = SequenceIndex(self._tokens)
+        self._index = SequenceIndex(self._tokens, allowance)
 
     @property
     def num_tokens(self) -> int:

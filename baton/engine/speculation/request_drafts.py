@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from baton.engine.request import IntArray, int_array
 from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance, bases_of
+from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Proposal
 from baton.engine.speculation.grammar_drafts import GrammarDrafts
 from baton.engine.speculation.recent_outputs import RecentOutputs
@@ -65,6 +66,7 @@ class RequestDrafts:
         tokens: its prompt and output as far as they are known, which grow at their end.
         prompt_tokens: number of tokens of the prompt.
         root: of its tenant's KV; None: it uses no other's output, and no other uses its.
+        places, searches: places that may be indexed, and searches for matches, for one step.
         looks_always: look up each token, however little that has brought.
     """
 
@@ -77,6 +79,8 @@ class RequestDrafts:
         recent: RecentOutputs,
         grammar: GrammarDrafts | None,
         acceptance: Acceptance,
+        places: Allowance,
+        searches: Allowance,
         looks_always: bool,
     ) -> None:
         self.root = root
@@ -85,8 +89,9 @@ class RequestDrafts:
         self._recent = recent
         self._grammar = grammar
         self._acceptance = OwnAcceptance(acceptance)
+        self._searches = searches
         self._looks_always = looks_always
-        self._index = SequenceIndex(tokens)
+        self._index = SequenceIndex(tokens, places)
         self._source: _Source | None = None
         self._match = Match(0, 0)
         self._ended: _EndedMatch | None = None
@@ -150,7 +155,7 @@ class RequestDrafts:
 
     def _look(self, count: int) -> None:
         self._looked_at = count
-        if self._source is None:
+        if self._source is None and self._searches.take():
             self._search(count)
         guesses, bases = self._continued(MOST_GUESSES + 1, count)
         if self._grammar is not None:

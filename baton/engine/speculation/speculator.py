@@ -12,14 +12,18 @@ from baton.core.types import Grammar
 from baton.engine.request import IntArray
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.acceptance import Acceptance
+from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
-from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates, MaskAllowance
+from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
 from baton.engine.speculation.host_gaps import HostGaps
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import MOST_GUESSES, RequestDrafts
+from baton.engine.speculation.sequence_index import PLACES_PER_STEP
 
-# Masks of grammars for one step, over all requests. One takes 10 to 30 us, and up to 0.5 ms when its grammar is new.
+# What all requests together may take for one step. A mask of a grammar takes 10 to 30 us, and up to 0.5 ms when the
+# grammar is new; a search takes up to 22 us.
 _MASKS = 64
+_SEARCHES = 64
 
 
 class Speculating(Protocol):
@@ -48,7 +52,7 @@ class Speculator:
         always: take all guesses, also where they do not pay or costs are unknown.
 
     Attributes:
-        drafted, accepted: guessed tokens that steps have taken so far, and those of them that were kept.
+        recent: outputs that ended lately.
     """
 
     def __init__(
@@ -56,17 +60,18 @@ class Speculator:
         *,
         grammars: GrammarStates | None = None,
         always: bool = False,
-        recent: RecentOutputs | None = None,
     ) -> None:
-        self.drafted = self.accepted = 0
         self._grammars = grammars
         self._gaps = HostGaps()
         # The requests for which something could be guessed when `pays` was asked last, if it does.
         self._hopeful: set[str] | None = None
         self._always = always
-        self._recent = RecentOutputs() if recent is None else recent
         self._acceptance = Acceptance()
-        self._masks = MaskAllowance(_MASKS)
+        self._places = Allowance(PLACES_PER_STEP)
+        self._masks = Allowance(_MASKS)
+        self._searches = Allowance(_SEARCHES)
+        self._turn = 0
+        self.recent = RecentOutputs(self._places)
         self._drafts: dict[str, RequestDrafts] = {}
 
     @property
@@ -88,9 +93,11 @@ class Speculator:
             request.tokens,
             prompt_tokens=request.prompt_tokens,
             root=root,
-            recent=self._recent,
+            recent=self.recent,
             grammar=None if grammar is None or states is None else GrammarDrafts(grammar, states, self._masks),
             acceptance=self._acceptance,
+            places=self._places,
+            searches=self._searches,
             looks_always=self._always,
         )
 
@@ -98,11 +105,11 @@ class Speculator:
         """The request has ended. Its output may help others with the same root."""
         drafts = self._drafts.pop(request.request_id, None)
         if drafts is not None and drafts.root is not None:
-            self._recent.add(drafts.root, drafts.output)
+            self.recent.add(drafts.root, drafts.output)
 
     def drop_roots(self, roots: frozenset[bytes]) -> None:
         """Forgets the outputs with these roots, also those of live requests."""
-        self._recent.drop(roots)
+        self.recent.drop(roots)
         for drafts in self._drafts.values():
             if drafts.root in roots:
                 drafts.forget_root()
@@ -126,8 +133,7 @@ class Speculator:
                 hopeful.add(request.request_id)
                 proposals.append(Proposal(proposal.tokens[1:], proposal.chances[1:], proposal.context + 1))
         room = MOST_GUESSES * len(proposals)
-        overhead_s = self._gaps.seconds(work.decode_rows)
-        if not any(choose_depths(proposals, work, costs, room=room, overhead_s=overhead_s)):
+        if not any(choose_depths(proposals, work, costs, room=room, wait_s=self._gaps.seconds)):
             return False
         self._hopeful = hopeful
         return True
@@ -150,30 +156,23 @@ class Speculator:
         if self._always:
             depths = all_depths(proposals, room=room)
         else:
-            overhead_s = self._gaps.seconds(work.decode_rows)
-            depths = choose_depths(proposals, work, costs, room=room, overhead_s=overhead_s)
+            depths = choose_depths(proposals, work, costs, room=room, wait_s=self._gaps.seconds)
         return {
             request.request_id: proposal.tokens[:depth]
             for request, proposal, depth in zip(requests, proposals, depths, strict=True)
             if depth
         }
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
-        """A step has taken `drafted` guessed tokens of a request and kept the first `accepted` ones."""
-        del request_id  # its chances are learned from its tokens
-        self.drafted += drafted
-        self.accepted += accepted
-
     def waited(self, rows: int, seconds: float | None, *, guesses: bool) -> None:
         """A step has ended.
 
         Args:
-            rows: its requests.
+            rows: its decodes and guesses.
             seconds: for how long the device waited for it, because it was prepared only when the step before had ended.
                 None: it did not wait.
         """
         if seconds is None:
-            self._gaps.on_time(rows)
+            self._gaps.on_time()
         else:
             self._gaps.late(rows, seconds, guesses=guesses)
 
@@ -182,8 +181,7 @@ class Speculator:
             return True
         if costs is None or not work.decode_rows:
             return False
-        overhead_s = self._gaps.seconds(work.decode_rows)
-        return could_pay(work, costs, most_each=MOST_GUESSES, overhead_s=overhead_s)
+        return could_pay(work, costs, most_each=MOST_GUESSES, wait_s=self._gaps.seconds)
 
     def _proposals(self, requests: Sequence[Speculating], *, pending: int) -> list[Proposal]:
         """The proposal of each request; those of requests that have not begun are empty.
@@ -191,11 +189,15 @@ class Speculator:
         Args:
             pending: guesses beyond those that a step may take.
         """
-        self._masks.refill()
+        for allowance in (self._places, self._searches, self._masks):
+            allowance.refill()
         most = MOST_GUESSES + pending
-        proposals = []
-        for request in requests:
+        proposals = [NO_PROPOSAL] * len(requests)
+        # Each step begins with another request, so that the first ones do not take the allowances of all others.
+        self._turn += 1
+        for place in range(self._turn, self._turn + len(requests)):
+            request = requests[place % len(requests)]
             drafts = self._drafts.get(request.request_id)
-            most_here = min(most, request.most_drafts + pending)
-            proposals.append(NO_PROPOSAL if drafts is None else drafts.propose(most_here))
+            if drafts is not None:
+                proposals[place % len(requests)] = drafts.propose(min(most, request.most_drafts + pending))
         return proposals

@@ -28,7 +28,6 @@ class Told(Speculator):
         super().__init__(always=True)
         self.live: set[str] = set()
         self.ended: list[str] = []
-        self.checked: list[tuple[str, int, int]] = []
         self._model = model
         self._most, self._wrong, self._silent = most, wrong, silent
         self._random = Random(3)
@@ -61,10 +60,6 @@ class Told(Speculator):
             room -= most
             drafts[each.request_id] = tuple(draft)
         return drafts
-
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
-        assert 0 <= accepted <= drafted
-        self.checked.append((request_id, drafted, accepted))
 
 
 class World:
@@ -108,6 +103,7 @@ class World:
         self.ended: dict[str, FinishReason] = {}
         self.events: list[StepEvents] = []
         self.batches: deque[Batch] = deque()
+        self.drafted = self.accepted = 0
 
     def submit(self, one: EngineRequest) -> None:
         self.sequences[one.request_id] = list(one.prompt)
@@ -129,6 +125,10 @@ class World:
         batch = self.batches.popleft()
         events = self.scheduler.complete(self.model.run(batch, self.sequences), 0.0)
         self.events.append(events)
+        for checked in events.drafts:
+            assert 0 <= checked.accepted <= checked.drafted
+            self.drafted += checked.drafted
+            self.accepted += checked.accepted
         for sampled in events.tokens:
             assert sampled.token.index == len(self.sequences[sampled.request_id]) - self._prompt(sampled[0])
             self.sequences[sampled.request_id].append(sampled.token.token_id)

@@ -1,5 +1,6 @@
 """How many guessed tokens a step takes, by the cost model."""
 
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
@@ -18,11 +19,23 @@ def proposal(*chances: float, context: int = 1000) -> Proposal:
     return Proposal(tuple(range(len(chances))), tuple(accumulate(chances, mul)), context)
 
 
-def rate(proposals: list[Proposal], depths: list[int], work: StepWork, costs: StepCosts, overhead_s: float) -> float:
+@dataclass(frozen=True)
+class Wait:
+    """A device's wait for a step with guesses."""
+
+    step_s: float
+    row_s: float
+
+    def __call__(self, rows: int) -> float:
+        return self.step_s + self.row_s * rows
+
+
+def rate(proposals: list[Proposal], depths: list[int], work: StepWork, costs: StepCosts, wait_s: Wait) -> float:
     """Expected tokens a second."""
     tokens = work.decode_rows + sum(sum(p.chances[:depth]) for p, depth in zip(proposals, depths, strict=True))
     guesses = [(p.context, depth) for p, depth in zip(proposals, depths, strict=True)]
-    return tokens / (costs.seconds(guessed_work(work, guesses)) + (overhead_s if any(depths) else 0.0))
+    guessed = guessed_work(work, guesses)
+    return tokens / (costs.seconds(guessed) + (wait_s(guessed.decode_rows) if any(depths) else 0.0))
 
 
 @pytest.mark.parametrize("costs", [COSTS, SATURATED], ids=["weights", "saturated"])
@@ -34,18 +47,18 @@ def test_a_choice_is_never_worse_than_the_plain_step(costs: StepCosts) -> None:
             for _ in range(int(generator.integers(1, 40)))
         ]
         work = StepWork(len(proposals) + 3, sum(each.context + 1 for each in proposals))
-        room, overhead_s = int(generator.integers(0, 200)), float(generator.random()) * 1e-3
-        depths = choose_depths(proposals, work, costs, room=room, overhead_s=overhead_s)
+        room, wait_s = int(generator.integers(0, 200)), Wait(*generator.random(2) * (1e-3, 1e-5))
+        depths = choose_depths(proposals, work, costs, room=room, wait_s=wait_s)
         assert all(0 <= depth <= len(each.tokens) for depth, each in zip(depths, proposals, strict=True))
         assert sum(depths) <= room
-        plain = rate(proposals, [0] * len(proposals), work, costs, overhead_s)
-        chosen = rate(proposals, depths, work, costs, overhead_s)
+        plain = rate(proposals, [0] * len(proposals), work, costs, wait_s)
+        chosen = rate(proposals, depths, work, costs, wait_s)
         assert not any(depths) or chosen > 1.03 * plain
         # No single depth for all requests is better by more than what the tried numbers leave out.
         for depth in range(17):
             same = [min(depth, len(each.tokens)) for each in proposals]
             if sum(same) <= room:
-                assert max(chosen, 1.03 * plain) >= 0.97 * rate(proposals, same, work, costs, overhead_s)
+                assert max(chosen, 1.03 * plain) >= 0.97 * rate(proposals, same, work, costs, wait_s)
 
 
 def test_likely_guesses_are_taken_where_weights_cost_most() -> None:
@@ -63,8 +76,8 @@ def test_nothing_is_guessed_at_saturation() -> None:
     proposals = [proposal(*[0.99] * 8)] * 64
     work = StepWork(64, 64_000)
     assert choose_depths(proposals, work, SATURATED, room=512) == [0] * 64
-    assert not could_pay(work, SATURATED, most_each=16, overhead_s=0.0)
-    assert could_pay(work, COSTS, most_each=16, overhead_s=0.0)
+    assert not could_pay(work, SATURATED, most_each=16, wait_s=lambda _: 0.0)
+    assert could_pay(work, COSTS, most_each=16, wait_s=lambda _: 0.0)
 
 
 def test_nothing_is_guessed_where_costs_are_unknown_or_no_request_decodes() -> None:
@@ -75,7 +88,7 @@ def test_nothing_is_guessed_where_costs_are_unknown_or_no_request_decodes() -> N
 def test_a_gain_that_the_host_takes_is_none() -> None:
     one = [proposal(0.2)]
     assert choose_depths(one, StepWork(1, 1000), COSTS, room=64) == [1]
-    assert choose_depths(one, StepWork(1, 1000), COSTS, room=64, overhead_s=0.002) == [0]
+    assert choose_depths(one, StepWork(1, 1000), COSTS, room=64, wait_s=lambda _: 0.002) == [0]
 
 
 def test_a_gain_below_three_percent_is_none() -> None:

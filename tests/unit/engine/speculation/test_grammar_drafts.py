@@ -8,7 +8,8 @@ from tokenizers import Tokenizer
 from baton.core.types import Grammar, GrammarKind
 from baton.engine.request import IntArray, int_array
 from baton.engine.speculation.acceptance import Basis
-from baton.engine.speculation.grammar_drafts import GrammarDrafts, MaskAllowance
+from baton.engine.speculation.allowance import Allowance
+from baton.engine.speculation.grammar_drafts import GrammarDrafts
 from baton.engine.speculation.speculator import Speculator
 from baton.grammar.compiler import GrammarCompiler
 from baton.grammar.forced_tokens import ForcedTokens
@@ -68,7 +69,7 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> IntArray:
 
 
 def drafts_of(states: ForcedTokens, masks: int = 10**6) -> GrammarDrafts:
-    return GrammarDrafts(JSON, states, MaskAllowance(masks))
+    return GrammarDrafts(JSON, states, Allowance(masks))
 
 
 def guessed(drafts: GrammarDrafts, tokens: IntArray, tokenizer: Tokenizer, most: int = 8) -> str:
@@ -131,7 +132,7 @@ def test_guesses_do_not_depend_on_those_before(states: ForcedTokens, tokenizer: 
 
 def test_masks_are_not_computed_twice(states: ForcedTokens, tokenizer: Tokenizer) -> None:
     """The guesses that were right shorten those that are known."""
-    tokens, allowance = tokens_of(tokenizer, json.dumps(VALUE)), MaskAllowance(10**6)
+    tokens, allowance = tokens_of(tokenizer, json.dumps(VALUE)), Allowance(10**6)
     drafts = GrammarDrafts(JSON, states, allowance)
     for count in range(len(tokens)):
         drafts.guesses(tokens[:count], 0, 8)
@@ -140,7 +141,7 @@ def test_masks_are_not_computed_twice(states: ForcedTokens, tokenizer: Tokenizer
 
 
 def test_all_requests_together_get_so_many_masks(states: ForcedTokens, tokenizer: Tokenizer) -> None:
-    allowance, start = MaskAllowance(5), tokens_of(tokenizer, '{"')
+    allowance, start = Allowance(5), tokens_of(tokenizer, '{"')
     first, second = GrammarDrafts(JSON, states, allowance), GrammarDrafts(JSON, states, allowance)
     assert len(first.guesses(start, 0, 8)[0]) == 5
     assert len(second.guesses(start, 0, 8)[0]) == 0
@@ -159,7 +160,7 @@ def test_an_output_that_leaves_its_grammar_is_not_followed(states: ForcedTokens,
 
 def test_a_grammar_that_is_not_compiled_yet_is_followed_later(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(TOKENIZER, 4096, (EOS,))
-    drafts, tokens = GrammarDrafts(JSON, ForcedTokens(compiler), MaskAllowance(100)), tokens_of(tokenizer, '{"')
+    drafts, tokens = GrammarDrafts(JSON, ForcedTokens(compiler), Allowance(100)), tokens_of(tokenizer, '{"')
     assert guessed(drafts, tokens, tokenizer) == ""
     compiler.check(JSON)
     assert guessed(drafts, tokens, tokenizer).startswith("full_name")

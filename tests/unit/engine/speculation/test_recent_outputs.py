@@ -5,6 +5,7 @@ import numpy as np
 from baton.engine.request import int_array
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.sequence_index import LastTokens, Match
+from tests.unit.engine.speculation.request import plenty
 
 OUTPUT = int_array(list(range(100, 140)))
 
@@ -16,7 +17,7 @@ def found(outputs: RecentOutputs, root: bytes, tokens: list[int]) -> list[int]:
 
 
 def test_what_followed_in_an_output_is_found() -> None:
-    outputs = RecentOutputs()
+    outputs = RecentOutputs(plenty())
     outputs.add(b"a", OUTPUT)
     assert found(outputs, b"a", [1, 2, 110, 111, 112]) == [113, 114, 115, 116]
     result = outputs.longest(b"a", LastTokens(int_array([1, 2, 110, 111, 112])))
@@ -25,7 +26,7 @@ def test_what_followed_in_an_output_is_found() -> None:
 
 
 def test_no_other_roots_outputs_are_found() -> None:
-    outputs = RecentOutputs()
+    outputs = RecentOutputs(plenty())
     outputs.add(b"a", OUTPUT)
     outputs.add(b"b", int_array([1, 2, 3, 4]))
     assert found(outputs, b"b", [110, 111, 112]) == []
@@ -33,7 +34,7 @@ def test_no_other_roots_outputs_are_found() -> None:
 
 
 def test_nothing_follows_the_end_of_an_output() -> None:
-    outputs = RecentOutputs()
+    outputs = RecentOutputs(plenty())
     outputs.add(b"a", OUTPUT)
     outputs.add(b"a", int_array([7, 8, 9]))
     assert found(outputs, b"a", [137, 138, 139]) == []
@@ -42,7 +43,7 @@ def test_nothing_follows_the_end_of_an_output() -> None:
 
 
 def test_dropped_roots_are_forgotten() -> None:
-    outputs = RecentOutputs()
+    outputs = RecentOutputs(plenty())
     outputs.add(b"a", OUTPUT)
     outputs.add(b"b", OUTPUT)
     outputs.drop({b"a", b"unknown"})
@@ -53,7 +54,7 @@ def test_dropped_roots_are_forgotten() -> None:
 
 def test_a_root_keeps_its_latest_tokens_within_its_bound() -> None:
     generator = np.random.default_rng(0)
-    outputs = RecentOutputs(half_tokens=500, most_tokens=10_000)
+    outputs = RecentOutputs(plenty(), half_tokens=500, most_tokens=10_000)
     for _ in range(60):
         output = int_array(generator.integers(0, 1 << 20, int(generator.integers(1, 200))).tolist())
         outputs.add(b"a", output)
@@ -64,14 +65,14 @@ def test_a_root_keeps_its_latest_tokens_within_its_bound() -> None:
 
 
 def test_of_an_output_that_is_too_long_the_end_is_kept() -> None:
-    outputs = RecentOutputs(half_tokens=100)
+    outputs = RecentOutputs(plenty(), half_tokens=100)
     outputs.add(b"a", int_array(list(range(1000))))
     assert outputs.num_tokens <= 100
     assert found(outputs, b"a", [990, 991, 992]) == [993, 994, 995, 996]
 
 
 def test_the_least_recently_used_roots_are_dropped_first() -> None:
-    outputs = RecentOutputs(half_tokens=100, most_tokens=300)
+    outputs = RecentOutputs(plenty(), half_tokens=100, most_tokens=300)
     for number in range(7):
         outputs.add(b"%d" % number, OUTPUT)
         found(outputs, b"0", [1, 2, 3])  # a lookup is a use
@@ -84,7 +85,7 @@ def test_the_least_recently_used_roots_are_dropped_first() -> None:
 
 
 def test_many_roots_with_short_outputs_are_bounded_by_their_number() -> None:
-    outputs = RecentOutputs(most_roots=5)
+    outputs = RecentOutputs(plenty(), most_roots=5)
     for number in range(9):
         outputs.add(b"%d" % number, int_array([number]))
     assert list(outputs.roots) == [b"4", b"5", b"6", b"7", b"8"]

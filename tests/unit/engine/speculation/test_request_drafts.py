@@ -8,6 +8,7 @@ from baton.engine.request import int_array
 from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance, bases_of
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import MOST_GUESSES, RequestDrafts
+from tests.unit.engine.speculation.request import plenty
 
 FILE = list(range(1000, 1200))
 NOVEL = list(range(5000, 9000))
@@ -20,9 +21,11 @@ def drafts_of(
         int_array(list(tokens)),
         prompt_tokens=0,
         root=b"root",
-        recent=RecentOutputs() if recent is None else recent,
+        recent=RecentOutputs(plenty()) if recent is None else recent,
         grammar=None,
         acceptance=Acceptance(),
+        places=plenty(),
+        searches=plenty(),
         looks_always=looks_always,
     )
 
@@ -97,7 +100,7 @@ def test_guesses_go_on_after_an_edit() -> None:
 
 
 def test_guesses_do_not_resume_beyond_an_output_of_another_request() -> None:
-    recent = RecentOutputs()
+    recent = RecentOutputs(plenty())
     recent.add(b"root", int_array(FILE[:40]))
     recent.add(b"root", int_array(NOVEL[:40]))
     drafts = drafts_of([1, *FILE[:38]], recent=recent)
@@ -107,7 +110,7 @@ def test_guesses_do_not_resume_beyond_an_output_of_another_request() -> None:
 
 
 def test_an_output_of_the_tenant_goes_on_unless_the_sequence_has_a_longer_match() -> None:
-    recent = RecentOutputs()
+    recent = RecentOutputs(plenty())
     recent.add(b"root", int_array(FILE))
     assert drafts_of([1, 2, *FILE[30:35]], recent=recent).propose(3).tokens == tuple(FILE[35:38])
     tokens = [*FILE[35:40], 7, 8, 9, 1, 2, *FILE[35:40]]
@@ -120,13 +123,13 @@ def test_an_output_of_the_tenant_goes_on_unless_the_sequence_has_a_longer_match(
 
 
 def test_outputs_of_another_root_are_never_guessed() -> None:
-    recent = RecentOutputs()
+    recent = RecentOutputs(plenty())
     recent.add(b"another", int_array(FILE))
     assert drafts_of([1, 2, *FILE[30:35]], recent=recent).propose(3).tokens == ()
 
 
 def test_a_request_forgets_its_root() -> None:
-    recent = RecentOutputs()
+    recent = RecentOutputs(plenty())
     recent.add(b"root", int_array(FILE))
     drafts = drafts_of([1, 2, *FILE[30:50]], recent=recent)
     assert drafts.propose(3).tokens

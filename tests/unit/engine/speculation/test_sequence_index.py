@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from baton.engine.request import IntArray, int_array
 from baton.engine.speculation.sequence_index import COMPARED, LONG, SHORT, LastTokens, Match, SequenceIndex
+from tests.unit.engine.speculation.request import plenty
 
 CANDIDATES = 8
 
@@ -39,7 +40,7 @@ def look(index: SequenceIndex) -> Match | None:
 def test_it_finds_the_latest_of_the_longest_matches(tokens: list[int]) -> None:
     found = matches(int_array(tokens))
     if len(found) <= CANDIDATES:
-        assert look(SequenceIndex(int_array(tokens))) == longest(found)
+        assert look(SequenceIndex(int_array(tokens), plenty())) == longest(found)
 
 
 @pytest.mark.parametrize("most_added", [1, 7, 700])
@@ -47,7 +48,7 @@ def test_it_finds_the_latest_of_the_longest_matches(tokens: list[int]) -> None:
 def test_a_sequence_may_grow_by_any_number_of_tokens(vocab_size: int, most_added: int) -> None:
     """Places are found whether they are sorted or not."""
     generator = np.random.default_rng(vocab_size)
-    index = SequenceIndex(int_array())
+    index = SequenceIndex(int_array(), plenty())
     text = generator.integers(0, vocab_size, 200).tolist()
     while len(index.tokens) < 1400:
         if generator.random() < 0.5:  # repeats a part of itself
@@ -73,26 +74,26 @@ def test_a_sequence_may_grow_by_any_number_of_tokens(vocab_size: int, most_added
 def test_after_many_places_of_three_tokens_a_longer_match_is_found() -> None:
     often, once = [1, 2, 3], list(range(100, 120))
     tokens = int_array([*once, *often, 7, *(token for n in range(200) for token in (*often, 200 + n)), *once, *often])
-    index = SequenceIndex(tokens)
+    index = SequenceIndex(tokens, plenty())
     index.extend(600)
     assert look(index) == Match(len(once) + len(often), len(once) + len(often))
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 17])
 def test_a_loop_is_found_one_period_before_its_end(period: int) -> None:
-    index = SequenceIndex(int_array(list(range(period)) * 1000))
+    index = SequenceIndex(int_array(list(range(period)) * 1000), plenty())
     assert look(index) == Match(COMPARED, len(index.tokens) - period)
 
 
 def test_a_sequence_that_was_never_there_has_no_match() -> None:
-    assert look(SequenceIndex(int_array(list(range(5000))))) is None
-    assert look(SequenceIndex(int_array([5, 5]))) is None
-    assert look(SequenceIndex(int_array())) is None
+    assert look(SequenceIndex(int_array(list(range(5000))), plenty())) is None
+    assert look(SequenceIndex(int_array([5, 5]), plenty())) is None
+    assert look(SequenceIndex(int_array(), plenty())) is None
 
 
 def test_it_keeps_16_bytes_for_each_token() -> None:
     generator = np.random.default_rng(0)
-    index = SequenceIndex(int_array(generator.integers(0, 1000, 5000).tolist()))
+    index = SequenceIndex(int_array(generator.integers(0, 1000, 5000).tolist()), plenty())
     index.extend(5000)
     for token in generator.integers(0, 1000, 5000).tolist():
         index.tokens.append(token)

@@ -5,7 +5,6 @@ from tokenizers import Tokenizer
 
 from baton.core.costs import StepCosts
 from baton.engine.request import int_array
-from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.speculator import Speculator
 from baton.settings.config import DEMO_MODELS, tokenizer_file
 from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, decode, work_of
@@ -23,8 +22,8 @@ def test_a_copy_of_the_prompt_takes_a_fraction_of_the_steps() -> None:
     speculator, request = Speculator(), copies()
     assert decode(speculator, request) < 100 / 5
     assert list(request.tokens) == [*FILE, *FILE[:100]]
-    assert speculator.accepted > 80
-    assert speculator.drafted >= speculator.accepted
+    assert request.accepted > 80
+    assert request.drafted >= request.accepted
 
 
 def test_the_next_turn_is_guessed_from_the_turn_before() -> None:
@@ -35,14 +34,13 @@ def test_the_next_turn_is_guessed_from_the_turn_before() -> None:
 
 
 def test_dropped_roots_are_not_guessed_from() -> None:
-    recent = RecentOutputs()
-    speculator = Speculator(recent=recent)
+    speculator = Speculator()
     decode(speculator, DecodingRequest("1", [1, 2], NOVEL[:100]))
     alive = DecodingRequest("2", [1, 2], NOVEL[100:200])
     speculator.begin(alive, root=ROOT, grammar=None)
     speculator.drop_roots(frozenset({ROOT}))
     assert decode(speculator, alive) == 99
-    assert recent.num_tokens == 0
+    assert speculator.recent.num_tokens == 0
     assert decode(speculator, DecodingRequest("3", [3, 4], NOVEL[:200])) == 199
 
 
@@ -158,15 +156,14 @@ def test_a_request_begins_once() -> None:
 
 
 def test_nothing_stays_of_requests_that_ended_but_their_outputs() -> None:
-    recent = RecentOutputs(half_tokens=200, most_tokens=500)
-    speculator = Speculator(recent=recent)
+    speculator = Speculator()
     for number in range(20):
         request = DecodingRequest(str(number), FILE, NOVEL[number : number + 60])
         decode(speculator, request, root=b"%d" % (number % 5))
     assert speculator.num_requests == 0
-    assert 0 < recent.num_tokens <= 500
+    assert speculator.recent.num_tokens == 20 * 61
     speculator.drop_roots(frozenset(b"%d" % number for number in range(5)))
-    assert recent.num_tokens == 0
+    assert speculator.recent.num_tokens == 0
 
 
 def test_an_edited_file_takes_a_fifth_of_the_steps() -> None:
@@ -177,15 +174,15 @@ def test_an_edited_file_takes_a_fifth_of_the_steps() -> None:
     edited = text.replace("speculator, request =", "guesses, decoding =").replace("assert not", "assert False is")
     prompt, target = (tokenizer.encode(each, add_special_tokens=False).ids for each in (text, edited))
     assert edited != text
-    speculator = Speculator()
-    assert decode(speculator, DecodingRequest("r", prompt, target)) < len(target) / 5
-    assert speculator.accepted > 0.6 * speculator.drafted
+    request = DecodingRequest("r", prompt, target)
+    assert decode(Speculator(), request) < len(target) / 5
+    assert request.accepted > 0.6 * request.drafted
 
 
 def test_text_unlike_the_prompt_is_hardly_guessed_for() -> None:
-    speculator = Speculator()
-    decode(speculator, DecodingRequest("r", NOVEL[:2000], [token % 7919 for token in range(0, 900_000, 1009)]))
-    assert speculator.drafted < 0.05 * 900
+    request = DecodingRequest("r", NOVEL[:2000], [token % 7919 for token in range(0, 900_000, 1009)])
+    decode(Speculator(), request)
+    assert request.drafted < 0.05 * 900
 
 
 def test_the_newest_tokens_of_many_requests_are_looked_up_together() -> None:

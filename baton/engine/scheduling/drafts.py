@@ -55,6 +55,8 @@ class Drafts:
         self._begin(decoding)
         # Each guess takes a row of the step. A request that waits for a seat could take one.
         room = self.seats - len(self._roster.running) - bool(self._roster.waiting)
+        if (state_room := self._blocks.states.draft_room) is not None:
+            room = min(room, state_room)
         chosen = self._speculator.choose(decoding, _work(decoding), self._meter.costs, room=room) if room > 0 else {}
         if not chosen:
             return {}

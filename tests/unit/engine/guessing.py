@@ -79,6 +79,7 @@ class World:
         requests: int = 6,
         align: int | None = None,
         owners: int = 1,
+        state_slots: int = 0,
     ) -> None:
         limits = EngineLimits(
             max_batch_tokens=24,
@@ -95,6 +96,8 @@ class World:
             eos_token_ids=(EOS,),
             identity="m",
             num_owners=owners,
+            state_slots=state_slots,
+            scan_tokens=4,
         )
         self._seats = limits.seats
         self.scheduler = Scheduler(limits, facts, Meter(None), speculator=told)

@@ -4,13 +4,14 @@ Only a request whose tokens are all known can be guessed for, so no step may be 
 which the next step is otherwise prepared. `pays` says whether guesses are worth it, from tokens that are known already.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from math import inf
+from typing import Protocol, TypeAlias
 
 from baton.core.costs import StepWork
 from baton.core.types import Grammar
 from baton.engine.request import IntArray
-from baton.engine.scheduling.slices import StepTimes
+from baton.engine.scheduling.slices import StepTimes, decodes_bound_s
 from baton.engine.speculation.acceptance import Acceptance
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
@@ -27,6 +28,9 @@ DEFAULT_OVERHEAD_S = 0.0005
 # grammar is new; a search takes up to 22 us.
 _MASKS = 64
 _SEARCHES = 64
+
+
+Tpots: TypeAlias = "Collection[float | None]"
 
 
 class Speculating(Protocol):
@@ -117,12 +121,16 @@ class Speculator:
             if drafts.root in roots:
                 drafts.forget_root()
 
-    def pays(self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None) -> bool:
+    def pays(
+        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, tpots: Tpots = ()
+    ) -> bool:
         """Whether to let the steps in flight end before the next one, because guesses would then bring more tokens.
         The newest token of a request may be unknown.
 
         Args:
             work: one token of each request that decodes.
+            tpots: TPOTs of the running requests, None for requests without one. Guesses make no step so long that
+                another request's tokens come later than that.
         """
         if not self._could_pay(work, costs):
             return False
@@ -134,16 +142,23 @@ class Speculator:
                     return True
                 proposals.append(Proposal(proposal.tokens[1:], proposal.chances[1:], proposal.context + 1))
         room = MOST_GUESSES * len(proposals)
-        return any(choose_depths(proposals, work, costs, room=room, overhead_s=self._overhead_s))
+        return any(self._depths(proposals, work, costs, room=room, tpots=tpots))
 
     def choose(
-        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, room: int
+        self,
+        requests: Sequence[Speculating],
+        work: StepWork,
+        costs: StepTimes | None,
+        *,
+        room: int,
+        tpots: Tpots = (),
     ) -> dict[str, Draft]:
         """The guesses that the next step takes, by request; only requests with some. All tokens of the requests are
         known.
 
         Args:
             room: most guessed tokens of the step.
+            tpots: as for `pays`.
         """
         if room <= 0 or not self._could_pay(work, costs):
             return {}
@@ -151,12 +166,18 @@ class Speculator:
         if self._always:
             depths = all_depths(proposals, room=room)
         else:
-            depths = choose_depths(proposals, work, costs, room=room, overhead_s=self._overhead_s)
+            depths = self._depths(proposals, work, costs, room=room, tpots=tpots)
         return {
             request.request_id: proposal.tokens[:depth]
             for request, proposal, depth in zip(requests, proposals, depths, strict=True)
             if depth
         }
+
+    def _depths(
+        self, proposals: Sequence[Proposal], work: StepWork, costs: StepTimes | None, *, room: int, tpots: Tpots
+    ) -> list[int]:
+        token_s = inf if costs is None else decodes_bound_s(costs.seconds(work), tpots)
+        return choose_depths(proposals, work, costs, room=room, overhead_s=self._overhead_s, token_s=token_s)
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:

@@ -13,7 +13,7 @@ from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.depth import Draft
-from baton.engine.speculation.speculator import Speculating, Speculator
+from baton.engine.speculation.speculator import Speculating, Speculator, Tpots
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, request
 
@@ -42,12 +42,20 @@ class Told(Speculator):
         self.live.discard(request.request_id)
         self.ended.append(request.request_id)
 
-    def pays(self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None) -> bool:
+    def pays(
+        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, tpots: Tpots = ()
+    ) -> bool:
         assert work.decode_rows == len(requests)
         return self._random.random() > self._silent
 
     def choose(
-        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, room: int
+        self,
+        requests: Sequence[Speculating],
+        work: StepWork,
+        costs: StepTimes | None,
+        *,
+        room: int,
+        tpots: Tpots = (),
     ) -> dict[str, Draft]:
         drafts: dict[str, Draft] = {}
         for each in requests:

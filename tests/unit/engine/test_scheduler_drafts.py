@@ -215,6 +215,19 @@ def test_guesses_leave_a_row_for_a_request_that_waits() -> None:
         world.end_step()
 
 
+@pytest.mark.parametrize(("requests", "state_slots"), [(1, 0), (8, 3)])
+def test_no_step_waits_for_tokens_where_there_is_no_room_for_a_guess(requests: int, state_slots: int) -> None:
+    """Neither a row, nor a slot for a state."""
+    model = HashedModel(BLOCK_SIZE, num_tokens=1000)
+    world = World(Told(model, wrong=0.0, silent=0.0), model, requests=requests, state_slots=state_slots)
+    world.submit(request("a-2", [1, 2], sampling=ResolvedSampling(max_tokens=9, temperature=0.0, ignore_eos=True)))
+    assert world.launch()
+    for _ in range(5):
+        assert world.launch(), "the step in flight is waited for"
+        world.end_step()
+    assert not world.drafted
+
+
 @pytest.mark.parametrize("tokens_before", range(1, 6))
 def test_decodes_after_wrong_guesses_have_a_block_for_each_token(tokens_before: int) -> None:
     """Blocks that were taken for guesses stay, so more blocks are held than the rows of decodes have."""
@@ -223,7 +236,7 @@ def test_decodes_after_wrong_guesses_have_a_block_for_each_token(tokens_before: 
     class Once(Told):
         has_guessed = False
 
-        def pays(self, *args: object) -> bool:
+        def pays(self, *args: object, **given: object) -> bool:
             return not self.has_guessed
 
         def choose(self, requests: Sequence[Speculating], *args: object, **given: object) -> dict[str, Draft]:

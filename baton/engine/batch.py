@@ -33,7 +33,8 @@ class BatchRow(NamedTuple):
         since: the first step with this row. Later steps may share the row at the same place; in each of them it is one
             token further on. None: the row is for one step only.
         adapter: slot of the request's adapter; -1: it has none.
-        state_slot: slot of the request's recurrent state; -1: the model has none.
+        state_slot: slot of the request's recurrent state; -1: the model has none. Below -1: `StateRows.decode_slots_N`
+            says what.
         owner: the rank that has the blocks, where each has blocks of its own.
         snapshots: up to MOST_SNAPSHOTS pairs (tokens, slot): the slot gets the recurrent state after this many of the
             row's tokens, fewer than all.
@@ -42,6 +43,9 @@ class BatchRow(NamedTuple):
         as_decodes: the tokens are known ones of an output, and are computed as decodes compute them, with the same
             bits. A step with such a row, or with drafts, is computed in other rows than these (`unfolded`), so the next
             one has no `token_source`.
+        draft_slots: slots of the recurrent states after each guess; `state_slot` gets the one before them. Empty: the
+            model has none.
+        state_next: the row of the step that continues this one's recurrent state; -1: none does.
     """
 
     request_id: str
@@ -57,6 +61,8 @@ class BatchRow(NamedTuple):
     snapshots: tuple[tuple[int, int], ...] = ()
     num_drafts: int = 0
     as_decodes: bool = False
+    draft_slots: tuple[int, ...] = ()
+    state_next: int = -1
 
     @property
     def token_stop(self) -> int:

@@ -72,6 +72,8 @@ def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
         row.snapshots,
         row.num_drafts,
         row.as_decodes,
+        row.draft_slots,
+        row.state_next,
     )
 
 

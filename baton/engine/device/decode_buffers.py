@@ -36,7 +36,7 @@ class DecodeBuffers:
         query_start_loc: [N + 1] int32, one token for each row.
         table: [N + 1, B] int32; a row keeps its blocks until they are overwritten. No request uses the last row.
         adapters: [N] int32, the slot of each row's adapter; -1 for none.
-        state_slots: [N] int32, the slot of each row's recurrent state; -1 for none.
+        state_slots, state_next: [N] int32, as `StateRows` has them; -1 for none.
         new_block: [N] int32, the one block that the row gets with this step.
         new_block_place: [N] int64, its flat index in the table; for a row without a new block, in the last row.
         sampling: for `choose_tokens`.
@@ -51,6 +51,7 @@ class DecodeBuffers:
     slot_mapping: Tensor
     adapters: Tensor
     state_slots: Tensor
+    state_next: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     table: Tensor
@@ -91,7 +92,10 @@ class DecodeBuffers:
         """The recurrent states of steps with this many rows, including padding. It has views, so it stays valid."""
         none, starts = self.state_slots[:0], self.query_start_loc[size : size + 1]
         prompts = none, starts, none, none[:, None], none[:, None]
-        return StateRows(self.state_slots[:size], self.seq_lens[:size], *prompts, max_prompt_tokens=0)
+        next_N = self.state_next[:size]
+        return StateRows(
+            self.state_slots[:size], self.seq_lens[:size], *prompts, max_prompt_tokens=0, decode_next_N=next_N
+        )
 
     def fill(self, rows: Sequence[BatchRow], *, step: int, slot: StepSlot, prompts: Sequence[BatchRow] = ()) -> None:
         """Writes the rows of a step, one token each. Queues one copy to the device, and another one when a row's blocks
@@ -151,6 +155,7 @@ def new_decode_buffers(
         slot_mapping=on_device["slot_mapping"],
         adapters=on_device["adapters"],
         state_slots=on_device["state_slots"],
+        state_next=on_device["state_next"],
         seq_lens=on_device["seq_lens"],
         query_start_loc=torch.arange(max_rows + 1, dtype=torch.int32, device=device),
         table=torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device),

@@ -121,10 +121,12 @@ def _states(rows: Sequence[BatchRow], device: torch.device) -> StateRows:
     context = np.array([row.token_start for row in rows], np.int32)
     lengths = [len(row.token_ids) for row in rows[num_decodes:]]
     starts = num_decodes + np.array([0, *accumulate(lengths)], np.int32)
-    decodes = slots[:num_decodes], context[:num_decodes] + 1
+    following = np.array([row.state_next for row in rows[:num_decodes]], np.int32)
+    decodes = slots[:num_decodes], context[:num_decodes] + 1, following
     prompts = slots[num_decodes:], starts, context[num_decodes:]
     copied = to_device((*decodes, *prompts, *snapshots_of(rows[num_decodes:])), device)
-    decode_slots_N, decode_lens_N, prompt_slots_P, starts_P1, context_P, snapshot_slots_PM, snapshot_lens_PM = copied
+    decode_slots_N, decode_lens_N, next_N, prompt_slots_P, starts_P1, context_P, *snapshots = copied
+    snapshot_slots_PM, snapshot_lens_PM = snapshots
     return StateRows(
         decode_slots_N,
         decode_lens_N,
@@ -134,6 +136,7 @@ def _states(rows: Sequence[BatchRow], device: torch.device) -> StateRows:
         snapshot_slots_PM,
         snapshot_lens_PM,
         max_prompt_tokens=max(lengths, default=0),
+        decode_next_N=next_N,
     )
 
 

@@ -184,6 +184,7 @@ class PromptBuffers:
             self.snapshot_slots[:prompts],
             self.snapshot_lens[:prompts],
             max_prompt_tokens=size,
+            decode_next_N=self.decodes.state_next[:decodes],
         )
 
     def look_tokens_up(self, size: int) -> Tensor:

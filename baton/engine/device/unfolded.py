@@ -5,10 +5,13 @@ Each draft is computed like the token of a decode, by a row of its own with the 
 it, because each layer writes the KV of all rows before it attends. So drafts run in the captured steps of decodes, and
 their draws are those of decodes: kernels for prompts give other last bits, and see new tokens of a latent fp8 cache
 before these are rounded.
+
+A recurrent state takes one token after the other: each row says which one continues its state.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import itemgetter
 from typing import TypeVar
 
@@ -16,6 +19,7 @@ from baton.core.errors import BatonError
 from baton.core.types import TokenOutput
 from baton.engine.batch import Batch, BatchRow, RowResult
 from baton.engine.request import IntArray
+from baton.models.kernels.recurrent.state_rows import continuing
 
 _Found = TypeVar("_Found")
 
@@ -79,9 +83,14 @@ def unfold(batch: Batch) -> Unfolded:
     for place, (index, count, _) in enumerate(pieces):
         places[index][count] = place
     firsts = [each[0] for each in places]
+    unfolded_rows = [piece for _, _, piece in pieces]
+    for row, of_row in zip(rows, places, strict=True):
+        if row.state_slot >= 0:
+            for place, following in pairwise(of_row):
+                unfolded_rows[place] = unfolded_rows[place]._replace(state_next=following)
     unfolded = replace(
         batch,
-        shared_rows=tuple(piece for _, _, piece in pieces),
+        shared_rows=tuple(unfolded_rows),
         scores=tuple(sorted(((firsts[index], score) for index, score in batch.scores), key=itemgetter(0))),
         pools=tuple(sorted(((firsts[index], pool) for index, pool in batch.pools), key=itemgetter(0))),
     )
@@ -93,15 +102,24 @@ def _pieces(row: BatchRow) -> list[BatchRow]:
         return _decodes(row)
     if not row.num_drafts:
         return [row]
-    assert row.sample is not None, "a row with drafts is sampled"
+    sample, drafts, draft_slots = row.sample, row.drafts, row.draft_slots
+    assert sample is not None, "a row with drafts is sampled"
     assert row.since is None, "a row with drafts is for one step only"
-    drafts, first = row.drafts, len(row.token_ids) - row.num_drafts
-    pieces = [row._replace(token_ids=row.token_ids[:first], num_drafts=0)]
-    for count in range(1, len(drafts) + 1):
-        sample = row.sample.after(drafts[:count])
-        start = row.token_start + first + count - 1
-        pieces.append(row._replace(token_ids=drafts[count - 1 : count], token_start=start, sample=sample, num_drafts=0))
-    return pieces
+    first = len(row.token_ids) - row.num_drafts
+    assert len(draft_slots) == (len(drafts) if row.state_slot >= 0 else 0), "each draft has a slot for its state"
+    assert first == 1 or not draft_slots, "only a decode's state is continued in the same step"
+    row = row._replace(num_drafts=0, draft_slots=())
+    state_slots = [continuing(slot) for slot in draft_slots] or [row.state_slot] * len(drafts)
+    later = [
+        row._replace(
+            token_ids=drafts[place : place + 1],
+            token_start=row.token_start + first + place,
+            sample=sample.after(drafts[: place + 1]),
+            state_slot=slot,
+        )
+        for place, slot in enumerate(state_slots)
+    ]
+    return [row._replace(token_ids=row.token_ids[:first]), *later]
 
 
 def _decodes(row: BatchRow) -> list[BatchRow]:
@@ -113,6 +131,7 @@ def _decodes(row: BatchRow) -> list[BatchRow]:
             token_start=row.token_start + place,
             sample=row.sample if place == last else None,
             as_decodes=False,
+            state_slot=continuing(row.state_slot) if place and row.state_slot >= 0 else row.state_slot,
         )
         for place in range(last + 1)
     ]

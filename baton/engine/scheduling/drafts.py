@@ -45,17 +45,17 @@ class Drafts:
         """Whether the next step is better prepared when this one, the only one in flight, has ended."""
         if oldest.number != self._asked:
             self._asked = oldest.number
-            decoding = self._decoding()
-            self._waits = bool(decoding) and self._speculator.pays(decoding, _work(decoding), self._meter.costs)
+            decoding, costs, tpots = self._decoding(), self._meter.costs, self._roster.tpots
+            may_guess = bool(decoding) and self._room > 0
+            self._waits = may_guess and self._speculator.pays(decoding, _work(decoding), costs, tpots=tpots)
         return self._waits
 
     def choose(self, decoding: Sequence[RequestState]) -> dict[RequestState, Draft]:
         """The guesses of the next step for these requests, which all decode in it, as far as there are blocks for them.
         No step is in flight."""
         self._begin(decoding)
-        # Each guess takes a row of the step. A request that waits for a seat could take one.
-        room = self.seats - len(self._roster.running) - bool(self._roster.waiting)
-        chosen = self._speculator.choose(decoding, _work(decoding), self._meter.costs, room=room) if room > 0 else {}
+        costs, tpots = self._meter.costs, self._roster.tpots
+        chosen = self._speculator.choose(decoding, _work(decoding), costs, room=self._room, tpots=tpots)
         if not chosen:
             return {}
         drafts = {state: chosen[state.request_id] for state in decoding if state.request_id in chosen}
@@ -91,6 +91,14 @@ class Drafts:
     def drop_roots(self, roots: frozenset[bytes]) -> None:
         """Forgets the outputs with these roots."""
         self._speculator.drop_roots(roots)
+
+    @property
+    def _room(self) -> int:
+        """Most guesses of the next step. Each takes a row, but a request that waits for a seat could take one; and each
+        takes a slot for its state, if the model has states."""
+        rows = self.seats - len(self._roster.running) - bool(self._roster.waiting)
+        slots = self._blocks.states.draft_room
+        return rows if slots is None else min(rows, slots)
 
     def _decoding(self) -> list[RequestState]:
         decoding = [state for state in self._roster.running if state.decoding]

@@ -61,6 +61,7 @@ class EndedSteps:
         step.collect_pools(pools)
         for state, row, token in zip(step.states, step.rows, results, strict=True):
             if state.phase is not running:  # a void row
+                self._blocks.states.drop_drafts(row)
                 continue
             start = state.num_computed
             if row.num_drafts:
@@ -137,6 +138,7 @@ class EndedSteps:
         """Ends a row with guesses: adds what it has drawn to the step's events."""
         if isinstance(drawn, BatonError):
             state.num_computed = row.token_start + 1
+            self._blocks.states.end_drafts(state, row, 0)
             failed.append(self._failed(state, drawn))
             return
         assert self._drafts is not None, "only a scheduler with guesses makes such rows"
@@ -145,8 +147,11 @@ class EndedSteps:
         drafts, tokens = self._drafts.checked(state, row.num_drafts, drawn)
         checked.append(drafts)
         sampled += tokens
+        self._blocks.states.end_drafts(state, row, len(tokens) - 1)
         if state.num_computed // self._block_size > was // self._block_size:
             self._blocks.register(state)
+            if row.draft_slots:
+                self._blocks.report(state)
         if tokens[-1][2] is not None:
             self._requests.stop_running(state)
 

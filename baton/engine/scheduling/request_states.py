@@ -11,6 +11,7 @@ recomputation and for the next turn of a conversation.
 import math
 from collections.abc import Iterable, Sequence
 
+from baton.core.block_keys import BlockKey
 from baton.core.errors import BatonError
 from baton.engine.batch import BatchRow, RowResult
 from baton.engine.request import ModelFacts
@@ -18,8 +19,10 @@ from baton.engine.scheduling.state import RequestPhase, RequestState
 from baton.engine.scheduling.state_slots import NO_SLOT, StateSlots
 from baton.engine.scheduling.steps import NextStep, Step, StepSnapshot
 
-# Slots that snapshots of decoding requests leave free: a snapshot's slot cannot be taken until its step has ended.
+# Slots that snapshots of decoding requests, and guesses, leave free: theirs cannot be taken until the step has ended.
 _SPARE_SLOTS = 1
+# States after guesses take at most this part of all slots, so that most snapshots of prefixes stay.
+_DRAFT_SHARE = 4
 
 
 class RequestStates:
@@ -109,6 +112,8 @@ class RequestStates:
             return
         for index in range(step.num_decodes, len(step.states)):
             state, row = step.states[index], step.rows[index]
+            if row.num_drafts:  # `end_drafts` finds its snapshots
+                continue
             within: list[tuple[int, int]] = []
             for stop in self._stops(state, row):
                 key = state.keys.key(stop // self._block_size - 1, state.tokens)
@@ -151,14 +156,63 @@ class RequestStates:
                 self.slots.end_snapshot(key, slot, written=written, root=state.keys.root)
             if not written or not self.slots.has(key):
                 continue
-            if state.passing is not None:  # the one before served only this request, should it be preempted
-                self.slots.demote(state.passing)
             is_likely = stop in state.snapshot_stops
-            state.passing = key if slot != NO_SLOT and not is_likely else None
-            state.state_tokens = stop
+            self._pass(state, stop, key if slot != NO_SLOT and not is_likely else None)
             if is_likely:
                 likely.append((state, stop))
+        if results is None:
+            for row in step.rows:
+                self.drop_drafts(row)
         return likely
+
+    def _pass(self, state: RequestState, stop: int, passing: BlockKey | None) -> None:
+        """Records the request's last snapshot."""
+        if state.passing is not None:  # the one before served only this request, should it be preempted
+            self.slots.demote(state.passing)
+        state.passing = passing
+        state.state_tokens = stop
+
+    # ---- guesses
+
+    @property
+    def draft_room(self) -> int | None:
+        """Most guesses of the next step; each leaves a state in a slot of its own. None: there are no states."""
+        if not self.unit:
+            return None
+        return max(0, min(self.slots.num_available - _SPARE_SLOTS, self.slots.num_slots // _DRAFT_SHARE))
+
+    def begin_drafts(self, step: NextStep) -> None:
+        """Gives the guesses of the step slots for the states after them."""
+        for index in range(step.num_decodes, len(step.rows) if self.unit else 0):
+            row = step.rows[index]
+            step.rows[index] = row._replace(draft_slots=self.slots.lend(row.num_drafts))
+
+    def end_drafts(self, state: RequestState, row: BatchRow, num_kept: int) -> None:
+        """Gives the request the state after its last known token but one, when a step with guesses has ended. A state
+        before that, where snapshots are taken, becomes a snapshot.
+
+        Args:
+            num_kept: leading guesses that are tokens of the request now.
+        """
+        slots = (state.state_slot, *row.draft_slots)
+        if len(slots) == 1:
+            return
+        state.state_slot = slots[num_kept]
+        for place, slot in enumerate(slots):
+            stop = row.token_start + place + 1
+            if place < num_kept and self._keeps and not self._aligned and stop % self.unit == 0:
+                key = state.keys.key(stop // self._block_size - 1, state.tokens)
+                is_new = state.is_shared and not self.slots.has(key)
+                self.slots.end_snapshot(key, slot, written=state.is_shared, root=state.keys.root)
+                if state.is_shared:
+                    self._pass(state, stop, key if is_new else None)
+            elif place != num_kept:
+                self.slots.take_back(slot)
+
+    def drop_drafts(self, row: BatchRow) -> None:
+        """Frees the slots of a row with guesses whose request has ended."""
+        for slot in row.draft_slots:
+            self.slots.take_back(slot)
 
     def _unpin(self, state: RequestState) -> None:
         if state.restore_from not in (NO_SLOT, state.state_slot):

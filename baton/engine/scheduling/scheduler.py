@@ -70,7 +70,6 @@ class Scheduler:
         self._drafts: Drafts | None = None
         self._waits = False  # the next step, until the one in flight has ended
         if speculator is not None:
-            assert not facts.state_slots, "a recurrent state cannot be taken back to the tokens that are kept"
             self._drafts = Drafts(speculator, self._roster, self._blocks, self._meter, seats=limits.seats)
             self._requests.on_end = self._drafts.end
         self._ended = EndedSteps(self._requests, self._meter, self._drafts, block_size=facts.block_size)
@@ -273,6 +272,7 @@ class Scheduler:
             decoding = [state for state in decoding if state not in drafts]
         step.add_decodes(self._decode_order.place(decoding), self._decode_order.work)
         step.add_drafts(drafts)
+        self._blocks.states.begin_drafts(step)
         prompts = [state for state in unsteady if state.prefilling and state.phase is RequestPhase.RUNNING]
         # A step that preempted a request admits no new ones.
         self._prompts.add_to(step, prompts, now, admit=self._requests.preemptions == preemptions)

@@ -17,6 +17,7 @@ Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for 
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Protocol
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
@@ -126,12 +127,10 @@ class Slicer:
         """
         if costs is None or not work.decode_rows:
             return None
-        plain_s, growth = costs.seconds(work), 1 + max(0.0, waited_s) / _DOUBLING_S
-        bounds = _tpot_bounds(tpots, plain_s)
-        if len(bounds) < len(tpots):
-            bounds.append(max(_MOST_DECODES * plain_s, _STEADY_S) * growth)
+        growth = 1 + max(0.0, waited_s) / _DOUBLING_S
+        seconds = decodes_bound_s(costs.seconds(work), tpots, growth=growth)
         forced = self._skips >= _SKIPS_MAX
-        return StepBound(costs, min(bounds), least_tokens=self._least_tokens, forced=forced)
+        return StepBound(costs, seconds, least_tokens=self._least_tokens, forced=forced)
 
     def pace(self, costs: StepCosts, work: StepWork, tpots: Collection[float | None], *, step_tokens: int) -> SlicePace:
         """The best speed at which prompts are computed next to these decodes: the attention of long prompts makes no
@@ -156,6 +155,20 @@ class Slicer:
     def launched(self, *, skipped: bool) -> None:
         """Records a launched step; `skipped`: the first prompt got no slice for lack of time."""
         self._skips = self._skips + 1 if skipped else 0
+
+
+def decodes_bound_s(plain_s: float, tpots: Collection[float | None], *, growth: float = 1.0) -> float:
+    """The longest time of a step that gives each of its decoding requests a token.
+
+    Args:
+        plain_s: the step's time with nothing but their decodes.
+        tpots: TPOTs of the running requests; None for requests without one.
+        growth: factor on the bound of requests without a TPOT.
+    """
+    bounds = _tpot_bounds(tpots, plain_s)
+    if len(bounds) < len(tpots):
+        bounds.append(max(_MOST_DECODES * plain_s, _STEADY_S) * growth)
+    return min(bounds, default=inf)
 
 
 def _tpot_bounds(tpots: Collection[float | None], plain_s: float) -> list[float]:

@@ -85,6 +85,17 @@ class StateSlots:
         self.num_held -= 1
         self._free.append(slot)
 
+    # ---- guesses
+
+    def lend(self, count: int) -> tuple[int, ...]:
+        """Takes slots that the next step writes. Neither requests nor snapshots have them until `take_back`, or until
+        the caller gives one to a request in exchange for the request's own, or to `end_snapshot`."""
+        return tuple(self._vacate() for _ in range(count))
+
+    def take_back(self, slot: int) -> None:
+        """Frees a slot that was lent."""
+        self._free.append(slot)
+
     # ---- snapshots
 
     def begin_snapshot(self, key: BlockKey, *, spare: int = 0) -> int:

@@ -165,7 +165,7 @@ class NextStep:
         stop = self._limits.chunk_stop(start, state.prefill_stop, prompt_tokens=state.prompt_tokens)
         again = self._decodes_again(state, start)
         if again:  # each token takes a row
-            stop = min(stop, start + max(1, 0 if self._state_unit else free_rows))
+            stop = min(stop, start + max(1, free_rows))
         num_tokens = min(self.budget, stop - start)
         if self.bound is not None and num_tokens > 0:
             num_tokens = self.bound.tokens(self.work, start, start + num_tokens)

@@ -5,6 +5,7 @@ Each guessed token is one more decode row of the step, which reads its request's
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -44,7 +45,8 @@ def choose_depths(
     costs: StepTimes | None,
     *,
     room: int,
-    wait_s: Callable[[int], float] = lambda _: 0.0,
+    wait_s: Callable[[int], float] = lambda rows: 0.0,
+    token_s: float = inf,
 ) -> list[int]:
     """How many tokens of each proposal the next step should take.
 
@@ -54,6 +56,8 @@ def choose_depths(
         room: most guessed tokens of the step.
         wait_s: for how long the device waits for a step of so many rows with guesses, because it is prepared only when
             the one before has ended.
+        token_s: most time of the step for each token that a request can expect of it. Requests that get one token of
+            the step bear its time for the others' guesses.
     """
     if costs is None or room <= 0 or not work.decode_rows:
         return [0] * len(proposals)
@@ -62,8 +66,9 @@ def choose_depths(
     for count in _counts(len(ranked)):
         tokens, keys = ranked.sums(count)
         guessed = StepWork(work.decode_rows + count, work.keys + keys, work.prompt_tokens, work.pairs)
-        rate = (work.decode_rows + tokens) / (costs.seconds(guessed) + wait_s(guessed.decode_rows))
-        if rate > best_rate:
+        seconds = costs.seconds(guessed) + wait_s(guessed.decode_rows)
+        rate = (work.decode_rows + tokens) / seconds
+        if rate > best_rate and (seconds <= token_s or seconds <= token_s * ranked.least_tokens(count, work)):
             best, best_rate = count, rate
     return ranked.depths(best)
 
@@ -116,7 +121,8 @@ class _Ranked:
         self._place_T = np.repeat(np.arange(len(proposals)), lengths)[order_T]
         # The first guess comes after a request's newest token, and sees itself and all before it.
         keys = [proposal.context + 2 + depth for proposal in proposals for depth in range(len(proposal.chances))]
-        self._tokens_T = np.cumsum(chance_T[order_T])
+        self._chance_T = chance_T[order_T]
+        self._tokens_T = np.cumsum(self._chance_T)
         self._keys_T = np.cumsum(np.array(keys, np.int64)[order_T])
 
     def __len__(self) -> int:
@@ -125,6 +131,13 @@ class _Ranked:
     def sums(self, count: int) -> tuple[float, int]:
         """Expected tokens from the first `count` guesses, at least one, and the keys that these read."""
         return float(self._tokens_T[count - 1]), int(self._keys_T[count - 1])
+
+    def least_tokens(self, count: int, work: StepWork) -> float:
+        """The fewest tokens that a request can expect from a step with the first `count` guesses."""
+        if work.decode_rows > self._num_proposals:
+            return 1.0
+        by_proposal = np.bincount(self._place_T[:count], self._chance_T[:count], minlength=self._num_proposals)
+        return 1.0 + float(by_proposal.min())
 
     def depths(self, count: int) -> list[int]:
         """How many of the first `count` tokens each proposal has."""

@@ -4,13 +4,14 @@ Only a request whose tokens are all known can be guessed for, so no step may be 
 which the next step is otherwise prepared. `pays` says whether guesses are worth it, from tokens that are known already.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from math import inf
+from typing import Protocol, TypeAlias
 
 from baton.core.costs import StepWork
 from baton.core.types import Grammar
 from baton.engine.request import IntArray
-from baton.engine.scheduling.slices import StepTimes
+from baton.engine.scheduling.slices import StepTimes, decodes_bound_s
 from baton.engine.speculation.acceptance import Acceptance
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
@@ -24,6 +25,9 @@ from baton.engine.speculation.sequence_index import PLACES_PER_STEP
 # grammar is new; a search takes up to 22 us.
 _MASKS = 64
 _SEARCHES = 64
+
+
+Tpots: TypeAlias = "Collection[float | None]"
 
 
 class Speculating(Protocol):
@@ -114,12 +118,16 @@ class Speculator:
             if drafts.root in roots:
                 drafts.forget_root()
 
-    def pays(self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None) -> bool:
+    def pays(
+        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, tpots: Tpots = ()
+    ) -> bool:
         """Whether to let the steps in flight end before the next one, because guesses would then bring more tokens.
         The newest token of a request may be unknown.
 
         Args:
             work: one token of each request that decodes.
+            tpots: TPOTs of the running requests, None for requests without one. Guesses make no step so long that
+                another request's tokens come later than that.
         """
         self._hopeful = None
         if not self._could_pay(work, costs):
@@ -133,19 +141,26 @@ class Speculator:
                 hopeful.add(request.request_id)
                 proposals.append(Proposal(proposal.tokens[1:], proposal.chances[1:], proposal.context + 1))
         room = MOST_GUESSES * len(proposals)
-        if not any(choose_depths(proposals, work, costs, room=room, wait_s=self._gaps.seconds)):
+        if not any(self._depths(proposals, work, costs, room=room, tpots=tpots)):
             return False
         self._hopeful = hopeful
         return True
 
     def choose(
-        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, room: int
+        self,
+        requests: Sequence[Speculating],
+        work: StepWork,
+        costs: StepTimes | None,
+        *,
+        room: int,
+        tpots: Tpots = (),
     ) -> dict[str, Draft]:
         """The guesses that the next step takes, by request; only requests with some. All tokens of the requests are
         known.
 
         Args:
             room: most guessed tokens of the step.
+            tpots: as for `pays`.
         """
         if room <= 0 or not self._could_pay(work, costs):
             return {}
@@ -156,7 +171,7 @@ class Speculator:
         if self._always:
             depths = all_depths(proposals, room=room)
         else:
-            depths = choose_depths(proposals, work, costs, room=room, wait_s=self._gaps.seconds)
+            depths = self._depths(proposals, work, costs, room=room, tpots=tpots)
         return {
             request.request_id: proposal.tokens[:depth]
             for request, proposal, depth in zip(requests, proposals, depths, strict=True)
@@ -175,6 +190,12 @@ class Speculator:
             self._gaps.on_time()
         else:
             self._gaps.late(rows, seconds, guesses=guesses)
+
+    def _depths(
+        self, proposals: Sequence[Proposal], work: StepWork, costs: StepTimes | None, *, room: int, tpots: Tpots
+    ) -> list[int]:
+        token_s = inf if costs is None else decodes_bound_s(costs.seconds(work), tpots)
+        return choose_depths(proposals, work, costs, room=room, wait_s=self._gaps.seconds, token_s=token_s)
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:

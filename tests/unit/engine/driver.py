@@ -35,6 +35,7 @@ class _Sequence:
     computed: int = 0
     blocks: IntArray = field(default_factory=int_array)
     state_slot: int = -1
+    draft_slots: tuple[int, ...] = ()
     source: int | None = None
     outputs: list[TokenOutput] = field(default_factory=list)
 
@@ -60,12 +61,13 @@ class Driver:
         self._sequences: dict[str, _Sequence] = {}
         # Every third block: no request owns the blocks between.
         self._free = list(range(runner.facts.num_blocks - 1, -1, -3))
+        self._state_slots = list(range(runner.facts.state_slots))
         self._under_way: tuple[list[_Sequence], LaunchedStep] | None = None
 
     def add(self, name: str, prompt: Sequence[int], *, owner: int = 0, adapter: int = -1, **sampling: Any) -> None:
         params = ResolvedSampling(**{"max_tokens": 1000, "temperature": 0.0} | sampling)
         samples = SampleRows(params, prompt_tokens=len(prompt), end_token_ids=self._end_token_ids)
-        slot = len(self._sequences) if self.runner.facts.state_slots else -1
+        slot = self._state_slots.pop() if self._state_slots else -1
         self._sequences[name] = _Sequence(
             name, int_array(tuple(prompt)), samples, owner=owner, adapter=adapter, state_slot=slot
         )
@@ -114,6 +116,7 @@ class Driver:
         chosen, launched = self._under_way
         self._under_way = None
         for sequence, result in zip(chosen, launched.wait(), strict=True):
+            slots, sequence.draft_slots = (sequence.state_slot, *sequence.draft_slots), ()
             tokens = result if isinstance(result, tuple) else [] if result is None else [result]
             for token in tokens:
                 assert isinstance(token, TokenOutput), token
@@ -121,6 +124,8 @@ class Driver:
                 sequence.tokens.append(token.token_id)
             if isinstance(result, tuple):  # the KV of wrong drafts is written again
                 sequence.computed = len(sequence.tokens) - 1
+                sequence.state_slot = slots[min(len(result), len(slots)) - 1]
+            self._state_slots = [*(slot for slot in slots if slot != sequence.state_slot >= 0), *self._state_slots]
             sequence.source = None
 
     def _missing(self, sequence: _Sequence) -> int:
@@ -133,6 +138,8 @@ class Driver:
         missing = -(-(stop + len(drafts)) // self.runner.facts.block_size) - len(sequence.blocks)
         if missing > 0:
             sequence.blocks = sequence.blocks + int_array([self._free.pop() for _ in range(missing)])
+        if sequence.state_slot >= 0:
+            sequence.draft_slots = tuple(self._state_slots.pop() for _ in drafts)
         sampled = not known or stop == len(sequence.tokens)
         return BatchRow(
             sequence.name,
@@ -145,4 +152,5 @@ class Driver:
             state_slot=sequence.state_slot,
             owner=sequence.owner,
             num_drafts=len(drafts),
+            draft_slots=sequence.draft_slots,
         )

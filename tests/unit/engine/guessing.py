@@ -13,7 +13,7 @@ from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.depth import Draft
-from baton.engine.speculation.speculator import Speculating, Speculator
+from baton.engine.speculation.speculator import Speculating, Speculator, Tpots
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, request
 
@@ -42,12 +42,20 @@ class Told(Speculator):
         self.live.discard(request.request_id)
         self.ended.append(request.request_id)
 
-    def pays(self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None) -> bool:
+    def pays(
+        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, tpots: Tpots = ()
+    ) -> bool:
         assert work.decode_rows == len(requests)
         return self._random.random() > self._silent
 
     def choose(
-        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, room: int
+        self,
+        requests: Sequence[Speculating],
+        work: StepWork,
+        costs: StepTimes | None,
+        *,
+        room: int,
+        tpots: Tpots = (),
     ) -> dict[str, Draft]:
         drafts: dict[str, Draft] = {}
         for each in requests:
@@ -79,6 +87,7 @@ class World:
         requests: int = 6,
         align: int | None = None,
         owners: int = 1,
+        state_slots: int = 0,
     ) -> None:
         limits = EngineLimits(
             max_batch_tokens=24,
@@ -95,6 +104,8 @@ class World:
             eos_token_ids=(EOS,),
             identity="m",
             num_owners=owners,
+            state_slots=state_slots,
+            scan_tokens=4,
         )
         self._seats = limits.seats
         self.scheduler = Scheduler(limits, facts, Meter(None), speculator=told)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from baton.core.errors import InternalError
-from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
 from baton.engine.batch import Batch, BatchRow, ScoreRow
 from baton.engine.build import BuiltRunner, build_runner
@@ -16,7 +15,7 @@ from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.runner import ModelRunner
 from baton.engine.pooling import PoolRow
 from baton.engine.request import int_array
-from baton.engine.sampling.row import GREEDY_ROW, SampleRow
+from baton.engine.sampling.row import GREEDY_ROW
 from baton.models.adapters.adapter import read_adapter
 from baton.settings.node_config import NodeSettings
 from tests.unit.engine.drafted import GUESSES, Asked, Outputs, assert_same, right, token_by_token, with_drafts
@@ -101,6 +100,19 @@ def test_every_kind_of_attention_gives_the_tokens_of_decoding(
     runner = prepared(built, graphs)
     for guess in GUESSES.values():
         assert_same(with_drafts(runner, asked, expected, guess(), end_token_ids=END_TOKENS)[0], expected)
+
+
+@KINDS
+@pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "kimi-linear", "nemotron-h"])
+def test_recurrent_states_give_the_bits_of_decoding(family: str, tmp_path: Path, graphs: GraphSettings | None) -> None:
+    """Each state comes from the last draft that is right."""
+    save_tiny(family, tmp_path)
+    settings = NodeSettings(model=tmp_path, num_blocks=384, block_size=4, device="cpu", batch_invariant=True)
+    built = build_runner(settings)
+    asked = {name: ASKED[name] for name in ("greedy", "top", "penalised")}
+    expected = token_by_token(prepared(built, None), asked, COUNT)
+    for guess in ("wrong at 1", "any"):
+        assert with_drafts(prepared(built, graphs), asked, expected, GUESSES[guess]())[0] == expected
 
 
 @KINDS
@@ -282,12 +294,3 @@ def test_a_step_with_drafts_has_no_token_that_the_host_does_not_know(shared: Bui
         runner.launch(Batch(2, (pending,)))
     assert isinstance(runner.run(Batch(3, (pending._replace(token_source=None),)))[0], TokenOutput)
     runner.run(Batch(4, (pending,)))
-
-
-def test_a_recurrent_state_takes_no_drafts(tmp_path: Path) -> None:
-    save_tiny("lfm2", tmp_path)
-    runner = build(tmp_path).runner
-    sample = SampleRow(ResolvedSampling(temperature=0.0), 0, (), int_array(), 0)
-    row = BatchRow("a", int_array([3, 4]), 0, int_array([0]), sample, state_slot=0, num_drafts=1)
-    with pytest.raises(AssertionError, match="recurrent"):
-        runner.launch(Batch(0, (row,)))

@@ -27,7 +27,7 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
     model = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS)
     silent = chosen.random() * 0.95
     told = Told(model, most=chosen.randrange(1, 9), wrong=0.1 + chosen.random() / 2, silent=silent)
-    world = World(told, model, num_blocks=chosen.choice((14, 26, 60)))
+    world = World(told, model, num_blocks=chosen.choice((14, 26, 60)), state_slots=chosen.choice((0, 0, 9, 24)))
     shared = [chosen.randrange(NUM_TOKENS) for _ in range(12)]
     requests = [any_request(number, chosen, shared=shared) for number in range(14)]
     waiting, aborted = deque(requests), set[str]()
@@ -43,7 +43,7 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
     world.run_all()
     for one in requests:
         output = world.sequences[one.request_id][len(one.prompt) :]
-        expected = expected_output(model, one)
+        expected = expected_output(model, one)[: world.scheduler.max_context_tokens - len(one.prompt)]
         assert output == (expected[: len(output)] if one.request_id in aborted else expected)
     if silent < 0.5:
         assert 0 < world.accepted < world.drafted
@@ -55,13 +55,22 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_a_node_guesses_gives_the_tokens_of_decoding(seed: int) -> None:
-    """With few seats and many, aligned chunks, pools of ranks, tenants, and drops of their KV."""
+    """With few seats and many, aligned chunks, pools of ranks, recurrent states, tenants, and drops of their KV."""
     chosen = Random(seed)
     model = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS)
     speculator = Speculator(always=True)
     seats, num_blocks = chosen.choice((1, 2, 6, 12)), chosen.choice((16, 20, 60))
     align, owners = chosen.choice((None, 4, 8)), chosen.choice((1, 2))
-    world = World(speculator, model, num_blocks=num_blocks, requests=seats, align=align, owners=owners)
+    state_slots = chosen.choice((0, 7, 30)) if owners == 1 else 0
+    world = World(
+        speculator,
+        model,
+        num_blocks=num_blocks,
+        requests=seats,
+        align=align,
+        owners=owners,
+        state_slots=state_slots,
+    )
     shared = [chosen.randrange(NUM_TOKENS) for _ in range(12)]
     requests = [
         replace(any_request(number, chosen, shared=shared), cache_salt="ab"[number % 2]) for number in range(20)
@@ -206,6 +215,19 @@ def test_guesses_leave_a_row_for_a_request_that_waits() -> None:
         world.end_step()
 
 
+@pytest.mark.parametrize(("requests", "state_slots"), [(1, 0), (8, 3)])
+def test_no_step_waits_for_tokens_where_there_is_no_room_for_a_guess(requests: int, state_slots: int) -> None:
+    """Neither a row, nor a slot for a state."""
+    model = HashedModel(BLOCK_SIZE, num_tokens=1000)
+    world = World(Told(model, wrong=0.0, silent=0.0), model, requests=requests, state_slots=state_slots)
+    world.submit(request("a-2", [1, 2], sampling=ResolvedSampling(max_tokens=9, temperature=0.0, ignore_eos=True)))
+    assert world.launch()
+    for _ in range(5):
+        assert world.launch(), "the step in flight is waited for"
+        world.end_step()
+    assert not world.drafted
+
+
 @pytest.mark.parametrize("tokens_before", range(1, 6))
 def test_decodes_after_wrong_guesses_have_a_block_for_each_token(tokens_before: int) -> None:
     """Blocks that were taken for guesses stay, so more blocks are held than the rows of decodes have."""
@@ -214,13 +236,12 @@ def test_decodes_after_wrong_guesses_have_a_block_for_each_token(tokens_before: 
     class Once(Told):
         has_guessed = False
 
-        def pays(self, *args: object) -> bool:
+        def pays(self, *args: object, **given: object) -> bool:
             return not self.has_guessed
 
         def choose(self, requests: Sequence[Speculating], *args: object, **given: object) -> dict[str, Draft]:
-            drafts = {} if self.has_guessed else {each.request_id: (0,) * 7 for each in requests}
-            self.has_guessed = True
-            return drafts
+            has_guessed, self.has_guessed = self.has_guessed, True
+            return {} if has_guessed else {each.request_id: (0,) * 7 for each in requests}
 
     world = World(Once(model), model, requests=8)
     sampling = ResolvedSampling(max_tokens=40, temperature=0.0, ignore_eos=True)

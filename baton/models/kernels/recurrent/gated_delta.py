@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.models.kernels.recurrent.continued import next_decode
 from baton.models.kernels.recurrent.gated_delta_chunks import prompts
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.tritonlib.launch import interpreted
@@ -63,6 +64,7 @@ def _decode(
         states_SHRKV,
         rows.decode_slots_N,
         rows.decode_lens_N,
+        rows.decode_next_N,
         keys**-0.5,
         *q_THK.stride()[:2],
         *k_THK.stride()[:2],
@@ -91,6 +93,7 @@ def _decode_token(
     state_ptr,
     slots_ptr,
     lens_ptr,
+    next_ptr,
     scale,
     q_stride_T,
     q_stride_H,
@@ -113,7 +116,7 @@ def _decode_token(
     BY_CHANNEL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One token, for TILE_V values of one value head."""
+    """One token and those that continue its state, for TILE_V values of one value head."""
     token = tl.program_id(0).to(tl.int64)
     value_head = tl.program_id(1)
     head = value_head // PER_HEAD
@@ -126,29 +129,32 @@ def _decode_token(
         has_KV = has_K[:, None] & has_V[None, :]
         state_ptrs_KV = (
             state_ptr
-            + slot * state_stride_S
             + head * state_stride_H
             + (value_head % PER_HEAD) * state_stride_R
             + k_K[:, None] * state_stride_K
             + v_V[None, :] * state_stride_V
         )
-        gate = token * (HEADS * PER_HEAD) + value_head
-        v_ptrs_V = v_ptr + token * v_stride_T + head * v_stride_H + (value_head % PER_HEAD) * v_stride_R + v_V
-        state_KV = tl.load(state_ptrs_KV, mask=has_KV & (length > 1), other=0.0)
-        key_K = _unit(k_ptr + token * k_stride_T + head * k_stride_H + k_K, has_K)
-        query_K = _unit(q_ptr + token * q_stride_T + head * q_stride_H + k_K, has_K) * scale
-        value_V = tl.load(v_ptrs_V, mask=has_V, other=0.0).to(tl.float32)
-        if BY_CHANNEL:
-            state_KV *= tl.exp(tl.load(decay_ptr + gate * KEYS + k_K, mask=has_K, other=0.0))[:, None]
-        else:
-            state_KV *= tl.exp(tl.load(decay_ptr + gate))
-        answer_V = tl.sum(state_KV * key_K[:, None], axis=0)
-        correction_V = (value_V - answer_V) * tl.load(beta_ptr + gate)
-        state_KV += key_K[:, None] * correction_V[None, :]
-        read_V = tl.sum(state_KV * query_K[:, None], axis=0)
-        out_V = round_to(read_V, out_ptr.dtype.element_ty, INTERPRETED)
-        tl.store(out_ptr + gate * VALUES + v_V, out_V, mask=has_V)
-        tl.store(state_ptrs_KV, state_KV, mask=has_KV)
+        q_ptr += head * q_stride_H
+        k_ptr += head * k_stride_H
+        v_ptr += head * v_stride_H + (value_head % PER_HEAD) * v_stride_R
+        state_KV = tl.load(state_ptrs_KV + slot * state_stride_S, mask=has_KV & (length > 1), other=0.0)
+        while token >= 0:
+            gate = token * (HEADS * PER_HEAD) + value_head
+            key_K = _unit(k_ptr + token * k_stride_T + k_K, has_K)
+            query_K = _unit(q_ptr + token * q_stride_T + k_K, has_K) * scale
+            value_V = tl.load(v_ptr + token * v_stride_T + v_V, mask=has_V, other=0.0).to(tl.float32)
+            if BY_CHANNEL:
+                state_KV *= tl.exp(tl.load(decay_ptr + gate * KEYS + k_K, mask=has_K, other=0.0))[:, None]
+            else:
+                state_KV *= tl.exp(tl.load(decay_ptr + gate))
+            answer_V = tl.sum(state_KV * key_K[:, None], axis=0)
+            correction_V = (value_V - answer_V) * tl.load(beta_ptr + gate)
+            state_KV += key_K[:, None] * correction_V[None, :]
+            read_V = tl.sum(state_KV * query_K[:, None], axis=0)
+            out_V = round_to(read_V, out_ptr.dtype.element_ty, INTERPRETED)
+            tl.store(out_ptr + gate * VALUES + v_V, out_V, mask=has_V)
+            tl.store(state_ptrs_KV + slot * state_stride_S, state_KV, mask=has_KV)
+            token, slot = next_decode(next_ptr, slots_ptr, token)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.models.kernels.recurrent.continued import next_decode
 from baton.models.kernels.recurrent.snapshots import snapshot_slot
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.tritonlib.launch import bound, interpreted
@@ -64,6 +65,7 @@ def selective_scan(
             *tensors,
             rows.decode_slots_N,
             rows.decode_lens_N,
+            rows.decode_next_N,
             *dt_limits,
             *strides,
             **constants,
@@ -140,6 +142,7 @@ def _decode(
     state_ptr,
     slots_ptr,
     lens_ptr,
+    next_ptr,
     dt_min,
     dt_max,
     x_stride,
@@ -157,7 +160,7 @@ def _decode(
     TILE_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One token of one request, for TILE_P channels of one head."""
+    """One token of one request and those that continue its state, for TILE_P channels of one head."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -169,20 +172,24 @@ def _decode(
         has_P, has_N = p_P < CHANNELS, n_N < NUMBERS
         has_PN = has_P[:, None] & has_N[None, :]
         group = head // PER_GROUP
-        dt = tl.load(dt_ptr + token * dt_stride + head).to(tl.float32) + tl.load(bias_ptr + head)
-        dt = _limited(dt, dt_min, dt_max)
-        fade = tl.exp(-dt * tl.exp(tl.load(log_rate_ptr + head)))
-        x_P = tl.load(x_ptr + token * x_stride + head * CHANNELS + p_P, mask=has_P, other=0.0).to(tl.float32)
-        b_N = tl.load(b_ptr + token * b_stride + group * NUMBERS + n_N, mask=has_N, other=0.0).to(tl.float32)
-        c_N = tl.load(c_ptr + token * c_stride + group * NUMBERS + n_N, mask=has_N, other=0.0).to(tl.float32)
-        ptrs_PN = state_ptr + slot * state_stride_S + head * state_stride_H
-        ptrs_PN += p_P[:, None] * state_stride_P + n_N[None, :]
-        state_PN = tl.load(ptrs_PN, mask=has_PN & (length > 1), other=0.0)
-        state_PN = state_PN * fade + (dt * x_P)[:, None] * b_N[None, :]
-        tl.store(ptrs_PN, state_PN, mask=has_PN)
-        y_P = tl.sum(state_PN * c_N[None, :], axis=1) + tl.load(skip_ptr + head) * x_P
-        out_ptrs_P = out_ptr + (token * HEADS + head) * CHANNELS + p_P
-        tl.store(out_ptrs_P, round_to(y_P, dtype, INTERPRETED), mask=has_P)
+        bias = tl.load(bias_ptr + head)
+        rate = tl.exp(tl.load(log_rate_ptr + head))
+        skip = tl.load(skip_ptr + head)
+        ptrs_PN = state_ptr + head * state_stride_H + p_P[:, None] * state_stride_P + n_N[None, :]
+        state_PN = tl.load(ptrs_PN + slot * state_stride_S, mask=has_PN & (length > 1), other=0.0)
+        while token >= 0:
+            dt = tl.load(dt_ptr + token * dt_stride + head).to(tl.float32) + bias
+            dt = _limited(dt, dt_min, dt_max)
+            fade = tl.exp(-dt * rate)
+            x_P = tl.load(x_ptr + token * x_stride + head * CHANNELS + p_P, mask=has_P, other=0.0).to(tl.float32)
+            b_N = tl.load(b_ptr + token * b_stride + group * NUMBERS + n_N, mask=has_N, other=0.0).to(tl.float32)
+            c_N = tl.load(c_ptr + token * c_stride + group * NUMBERS + n_N, mask=has_N, other=0.0).to(tl.float32)
+            state_PN = state_PN * fade + (dt * x_P)[:, None] * b_N[None, :]
+            tl.store(ptrs_PN + slot * state_stride_S, state_PN, mask=has_PN)
+            y_P = tl.sum(state_PN * c_N[None, :], axis=1) + skip * x_P
+            out_ptrs_P = out_ptr + (token * HEADS + head) * CHANNELS + p_P
+            tl.store(out_ptrs_P, round_to(y_P, dtype, INTERPRETED), mask=has_P)
+            token, slot = next_decode(next_ptr, slots_ptr, token)
 
 
 @triton.jit
@@ -302,6 +309,7 @@ def _share_inputs(
     first = head // PER_GROUP * PER_GROUP
     slot = tl.load(slots_ptr + request).to(tl.int64)
     if SNAPSHOTS == 0:
+        slot = tl.where(slot < -1, -2 - slot, slot)  # that of a decode that continues another one
         slot = tl.where(tl.load(others_ptr + request) > 0, slot, -1)
     elif snapshot >= 0:
         slot = tl.load(others_ptr + request * SNAPSHOTS + snapshot).to(tl.int64)

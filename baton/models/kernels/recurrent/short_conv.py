@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.models.kernels.recurrent.continued import next_decode
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.tritonlib.launch import interpreted
 from baton.tritonlib.rounding import round_to
@@ -65,6 +66,7 @@ def _launch(
         slots_R,
         starts,
         context_R,
+        rows.decode_next_N if decodes else None,
         rows.snapshot_slots_PM,
         rows.snapshot_lens_PM,
         num_tokens,
@@ -93,6 +95,7 @@ def _short_conv(
     slots_ptr,
     starts_ptr,
     context_ptr,
+    next_ptr,
     snapshot_slots_ptr,
     snapshot_lens_ptr,
     num_tokens,
@@ -111,64 +114,74 @@ def _short_conv(
     TILE_X: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A tile of one request's tokens and channels. For decodes, `context_ptr` has lengths with this token."""
+    """A tile of one request's tokens and channels. For decodes, `context_ptr` has lengths with this token, and the
+    program goes on with those that continue the state."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     PAST: tl.constexpr = WIDTH - 1
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     context = tl.load(context_ptr + row)
     if DECODES:
-        start = row
+        start = row.to(tl.int64)
         length = tl.where((context > 0) & (row < num_tokens), 1, 0)
         context -= 1
     else:
-        start = tl.load(starts_ptr + row)
-        length = tl.load(starts_ptr + row + 1) - start
+        start = tl.load(starts_ptr + row).to(tl.int64)
+        length = tl.load(starts_ptr + row + 1) - start.to(tl.int32)
     first = tl.program_id(2) * TILE_T
     if (slot >= 0) & (first < length):
         x_X = tl.program_id(1) * TILE_X + tl.arange(0, TILE_X)
         in_X = x_X < CHANNELS
-        state_ptrs_X = state_ptr + slot * state_stride_S
-        state_ptrs_X += (x_X // HEAD_CHANNELS).to(tl.int64) * state_stride_H + (x_X % HEAD_CHANNELS) * state_stride_C
+        state_ptrs_X = state_ptr + (x_X // HEAD_CHANNELS).to(tl.int64) * state_stride_H
+        state_ptrs_X += (x_X % HEAD_CHANNELS) * state_stride_C
         token_T = first + tl.arange(0, TILE_T)
         in_T = token_T < length
-        x_ptrs_X = x_ptr + start.to(tl.int64) * x_stride + x_X
-        sum_TX = tl.zeros([TILE_T, TILE_X], tl.float32)
-        if bias_ptr is not None:
-            sum_TX += tl.load(bias_ptr + x_X, mask=in_X, other=0.0).to(tl.float32)[None, :]
-        for tap in tl.static_range(WIDTH):
-            source_T = token_T - PAST + tap
-            new_TX = (in_T & (source_T >= 0))[:, None] & in_X[None, :]
-            ptrs_TX = x_ptrs_X[None, :] + source_T.to(tl.int64)[:, None] * x_stride
-            inputs_TX = tl.load(ptrs_TX, mask=new_TX, other=0.0).to(tl.float32)
-            if tap < PAST:
-                old_TX = (in_T & (source_T < 0) & (context > 0))[:, None] & in_X[None, :]
-                old_ptrs_TX = state_ptrs_X[None, :] + (source_T + PAST)[:, None] * state_stride_W
-                inputs_TX += tl.load(old_ptrs_TX, mask=old_TX, other=0.0)
-            weight_X = tl.load(weight_ptr + x_X * WIDTH + tap, mask=in_X, other=0.0).to(tl.float32)
-            sum_TX += inputs_TX * weight_X[None, :]
-        if SILU:
-            sum_TX = sum_TX / (1 + tl.exp(-sum_TX))
-        out_ptrs_TX = out_ptr + (start + token_T).to(tl.int64)[:, None] * CHANNELS + x_X[None, :]
-        tl.store(out_ptrs_TX, round_to(sum_TX, dtype, INTERPRETED), mask=in_T[:, None] & in_X[None, :])
-        if first == 0:
-            for index in tl.static_range(SNAPSHOTS):  # runs before the state, which may hold their inputs, changes
-                snapshot = tl.load(snapshot_slots_ptr + row * SNAPSHOTS + index).to(tl.int64)
-                stop = tl.load(snapshot_lens_ptr + row * SNAPSHOTS + index)
-                in_snapshot_X = in_X & (snapshot >= 0)
+        before = slot  # of the inputs before these tokens
+        while start >= 0:
+            before_ptrs_X = state_ptrs_X + before * state_stride_S
+            x_ptrs_X = x_ptr + start * x_stride + x_X
+            sum_TX = tl.zeros([TILE_T, TILE_X], tl.float32)
+            if bias_ptr is not None:
+                sum_TX += tl.load(bias_ptr + x_X, mask=in_X, other=0.0).to(tl.float32)[None, :]
+            for tap in tl.static_range(WIDTH):
+                source_T = token_T - PAST + tap
+                new_TX = (in_T & (source_T >= 0))[:, None] & in_X[None, :]
+                ptrs_TX = x_ptrs_X[None, :] + source_T.to(tl.int64)[:, None] * x_stride
+                inputs_TX = tl.load(ptrs_TX, mask=new_TX, other=0.0).to(tl.float32)
+                if tap < PAST:
+                    old_TX = (in_T & (source_T < 0) & (context > 0))[:, None] & in_X[None, :]
+                    old_ptrs_TX = before_ptrs_X[None, :] + (source_T + PAST)[:, None] * state_stride_W
+                    inputs_TX += tl.load(old_ptrs_TX, mask=old_TX, other=0.0)
+                weight_X = tl.load(weight_ptr + x_X * WIDTH + tap, mask=in_X, other=0.0).to(tl.float32)
+                sum_TX += inputs_TX * weight_X[None, :]
+            if SILU:
+                sum_TX = sum_TX / (1 + tl.exp(-sum_TX))
+            out_ptrs_TX = out_ptr + (start + token_T)[:, None] * CHANNELS + x_X[None, :]
+            tl.store(out_ptrs_TX, round_to(sum_TX, dtype, INTERPRETED), mask=in_T[:, None] & in_X[None, :])
+            if first == 0:
+                for index in tl.static_range(SNAPSHOTS):  # runs before the state, which may hold their inputs, changes
+                    snapshot = tl.load(snapshot_slots_ptr + row * SNAPSHOTS + index).to(tl.int64)
+                    stop = tl.load(snapshot_lens_ptr + row * SNAPSHOTS + index)
+                    in_snapshot_X = in_X & (snapshot >= 0)
+                    for place in tl.static_range(PAST):
+                        token = stop - PAST + place
+                        last_X = _input(
+                            x_ptrs_X, x_stride, before_ptrs_X, state_stride_W, token, context, in_snapshot_X, PAST
+                        )
+                        place_ptrs_X = state_ptrs_X + snapshot * state_stride_S + place * state_stride_W
+                        tl.store(place_ptrs_X, last_X, mask=in_snapshot_X)
+                # Oldest first: what a place of the state gets is at a later place or in x.
                 for place in tl.static_range(PAST):
-                    token = stop - PAST + place
-                    last_X = _input(
-                        x_ptrs_X, x_stride, state_ptrs_X, state_stride_W, token, context, in_snapshot_X, PAST
-                    )
-                    place_ptrs_X = state_ptrs_X + (snapshot - slot) * state_stride_S + place * state_stride_W
-                    tl.store(place_ptrs_X, last_X, mask=in_snapshot_X)
-            # Oldest first: what a place of the state gets is at a later place or in x.
-            for place in tl.static_range(PAST):
-                token = length - PAST + place
-                last_X = _input(x_ptrs_X, x_stride, state_ptrs_X, state_stride_W, token, context, in_X, PAST)
-                tl.debug_barrier()  # other threads have read this place
-                tl.store(state_ptrs_X + place * state_stride_W, last_X, mask=in_X)
+                    token = length - PAST + place
+                    last_X = _input(x_ptrs_X, x_stride, before_ptrs_X, state_stride_W, token, context, in_X, PAST)
+                    tl.debug_barrier()  # other threads have read this place
+                    tl.store(state_ptrs_X + slot * state_stride_S + place * state_stride_W, last_X, mask=in_X)
+            if DECODES:
+                tl.debug_barrier()  # other threads read these places
+                before, context = slot, length
+                start, slot = next_decode(next_ptr, slots_ptr, start)
+            else:
+                start = start * 0 - 1
 
 
 @triton.jit

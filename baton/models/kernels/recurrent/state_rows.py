@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -17,7 +18,9 @@ class StateRows:
 
     Attributes:
         decode_slots_N: int32, slot of each decode; -1 for a row that is none, and in steps that only compile or
-            capture: such a row reads and writes nothing, whatever its length.
+            capture: such a row reads and writes nothing, whatever its length. -2 - slot (`continuing`): the state
+            before is the one after another row, which has this row in `decode_next_N`, and the slot gets the state
+            after this row.
         decode_lens_N: int32, tokens of the sequence, this one included; 1: the state before is zero, whatever the slot
             holds; 0 for a row that is no decode.
         prompt_slots_P: int32, slot of each prompt; -1 as above. P may be 0.
@@ -29,6 +32,7 @@ class StateRows:
         snapshot_lens_PM: int32, the number of new tokens in such a state, fewer than the prompt has. They end at a
             multiple of the layers' sub-chunks of its positions, so the state has the bits that a cut there would give.
         max_prompt_tokens: an upper bound of a prompt's new tokens.
+        decode_next_N: int32, the decode that continues the state of this one; -1: none. None: no decode does.
     """
 
     decode_slots_N: Tensor
@@ -39,6 +43,13 @@ class StateRows:
     snapshot_slots_PM: Tensor
     snapshot_lens_PM: Tensor
     max_prompt_tokens: int
+    decode_next_N: Tensor | None = None
+
+
+def continuing(slot: int) -> int:
+    """What `StateRows.decode_slots_N` has for a row that continues another one's state, and writes its own to this
+    slot."""
+    return -2 - slot
 
 
 class PromptRow(NamedTuple):
@@ -54,6 +65,40 @@ class PromptRow(NamedTuple):
     start: int
     stop: int
     snapshots: Mapping[int, int]
+
+
+class Continued(NamedTuple):
+    """Decodes that continue the states of others, all of them as far from the first one of their request.
+
+    Attributes:
+        rows: the same decodes, as if nothing came before them.
+        places: [M] int64, where they are among the step's decodes.
+        before, after: [M] int64, the slots with the states before and after them.
+    """
+
+    rows: StateRows
+    places: Tensor
+    before: Tensor
+    after: Tensor
+
+
+def continued(rows: StateRows) -> Iterator[Continued]:
+    """Yields the decodes that continue others, in an order in which the states before them are there. Waits for the
+    device."""
+    if rows.decode_next_N is None:
+        return
+    next_N, slots_N, none = rows.decode_next_N.long(), rows.decode_slots_N.long(), rows.decode_slots_N[:0]
+    last_M = torch.nonzero((next_N >= 0) & (slots_N >= 0)).flatten()
+    before_M = slots_N[last_M]
+    while len(last_M):
+        places_M = next_N[last_M]
+        after_M = -2 - slots_N[places_M]
+        starts = torch.full_like(rows.prompt_starts_P1[:1], len(places_M))
+        decodes = after_M.int(), rows.decode_lens_N[places_M]
+        alone = StateRows(*decodes, none, starts, none, none[:, None], none[:, None], max_prompt_tokens=0)
+        yield Continued(alone, places_M, before_M, after_M)
+        has_next_M = next_N[places_M] >= 0
+        last_M, before_M = places_M[has_next_M], after_M[has_next_M]
 
 
 def prompts_of(rows: StateRows) -> Iterator[PromptRow]:

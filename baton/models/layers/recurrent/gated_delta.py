@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton.models.kernels.recurrent import gated_delta as kernels
 from baton.models.kernels.recurrent.gated_delta_systems import CHUNK
-from baton.models.kernels.recurrent.state_rows import StateRows, prompts_of
+from baton.models.kernels.recurrent.state_rows import StateRows, continued, prompts_of
 
 _NORM_EPS = 1e-6
 
@@ -58,7 +58,8 @@ def in_torch(
     states_SHRKV: Tensor,
     rows: StateRows,
 ) -> Tensor:
-    """The twin of the kernels, on any device. Decodes need no host, so they can be captured in a CUDA graph."""
+    """The twin of the kernels, on any device. Decodes need no host unless some continue others, so they can be captured
+    in a CUDA graph."""
     tokens = _Tokens(
         (unit(q_THK.float()) * q_THK.shape[-1] ** -0.5).unsqueeze(2),
         unit(k_THK.float()).unsqueeze(2),
@@ -79,6 +80,10 @@ def in_torch(
                 if piece.stop in snapshots:
                     states_SHRKV[snapshots[piece.stop]] = state_HRKV
             states_SHRKV[slot] = state_HRKV
+    for each in continued(rows):
+        states_SHRKV[each.after] = states_SHRKV[each.before]
+        q, k, v, decay, beta = (x[each.places] for x in (q_THK, k_THK, v_THRV, log_decay, beta_THR))
+        out_THRV[each.places] = in_torch(q, k, v, decay, beta, states_SHRKV, each.rows)
     return out_THRV
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.models.kernels.recurrent import selective_scan as kernels
-from baton.models.kernels.recurrent.state_rows import StateRows, prompts_of
+from baton.models.kernels.recurrent.state_rows import StateRows, continued, prompts_of
 from baton.models.layers.elementwise import softplus
 
 SUB_CHUNK = kernels.SUB_CHUNK
@@ -78,7 +78,7 @@ def selective_scan_in_torch(
     states_SHPN: Tensor,
     rows: StateRows,
 ) -> Tensor:
-    """`selective_scan` on any device; decodes never wait for it."""
+    """`selective_scan` on any device; decodes wait for it only if some continue others."""
     x, per_group = x_THP.float(), x_THP.shape[1] // b_TGN.shape[1]
     b_THN, c_THN = (each.float().repeat_interleave(per_group, dim=1) for each in (b_TGN, c_TGN))
     dt = softplus(dt_TH.float() + weights.dt_bias_H).clamp(weights.dt_min, weights.dt_max)
@@ -101,7 +101,12 @@ def selective_scan_in_torch(
                 if piece.stop in snapshots:
                     states_SHPN[snapshots[piece.stop]] = state_HPN
             states_SHPN[slot] = state_HPN
-    return out_THP.to(x_THP.dtype)
+    out_THP = out_THP.to(x_THP.dtype)
+    for each in continued(rows):
+        states_SHPN[each.after] = states_SHPN[each.before]
+        x, dt, b, c = (tensor[each.places] for tensor in (x_THP, dt_TH, b_TGN, c_TGN))
+        out_THP[each.places] = selective_scan_in_torch(x, dt, b, c, weights, states_SHPN, each.rows)
+    return out_THP
 
 
 def share_inputs(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int) -> None:
@@ -122,7 +127,8 @@ def share_inputs(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int) -> None
 def share_inputs_in_torch(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int) -> None:
     """`share_inputs` on any device; never waits for it."""
     is_decode_N = rows.decode_lens_N > 0
-    decode_slots_N = torch.where(is_decode_N, rows.decode_slots_N, -1)
+    written_N = torch.where(rows.decode_slots_N < -1, -2 - rows.decode_slots_N, rows.decode_slots_N)
+    decode_slots_N = torch.where(is_decode_N, written_N, -1)
     slots_R = torch.cat([decode_slots_N, rows.prompt_slots_P, rows.snapshot_slots_PM.flatten()]).long()
     # Rows of padding repeat the first request; a step of padding alone leaves a slot's numbers as they are.
     is_one_R = slots_R >= 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from baton.models.kernels.recurrent.short_conv import short_conv as short_conv_on_gpu
-from baton.models.kernels.recurrent.state_rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows, continued
 from baton.models.layers.elementwise import silu
 
 Activation: TypeAlias = Literal["silu"] | None
@@ -59,7 +59,7 @@ def short_conv_in_torch(
     *,
     activation: Activation = None,
 ) -> Tensor:
-    """`short_conv` on any device; never waits for one."""
+    """`short_conv` on any device; waits for one only if decodes continue others."""
     num_tokens, num_channels = x_TX.shape
     past = weight_XW.shape[1] - 1
     requests = _Requests(rows, num_tokens)
@@ -83,7 +83,12 @@ def short_conv_in_torch(
     _write(state_SHCW, requests, before_and_x, source)
     if activation == "silu":
         out_TX = silu(out_TX)
-    return out_TX.to(x_TX.dtype)
+    out_TX = out_TX.to(x_TX.dtype)
+    for each in continued(rows):
+        state_SHCW[each.after] = state_SHCW[each.before]
+        given = x_TX[each.places], weight_XW, bias_X, state_SHCW
+        out_TX[each.places] = short_conv_in_torch(*given, each.rows, activation=activation)
+    return out_TX
 
 
 class _Requests:

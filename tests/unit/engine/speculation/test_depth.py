@@ -91,6 +91,23 @@ def test_a_gain_that_the_host_takes_is_none() -> None:
     assert choose_depths(one, StepWork(1, 1000), COSTS, room=64, wait_s=lambda _: 0.002) == [0]
 
 
+def test_guesses_delay_no_token_of_another_request_beyond_its_bound() -> None:
+    """A plain step takes 10 ms, and one with 500 more rows about 50 ms."""
+    likely, nothing, work = proposal(*[0.99] * 16), proposal(), StepWork(40, 40_000)
+    all_likely, one_has_none = [likely] * 40, [likely] * 39 + [nothing]
+
+    def step_s(proposals: list[Proposal], depths: list[int]) -> float:
+        return COSTS.seconds(guessed_work(work, [(p.context, n) for p, n in zip(proposals, depths, strict=True)]))
+
+    free = choose_depths(one_has_none, work, COSTS, room=900)
+    bound = choose_depths(one_has_none, work, COSTS, room=900, token_s=0.015)
+    assert step_s(one_has_none, free) > 0.015 >= step_s(one_has_none, bound)
+    assert 0 < sum(bound) < sum(free)
+    assert choose_depths([likely] * 40, work, COSTS, room=900, token_s=0.009) != [0] * 40, "all get more of the step"
+    assert choose_depths(one_has_none, work, COSTS, room=900, token_s=0.009) == [0] * 40
+    assert choose_depths(all_likely[:39], work, COSTS, room=900, token_s=0.009) == [0] * 39, "another one decodes too"
+
+
 def test_a_gain_below_three_percent_is_none() -> None:
     flat = StepCosts(((1, 0.010), (64, 0.010)))
     assert choose_depths([proposal(0.029)], StepWork(1, 1000), flat, room=64) == [0]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from baton.engine.events import PromptScored, StepEvents
 from baton.node.prompt_logprobs import add_prompt_logprobs
 from baton.protos.internal.v1 import decode_pb2 as pb
-from baton.rpc.convert import finish_reason_to_proto, set_token
+from baton.rpc.convert import finish_reason_to_proto, set_logprobs
 from decode_node.decode_task import DecodePhase, DecodeTask
 
 
@@ -29,13 +29,16 @@ def step_messages(
             continue
         add = adders.get(task.session)
         if add is None:
-            message = messages[task.session] = pb.SessionResponse(step=pb.Step())
-            add = adders[task.session] = message.step.tokens.add
+            response = messages[task.session] = pb.SessionResponse(step=pb.Step())
+            add = adders[task.session] = response.step.tokens.add
         # NOTE: assigning only the fields that say something takes a fifth of the time of arguments for all of them:
         # 0.1 ms instead of 0.55 for 256 tokens.
         sent = add()
         sent.key = task.key
-        set_token(sent.token, token)
+        message = sent.token
+        message.token_id, message.index = token.token_id, token.index
+        if token.logprob is not None:
+            set_logprobs(message, token)
         if task.prefill_started_s is not None:
             _add_prefill(sent, task, now_s)
         if drafts and (checked := drafts.pop(request_id, None)) is not None:

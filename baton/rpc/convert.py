@@ -133,15 +133,13 @@ def grammar_from_proto(message: pb.Grammar) -> Grammar:
 
 
 def token_to_proto(token: TokenOutput) -> pb.Token:
-    message = pb.Token()
-    set_token(message, token)
+    message = pb.Token(token_id=token.token_id, index=token.index)
+    set_logprobs(message, token)
     return message
 
 
-def set_token(message: pb.Token, token: TokenOutput) -> None:
-    """Sets the fields of an empty message. Half as expensive as a new message where it is part of another one."""
-    message.token_id = token.token_id
-    message.index = token.index
+def set_logprobs(message: pb.Token, token: TokenOutput) -> None:
+    """Adds the token's logprobs to a message without any, if it has them."""
     if token.logprob is not None:
         message.logprob = token.logprob
     for token_id, value in token.top_logprobs:

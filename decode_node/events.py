@@ -36,7 +36,7 @@ class SessionClosed:
 
 @dataclass(frozen=True)
 class HandOverReceived:
-    """A prefill node of that incarnation reports that it has sent all KV of a lease."""
+    """A prefill node of that incarnation reports that it has computed all KV of a lease."""
 
     peer: int
     message: pb.HandOver

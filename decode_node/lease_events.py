@@ -11,7 +11,7 @@ from baton.rpc.convert import token_from_proto
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The prefill node has sent all KV of the lease.
+    """The prefill node has computed all KV of the lease. Some of it may still be on its way.
 
     Attributes:
         first: the first token; None if the ticket was for the first part of a split prompt.

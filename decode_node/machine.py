@@ -9,16 +9,13 @@ from typing import assert_never
 
 from baton.core.errors import BatonError, Draining, InvalidRequest, NoNode
 from baton.core.pools import blocks_for
-from baton.engine.events import PromptScored, StepEvents
+from baton.engine.events import StepEvents
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S
-from baton.node.prompt_logprobs import add_prompt_logprobs
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.convert import (
     adapter_from_proto,
-    finish_reason_to_proto,
     resolved_sampling_from_proto,
-    token_to_proto,
 )
 from baton.rpc.convert_node import keep_time_from_proto, kept_prefix_from_proto
 from baton.rpc.error_detail import from_detail, to_detail
@@ -52,6 +49,7 @@ from decode_node.events import (
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal, handed_over
 from decode_node.local_prefill import requested_local_reason
 from decode_node.rules import DecodeRules
+from decode_node.step_messages import step_messages
 from decode_node.task_times import Deadlines
 
 # Requests that prefetch at a time; further ones compute what the cache lacks.
@@ -271,45 +269,15 @@ class DecodeMachine:
 
     def _step_done(self, events: StepEvents, now_s: float) -> list[Command]:
         """Sends each session its tokens of the step in one message; then ends finished and failed requests."""
-        steps: dict[int, pb.SessionResponse] = {}
-        finished: list[DecodeTask] = []
-        tasks, decoding = self._by_engine_id, DecodePhase.DECODING  # looked up once, not for every token
+        tasks = self._by_engine_id
         for started in events.started:
             if (task := tasks.get(started.request_id)) is not None:
                 task.prefill_queue_s = started.queue_s
         for chunk in events.chunks:
             if (task := tasks.get(chunk.request_id)) is not None:
                 task.chunk_computed(chunk, now_s)
-        drafts = {each.request_id: each for each in events.drafts}
-        for request_id, token, finish_reason, stop_reason in events.tokens:
-            task = tasks.get(request_id)
-            if task is None or task.phase is not decoding:
-                continue
-            prefill_s = queue_s = chunks = None
-            if task.prefill_started_s is not None:
-                queue_s = task.prefill_queue_s
-                prefill_s, task.prefill_started_s = max(0.0, now_s - task.prefill_started_s - queue_s), None
-                chunks = task.times.chunks.take()
-            message = steps.get(task.session)
-            if message is None:
-                message = steps[task.session] = pb.SessionResponse(step=pb.Step())
-            sent = message.step.tokens.add(
-                key=task.key,
-                token=token_to_proto(token),
-                finish_reason=finish_reason_to_proto(finish_reason),
-                stop_reason=stop_reason,
-                prefill_s=prefill_s,
-                queue_s=queue_s,
-                prompt_chunks=chunks,
-            )
-            if drafts and (checked := drafts.pop(request_id, None)) is not None:
-                sent.drafted_tokens, sent.accepted_tokens = checked.drafted, checked.accepted
-            if finish_reason is not None:
-                finished.append(task)
-        for scored in events.scored:
-            if (task := tasks.get(scored.request_id)) is not None and task.session in steps:
-                _add_prompt_logprobs(steps[task.session].step, task.key, scored)
-        commands: list[Command] = [Send(session, message) for session, message in steps.items()]
+        messages, finished = step_messages(events, tasks, now_s)
+        commands: list[Command] = [Send(session, message) for session, message in messages.items()]
         for task in finished:
             commands += self._update_tables(task, task.finished())
         for failed in events.failed:
@@ -388,10 +356,3 @@ class DecodeMachine:
 def _name_of(placement: pb.Placement.ValueType) -> str:
     """The placement's name, or its number if only a later version knows it."""
     return pb.Placement.Name(placement) if placement in pb.Placement.values() else str(placement)
-
-
-def _add_prompt_logprobs(step: pb.Step, key: int, scored: PromptScored) -> None:
-    """Adds prompt logprobs to the request's token, which the step has unless the request is ending."""
-    for token in step.tokens:
-        if token.key == key:
-            add_prompt_logprobs(token, scored.logprobs)

@@ -16,7 +16,7 @@ class TaskTimes:
         max_queue_s: how long it may wait for blocks; 0: not at all.
         phase_deadline_s: when its present phase must be over; None: no limit.
         queued_s: how long it has waited for blocks.
-        filled_s, handed_over_s: when all KV of its lease was here, and when its sender had sent it.
+        filled_s, handed_over_s: when all KV of its lease was here, and when its hand-over came.
     """
 
     def __init__(self, submit: pb.SubmitRequest, now_s: float) -> None:

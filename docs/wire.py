@@ -89,10 +89,11 @@ bytes, and only the ticket carries it.
 {_message(lease_pb2.Ticket)}
 The prefill node answers with events:
 
-{_oneof(prefill_pb2.PrefillEvent)} When all KV is sent, the prefill node sends `HandOver` with the first token, on the
-pair's stream. The decode node closes the lease when the KV of all tokens has arrived. If the request ends early, the
-decode node sends `LeaseEnded`. The prefill node then stops, and answers `Quiet` once nothing of the lease is in flight.
-The decode node frees the blocks only after that, so a late write never reaches them.
+{_oneof(prefill_pb2.PrefillEvent)} When all KV is computed, the prefill node sends `HandOver` with the first token, on
+the pair's stream; the last segments may still be on their way. The decode node closes the lease when it has the KV of
+all tokens and the hand-over. If the request ends early, the decode node sends `LeaseEnded`. The prefill node then
+stops, and answers `Quiet` once nothing of the lease is in flight. The decode node frees the blocks only after that, so
+a late write never reaches them.
 
 ## Segments
 

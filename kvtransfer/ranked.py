@@ -5,7 +5,7 @@ It opens pairs, sends and leases; `kvtransfer.ranked_entries` has the verbs for 
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -42,6 +42,10 @@ class _Lease:
     opening: "asyncio.Future[list[None]]"
     filled: list[LeaseTotals] = field(default_factory=list)
 
+    @property
+    def is_filled(self) -> bool:
+        return len(self.filled) == len(self.ranks)
+
 
 class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     """The verbs of `RankTransfer` for pairs of nodes; docs here say only what differs. Used on the event loop of
@@ -69,6 +73,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         self._pairs: dict[int, tuple[PairEnd, ...]] = {}
         self.entries = RankedEntries(self._ranks, self._pairs, has_stores=has_stores)
         self._leases: dict[int, _Lease] = {}
+        self._forgetting: set[asyncio.Task[None]] = set()  # leases that are closed for this node, but not on every rank
 
     def deliver_to(self, on_filled: OnFilled, on_refused: OnRefused) -> None:
         """Sets the callbacks for lease events; call it before `start`. A lease is filled once every rank has its
@@ -93,6 +98,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.close() for rank in self._ranks))
+        await self._all_forgotten()
 
     @property
     def linked(self) -> bool:
@@ -103,6 +109,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """Reopens all ranks, after the last pair and the last lease."""
         assert not self._pairs, "disconnect comes first"
         self._leases.clear()
+        await self._all_forgotten()
         await all_done(
             rank.reopen(incarnation=incarnation, receive_bytes_per_s=receive_bytes_per_s) for rank in self._ranks
         )
@@ -260,12 +267,28 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         await asyncio.wait([lease.opening])
         return _sum_totals(await all_done(rank.close_lease(number) for rank in lease.ranks))
 
+    def close_filled(self, number: int) -> LeaseTotals | None:
+        """Ends a lease of which every rank has all tokens. Nothing writes to its blocks any more, because no token is
+        written twice; so this waits for no rank. Returns None and changes nothing if tokens are missing."""
+        lease = self._leases.get(number)
+        if lease is None or not lease.is_filled:
+            return None
+        del self._leases[number]
+        task = asyncio.create_task(_forget(number, lease), name=f"forget-lease-{number}")
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+        return _sum_totals(lease.filled)
+
+    async def _all_forgotten(self) -> None:
+        if self._forgetting:
+            await asyncio.wait(self._forgetting)
+
     def _filled(self, totals: LeaseTotals) -> None:
         lease = self._leases.get(totals.number)
         if lease is None:
             return  # closed in the meantime
         lease.filled.append(totals)
-        if len(lease.filled) == len(lease.ranks):
+        if lease.is_filled:
             assert self._on_filled is not None
             self._on_filled(_sum_totals(lease.filled))
 
@@ -315,6 +338,13 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     def stuck(self, *, after_s: float) -> str:
         """Where the first stuck rank is stuck; empty if none is."""
         return next((where for rank in self._ranks if (where := rank.stuck(after_s=after_s))), "")
+
+
+async def _forget(number: int, lease: _Lease) -> None:
+    """Closes a filled lease on its ranks. A rank that has failed has reported it, and the node ends."""
+    await asyncio.wait([lease.opening])
+    with suppress(BatonError):
+        await all_done(rank.close_lease(number) for rank in lease.ranks)
 
 
 def _sum_totals(totals: Sequence[LeaseTotals]) -> LeaseTotals:

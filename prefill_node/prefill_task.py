@@ -95,6 +95,7 @@ class PrefillTask:
         self._scored: PromptScored | None = None
         self._sampled: TokenSampled | None = None
         self._computed_s: float | None = None  # when the engine finished the call's last computation
+        self._handed_over = False
         self._error: BatonError | None = None
 
     @property
@@ -149,18 +150,17 @@ class PrefillTask:
                 self._unsent.computed(token_stop)
                 commands = [*self._send_computed(block_ids, now_s), responded]
                 if self._split and token_stop >= self.ticket.token_stop:
-                    self._computed_s = now_s
-                    commands += self._hand_over_if_sent(now_s)
+                    commands += self._computed(now_s)
                 return commands
             case PromptScored():
                 self._scored = event
                 return []
             case TokenSampled():
-                self._sampled, self._computed_s = event, now_s
+                self._sampled = event
                 first_token = _first_token(event, self._scored, prefill_s=now_s - self._started_s)
                 self._scored = None
                 responded = self._respond(pb.PrefillEvent(first_token=first_token), now_s)
-                return [responded, *self._hand_over_if_sent(now_s)]
+                return [responded, *self._computed(now_s)]
             case Sent(segments=segments):
                 return self._job_sent(segments, now_s)
             case EngineRefused(error=error) | RequestFailed(error=error) | SendFailed(error=error):
@@ -209,7 +209,7 @@ class PrefillTask:
         self._segments += segments
         if self._times is not None and self._sending is not None:
             self._times.append(self._sent_part(self._sending, segments, now_s))
-        return self._send_next(now_s) or self._hand_over_if_sent(now_s)
+        return self._send_next(now_s) or self._end_if_sent(now_s)
 
     def _sent_part(self, piece: SegmentPiece, segments: Sequence[Segment], now_s: float) -> pb.SentPart:
         return pb.SentPart(
@@ -221,20 +221,31 @@ class PrefillTask:
             bytes=sum(segment.payload_bytes for segment in segments),
         )
 
-    def _hand_over_if_sent(self, now_s: float) -> list[Command]:
-        """Hands over if all KV is sent: once the last computation is over, an idle sender has sent everything."""
-        if self._computed_s is None or self._send_under_way:
-            return []
+    def _computed(self, now_s: float) -> list[Command]:
+        """Hands over, now that nothing more is computed. Segments may still be in flight: the decode node waits for all
+        KV in any case, and the end of the last send would be known here only after its arrival there."""
+        self._computed_s = now_s
+        # A request that ends with its first token needs no KV, and its lease ends with the hand-over.
+        is_last = self._sampled is not None and self._sampled.finish_reason is not None
+        return [*([] if is_last else [self._hand_over(now_s)]), *self._end_if_sent(now_s)]
+
+    def _hand_over(self, now_s: float) -> SendToPeer:
+        assert self._computed_s is not None, "the hand-over has the result of the last computation"
         hand_over = decode_pb2.HandOver(lease=self.lease, sampled_ago_s=now_s - self._computed_s)
         if self._sampled is not None:
             hand_over.first_token.CopyFrom(token_to_proto(self._sampled.token))
             hand_over.finish_reason = finish_reason_to_proto(self._sampled.finish_reason)
+        self._handed_over = True
+        return SendToPeer(self.peer.number, decode_pb2.PairRequest(hand_over=hand_over))
+
+    def _end_if_sent(self, now_s: float) -> list[Command]:
+        """Ends the call if all KV is sent: once the last computation is over, an idle sender has sent everything."""
+        if self._computed_s is None or self._send_under_way:
+            return []
+        commands: list[Command] = [] if self._handed_over else [self._hand_over(now_s)]
         self.phase = PrefillPhase.FREEING
-        return [
-            SendToPeer(self.peer.number, decode_pb2.PairRequest(hand_over=hand_over)),
-            self._respond(pb.PrefillEvent(sent=self._sent_event(self._computed_s - self._started_s)), now_s),
-            Abort(self.call),
-        ]
+        sent = pb.PrefillEvent(sent=self._sent_event(self._computed_s - self._started_s))
+        return [*commands, self._respond(sent, now_s), Abort(self.call)]
 
     def _sent_event(self, prefill_s: float) -> pb.PrefillSent:
         return pb.PrefillSent(

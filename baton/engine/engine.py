@@ -21,6 +21,7 @@ from baton.engine.device.device_thread import DeviceThread, ExpertCounts, Layers
 from baton.engine.events import StepEvents
 from baton.engine.launch_pace import LaunchPace
 from baton.engine.prefix_tier import PrefixSource, PrefixTier
+from baton.engine.punctual_timer import PunctualTimer
 from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
 from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.prefixes import PrefixCache
@@ -88,16 +89,18 @@ class Engine:
         self._on_step = on_step
         self._on_room = on_room
         self._pace = LaunchPace()
-        self._timer: asyncio.TimerHandle | None = None  # wakes the loop when the next launch is due
+        self._timer: PunctualTimer | None = None  # fires when the next launch is due
         self._outcomes: deque[Outcome] = deque()  # not processed yet
         self._ended_s: float | None = None  # when the last step's end was seen
         self._wake = asyncio.Event()
         self._step_over = asyncio.Event()  # a new one for each step
         self._over: BatonError | None = None  # why the engine takes no more requests
+        self._error: Exception | None = None  # of a turn outside of the run loop, which ends with it
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Engine":
         await self._device.start()
+        self._timer = PunctualTimer(self._advance)
         self._loop = asyncio.create_task(self._run(), name="engine")
         return self
 
@@ -301,8 +304,8 @@ class Engine:
         except Exception as error:  # noqa: BLE001  every request fails with it below
             _log.exception("the engine's loop failed")
             self._over = _internal("the engine failed", error)
-        if self._timer is not None:
-            self._timer.cancel()
+        assert self._timer is not None, "entry makes it"
+        self._timer.close()
         await self._device.close()
         assert self._over is not None, "the loop ends only when this is set"
         last = self._scheduler.fail_all(self._over)
@@ -313,31 +316,48 @@ class Engine:
             self._on_step(last)
 
     async def _steps(self) -> None:
-        """Schedules, launches, completes. The next step is launched before the running one ends, so the device never
-        waits."""
+        """Takes turns whenever requests come or go, until the engine is over and no step is in flight."""
         while self._over is None or self._scheduler.steps_in_flight:
             self._wake.clear()
-            events = self._next_events()
-            launched = self._over is None and self._is_due() and self._launch_next()
-            refused = self._scheduler.take_refused()
-            if events is not None:
-                self._on_step(events)
-            if refused is not None:
-                self._on_step(refused)
-            if self._prefixes is not None:
-                self._prefixes.save_finished()
-            if not launched and events is None:
+            if self._error is not None:
+                raise self._error
+            if not self._take_turn():
                 await self._wake.wait()
 
+    def _advance(self) -> None:
+        """Takes turns at once, because a step has ended or the next launch is due. To wake the run loop instead would
+        let everything else that is ready on the event loop go first."""
+        if self._over is None and self._error is None:
+            try:
+                while self._take_turn():
+                    pass
+                return
+            except Exception as error:  # noqa: BLE001  the run loop ends with it
+                self._error = error
+        self._wake.set()
+
+    def _take_turn(self) -> bool:
+        """Ends a step, launches one, and only then passes events on: the next step is launched before the running one
+        ends, so the device never waits. Returns whether anything has happened."""
+        events = self._next_events()
+        launched = self._over is None and self._is_due() and self._launch_next()
+        refused = self._scheduler.take_refused()
+        if events is not None:
+            self._on_step(events)
+        if refused is not None:
+            self._on_step(refused)
+        if self._prefixes is not None:
+            self._prefixes.save_finished()
+        return launched or events is not None
+
     def _is_due(self) -> bool:
-        """Whether the next step should be launched now. If not, the loop wakes when it should."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Whether the next step should be launched now. If not, the timer fires when it should."""
+        assert self._timer is not None, "entry makes it"
         due_s = self._pace.due_s
         if due_s is None or self._scheduler.steps_in_flight != 1 or (delay_s := due_s - self._clock()) <= 0:
+            self._timer.stop()
             return True
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
+        self._timer.start(delay_s)
         return False
 
     def _launch_next(self) -> bool:
@@ -377,7 +397,7 @@ class Engine:
 
     def _receive(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
-        self._wake.set()
+        self._advance()
 
     def _room_freed(self) -> None:
         self._wake.set()

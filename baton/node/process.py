@@ -16,6 +16,7 @@ from typing import Any
 
 from baton.core.exits import ending_soon_if_it_fails, exit_at_once
 from baton.core.file_limit import raise_file_limit
+from baton.core.interpreter_lock import pass_lock_sooner
 from baton.core.logs import set_up_logging, show_name
 from baton.core.ready_file import check_ready_file, write_ready_file
 from baton.core.supervisor import Supervisor
@@ -95,6 +96,7 @@ def _run_process(
     kinds: Mapping[node_status_pb2.Role.ValueType, RoleKind],
 ) -> None:
     raise_file_limit()
+    pass_lock_sooner()
     check_ready_file(settings.ready_file)
     ListenAddress.parse(settings.listen, field="listen")
     check_advertised(settings.advertise)

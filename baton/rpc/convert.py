@@ -133,12 +133,17 @@ def grammar_from_proto(message: pb.Grammar) -> Grammar:
 
 
 def token_to_proto(token: TokenOutput) -> pb.Token:
-    return pb.Token(
-        token_id=token.token_id,
-        index=token.index,
-        logprob=token.logprob,
-        top_logprobs=[pb.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in token.top_logprobs],
-    )
+    message = pb.Token(token_id=token.token_id, index=token.index)
+    set_logprobs(message, token)
+    return message
+
+
+def set_logprobs(message: pb.Token, token: TokenOutput) -> None:
+    """Adds the token's logprobs to a message without any, if it has them."""
+    if token.logprob is not None:
+        message.logprob = token.logprob
+    for token_id, value in token.top_logprobs:
+        message.top_logprobs.add(token_id=token_id, logprob=value)
 
 
 def token_from_proto(message: pb.Token) -> TokenOutput:

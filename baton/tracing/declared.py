@@ -170,7 +170,12 @@ TRANSFER = SpanType(
     "from the first KV that is sent until all of it lies in the decode node's blocks",
     (A.BYTES, A.SEGMENTS, A.TRANSPORT, A.CONVERTED, A.EXPOSED_S),
 )
-ADMIT = SpanType("decode.admit", ProcessRole.DECODE, "attempt", "from the hand-over until the request joins the batch")
+ADMIT = SpanType(
+    "decode.admit",
+    ProcessRole.DECODE,
+    "attempt",
+    "from the arrival of all KV and of the hand-over until the request joins the batch",
+)
 DECODE = SpanType(
     "decode",
     ProcessRole.DECODE,

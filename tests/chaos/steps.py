@@ -69,8 +69,8 @@ _DECODE = {
     "has opened a lease": Step(_RANKED, "RankedTransfer", "open_lease"),
     "receives KV": Step("kvtransfer.receiver", "Receiver", "_scattered"),
     "has all KV": Step("decode_node.driver", "DecodeDriver", "_on_filled"),
-    "closes a lease": Step(_RANKED, "RankedTransfer", "close_lease", before=True),
-    "has closed a lease": Step(_RANKED, "RankedTransfer", "close_lease"),
+    "closes a lease": Step(_RANKED, "RankedTransfer", "close_filled", before=True),
+    "has closed a lease": Step(_RANKED, "RankedTransfer", "close_filled"),
     **_KEPT,
 }
 PREFILL_STEPS, DECODE_STEPS = tuple(_PREFILL), tuple(_DECODE)

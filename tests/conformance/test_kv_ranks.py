@@ -124,6 +124,29 @@ async def test_a_lease_is_filled_only_when_every_rank_has_its_share() -> None:
         await eventually(lambda: prefill.transfer.counters().peers[PEER] == counted().peers[SENDER])
 
 
+async def test_a_lease_is_closed_at_once_only_when_it_is_filled_and_then_takes_nothing() -> None:
+    async with linked(GQA, 2, 2, transport="loopback") as nodes:
+        decode, prefill = nodes.decode.transfer, nodes.prefill.transfer
+        blocks = scattered_blocks(nodes.prefill.caches[0], TOKENS, 1)
+        plant_whole(GQA, nodes.prefill, blocks)
+        await decode.open_lease(LeaseGrant(0, scattered_blocks(nodes.decode.caches[0], TOKENS, 2), 0, TOKENS))
+        await prefill.send(job(0, blocks, 0, 8, peer=PEER, sender_number=SENDER))
+        await eventually(lambda: decode.counters().peers[SENDER].bytes_total == 8 * GQA.bytes_per_token)
+        assert decode.close_filled(0) is None
+        await prefill.send(job(0, blocks, 8, TOKENS, first_segment=100, peer=PEER, sender_number=SENDER))
+        await eventually(lambda: len(nodes.decode.events.filled) == 1)
+        totals = decode.close_filled(0)
+        assert totals == nodes.decode.events.filled[0]
+        assert decode.close_filled(0) is None
+        with pytest.raises(UnknownLease):
+            await decode.close_lease(0)
+        before = [cache.view.clone() for cache in nodes.decode.caches]
+        await prefill.send(job(0, blocks, 0, 8, first_segment=200, peer=PEER, sender_number=SENDER))
+        await eventually(lambda: sum(decode.counters().refusals.values()) >= 2)
+        for cache, wanted in zip(nodes.decode.caches, before, strict=True):
+            assert torch.equal(as_bytes(cache.view), as_bytes(wanted))
+
+
 async def test_two_nodes_cannot_fill_one_lease() -> None:
     """The ranks of one node may fill a lease together; those of two nodes may not."""
     spec, links = MLA, part_flows(MLA, senders=2, receivers=1)

@@ -215,14 +215,14 @@ def _frees_while_sending(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillTask, "fail", mutated)
 
 
-def _hands_over_before_sent(patch: pytest.MonkeyPatch) -> None:
-    hand_over = PrefillTask._hand_over_if_sent
+def _ends_before_sent(patch: pytest.MonkeyPatch) -> None:
+    end = PrefillTask._end_if_sent
 
     def mutated(self: PrefillTask, now_s: float) -> list[PrefillCommand]:
         self._send_under_way = False
-        return hand_over(self, now_s)
+        return end(self, now_s)
 
-    patch.setattr(PrefillTask, "_hand_over_if_sent", mutated)
+    patch.setattr(PrefillTask, "_end_if_sent", mutated)
 
 
 # ---- the gateway
@@ -409,8 +409,8 @@ MUTANTS: Mapping[str, Mutant] = {
     "frees_while_sending": Mutant(
         "A prefill node frees the blocks of a call that ends while segments are read from them.", _frees_while_sending
     ),
-    "hands_over_before_sent": Mutant(
-        "A prefill node reports everything as sent while the last segments are not.", _hands_over_before_sent
+    "ends_before_sent": Mutant(
+        "A prefill node reports everything as sent while the last segments are not.", _ends_before_sent
     ),
     "token_twice": Mutant("After a lost decode node the last token is sent again.", _token_twice),
     "token_dropped": Mutant(

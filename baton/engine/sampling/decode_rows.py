@@ -28,6 +28,9 @@ class DecodeSampling:
 
     def write(self, places: Sequence[int], rows: Sequence[SampleRow | None]) -> None:
         """Puts `rows` at `places`; None is a row that is not sampled."""
+        if self.unsampled or self.edited or self.with_logprobs:
+            for special in (self.unsampled, self.edited, self.with_logprobs):
+                special.difference_update(places)
         for place, row in zip(places, rows, strict=True):
             self._classify(place, row)
         samples = [GREEDY_ROW if row is None else row for row in rows]
@@ -54,8 +57,6 @@ class DecodeSampling:
             special.difference_update(rows)
 
     def _classify(self, place: int, row: SampleRow | None) -> None:
-        for special in (self.unsampled, self.edited, self.with_logprobs):
-            special.discard(place)
         if row is None:
             self.unsampled.add(place)
         elif row.edits_logits:

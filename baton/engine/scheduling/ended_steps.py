@@ -64,6 +64,18 @@ class EndedSteps:
                 self._blocks.states.drop_drafts(row)
                 continue
             start = state.num_computed
+            # Nearly every row of a decode node takes this path, so it has only what a decode needs.
+            if row.since is not None and token.__class__ is TokenOutput:
+                state.num_computed = stop = start + 1
+                state.num_pending -= 1
+                state.tokens.append(token.token_id)
+                if not stop % block_size:
+                    self._blocks.register(state)
+                if stop < state.decode_stop and token.token_id not in state.end_token_ids:
+                    sampled.append((state.request_id, token, None, ""))
+                else:
+                    sampled.append(self._last_token(state, token))
+                continue
             if row.num_drafts:
                 self._check_drafts(state, row, token, checked, sampled, failed)
                 continue
@@ -88,14 +100,12 @@ class EndedSteps:
             assert isinstance(token, TokenOutput), "only rows with drafts yield several tokens"
             state.num_pending -= 1
             state.tokens.append(token.token_id)
-            reason, stop_reason = None, ""
-            if stop >= state.decode_stop or token.token_id in state.end_token_ids:  # otherwise it cannot end
-                reason, stop_reason = state.end_at(token.token_id)
-                if reason is not None or state.prefill_only:
-                    self._requests.stop_running(state)
+            if stop >= state.decode_stop or token.token_id in state.end_token_ids:
+                sampled.append(self._last_token(state, token))
+            else:
+                sampled.append((state.request_id, token, None, ""))
             if start < state.prefill_stop and state.phase is running:
                 self._requests.begin(state)
-            sampled.append((state.request_id, token, reason, stop_reason))
         pooled_events = tuple(map(self._end_pooled, pooled))
         self._requests.fill_seats()
         if self._drafts is not None:
@@ -125,6 +135,13 @@ class EndedSteps:
         self._requests.fill_seats()
         events = tuple(RequestFailed(state.request_id, error) for state in failed)
         return StepEvents(step.number, seconds, failed=events)
+
+    def _last_token(self, state: RequestState, token: TokenOutput) -> Sampled:
+        """Ends a request if this token, its newest one, ends it. A `prefill_only` request has no other token."""
+        reason, stop_reason = state.end_at(token.token_id)
+        if reason is not None or state.prefill_only:
+            self._requests.stop_running(state)
+        return state.request_id, token, reason, stop_reason
 
     def _check_drafts(
         self,

@@ -24,8 +24,11 @@ def stream_blocks(roster: Roster, blocks: RequestBlocks, limits: EngineLimits, b
     Args:
         before: the requests that wait before the new one.
     """
-    share, num_streams = limits.stream_share, roster.num_streams
-    if share == 1.0 or (num_streams == 0 and not before):
+    share = limits.stream_share
+    if share == 1.0:
+        return blocks.num_blocks
+    num_streams = roster.num_streams
+    if num_streams == 0 and not before:
         return blocks.num_blocks
     if num_streams + 1 > share * roster.seats:
         return 0

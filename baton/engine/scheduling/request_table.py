@@ -60,7 +60,7 @@ class RequestTable:
             align_tokens=limits.chunk_align_tokens or 1,
             offloads=offloads,
         )
-        self.roster = Roster(seats=limits.seats, may_run=self._may_run)
+        self.roster = Roster(seats=limits.seats, may_run=self._may_run, num_pools=facts.num_owners)
         self.in_flight = StepsInFlight()
         self.void: list[RequestState] = []
         self.preemptions = 0

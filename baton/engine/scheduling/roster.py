@@ -16,6 +16,7 @@ class Roster:
 
     Args:
         may_run: whether a ready request may have a seat now. Until then it delays no other request.
+        num_pools: pools of blocks, as in `ModelFacts.num_owners`.
 
     Attributes:
         seats: most running requests.
@@ -28,8 +29,9 @@ class Roster:
         num_reserved: requests whose KV is on its way; no more than there are seats.
     """
 
-    def __init__(self, *, seats: int, may_run: Callable[[RequestState], bool]) -> None:
+    def __init__(self, *, seats: int, may_run: Callable[[RequestState], bool], num_pools: int = 1) -> None:
         self._may_run = may_run
+        self._num_pools = num_pools
         self.waiting: list[RequestState] = []
         self.ready: list[RequestState] = []
         self.running: list[RequestState] = []
@@ -51,6 +53,8 @@ class Roster:
     def decoders(self) -> Counter[int]:
         """Number of requests by pool that decode now or later and have a seat or wait for one. A newcomer leaves each
         of them a free block."""
+        if self._num_pools == 1:
+            return Counter({0: self.tpots.total() + len(self.ready)})
         pools = [state.pool for state in self.running if not state.prefill_only]
         return Counter(pools + [state.pool for state in self.ready])
 

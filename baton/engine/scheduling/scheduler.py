@@ -225,7 +225,7 @@ class Scheduler:
         if (state := self._roster.find(request_id)) is not None:
             self._requests.end(state)
             self._requests.fill_seats()
-        return self._in_flight.has_row_with_id(request_id)
+        return any(ended.request_id == request_id for ended in self._requests.void)
 
     def fail_all(self, error: BatonError) -> StepEvents:
         """Ends every step in flight and every request. Returns a failure for each request that was not held."""

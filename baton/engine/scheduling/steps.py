@@ -125,15 +125,16 @@ class NextStep:
 
     def add_decodes(self, states: list[RequestState], work: StepWork) -> None:
         """Adds the next token of each request, in this order; `work` is theirs. Call it before `add_chunk`."""
-        rows = self.rows
+        append = self.rows.append
         for place, state in enumerate(states):
             row = state.shared_row
-            if row is None or place != state.row_index or not state.num_pending:
-                row = state.next_decode(place, step=self.number, block_size=self._block_size)
-            else:  # the row of the previous step, one token further on
+            if row is not None and place == state.row_index and state.num_pending:
+                # the row of the previous step, one token further on
                 state.num_scheduled += 1
                 state.num_pending += 1
-            rows.append(row)
+            else:
+                row = state.next_decode(place, step=self.number, block_size=self._block_size)
+            append(row)
         self.states += states
         self.num_decodes = self._num_single = len(states)
         self.budget -= len(states)
@@ -328,7 +329,3 @@ class StepsInFlight:
     def has_row_of(self, state: RequestState) -> bool:
         """Whether a step in flight has a row of the request."""
         return any(state in step.states for step in self._steps)
-
-    def has_row_with_id(self, request_id: str) -> bool:
-        """Whether a step in flight has a row of a request with this id, which may have ended."""
-        return any(row.request_id == request_id for step in self._steps for row in step.rows)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from baton.core.exits import END_S, exit_at_once
+from baton.core.interpreter_lock import pass_lock_sooner
 from baton.core.logs import set_up_logging
 from baton.engine.build import BuiltRunner
 from baton.node.fault import Fault
@@ -34,6 +35,7 @@ log = logging.getLogger("baton")
 def main(arguments: Sequence[str]) -> None:
     for descriptor in map(int, arguments[:2]):
         os.set_inheritable(descriptor, False)
+    pass_lock_sooner()
     calls, steps = socket.socket(fileno=int(arguments[0])), Connection(int(arguments[1]))
     try:
         setup = receive_setup(steps)

@@ -121,7 +121,7 @@ class PrefillNodeStates(RuleBasedStateMachine):
             case StopSending(peer=peer, lease=lease):
                 assert (peer, lease) == (call.peer.number, call.lease)
                 assert not call.stopping
-                assert not call.handed_over
+                assert not call.aborting
                 call.stopping = True
             case SendToPeer(message=message):
                 self.receive(call, message)
@@ -131,12 +131,12 @@ class PrefillNodeStates(RuleBasedStateMachine):
             case Abort():
                 assert not call.aborting
                 assert call.job is None, "its blocks are read"
-                assert call.handed_over != call.reported_quiet
+                assert call.reported_quiet or (call.handed_over and call.sent == call.wanted)
                 call.aborting, call.computing = True, False
             case EndCall(error=error):
                 was_refused = not call.submitted and not call.stopping
                 assert call.freed or was_refused
-                assert call.handed_over == (error is None)
+                assert call.handed_over or error is not None
                 assert call.reported_quiet == (error is not None and not was_refused)
                 call.ends.append(error)
         return None
@@ -154,15 +154,15 @@ class PrefillNodeStates(RuleBasedStateMachine):
                 return self.calls[command.call]
 
     def receive(self, call: Call, message: decode_pb2.PairRequest) -> None:
-        assert call.job is None, "segments are in flight"
-        assert not call.handed_over
         assert not call.reported_quiet
         if message.WhichOneof("message") == "hand_over":
+            assert not call.handed_over
             assert not call.stopping
             assert call.sampled
-            assert call.sent == call.wanted, "every layer of every token, once"
+            assert call.computed == call.wanted, "every layer of every token"
             call.handed_over = True
         else:
+            assert call.job is None, "segments are in flight"
             assert call.quiet
             assert message.quiet.HasField("error")
             call.reported_quiet = True

@@ -87,14 +87,14 @@ def test_a_call_computes_sends_hands_over_frees_and_ends() -> None:
     assert (submit.request.request_id, submit.request.prompt, submit.request.prefill_only) == ("1", PROMPT, True)
 
     computed = node.handle(step(started(), chunk(8), sampled()), 1.0)
-    assert kinds(computed) == [Respond, SendKV, Respond, Respond]
+    assert kinds(computed) == [Respond, SendKV, Respond, Respond, SendToPeer]
     assert [event.WhichOneof("event") for event in responses(computed)] == ["scheduled", "progress", "first_token"]
-
-    handed_over = node.handle(Sent(1, segments_of(send(computed).job)), 2.0)
-    assert kinds(handed_over) == [SendToPeer, Respond, Abort]
-    (message,) = hand_overs(handed_over)
+    (message,) = hand_overs(computed)
     assert (message.lease, message.first_token.token_id) == (5, 42)
-    assert [event.WhichOneof("event") for event in responses(handed_over)] == ["sent"]
+
+    is_sent = node.handle(Sent(1, segments_of(send(computed).job)), 2.0)
+    assert kinds(is_sent) == [Respond, Abort]
+    assert [event.WhichOneof("event") for event in responses(is_sent)] == ["sent"]
 
     assert node.busy
     assert node.handle(Aborted(1), 3.0) == [EndCall(1, None)]
@@ -137,11 +137,13 @@ def test_first_layers_are_sent_while_the_others_compute() -> None:
     node = machine()
     first = send(play(node, called(layers_per_group=2), step(layers(8, 2)))).job
     assert first.layers == range(2)
-    assert sends(play(node, step(chunk(8), sampled()))) == []
+    computed = play(node, step(chunk(8), sampled()))
+    assert sends(computed) == []
+    (message,) = hand_overs(computed)
+    assert message.lease == 5
     second = send(play(node, Sent(1, segments_of(first)))).job
     assert second.layers == range(2, LAYERS)
-    (message,) = hand_overs(play(node, Sent(1, segments_of(second))))
-    assert message.lease == 5
+    assert kinds(play(node, Sent(1, segments_of(second)))) == [Respond, Abort]
 
 
 def test_layers_at_different_tokens_are_sent_one_job_after_the_other() -> None:
@@ -164,12 +166,10 @@ def test_a_state_is_sent_last_from_the_slot_of_the_last_chunk() -> None:
     play(node, step(replace(chunk(8), state_slot=3), sampled()))
     second = send(play(node, Sent(1, segments_of(first)))).job
     assert second.layers == range(LAYERS)
-    last = play(node, Sent(1, segments_of(second)))
-    assert hand_overs(last) == []
-    third = send(last).job
+    third = send(play(node, Sent(1, segments_of(second)))).job
     assert (third.layers, third.token_start, third.token_stop) == (range(LAYERS, LAYERS + 2), 7, 8)
     assert third.state_slot == 3
-    assert len(hand_overs(play(node, Sent(1, segments_of(third))))) == 1
+    assert kinds(play(node, Sent(1, segments_of(third)))) == [Respond, Abort]
 
 
 def test_segment_numbers_continue() -> None:
@@ -179,13 +179,29 @@ def test_segment_numbers_continue() -> None:
     assert second.first_segment == 3
 
 
-def test_no_hand_over_before_every_segment_is_sent() -> None:
+def test_the_hand_over_waits_for_no_segment_but_the_end_of_the_call_does() -> None:
     node = machine()
     first = send(play(node, called(), step(chunk(4)))).job
-    assert hand_overs(play(node, step(chunk(8), sampled()))) == []
+    assert len(hand_overs(play(node, step(chunk(8), sampled())))) == 1
     after_first = play(node, Sent(1, segments_of(first)))
-    assert hand_overs(after_first) == []
-    assert len(hand_overs(play(node, Sent(1, segments_of(send(after_first).job))))) == 1
+    assert kinds(after_first) == [SendKV]
+    assert kinds(play(node, Sent(1, segments_of(send(after_first).job)))) == [Respond, Abort]
+
+
+def test_the_hand_over_of_a_request_that_ends_with_its_first_token_comes_after_every_segment() -> None:
+    node = machine()
+    computed = play(node, called(), step(chunk(8), sampled(finish_reason=FinishReason.STOP)))
+    assert hand_overs(computed) == []
+    assert kinds(play(node, Sent(1, segments_of(send(computed).job)))) == [SendToPeer, Respond, Abort]
+
+
+def test_a_send_that_fails_after_the_hand_over_is_reported_to_the_decode_node() -> None:
+    node = machine()
+    assert len(hand_overs(play(node, called(), step(chunk(8), sampled())))) == 1
+    assert kinds(play(node, SendFailed(1, DataLoss("the link failed")))) == [StopSending]
+    stopped = play(node, BecameQuiet(1))
+    (quiet,) = quiets(stopped)
+    assert (quiet.lease, quiet.HasField("error"), hand_overs(stopped)) == (5, True, [])
 
 
 def test_no_hand_over_before_the_first_token_is_sampled() -> None:
@@ -213,8 +229,8 @@ def test_the_times_of_a_call_are_reported() -> None:
     scheduled, _, first_token = responses(computed)
     assert (scheduled.scheduled.queue_s, scheduled.scheduled.cached_tokens) == (0.5, 3)
     assert first_token.first_token.prefill_s == 1.5, "from the start of the first step to the sampling"
-    (message,) = hand_overs(node.handle(Sent(1, segments_of(send(computed).job)), 12.25))
-    assert message.sampled_ago_s == 0.25
+    (message,) = hand_overs(computed)
+    assert message.sampled_ago_s == 0.0
 
 
 def test_a_start_that_was_not_reported_counts_from_the_submission() -> None:
@@ -331,7 +347,7 @@ def test_a_call_that_is_ending_keeps_its_error(second: str) -> None:
 
 
 @pytest.mark.parametrize("late", FAILURES)
-def test_after_the_hand_over_no_event_fails_a_call(late: str) -> None:
+def test_once_everything_is_sent_no_event_fails_a_call(late: str) -> None:
     node = machine()
     job = send(play(node, called(), step(chunk(8), sampled()))).job
     play(node, Sent(1, segments_of(job)))
@@ -450,11 +466,11 @@ def test_a_first_part_is_computed_and_handed_over_without_a_token() -> None:
     assert submit.request.sampling.prompt_logprobs is None
     computed = node.handle(step(started(queue_s=1.0), chunk(4)), 13.0)
     assert [event.WhichOneof("event") for event in responses(computed)] == ["scheduled", "progress"]
-    handed_over = node.handle(Sent(1, segments_of(send(computed).job)), 13.5)
-    assert kinds(handed_over) == [SendToPeer, Respond, Abort]
-    (message,) = hand_overs(handed_over)
-    assert (message.HasField("first_token"), message.sampled_ago_s) == (False, 0.5)
-    (sent,) = responses(handed_over)
+    (message,) = hand_overs(computed)
+    assert (message.HasField("first_token"), message.sampled_ago_s) == (False, 0.0)
+    is_sent = node.handle(Sent(1, segments_of(send(computed).job)), 13.5)
+    assert kinds(is_sent) == [Respond, Abort]
+    (sent,) = responses(is_sent)
     assert (sent.sent.tokens_sent, sent.sent.prefill_s) == (4, 2.0)
 
 

@@ -264,7 +264,9 @@ class OutputSpans:
             transfer.attributes[Attribute.TRANSPORT] = call.sent.transport
             if call.sent.kv_converted:
                 transfer.attributes[Attribute.CONVERTED] = call.sent.kv_converted
-        return [transfer, self._below(attempt, ADMIT.name, handed_over_s, end_s)], end_s
+        # The hand-over does not wait for the end of the transfer.
+        admit = self._below(attempt, ADMIT.name, max(filled_s, handed_over_s), end_s)
+        return [transfer, admit], end_s
 
     def _prefilled_here(self, attempt: _Attempt, local: LocalPrefillDone) -> list[Span]:
         """The span of a prefill on the decode node, then the spans below it."""

@@ -12,7 +12,7 @@ from baton.core.errors import BatonError
 from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix
 from baton.engine.prefix_tier import PrefixSource, PrefixTier
 from baton.engine.request import EngineRequest
-from baton.engine.scheduling.offload import LoadPlan, WantedPrefix
+from baton.engine.scheduling.entry_plans import LoadPlan, WantedPrefix
 from baton.engine.scheduling.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -58,13 +58,13 @@ class TieredPrefixes:
 
     def save_finished(self) -> None:
         """Begins to save the entries that the last steps have finished."""
-        for entries in self._offload.take_finished():
+        for entries in self._offload.saves.take_finished():
             saving = self._start(self._save(entries))
             self._saving.add(saving)
             saving.add_done_callback(self._saving.discard)
-        for keys, keep in self._offload.take_kept():
+        for keys, keep in self._offload.saves.take_kept():
             self._start(self._keep(keys, keep, after=frozenset(self._saving)))
-        if forgotten := self._offload.take_forgotten():
+        if forgotten := self._offload.saves.take_forgotten():
             self._start(self._drop(forgotten))
 
     async def prefetch(self, request: EngineRequest) -> int:
@@ -176,7 +176,7 @@ class TieredPrefixes:
         except BatonError as error:  # the node ends
             _log.warning("entries could not be loaded: %s", error)
         finally:
-            added = self._offload.end_load(plan, loaded)
+            added = self._offload.loads.end(plan, loaded)
             if loaded:
                 self.loaded_tokens += min(loaded, len(plan.entries.keys)) * ENTRY_TOKENS
                 self.load_s += asyncio.get_running_loop().time() - began_s
@@ -190,7 +190,7 @@ class TieredPrefixes:
         except BatonError as error:  # the node ends
             _log.warning("entries could not be saved: %s", error)
         finally:
-            self._offload.saved(entries, num_kept)
+            self._offload.saves.saved(entries, num_kept)
             self._on_room()
 
     async def _keep(

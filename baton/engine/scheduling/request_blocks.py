@@ -252,9 +252,12 @@ class RequestBlocks:
         return True
 
     def _began(self, state: RequestState) -> None:
-        # NOTE: a cached block without its windows must not be saved, and the request does not know which those are.
-        if self.offload is not None and not self._window_tokens:
-            self.offload.saves.began(state)
+        if self.offload is None:
+            return
+        if self._window_tokens:  # NOTE: a cached block without its windows must not be saved
+            cached = state.blocks[: state.num_registered]
+            state.windows_from = self._pools[state.pool].windows_from(cached) * self._block_size
+        self.offload.saves.began(state)
 
     def extend(self, state: RequestState, num_slots: int) -> bool:
         """Gives the request blocks for `num_slots` slots. Returns False and changes nothing when too few are free."""

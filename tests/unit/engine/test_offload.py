@@ -171,9 +171,10 @@ def test_a_preempted_request_offers_nothing_because_its_blocks_are_needed_now(
     assert offload(scheduler).num_held == 0
 
 
-def test_a_preempted_request_offers_what_the_cache_still_has_when_it_goes_on() -> None:
+@pytest.mark.parametrize("window", [0, 8])
+def test_a_preempted_request_offers_what_the_cache_still_has_when_it_goes_on(window: int) -> None:
     """Otherwise the entries after them would be saved without them, and be of no use."""
-    scheduler = tiered(num_blocks=4 * BLOCKS_PER_ENTRY + 3)
+    scheduler = tiered(num_blocks=4 * BLOCKS_PER_ENTRY + 3, window=window)
     for name, start in (("a", 100), ("b", 500)):
         prompt = tuple(range(start, start + ENTRY_TOKENS + 1))
         sampling = ResolvedSampling(max_tokens=2 * ENTRY_TOKENS, temperature=0.0)
@@ -186,8 +187,9 @@ def test_a_preempted_request_offers_what_the_cache_still_has_when_it_goes_on() -
     assert sorted(key.number for key in saved)[:4] == [0, 0, 1, 1]
 
 
-def test_what_had_no_room_to_be_saved_is_offered_by_the_next_request_with_it() -> None:
-    scheduler = tiered(num_blocks=6 * BLOCKS_PER_ENTRY)
+@pytest.mark.parametrize("window", [0, 8])
+def test_what_had_no_room_to_be_saved_is_offered_by_the_next_request_with_it(window: int) -> None:
+    scheduler = tiered(num_blocks=6 * BLOCKS_PER_ENTRY, window=window)
     long = tuple(range(100, 100 + 4 * ENTRY_TOKENS + 1))
     decode_all(scheduler, "a", long)
     assert [key.number for entries in save_all(scheduler) for key in entries.keys] == [0, 1]
@@ -211,10 +213,26 @@ def test_a_running_request_offers_later_what_has_no_room_now(monkeypatch: pytest
     assert offload(scheduler).saves.skipped == 0
 
 
+def test_a_request_that_follows_a_preempted_one_offers_no_block_that_came_without_its_windows() -> None:
+    """The first entries were received without the KV that no later token reads, so a save of them would lack layers."""
+    scheduler = tiered(window=8)
+    scheduler.reserve(request("a", PROMPT, sampling=ResolvedSampling(max_tokens=70, temperature=0.0)), 0.0)
+    scheduler.admit("a", TokenOutput(5, 0))
+    state = scheduler._requests.roster.find("a")
+    assert state is not None
+    while scheduler.load().requests_running:
+        step(scheduler)
+    assert [key.number for entries in save_all(scheduler) for key in entries.keys] == [2]
+    offload(scheduler).saves._remember(state, 0, 3)  # as a preemption does
+    decode_all(scheduler, "b", (*state.tokens, *range(70)))
+    assert [key.number for entries in save_all(scheduler) for key in entries.keys] == [2, 3]
+
+
+@pytest.mark.parametrize("window", [0, 8])
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_saved_sequences_have_no_gap(seed: int) -> None:
+def test_whatever_happens_saved_sequences_have_no_gap(seed: int, window: int) -> None:
     random = Random(seed)
-    scheduler = tiered(num_blocks=random.choice((150, 250)), owners=random.choice((1, 2)))
+    scheduler = tiered(num_blocks=random.choice((150, 250)), owners=random.choice((1, 2)), window=window)
     texts = [tuple(random.choices(range(900), k=ENTRY_TOKENS * random.randint(1, 4))) for _ in range(3)]
     saved: set[bytes] = set()
     live: dict[str, RequestState] = {}

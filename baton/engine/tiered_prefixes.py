@@ -118,14 +118,15 @@ class TieredPrefixes:
 
     async def _pull(self, wanted: WantedPrefix, kept: KeptPrefix | None) -> bool:
         """Copies what another node has, and the stores lack, to the stores. Where ranks have requests of their own, the
-        rank gets it that has most already, or in whose pool the request is likely to be. Not for models with recurrent
-        states, which are not pulled.
+        rank gets it that has most already, or in whose pool the request is likely to be.
 
         Returns False if the stores could not be searched, so that a request waits for one such search only.
         """
-        if kept is None or self._source is None or wanted.states:
+        if kept is None or self._source is None:
             return True
         stop = min(wanted.stop, kept.tokens // ENTRY_TOKENS)
+        if wanted.states:
+            return await self._pull_state(wanted, kept, stop)
         try:
             found = await asyncio.wait_for(self._find(wanted), _FIND_S)
         except (TimeoutError, BatonError):
@@ -138,11 +139,41 @@ class TieredPrefixes:
             await asyncio.shield(self._start(self._end_pull(pull, wanted, start)))
         return True
 
-    async def _end_pull(self, pull: Coroutine[Any, Any, int], wanted: WantedPrefix, start: int) -> None:
-        """Remembers what a pull has brought, which is of use to later requests even if it is not loaded now."""
+    async def _pull_state(self, wanted: WantedPrefix, kept: KeptPrefix, stop: int) -> bool:
+        """The same for a model with recurrent states, of which only a prefix with its state is of use."""
+        assert self._source is not None
+        start, states = wanted.starts[0], wanted.states
+        keys = wanted.entries(start, max(start, stop))
+        try:
+            async with asyncio.timeout(_FIND_S):
+                there = start + await self._tier.find_entries(keys, owner=None) if keys else start
+                known = await self._last_state(wanted, there)
+        except (TimeoutError, BatonError):
+            return False
+        first = states.start if not known else known + states.step
+        resumed = first - states.step
+        if first > stop or self._is_dropped(wanted.entry_keys.root):
+            return True
+        there = min(there, stop)
+        start = min(there, first - 1)
+        pull = self._source.pull_state(
+            wanted.entries(start, stop),
+            kept,
+            held=there - start,
+            every=states.step,
+            resumed=resumed * ENTRY_TOKENS,
+        )
+        await asyncio.shield(self._start(self._end_pull(pull, wanted, start, held=there - start)))
+        return True
+
+    async def _end_pull(
+        self, pull: Coroutine[Any, Any, int], wanted: WantedPrefix, start: int, *, held: int = 0
+    ) -> None:
+        """Remembers what a pull has brought, which is of use to later requests even if it is not loaded now: the
+        entries from `start` on, but for the first ones that were `held` here."""
         pulled = await pull
         if not self._is_dropped(wanted.entry_keys.root):
-            self._offload.kept.kept(wanted.entries(start, start + pulled), wanted.keys, wanted.tokens)
+            self._offload.kept.kept(wanted.entries(start + held, start + pulled), wanted.keys, wanted.tokens)
 
     async def _find(self, wanted: WantedPrefix) -> tuple[int, int] | None:
         """The pool whose rank has most of the wanted entries, and where they stop. Returns None if no rank has any."""

@@ -5,15 +5,17 @@ an entry's message does, with a trailer that names it and has its digest. It is 
 checked, so damage at the owner never becomes part of a piece.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
+from baton.kvcache.spec import KVKind
 from baton.kvcache.wire.digest import digest
 from kvtransfer.flows import Flow, common
+from kvtransfer.offload_jobs import Piece
 from kvtransfer.records import EntryLink
 from kvtransfer.segments import TRAILER_BYTES, Segment, payload_bytes
 from kvtransfer.stores.entry import EntryLayout, EntryMessage
@@ -26,59 +28,97 @@ Between = Callable[[], object]
 
 
 class EntryCut:
-    """What one link carries of each entry that this rank keeps, or is to keep.
+    """What one link carries of each entry that this rank keeps, or is to keep; or of one piece of a state.
 
     Args:
         layout: of this rank's entries.
-        flows: of the link; each lies in one part.
+        pieces: each lies in one message.
 
     Attributes:
         message_bytes: size of the link's message about an entry: its pieces, one after the other.
         cells: how many (layer, head) cells the pieces have.
     """
 
-    def __init__(self, layout: EntryLayout, flows: Sequence[Flow]) -> None:
+    def __init__(self, layout: EntryLayout, pieces: Sequence[tuple[EntryMessage, Flow]]) -> None:
         self._layout = layout
         self._pieces: list[_Piece] = []
-        self.message_bytes = self.cells = 0
-        for flow in flows:
-            form = next(form for form in layout.messages if common(form.layers, flow.layers))
+        self.message_bytes, self.cells = 0, 0
+        for form, flow in pieces:
             piece = _Piece(layout, form, flow, self.message_bytes)
             self._pieces.append(piece)
             self.message_bytes = -(-piece.stop // _ALIGN_BYTES) * _ALIGN_BYTES
             self.cells += len(flow.layers) * len(flow.heads)
 
-    def cut(self, key: EntryKey, entry: Tensor, message: Tensor, *, between: Between) -> bool:
-        """Writes the pieces of an entry to a message. Returns False if the entry is damaged."""
+    def cut(self, key: EntryKey, entry: Tensor, message: Tensor, *, named: EntryKey, between: Between) -> bool:
+        """Writes the pieces of an entry to a message. Returns False if the entry is damaged.
+
+        Args:
+            named: the entry that the pieces' trailers name: itself, or the one that a state comes after.
+        """
         for piece in self._pieces:
             if not _is_whole(self._layout.segment(key, piece.form), piece.held(entry), between):
                 return False
             piece.in_message(message)[:] = piece.in_entry(entry)
-            _seal(piece.segment(key), piece.sent(message), between)
+            _seal(piece.segment(named), piece.sent(message), between)
         return True
 
-    def join(self, key: EntryKey, message: Tensor, entry: Tensor, *, between: Between) -> bool:
+    def join(self, named: EntryKey, message: Tensor, entry: Tensor, *, between: Between) -> bool:
         """Copies a message's pieces to their places in an entry. Returns False if the message is damaged."""
         for piece in self._pieces:
-            if not _is_whole(piece.segment(key), piece.sent(message), between):
+            if not _is_whole(piece.segment(named), piece.sent(message), between):
                 return False
             piece.in_entry(entry)[:] = piece.in_message(message)
         return True
 
 
-def cut_of(layout: EntryLayout, link: EntryLink) -> EntryCut | None:
-    """What a link carries of each entry. Returns None if it carries whole entries."""
-    return EntryCut(layout, link.flows) if link.flows else None
+@dataclass(frozen=True)
+class LinkCuts:
+    """What one link carries of what this rank keeps, or is to keep.
+
+    Attributes:
+        entry: of each entry; None: nothing.
+        state: of a state, each in a message of its own, with the number of its piece here.
+    """
+
+    entry: EntryCut | None
+    state: tuple[tuple[int, EntryCut], ...]
+
+    @property
+    def message_bytes(self) -> int:
+        """Size of the largest message."""
+        cuts = [cut for _, cut in self.state] + ([] if self.entry is None else [self.entry])
+        return max(cut.message_bytes for cut in cuts)
 
 
-def cells_of(layout: EntryLayout) -> int:
-    """How many (layer, head) cells an entry has."""
-    return sum(len(form.layers) * len(form.heads) for form in layout.messages)
+def cuts_of(layout: EntryLayout, link: EntryLink) -> LinkCuts | None:
+    """What a link carries. Returns None if it carries entries and states as they are kept."""
+    if not link.flows:
+        return None
+    in_entry: list[tuple[EntryMessage, Flow]] = []
+    in_state: list[tuple[int, EntryCut]] = []
+    for flow in link.flows:
+        form = next((form for form in layout.messages if common(form.layers, flow.layers)), None)
+        if form is not None:
+            in_entry.append((form, flow))
+            continue
+        number, piece = next(
+            (number, piece)
+            for number, piece in enumerate(layout.pieces)
+            if common(piece.layers, flow.layers) and common(piece.heads, flow.heads)
+        )
+        in_state.append((number, EntryCut(layout, [(piece, flow)])))
+    return LinkCuts(EntryCut(layout, in_entry) if in_entry else None, tuple(in_state))
 
 
-def complete(layout: EntryLayout, key: EntryKey, entry: Tensor, *, between: Between) -> None:
-    """Writes the trailers of an entry whose pieces have all been joined."""
-    for form in layout.messages:
+def cells_of(forms: Iterable[EntryMessage]) -> int:
+    """How many (layer, head) cells messages have."""
+    return sum(len(form.layers) * len(form.heads) for form in forms)
+
+
+def complete(layout: EntryLayout, piece: Piece, entry: Tensor, *, between: Between) -> None:
+    """Writes the trailers of an entry, or of a piece of a state, whose parts have all been joined."""
+    key, forms = piece
+    for form in forms:
         _seal(layout.segment(key, form), entry[form.start : form.start + form.size], between)
 
 
@@ -94,11 +134,12 @@ class _Piece:
         self._layout = layout
         self._flow = flow
         spec = form.part.spec
-        self._bytes = payload_bytes(spec, layers=len(flow.layers), tokens=ENTRY_TOKENS, heads=len(flow.heads))
+        tokens = 1 if spec.kind is KVKind.STATE else ENTRY_TOKENS
+        self._bytes = payload_bytes(spec, layers=len(flow.layers), tokens=tokens, heads=len(flow.heads))
         self._start = start
         self.stop = start + self._bytes + TRAILER_BYTES
         # Wire order is [layer, k/v, token, head, channel].
-        self._shape = spec.kv_factor * ENTRY_TOKENS, -1, spec.head_dim * spec.itemsize
+        self._shape = spec.kv_factor * tokens, -1, spec.head_dim * spec.itemsize
         self._layers = slice(flow.layers.start - form.layers.start, flow.layers.stop - form.layers.start)
         self._heads = slice(flow.heads.start - form.heads.start, flow.heads.stop - form.heads.start)
 
@@ -106,6 +147,7 @@ class _Piece:
         """The segment that the piece of this entry must hold, without its digest."""
         return replace(
             self._layout.segment(key, self.form),
+            number=self.form.part.number,  # pieces of states have other numbers at each end
             layer_start=self._flow.layers.start,
             layer_stop=self._flow.layers.stop,
             head_start=self._flow.heads.start,

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.core.errors import ConfigError
-from baton.core.kv_entries import NodeRanks
 from baton.kvcache.spec import KVCacheSpec
 
 
@@ -82,32 +81,6 @@ def part_flows(
             layers = numbered[flow.layers.start : flow.layers.stop]
             found[link] = (*found.get(link, ()), Flow(layers, flow.heads))
     return found
-
-
-def entry_links(spec: KVCacheSpec, *, owner: NodeRanks, reader: NodeRanks) -> Mapping[RankPair, tuple[Flow, ...]]:
-    """The links over which entries go from one node to another, and what each carries of an entry. No flows: whole
-    entries, because both ranks keep the same of each.
-
-    Args:
-        spec: of the whole model.
-
-    Raises:
-        ConfigError: the ranks cannot split the kv heads, see `heads_of`.
-    """
-    if owner.size == reader.size and not owner.own_requests:
-        return {RankPair(rank, rank): () for rank in range(owner.size)}
-    found = part_flows(spec, senders=owner.size, receivers=reader.size, whole_requests=owner.own_requests)
-
-    def held(rank: int, ranks: int) -> tuple[Flow, ...]:
-        return tuple(
-            Flow(layers, heads_of(rank, ranks=ranks, num_kv_heads=part.num_kv_heads))
-            for part, layers in zip(spec.parts, spec.part_layers, strict=True)
-        )
-
-    return {
-        link: () if carried == held(link.sender_rank, owner.size) == held(link.receiver_rank, reader.size) else carried
-        for link, carried in found.items()
-    }
 
 
 def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -> Mapping[RankPair, Flow]:

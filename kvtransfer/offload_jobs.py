@@ -3,6 +3,7 @@
 `Offloader` owns the slots and calls both alike: `ready`, `begin` in a slot, `advance` until `is_over`, `finish`.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -49,12 +50,12 @@ class OffloadJob(Protocol):
         ...
 
 
-def pieces_of(entries: EntryBlocks, layout: EntryLayout) -> tuple[Piece, ...]:
-    """The entries, then the pieces of the state."""
-    pieces: list[Piece] = [(key, layout.messages) for key in entries.keys]
-    if entries.state is not None:
-        keys = layout.state_keys(entries.state.after)
-        pieces += [(key, (message,)) for key, message in zip(keys, layout.pieces, strict=True)]
+def pieces_of(keys: Sequence[EntryKey], after: EntryKey | None, layout: EntryLayout) -> tuple[Piece, ...]:
+    """The entries, then the pieces of the state after one of them, if there is one."""
+    pieces: list[Piece] = [(key, layout.messages) for key in keys]
+    if after is not None:
+        state = layout.state_keys(after)
+        pieces += [(key, (message,)) for key, message in zip(state, layout.pieces, strict=True)]
     return tuple(pieces)
 
 

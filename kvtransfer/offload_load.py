@@ -75,8 +75,8 @@ class Load:
         self._tiers = tiers
         self._layout = tiers.layout
         self._clock = clock
-        self._all = pieces_of(entries, tiers.layout)
-        self._num_entries = len(entries.keys)
+        self._all = pieces_of(entries.keys, entries.state_after, tiers.layout)
+        self._num_entries, self._state_after = len(entries.keys), entries.state_after
         self.root = entries.root
         self._blocks = mover.place(entries.block_ids, incoming=True, state_slot=slot_of(entries))
         self._end_s, self._entry_s = end_s, entry_s * max(1, self._num_entries) / max(1, len(self._all))
@@ -172,7 +172,8 @@ class Load:
                 return True
             segment = self._layout.segment(entry.fetch.key, message.form)
             if message.reading.trailer != segment.encode(segment.digest_over(message.reading.digest)):
-                self._tiers.damaged(entry.fetch)
+                is_entry = entry.number < self._num_entries
+                self._tiers.damaged(entry.fetch, state_after=None if is_entry else self._state_after)
                 self._stop_at(entry.number)
                 return True
             try:

@@ -44,7 +44,7 @@ class Save:
         self._tiers = tiers
         self._layout = tiers.layout
         self._blocks = mover.place(entries.block_ids, incoming=False, state_slot=slot_of(entries))
-        self._all = pieces_of(entries, tiers.layout)
+        self._all = pieces_of(entries.keys, entries.state_after, tiers.layout)
         self._left = deque(self._all)
         self._num_entries = len(entries.keys)
         self._entry: _Saved | None = None

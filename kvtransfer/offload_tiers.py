@@ -212,13 +212,18 @@ class EntryTiers:
         else:
             self._failed += 1
 
-    def damaged(self, fetch: Fetch) -> None:
-        """Counts a damaged entry and forgets it where it came from."""
+    def damaged(self, fetch: Fetch, *, state_after: EntryKey | None = None) -> None:
+        """Counts a damaged entry and forgets it where it came from.
+
+        Args:
+            state_after: it is a piece of the state after that entry, which is not to be found any more.
+        """
         self._damaged[fetch.source] += 1
-        self._host.drop((fetch.key,))
+        forgotten = (fetch.key,) if state_after is None else (fetch.key, self.layout.last_state_key(state_after))
+        self._host.drop(forgotten)
         for store in self._stores:
             if store.name == fetch.source:
-                store.drop((fetch.key,))
+                store.drop(forgotten)
 
     def damaged_on_its_way(self) -> None:
         """Counts an entry of another node that arrived damaged, and was not kept."""

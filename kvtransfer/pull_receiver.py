@@ -9,10 +9,11 @@ from torch import Tensor
 
 from baton.core.errors import DataLoss, InternalError
 from baton.core.kv_entries import EntryKey
-from kvtransfer.entry_cuts import Between, EntryCut, cells_of, complete, cut_of
+from kvtransfer.entry_cuts import Between, EntryCut, LinkCuts, cells_of, complete, cuts_of
+from kvtransfer.offload_jobs import Piece, num_whole, pieces_of
 from kvtransfer.offload_tiers import EntryTiers
-from kvtransfer.pull_sender import IN_FLIGHT, INDEX_BITS
-from kvtransfer.records import EntryLink
+from kvtransfer.pull_sender import IN_FLIGHT, INDEX_BITS, sent_bytes
+from kvtransfer.records import EntryLink, PullJob
 from kvtransfer.stores.host_memory import HostPlace
 from kvtransfer.transports.transport import Arrival, TransferRequest, Transport
 
@@ -25,27 +26,31 @@ _JOINING_BYTES = 64 << 20
 
 @dataclass(eq=False)
 class _Coming:
-    """An entry that has not arrived whole.
+    """An entry, or a piece of a state, that has not arrived whole.
 
     Attributes:
         cells_left: how many (layer, head) cells have not arrived.
-        peers: those whose message about it has begun to arrive.
+        begun: peer and index of the messages about it that have begun to arrive.
         receiving: how many of these messages are being received.
         is_lost: it never becomes whole.
     """
 
     place: HostPlace
     cells_left: int
-    peers: set[int] = field(default_factory=set)
+    begun: set[tuple[int, int]] = field(default_factory=set)
     receiving: int = 0
     is_lost: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class _Receiving:
-    """A message about an entry that is being received: into the entry's place, or before its pieces are joined."""
+    """A message about an entry that is being received: into the entry's place, or before its pieces are joined.
 
-    index: int
+    Attributes:
+        number: of what it is about, in `_Pull.pieces`.
+    """
+
+    number: int
     cut: EntryCut | None
     message: Tensor
     request: TransferRequest
@@ -56,24 +61,57 @@ class _Pull:
     """The reader's end of one pull.
 
     Attributes:
-        links: what each peer's link carries; None: whole entries.
-        coming: entries that have not arrived whole, by index.
-        others: entries that something else was bringing to host memory already, such as another pull, by index.
-        end: set by `end`: how many of the first entries it waits for, until when, and whom to tell.
+        links: what each peer's link carries; None: all, as it is kept.
+        pieces: the entries and then the pieces of the state, as far as they have places.
+        num_pieces: how many there are of both.
+        coming: pieces that have not arrived whole, by their numbers.
+        others: pieces that something else was bringing to host memory already, such as another pull, by number.
+        end: set by `end`: how many of the first pieces it waits for, until when, and whom to tell.
         is_lost: nothing more can arrive.
     """
 
-    links: dict[int, EntryCut | None]
-    keys: tuple[EntryKey, ...]
+    job: PullJob
+    links: dict[int, LinkCuts | None]
+    pieces: tuple[Piece, ...]
+    num_pieces: int
     coming: dict[int, _Coming]
     others: dict[int, EntryKey]
     receiving: list[tuple[int, _Receiving]] = field(default_factory=list)
     end: "tuple[int, float, Future[int]] | None" = None
     is_lost: bool = False
 
+    @property
+    def num_entries(self) -> int:
+        return len(self.job.keys)
+
+    @property
+    def keys(self) -> tuple[EntryKey, ...]:
+        """Keys of the pieces."""
+        return tuple(key for key, _ in self.pieces)
+
+    def named(self, number: int) -> EntryKey:
+        """The entry that trailers of a piece's parts name."""
+        after = self.job.state_after
+        return self.pieces[number][0] if number < self.num_entries or after is None else after
+
     def awaits(self, first: int) -> bool:
-        """Whether one of the first entries is still to come."""
-        return any(index < first for index in self.coming)
+        """Whether one of the first pieces is still to come."""
+        return any(number < first for number in self.coming)
+
+    def place_of(self, peer: int, index: int) -> tuple[int, EntryCut | None]:
+        """The number of the piece that a message is about, and what of it the message has; None: all. The number is -1
+        if there is no such message."""
+        if peer not in self.links:
+            return -1, None
+        cuts = self.links[peer]
+        if cuts is None:
+            return (index if index < self.num_pieces else -1), None
+        if index < self.num_entries:
+            return (-1 if cuts.entry is None else index), cuts.entry
+        if index - self.num_entries >= len(cuts.state):
+            return -1, None
+        number, cut = cuts.state[index - self.num_entries]
+        return self.num_entries + number, cut
 
     @property
     def joining_bytes(self) -> int:
@@ -101,22 +139,24 @@ class PullReceiver:
         self._clock = clock
         self._between = between
 
-    def begin(self, number: int, keys: tuple[EntryKey, ...], links: Sequence[EntryLink], future: "Future[int]") -> None:
+    def begin(self, job: PullJob, links: Sequence[EntryLink], future: "Future[int]") -> None:
         """Takes places for the entries that host memory lacks, until there is no room. The future gets the number of
         leading entries that have a place then; ask the owner for these, and call `end`.
 
         Args:
-            links: from the owner's ranks. Each brings whole entries, or all of them together do.
+            links: from the owner's ranks. Each brings everything, or all of them together do.
         """
-        if number in self.pulls:
-            raise InternalError(f"pull {number:x} has begun already", field="number", value=number)
+        if job.number in self.pulls:
+            raise InternalError(f"pull {job.number:x} has begun already", field="number", value=job.number)
+        layout = self._tiers.layout
+        pieces = pieces_of(job.keys, job.state_after, layout)
         room = int(self._tiers.places * _PULLED_SHARE) - sum(len(pull.coming) for pull in self.pulls.values())
-        if self._tiers.is_dropped(keys[0].root):
+        if self._tiers.is_dropped(job.root):
             room = 0
         coming: dict[int, _Coming] = {}
         others: dict[int, EntryKey] = {}
-        stop, cells = len(keys), cells_of(self._tiers.layout)
-        for index, key in enumerate(keys):
+        stop = len(pieces)
+        for index, (key, forms) in enumerate(pieces):
             if self._tiers.has(key):
                 if self._tiers.is_coming(key):
                     others[index] = key
@@ -125,32 +165,31 @@ class PullReceiver:
             if place is None:
                 stop = index
                 break
-            coming[index] = _Coming(place, cells)
-        self.pulls[number] = _Pull(
-            {link.peer: cut_of(self._tiers.layout, link) for link in links}, keys[:stop], coming, others
-        )
-        future.set_result(stop)
+            coming[index] = _Coming(place, cells_of(forms))
+        cuts = {link.peer: cuts_of(layout, link) for link in links}
+        self.pulls[job.number] = _Pull(job, cuts, pieces[:stop], len(pieces), coming, others)
+        future.set_result(num_whole(stop, len(job.keys), len(pieces)))
 
     def arrived(self, arrival: Arrival) -> None:
-        """Receives a message of a link for pulls, into its entry's place if it is a whole entry, or drops it."""
-        number, index = arrival.tag >> INDEX_BITS, arrival.tag % (1 << INDEX_BITS)
-        pull = self.pulls.get(number)
-        coming = None if pull is None or arrival.peer not in pull.links else pull.coming.get(index)
-        if pull is None or coming is None or coming.is_lost or arrival.peer in coming.peers:
+        """Receives a message of a link for pulls, into its piece's place if it is all of it, or drops it."""
+        pull, index = self.pulls.get(arrival.tag >> INDEX_BITS), arrival.tag % (1 << INDEX_BITS)
+        number, cut = (-1, None) if pull is None else pull.place_of(arrival.peer, index)
+        coming = None if pull is None else pull.coming.get(number)
+        if pull is None or coming is None or coming.is_lost or (arrival.peer, index) in coming.begun:
             self._transport.discard(arrival)  # late, or sent twice
             return
-        cut = pull.links[arrival.peer]
-        num_bytes = coming.place.tensor.numel() if cut is None else cut.message_bytes
+        place = coming.place.tensor[: sent_bytes(pull.pieces[number], coming.place.tensor)]
+        num_bytes = place.numel() if cut is None else cut.message_bytes
         # NOTE: only one peer may write to the place itself.
-        is_expected = not coming.peers if cut is None else pull.joining_bytes + num_bytes <= self._joining_max(pull)
+        is_expected = not coming.begun if cut is None else pull.joining_bytes + num_bytes <= self._joining_max(pull)
         if not is_expected or arrival.num_bytes != num_bytes:
             self._transport.discard(arrival)
             return
-        message = coming.place.tensor if cut is None else torch.empty(num_bytes, dtype=torch.uint8)
-        coming.peers.add(arrival.peer)
+        message = place if cut is None else torch.empty(num_bytes, dtype=torch.uint8)
+        coming.begun.add((arrival.peer, index))
         coming.receiving += 1
         request = self._transport.receive(arrival, message)
-        pull.receiving.append((arrival.peer, _Receiving(index, cut, message, request)))
+        pull.receiving.append((arrival.peer, _Receiving(number, cut, message, request)))
 
     def end(self, number: int, first: int, timeout_s: float, future: "Future[int]") -> None:
         """Waits for the first entries, then gives back the places of the others. The future gets the number of leading
@@ -160,13 +199,14 @@ class PullReceiver:
         if pull is None:
             future.set_result(0)
             return
-        pull.end = first, self._clock() + timeout_s, future
+        wanted = first if first <= pull.num_entries else pull.num_pieces
+        pull.end = wanted, self._clock() + timeout_s, future
         self._advance_pull(number, pull)
 
     def drop_root(self, root: bytes) -> None:
         """Keeps nothing more that arrives of this root."""
         for pull in self.pulls.values():
-            if pull.keys and pull.keys[0].root == root:
+            if pull.job.root == root:
                 self._give_back(pull)
 
     def lost(self, peer: int) -> None:
@@ -204,8 +244,8 @@ class PullReceiver:
 
     def _received(self, pull: _Pull, received: _Receiving) -> None:
         """Keeps an entry that is whole now, or gives its place back if it never will be."""
-        index, cut = received.index, received.cut
-        coming, key = pull.coming.get(index), pull.keys[index]
+        number, cut = received.number, received.cut
+        coming, piece = pull.coming.get(number), pull.pieces[number]
         if coming is None:  # another peer, whose link carries all of it too, was faster
             return
         coming.receiving -= 1
@@ -214,18 +254,18 @@ class PullReceiver:
         elif cut is None:
             coming.cells_left = 0
         elif not coming.is_lost:
-            if cut.join(key, received.message, coming.place.tensor, between=self._between):
+            if cut.join(pull.named(number), received.message, coming.place.tensor, between=self._between):
                 coming.cells_left -= cut.cells
             else:
                 coming.is_lost = True
                 self._tiers.damaged_on_its_way()
         if coming.is_lost and not coming.receiving:
-            del pull.coming[index]
+            del pull.coming[number]
             self._tiers.abandon(coming.place)
         elif coming.cells_left <= 0 and not coming.is_lost:
             if cut is not None:
-                complete(self._tiers.layout, key, coming.place.tensor, between=self._between)
-            del pull.coming[index]
+                complete(self._tiers.layout, piece, coming.place.tensor, between=self._between)
+            del pull.coming[number]
             self._tiers.commit_pulled(coming.place)
 
     def _end_pull(self, number: int, pull: _Pull) -> bool:
@@ -238,7 +278,7 @@ class PullReceiver:
             if is_late:
                 future.set_exception(DataLoss("entries that the peer has sent did not arrive", field="number"))
             else:
-                future.set_result(self._tiers.count(pull.keys))
+                future.set_result(num_whole(self._tiers.count(pull.keys), pull.num_entries, pull.num_pieces))
         if pull.receiving or (pull.end is None and not pull.is_lost):
             return False
         del self.pulls[number]

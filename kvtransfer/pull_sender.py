@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from baton.core.kv_entries import EntryKey
-from kvtransfer.entry_cuts import Between, EntryCut, cut_of
+from baton.kvcache.spec import KVKind
+from kvtransfer.entry_cuts import Between, EntryCut, cuts_of
+from kvtransfer.offload_jobs import Piece, pieces_of
 from kvtransfer.offload_reads import Fetch
 from kvtransfer.offload_tiers import EntryTiers
-from kvtransfer.records import EntryLink
+from kvtransfer.records import EntryLink, PullJob
 from kvtransfer.transports.transport import TransferRequest, Transport
 
 # A tag is the pull's number, which only the two nodes know, and the entry's index.
@@ -20,6 +22,23 @@ INDEX_BITS = 24
 # Entries of one pull that its owner has pinned: some to send next, and some in flight.
 _AHEAD = 2
 IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, eq=False)
+class _Wanted:
+    """A message of a pull.
+
+    Attributes:
+        index: in its tag.
+        piece: the entry that it is about, or the piece of a state.
+        cut: what of it the message has; None: all.
+        named: the entry that the trailers of a cut name.
+    """
+
+    index: int
+    piece: Piece
+    cut: EntryCut | None
+    named: EntryKey
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,19 +55,18 @@ class _Serving:
     """The owner's end of one pull.
 
     Attributes:
-        cut: what the link carries; None: whole entries.
+        wanted: the messages: about each entry, then about what the link carries of the state.
         ahead: entries that are pinned, or are being read from a store.
-        sending: messages in flight, by their entries' index.
-        stop: entries from this one on are not sent.
-        begun: how many of the first entries are ahead, in flight or sent.
+        sending: messages in flight, by their places in `wanted`.
+        stop: messages from this one on are not sent.
+        begun: how many of the first ones are ahead, in flight or sent.
     """
 
     peer: int
-    number: int
-    keys: tuple[EntryKey, ...]
+    job: PullJob
+    wanted: tuple[_Wanted, ...]
     future: "Future[int]"
     stop: int
-    cut: EntryCut | None
     begun: int = 0
     next: int = 0
     ahead: deque[Fetch] = field(default_factory=deque)
@@ -57,6 +75,13 @@ class _Serving:
     @property
     def is_over(self) -> bool:
         return not self.sending and self.next >= self.stop
+
+    @property
+    def num_sent(self) -> int:
+        """How many of the first entries have been sent, once it is over."""
+        if self.stop == len(self.wanted):
+            return len(self.job)
+        return min(self.wanted[self.stop].index, len(self.job.keys))
 
 
 class PullSender:
@@ -75,18 +100,17 @@ class PullSender:
         self._transport = transport
         self._between = between
 
-    def serve(self, link: EntryLink, number: int, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
+    def serve(self, link: EntryLink, job: PullJob, future: "Future[int]") -> None:
         """Sends entries, or what the link carries of them, to a reader. The future gets the number of leading entries
         that were sent, once none of them is in flight: soon after the first one that is not there or is damaged, or
         after `lost`."""
-        self.serving.append(
-            _Serving(link.peer, number, keys, future, stop=len(keys), cut=cut_of(self._tiers.layout, link))
-        )
+        wanted = self._wanted(link, job)
+        self.serving.append(_Serving(link.peer, job, wanted, future, stop=len(wanted)))
 
     def drop_root(self, root: bytes) -> None:
         """Sends nothing more of this root."""
         for serving in self.serving:
-            if serving.keys[0].root == root:
+            if serving.job.root == root:
                 self._stop_at(serving, serving.next)
 
     def lost(self, peer: int) -> None:
@@ -125,13 +149,13 @@ class PullSender:
         if not serving.is_over:
             return bool(over) or begun
         self.serving.remove(serving)
-        serving.future.set_result(serving.stop)
+        serving.future.set_result(serving.num_sent)
         return True
 
     def _send_next(self, serving: _Serving) -> bool:
         """Looks ahead, and sends what is there. Returns whether anything was begun."""
         while len(serving.ahead) < _AHEAD and serving.begun < serving.stop:
-            key = serving.keys[serving.begun]
+            key, _ = serving.wanted[serving.begun].piece
             # An entry that comes from another node may come from this reader, which waits for it too.
             fetch = Fetch(key, done=True) if self._tiers.is_pulling(key) else self._tiers.fetch(key)
             if fetch is None:
@@ -144,27 +168,44 @@ class PullSender:
             if fetch.place is None:
                 self._stop_at(serving, serving.next)
                 break
-            message = self._to_send(serving, fetch, fetch.place.tensor)
+            wanted = serving.wanted[serving.next]
+            message = self._to_send(wanted, fetch.place.tensor)
             if message is None:
-                self._tiers.damaged(fetch)
+                is_entry = wanted.index < len(serving.job.keys)
+                self._tiers.damaged(fetch, state_after=None if is_entry else serving.job.state_after)
                 self._stop_at(serving, serving.next)
                 break
             serving.ahead.popleft()
-            tag = serving.number << INDEX_BITS | serving.next
+            tag = serving.job.number << INDEX_BITS | wanted.index
             request = self._transport.send(serving.peer, tag, message)
-            serving.sending[serving.next] = sending = _Sending(fetch if serving.cut is None else None, message, request)
+            serving.sending[serving.next] = sending = _Sending(fetch if wanted.cut is None else None, message, request)
             if sending.pinned is None:
                 self._tiers.release(fetch)
             serving.next += 1
             begun = True
         return begun
 
-    def _to_send(self, serving: _Serving, fetch: Fetch, entry: Tensor) -> Tensor | None:
+    def _wanted(self, link: EntryLink, job: PullJob) -> tuple[_Wanted, ...]:
+        layout, first = self._tiers.layout, len(job.keys)
+        pieces, cuts = pieces_of(job.keys, job.state_after, layout), cuts_of(layout, link)
+        if cuts is None:
+            return tuple(_Wanted(index, piece, None, piece[0]) for index, piece in enumerate(pieces))
+        wanted = []
+        if cuts.entry is not None:
+            wanted += [_Wanted(index, piece, cuts.entry, piece[0]) for index, piece in enumerate(pieces[:first])]
+        if job.state_after is not None:
+            for index, (number, cut) in enumerate(cuts.state, first):
+                wanted.append(_Wanted(index, pieces[first + number], cut, job.state_after))
+        return tuple(wanted)
+
+    def _to_send(self, wanted: _Wanted, entry: Tensor) -> Tensor | None:
         """The message about an entry. Returns None if a piece must be cut from it, and it is damaged."""
-        if serving.cut is None:
-            return entry
-        message = torch.empty(serving.cut.message_bytes, dtype=torch.uint8)
-        return message if serving.cut.cut(fetch.key, entry, message, between=self._between) else None
+        if wanted.cut is None:
+            return entry[: sent_bytes(wanted.piece, entry)]
+        message = torch.empty(wanted.cut.message_bytes, dtype=torch.uint8)
+        key, _ = wanted.piece
+        is_whole = wanted.cut.cut(key, entry, message, named=wanted.named, between=self._between)
+        return message if is_whole else None
 
     def _unpin(self, sent: _Sending) -> None:
         if sent.pinned is not None:
@@ -175,3 +216,9 @@ class PullSender:
         serving.stop = min(serving.stop, index)
         while serving.ahead:
             self._tiers.release(serving.ahead.popleft())
+
+
+def sent_bytes(piece: Piece, place: Tensor) -> int:
+    """Size of a message that has all of a piece: an entry with the rest of its place, or a piece of a state without."""
+    form = piece[1][0]
+    return form.size if form.part.spec.kind is KVKind.STATE else place.numel()

@@ -15,7 +15,7 @@ from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTim
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
-from kvtransfer.records import EntryLink, LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import EntryLink, LinkMeasure, PullJob, RefusedSegment, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
 T = TypeVar("T")
@@ -178,8 +178,8 @@ class RankTransfer(Protocol):
         """
         ...
 
-    # ---- entries: KV that this rank keeps outside of its cache (`kvtransfer.stores`). A rank without a host cache, or
-    # whose model has recurrent states, has none.
+    # ---- entries: KV that this rank keeps outside of its cache (`kvtransfer.stores`). A rank without a host cache
+    # has none.
 
     async def save_entries(self, entries: EntryBlocks) -> int:
         """Copies entries from the cache to the stores, unless they are there. Returns how many of the first ones the
@@ -216,12 +216,11 @@ class RankTransfer(Protocol):
         """
         ...
 
-    async def begin_pull(self, number: int, keys: tuple[EntryKey, ...], links: tuple[EntryLink, ...]) -> int:
+    async def begin_pull(self, job: PullJob, links: tuple[EntryLink, ...]) -> int:
         """Takes places in host memory for entries that peers are to send, until there is no room. Returns the number
         of leading entries that have one, or are kept already. `end_pull` must follow, whatever happens to the links.
 
         Args:
-            number: of the pull, of 40 bits; unknown to everybody but the two nodes.
             links: for pulls, whose peers' numbers are at least `kvtransfer.ledger.FIRST_PULL_LINK`. Together they bring
                 what this rank keeps of an entry, or each of them does.
 
@@ -239,7 +238,7 @@ class RankTransfer(Protocol):
         """
         ...
 
-    async def serve_pull(self, link: EntryLink, number: int, keys: tuple[EntryKey, ...]) -> int:
+    async def serve_pull(self, link: EntryLink, job: PullJob) -> int:
         """Sends the first entries that are kept here, or what the link carries of each, to a peer that has begun the
         pull. Returns how many were sent, when none of them is in flight. To end it early, disconnect the peer.
 

@@ -10,7 +10,7 @@ from baton.core.errors import DataLoss
 from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
 from kvtransfer.pair_ends import PairEnd
 from kvtransfer.rank_transfer import RankTransfer, all_done
-from kvtransfer.records import EntryLink
+from kvtransfer.records import EntryLink, PullJob
 
 
 class RankedEntries:
@@ -46,7 +46,7 @@ class RankedEntries:
         ranks = self._of(entries.owner)
         return min(await all_done(rank.load_entries(entries, timeout_s=timeout_s, entry_s=entry_s) for rank in ranks))
 
-    async def begin_pull(self, pair: int, number: int, keys: tuple[EntryKey, ...], *, owner: int | None = None) -> int:
+    async def begin_pull(self, pair: int, job: PullJob, *, owner: int | None = None) -> int:
         """
         Args:
             owner: the only rank of this node that gets them; None: every rank gets its share.
@@ -54,27 +54,21 @@ class RankedEntries:
         by_rank: dict[int, tuple[RankTransfer, list[EntryLink]]] = {}
         for end in self._linked(pair, receiver=owner):
             by_rank.setdefault(id(end.rank), (end.rank, []))[1].append(EntryLink(end.number, end.flows))
-        return min(await all_done(rank.begin_pull(number, keys, tuple(links)) for rank, links in by_rank.values()))
+        return min(await all_done(rank.begin_pull(job, tuple(links)) for rank, links in by_rank.values()))
 
     async def end_pull(self, pair: int, number: int, *, first: int, timeout_s: float, owner: int | None = None) -> int:
         ranks = {id(end.rank): end.rank for end in self._linked(pair, receiver=owner)}.values()
         return min(await all_done(rank.end_pull(number, first=first, timeout_s=timeout_s) for rank in ranks))
 
     async def serve_pull(
-        self,
-        pair: int,
-        number: int,
-        keys: tuple[EntryKey, ...],
-        *,
-        owner: int | None = None,
-        owner_there: int | None = None,
+        self, pair: int, job: PullJob, *, owner: int | None = None, owner_there: int | None = None
     ) -> int:
         """
         Args:
             owner, owner_there: as a `SendJob` has them.
         """
         ends = self._linked(pair, sender=owner, receiver=owner_there)
-        return min(await all_done(end.rank.serve_pull(EntryLink(end.number, end.flows), number, keys) for end in ends))
+        return min(await all_done(end.rank.serve_pull(EntryLink(end.number, end.flows), job) for end in ends))
 
     async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
         await all_done(rank.keep_entries(keys, keep, with_state=with_state) for rank in self._ranks)

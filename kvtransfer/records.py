@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Self
 
 from baton.core.errors import BatonError
+from baton.core.kv_entries import EntryKey
 from kvtransfer.flows import Flow
 from kvtransfer.leases import SegmentRefusal
 from kvtransfer.link import LinkSpeed
@@ -64,6 +65,28 @@ class EntryLink:
 
     peer: int
     flows: tuple[Flow, ...] = ()
+
+
+@dataclass(frozen=True)
+class PullJob:
+    """What one pull brings from one node to another: consecutive entries of a sequence, or a recurrent state, or both.
+    Wherever entries are counted, the state counts as one more, after the last entry.
+
+    Attributes:
+        number: of 40 bits; unknown to everybody but the two nodes.
+        state_after: the last entry that the state includes; None: no state is wanted.
+    """
+
+    number: int
+    keys: tuple[EntryKey, ...]
+    state_after: EntryKey | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys) + (self.state_after is not None)
+
+    @property
+    def root(self) -> bytes:
+        return self.keys[0].root if self.state_after is None else self.state_after.root
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
 from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.rank_transfer import OnEvicted, OnFailed, OnFilled, OnLinkFailed, OnRefused, RankTransfer, until_done
-from kvtransfer.records import EntryLink, LinkMeasure, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import EntryLink, LinkMeasure, PullJob, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, check_segment_bytes
 from kvtransfer.settings import TransferSettings
 from kvtransfer.stores.entry import EntryLayout
@@ -208,20 +208,20 @@ class KVTransfer(RankTransfer):
             return 0
         return await self._call(lambda future: self._thread.offloader.find_state(after, future))
 
-    async def begin_pull(self, number: int, keys: tuple[EntryKey, ...], links: tuple[EntryLink, ...]) -> int:
-        if self._tiers is None or not keys:
+    async def begin_pull(self, job: PullJob, links: tuple[EntryLink, ...]) -> int:
+        if self._tiers is None or not job:
             return 0
-        return await self._call(lambda future: self._thread.begin_pull(number, keys, links, future))
+        return await self._call(lambda future: self._thread.begin_pull(job, links, future))
 
     async def end_pull(self, number: int, *, first: int, timeout_s: float) -> int:
         if self._tiers is None:
             return 0
         return await self._call(lambda future: self._thread.pulls.receiver.end(number, first, timeout_s, future))
 
-    async def serve_pull(self, link: EntryLink, number: int, keys: tuple[EntryKey, ...]) -> int:
-        if self._tiers is None or not keys:
+    async def serve_pull(self, link: EntryLink, job: PullJob) -> int:
+        if self._tiers is None or not job:
             return 0
-        return await self._call(lambda future: self._thread.serve_pull(link, number, keys, future))
+        return await self._call(lambda future: self._thread.serve_pull(link, job, future))
 
     async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
         if self._tiers is not None and keys:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError, DataLoss, Draining, InternalError
-from baton.core.kv_entries import DroppedEntries, EntryKey
+from baton.core.kv_entries import DroppedEntries
 from baton.kvcache.cache import PagedKVCache
 from kvtransfer.entry_pulls import EntryPulls
 from kvtransfer.ledger import Ledger, Peer
@@ -31,7 +31,7 @@ from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.pacing import wake_punctually
 from kvtransfer.rank_transfer import OnEvicted, OnFailed, OnFilled, OnLinkFailed, OnRefused
 from kvtransfer.receiver import Receiver
-from kvtransfer.records import EntryLink, LinkMeasure, PeerTraffic
+from kvtransfer.records import EntryLink, LinkMeasure, PeerTraffic, PullJob
 from kvtransfer.sender import Sender
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, StagingPool
@@ -224,16 +224,14 @@ class TransferThread:
         self.ledger.peers[peer] = replace(self.ledger.peers[peer], link=link)
         future.set_result(None)
 
-    def begin_pull(
-        self, number: int, keys: tuple[EntryKey, ...], links: tuple[EntryLink, ...], future: "Future[int]"
-    ) -> None:
+    def begin_pull(self, job: PullJob, links: tuple[EntryLink, ...], future: "Future[int]") -> None:
         for link in links:
             self._check_connected(link.peer)
-        self.pulls.receiver.begin(number, keys, links, future)
+        self.pulls.receiver.begin(job, links, future)
 
-    def serve_pull(self, link: EntryLink, number: int, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
+    def serve_pull(self, link: EntryLink, job: PullJob, future: "Future[int]") -> None:
         self._check_connected(link.peer)
-        self.pulls.sender.serve(link, number, keys, future)
+        self.pulls.sender.serve(link, job, future)
 
     def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
         for root in roots:

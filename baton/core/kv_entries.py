@@ -105,6 +105,11 @@ class EntryBlocks:
         return self.keys[0].root if self.state is None else self.state.after.root
 
     @property
+    def state_after(self) -> EntryKey | None:
+        """The last entry that the state includes; None: there is no state."""
+        return None if self.state is None else self.state.after
+
+    @property
     def token_stop(self) -> int:
         return self.keys[-1].token_stop
 

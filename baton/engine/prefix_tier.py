@@ -63,3 +63,17 @@ class PrefixSource(Protocol):
         """Copies entries from the node that has them, unless computing them is faster, for every rank or the owner.
         Returns how many of the first ones the stores have then. It never raises, and ends within a bound."""
         ...
+
+    async def pull_state(
+        self, keys: tuple[EntryKey, ...], kept: KeptPrefix, *, held: int, every: int, resumed: int
+    ) -> int:
+        """Copies a recurrent state from the node that has it, with the entries before it that are lacking here, unless
+        computing is faster: the last state after one of these entries. Returns how many of them are before the state,
+        if stores have all of it then; else 0. It never raises, and ends within a bound.
+
+        Args:
+            held: how many of the first entries the stores have here, or the cache.
+            every: states are of use only after every so many entries of the sequence.
+            resumed: tokens of the sequence that need not be computed in any case.
+        """
+        ...

@@ -12,7 +12,7 @@ from baton.core.errors import BatonError
 from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix
 from baton.engine.prefix_tier import PrefixSource, PrefixTier
 from baton.engine.request import EngineRequest
-from baton.engine.scheduling.offload import LoadPlan, WantedPrefix
+from baton.engine.scheduling.entry_plans import LoadPlan, WantedPrefix
 from baton.engine.scheduling.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -58,13 +58,13 @@ class TieredPrefixes:
 
     def save_finished(self) -> None:
         """Begins to save the entries that the last steps have finished."""
-        for entries in self._offload.take_finished():
+        for entries in self._offload.saves.take_finished():
             saving = self._start(self._save(entries))
             self._saving.add(saving)
             saving.add_done_callback(self._saving.discard)
-        for keys, keep in self._offload.take_kept():
+        for keys, keep in self._offload.saves.take_kept():
             self._start(self._keep(keys, keep, after=frozenset(self._saving)))
-        if forgotten := self._offload.take_forgotten():
+        if forgotten := self._offload.saves.take_forgotten():
             self._start(self._drop(forgotten))
 
     async def prefetch(self, request: EngineRequest) -> int:
@@ -118,14 +118,15 @@ class TieredPrefixes:
 
     async def _pull(self, wanted: WantedPrefix, kept: KeptPrefix | None) -> bool:
         """Copies what another node has, and the stores lack, to the stores. Where ranks have requests of their own, the
-        rank gets it that has most already, or in whose pool the request is likely to be. Not for models with recurrent
-        states, which are not pulled.
+        rank gets it that has most already, or in whose pool the request is likely to be.
 
         Returns False if the stores could not be searched, so that a request waits for one such search only.
         """
-        if kept is None or self._source is None or wanted.states:
+        if kept is None or self._source is None:
             return True
         stop = min(wanted.stop, kept.tokens // ENTRY_TOKENS)
+        if wanted.states:
+            return await self._pull_state(wanted, kept, stop)
         try:
             found = await asyncio.wait_for(self._find(wanted), _FIND_S)
         except (TimeoutError, BatonError):
@@ -138,11 +139,41 @@ class TieredPrefixes:
             await asyncio.shield(self._start(self._end_pull(pull, wanted, start)))
         return True
 
-    async def _end_pull(self, pull: Coroutine[Any, Any, int], wanted: WantedPrefix, start: int) -> None:
-        """Remembers what a pull has brought, which is of use to later requests even if it is not loaded now."""
+    async def _pull_state(self, wanted: WantedPrefix, kept: KeptPrefix, stop: int) -> bool:
+        """The same for a model with recurrent states, of which only a prefix with its state is of use."""
+        assert self._source is not None
+        start, states = wanted.starts[0], wanted.states
+        keys = wanted.entries(start, max(start, stop))
+        try:
+            async with asyncio.timeout(_FIND_S):
+                there = start + await self._tier.find_entries(keys, owner=None) if keys else start
+                known = await self._last_state(wanted, there)
+        except (TimeoutError, BatonError):
+            return False
+        first = states.start if not known else known + states.step
+        resumed = first - states.step
+        if first > stop or self._is_dropped(wanted.entry_keys.root):
+            return True
+        there = min(there, stop)
+        start = min(there, first - 1)
+        pull = self._source.pull_state(
+            wanted.entries(start, stop),
+            kept,
+            held=there - start,
+            every=states.step,
+            resumed=resumed * ENTRY_TOKENS,
+        )
+        await asyncio.shield(self._start(self._end_pull(pull, wanted, start, held=there - start)))
+        return True
+
+    async def _end_pull(
+        self, pull: Coroutine[Any, Any, int], wanted: WantedPrefix, start: int, *, held: int = 0
+    ) -> None:
+        """Remembers what a pull has brought, which is of use to later requests even if it is not loaded now: the
+        entries from `start` on, but for the first ones that were `held` here."""
         pulled = await pull
         if not self._is_dropped(wanted.entry_keys.root):
-            self._offload.kept.kept(wanted.entries(start, start + pulled), wanted.keys, wanted.tokens)
+            self._offload.kept.kept(wanted.entries(start + held, start + pulled), wanted.keys, wanted.tokens)
 
     async def _find(self, wanted: WantedPrefix) -> tuple[int, int] | None:
         """The pool whose rank has most of the wanted entries, and where they stop. Returns None if no rank has any."""
@@ -176,7 +207,7 @@ class TieredPrefixes:
         except BatonError as error:  # the node ends
             _log.warning("entries could not be loaded: %s", error)
         finally:
-            added = self._offload.end_load(plan, loaded)
+            added = self._offload.loads.end(plan, loaded)
             if loaded:
                 self.loaded_tokens += min(loaded, len(plan.entries.keys)) * ENTRY_TOKENS
                 self.load_s += asyncio.get_running_loop().time() - began_s
@@ -190,7 +221,7 @@ class TieredPrefixes:
         except BatonError as error:  # the node ends
             _log.warning("entries could not be saved: %s", error)
         finally:
-            self._offload.saved(entries, num_kept)
+            self._offload.saves.saved(entries, num_kept)
             self._on_room()
 
     async def _keep(

@@ -125,7 +125,7 @@ class Node:
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
         self.meter = StepMeter(built.costs)
         keeps = settings.host_cache_bytes > 0
-        self.pulls = self._open_pulls(settings, built) if keeps and built.cache.state is None else None
+        self.pulls = self._open_pulls(settings, built) if keeps else None
         self.engine = Engine(
             runner,
             self.limits,

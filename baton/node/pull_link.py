@@ -7,14 +7,16 @@ what they hold for it, and the next pull makes a new one.
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc
 
 from baton.core.errors import BatonError, DataLoss, DeadlineExceeded, InternalError, NoNode
 from baton.core.kv_entries import EntryKey
 from baton.core.tracebacks import drop_tracebacks
-from baton.node.pull_messages import check_worker_addresses, wanted_entries
+from baton.node.pull_messages import check_worker_addresses, wanted_entries, wanted_job
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.internal.v1 import node_pb2_grpc
 from baton.rpc.channels import connect
@@ -23,6 +25,7 @@ from baton.security.tls import Dial
 from kvtransfer.flows import Flow, RankPair
 from kvtransfer.pull_sender import NUMBER_BITS
 from kvtransfer.ranked import RankedTransfer
+from kvtransfer.records import PullJob
 
 log = logging.getLogger("baton")
 
@@ -64,7 +67,7 @@ class PullLink:
         self._dial = dial
         self._error: BatonError | None = None
         self._outbox: asyncio.Queue[pb.PullRequest | None] = asyncio.Queue()
-        self._sent: dict[int, asyncio.Future[int]] = {}
+        self._answers: dict[int, asyncio.Future[int]] = {}
         self._settled = asyncio.Event()
         self._was_made = False
         self._running = 0
@@ -105,33 +108,71 @@ class PullLink:
         Raises:
             BatonError: the link cannot be made, or has broken.
         """
+        async with self._in_use():
+            return await self._pull(keys, None, owner)
+
+    async def pull_state(self, keys: tuple[EntryKey, ...], after: EntryKey) -> int:
+        """As `pull`, with the recurrent state after an entry, which counts as one more: the last of `keys`, or if there
+        are none the one before. Brings nothing if not all of it has room."""
+        async with self._in_use():
+            return await self._pull(keys, after, None)
+
+    async def find_state(self, keys: tuple[EntryKey, ...], *, held: int, every: int) -> int:
+        """How many of these entries there are up to the last one after which the other node has the recurrent state,
+        and all entries before it but the first ones that are `held` here. 0: there is no such state.
+
+        Args:
+            every: only after every so many entries of the sequence.
+
+        Raises:
+            BatonError: as for `pull`.
+        """
+        async with self._in_use():
+            number = secrets.randbits(NUMBER_BITS)
+            wanted = pb.WantedState(entries=wanted_entries(number, keys, held=held), every=every)
+            return min(await self._asked(number, pb.PullRequest(find_state=wanted)), len(keys))
+
+    @asynccontextmanager
+    async def _in_use(self) -> AsyncIterator[None]:
+        """Waits until the link is made, or cannot be. Idle links make room for others, those in use do not."""
         self._running += 1
         try:
             await self._settled.wait()
-            return await self._pull(keys, owner)
+            self._check()
+            yield
         finally:
             self._running -= 1
 
-    async def _pull(self, keys: tuple[EntryKey, ...], owner: int | None) -> int:
-        self._check()
-        number = secrets.randbits(NUMBER_BITS)
+    async def _pull(self, keys: tuple[EntryKey, ...], after: EntryKey | None, owner: int | None) -> int:
+        job = PullJob(secrets.randbits(NUMBER_BITS), keys, after)
         first = 0
-        begun = await self._transfer.entries.begin_pull(self._number, number, keys, owner=owner)
-        sent = self._sent[number] = asyncio.get_running_loop().create_future()
+        begun = await self._transfer.entries.begin_pull(self._number, job, owner=owner)
+        asked: PullJob | None = job
+        if begun < len(job):
+            asked = replace(job, keys=keys[:begun]) if begun and after is None else None
         try:
-            if begun:
+            if asked is not None:
                 self._check()
-                self._outbox.put_nowait(pb.PullRequest(wanted=wanted_entries(number, keys[:begun], owner=owner)))
-                first = min(await sent, begun)
+                answer = await self._asked(job.number, pb.PullRequest(wanted=wanted_job(asked, owner=owner)))
+                first = min(answer, len(asked))
         finally:
-            del self._sent[number]
             try:
                 found = await self._transfer.entries.end_pull(
-                    self._number, number, first=first, timeout_s=_ARRIVE_S, owner=owner
+                    self._number, job.number, first=first, timeout_s=_ARRIVE_S, owner=owner
                 )
             except DataLoss as error:
                 raise self.close(error) from None
         return found
+
+    async def _asked(self, number: int, request: pb.PullRequest) -> int:
+        """Sends a request, and returns the number of entries in its answer."""
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self._outbox.put_nowait(request)
+            return await answer
+        finally:
+            del self._answers[number]
 
     def close(self, error: BatonError) -> BatonError:
         """Ends the link, for this reason unless it has ended for another one. Returns the reason; `wait_closed` waits
@@ -165,9 +206,9 @@ class PullLink:
         finally:
             self._error = self._error or NoNode(f"the link to {self.address} has ended")
             self._settled.set()
-            for sent in self._sent.values():
-                if not sent.done():
-                    sent.set_exception(self._error)
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(self._error)
             await self._transfer.disconnect(self._number)
 
     async def _open(self, call: Call) -> None:
@@ -201,9 +242,10 @@ class PullLink:
     async def _read(self, call: Call) -> None:
         # NOTE: not `async for`: a grpc call refuses to mix that with read().
         while isinstance(response := await call.read(), pb.PullResponse):
-            sent = self._sent.get(response.sent.number)
-            if sent is not None and not sent.done():
-                sent.set_result(response.sent.entries)
+            said = response.found if response.HasField("found") else response.sent
+            answer = self._answers.get(said.number)
+            if answer is not None and not answer.done():
+                answer.set_result(said.entries)
         self._outbox.put_nowait(None)
 
     def _link_failed(self, error: BatonError) -> None:

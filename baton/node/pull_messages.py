@@ -12,6 +12,7 @@ from baton.node.peer_checks import check_info
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from kvtransfer.pull_sender import NUMBER_BITS
+from kvtransfer.records import PullJob
 
 # A sequence of four million tokens.
 ENTRIES_MAX = 1 << 16
@@ -21,12 +22,22 @@ _ADDRESS_BYTES_MAX = 1 << 16
 _NODES = (node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE)
 
 
-def wanted_entries(number: int, keys: Sequence[EntryKey], *, owner: int | None = None) -> pb.WantedEntries:
-    """The message that asks for consecutive entries.
+def wanted_job(job: PullJob, *, owner: int | None = None) -> pb.WantedEntries:
+    """The message that asks for what a pull is to bring.
 
     Args:
-        owner: the only rank of the reader that gets them; None: every rank gets its share.
+        owner: the only rank of the reader that gets it; None: every rank gets its share.
     """
+    if job.state_after is None:
+        return wanted_entries(job.number, job.keys, owner=owner)
+    keys = job.keys or (job.state_after,)
+    return wanted_entries(job.number, keys, held=len(keys) - len(job.keys), with_state=True, owner=owner)
+
+
+def wanted_entries(
+    number: int, keys: Sequence[EntryKey], *, held: int = 0, with_state: bool = False, owner: int | None = None
+) -> pb.WantedEntries:
+    """The message that names consecutive entries; see its definition."""
     return pb.WantedEntries(
         number=number,
         root=keys[0].root,
@@ -35,7 +46,41 @@ def wanted_entries(number: int, keys: Sequence[EntryKey], *, owner: int | None =
         digests=b"".join(key.block.digest for key in keys),
         tokens=b"".join(key.block.tokens for key in keys),
         owner_rank=owner,
+        held=held,
+        with_state=with_state,
     )
+
+
+def pull_job(wanted: pb.WantedEntries) -> PullJob:
+    """What a message asks for.
+
+    Raises:
+        InvalidRequest: its parts have no possible sizes.
+    """
+    keys = entry_keys(wanted)
+    most = len(keys) if wanted.with_state else len(keys) - 1
+    _check_held(wanted, most)
+    return PullJob(wanted.number, keys[wanted.held :], keys[-1] if wanted.with_state else None)
+
+
+def state_search(wanted: pb.WantedState) -> tuple[tuple[EntryKey, ...], int]:
+    """The entries of a search for a state, and how many of the first ones the caller has.
+
+    Raises:
+        InvalidRequest: its parts have no possible sizes.
+    """
+    keys = entry_keys(wanted.entries)
+    _check_held(wanted.entries, len(keys))
+    if not wanted.every:
+        raise InvalidRequest("a state after every 0 entries", field="every", value=0, allowed=("at least 1",))
+    return keys, wanted.entries.held
+
+
+def _check_held(wanted: pb.WantedEntries, most: int) -> None:
+    if wanted.held > most:
+        raise InvalidRequest(
+            f"the caller has {wanted.held} of the entries", field="held", value=wanted.held, allowed=(f"0 to {most}",)
+        )
 
 
 def entry_keys(wanted: pb.WantedEntries) -> tuple[EntryKey, ...]:

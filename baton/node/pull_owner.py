@@ -6,19 +6,21 @@ What others may hold here is bounded: links, pulls at a time, and the time of ea
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton.core.errors import BatonError, Draining, InvalidRequest, Overloaded
 from baton.core.kv_entries import EntryKey, NodeRanks
 from baton.kvcache.spec import KVCacheSpec
 from baton.node.pull_link import in_order
-from baton.node.pull_messages import check_hello, check_worker_addresses, entry_keys
+from baton.node.pull_messages import check_hello, check_worker_addresses, pull_job, state_search
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert_node import ranks_from_proto
-from kvtransfer.flows import entry_links
+from kvtransfer.entry_links import entry_links
 from kvtransfer.ranked import RankedTransfer
+from kvtransfer.records import PullJob
 
 log = logging.getLogger("baton")
 
@@ -33,6 +35,7 @@ _SERVE_S = 10.0
 _ANSWERS_MAX = 64
 
 Write = Callable[[pb.PullResponse], Awaitable[None]]
+Answer = Coroutine[Any, Any, pb.PullResponse]
 
 
 @dataclass(eq=False)
@@ -155,32 +158,47 @@ class PullOwner:
     async def _read(self, reader: _Reader, incoming: AsyncIterator[pb.PullRequest]) -> None:
         try:
             async for message in incoming:
-                wanted = message.wanted
-                keys = entry_keys(wanted)
+                answer, empty = self._answer_to(reader, message)
                 if reader.outbox.qsize() >= _ANSWERS_MAX:
+                    answer.close()
                     raise _takes_no_answers(reader)
                 if self._pulls >= _PULLS_MAX:
-                    reader.outbox.put_nowait(_sent(wanted.number, 0))
+                    answer.close()
+                    reader.outbox.put_nowait(empty)
                     continue
                 # Not of the TaskGroup: a pull ends when nothing of it is in flight, also if the stream ends before.
-                there = wanted.owner_rank if wanted.HasField("owner_rank") else None
-                pull = asyncio.create_task(
-                    self._pull(reader, wanted.number, keys, there), name=f"pull-{wanted.number:x}"
-                )
+                pull = asyncio.create_task(self._answer(reader, answer), name=f"pull-of-{reader.number:x}")
                 reader.pulls.add(pull)
                 pull.add_done_callback(reader.pulls.discard)
         finally:
             reader.end()
 
-    async def _pull(self, reader: _Reader, number: int, keys: tuple[EntryKey, ...], there: int | None) -> None:
+    def _answer_to(self, reader: _Reader, message: pb.PullRequest) -> tuple[Answer, pb.PullResponse]:
+        """What answers a message, and the answer if there is no time for it."""
+        if message.HasField("find_state"):
+            keys, held = state_search(message.find_state)
+            number = message.find_state.entries.number
+            return self._find_state(number, keys, held, message.find_state.every), _found(number, 0)
+        wanted = message.wanted
+        there = wanted.owner_rank if wanted.HasField("owner_rank") else None
+        return self._pull(reader, pull_job(wanted), there), _sent(wanted.number, 0)
+
+    async def _pull(self, reader: _Reader, job: PullJob, there: int | None) -> pb.PullResponse:
+        owner = await self._rank_with_most(job.keys) if self._ranks.own_requests and job.keys else None
+        sent = await self._transfer.entries.serve_pull(reader.number, job, owner=owner, owner_there=there)
+        return _sent(job.number, sent)
+
+    async def _find_state(self, number: int, keys: tuple[EntryKey, ...], held: int, every: int) -> pb.PullResponse:
+        there = held + await self._transfer.entries.find_entries(keys[held:])
+        after = tuple(key for key in keys[:there] if (key.number + 1) % every == 0)
+        found = await self._transfer.entries.find_state(after)
+        return _found(number, after[found - 1].number - keys[0].number + 1 if found else 0)
+
+    async def _answer(self, reader: _Reader, answer: Answer) -> None:
         self._pulls += 1
         try:
             async with asyncio.timeout(_SERVE_S):
-                owner = await self._rank_with_most(keys) if self._ranks.own_requests else None
-                sent = await self._transfer.entries.serve_pull(
-                    reader.number, number, keys, owner=owner, owner_there=there
-                )
-                reader.outbox.put_nowait(_sent(number, sent))
+                reader.outbox.put_nowait(await answer)
         except TimeoutError:
             log.warning("%s has not taken the entries that it asked for within %g s", reader.name, _SERVE_S)
             reader.end()
@@ -214,3 +232,7 @@ def _takes_no_answers(reader: _Reader) -> Overloaded:
 
 def _sent(number: int, entries: int) -> pb.PullResponse:
     return pb.PullResponse(sent=pb.EntriesSent(number=number, entries=entries))
+
+
+def _found(number: int, entries: int) -> pb.PullResponse:
+    return pb.PullResponse(found=pb.StateFound(number=number, entries=entries))

@@ -8,12 +8,12 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from baton.core import pull_costs
 from baton.core.costs import StepCosts
 from baton.core.errors import BatonError, ConfigError, DeadlineExceeded, Draining, PeerRefused
-from baton.core.kv_entries import ENTRY_TOKENS, EntryKey, KeptPrefix, NodeRanks
+from baton.core.kv_entries import EntryKey, KeptPrefix, NodeRanks
 from baton.core.pull_costs import PullCosts, is_worth_pulling
 from baton.kvcache.spec import KVCacheSpec
 from baton.node.pull_link import PullLink
@@ -24,7 +24,7 @@ from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import ListenAddress
 from baton.security.roles import NODE
 from baton.security.tls import InternalTls
-from kvtransfer.flows import entry_links
+from kvtransfer.entry_links import entry_links
 from kvtransfer.ledger import FIRST_PULL_LINK
 from kvtransfer.pair_ends import MOST_RANKS
 from kvtransfer.ranked import RankedTransfer
@@ -42,6 +42,9 @@ _LINKS_MAX = 32
 _BACK_OFF_S = 10.0
 # Nodes whose failures are remembered; the latest ones.
 _FAILED_MAX = 1024
+
+# Brings something over a link. Returns what its caller wants to know, and the number of bytes that came.
+Bring = Callable[[PullLink], Awaitable[tuple[int, int]]]
 
 
 class Pulls:
@@ -107,22 +110,57 @@ class Pulls:
         Args:
             owner: the only rank of this node that gets them; None: every rank gets its share.
         """
-        tokens, num_bytes = len(keys) * ENTRY_TOKENS, len(keys) * self._entry_bytes
-        compute_s = self._compute_s(keys)
+        if not keys or not self._may_ask(kept):
+            return 0
+        start, stop = keys[0].token_start, keys[-1].token_stop
+        num_bytes = len(keys) * self._entry_bytes
+        if not self._is_worth(kept, start, stop, num_bytes):
+            return 0
+
+        async def bring(link: PullLink) -> tuple[int, int]:
+            found = await link.pull(keys, owner=owner)
+            return found, found * self._entry_bytes
+
+        return await self._bounded(kept, bring, num_bytes=num_bytes, compute_s=self._compute_s(start, stop))
+
+    async def pull_state(
+        self, keys: tuple[EntryKey, ...], kept: KeptPrefix, *, held: int, every: int, resumed: int
+    ) -> int:
+        """As `PrefixSource.pull_state`."""
+        stop, state_bytes = keys[-1].token_stop, self._spec.bytes_per_slot
+        num_bytes = (len(keys) - held) * self._entry_bytes + state_bytes
+        if not self._may_ask(kept) or not self._is_worth(kept, resumed, stop, num_bytes):
+            return 0
+
+        async def bring(link: PullLink) -> tuple[int, int]:
+            found = await link.find_state(keys, held=held, every=every)
+            coming, stop = keys[held:found], keys[found - 1].token_stop if found else 0
+            num_bytes = len(coming) * self._entry_bytes + state_bytes
+            if not self._is_worth(kept, resumed, stop, num_bytes):
+                return 0, 0
+            is_whole = await link.pull_state(coming, keys[found - 1]) > len(coming)
+            return (found, num_bytes) if is_whole else (0, 0)
+
+        return await self._bounded(kept, bring, num_bytes=num_bytes, compute_s=self._compute_s(resumed, stop))
+
+    def _is_worth(self, kept: KeptPrefix, start: int, stop: int, num_bytes: int) -> bool:
+        """Whether a pull is expected to take less time than computing the tokens [start, stop)."""
         speed = self._speeds.get(kept.address)
         pull_s = None if speed is None else speed.seconds(num_bytes, self._clock())
-        if not self._may_ask(kept) or not is_worth_pulling(tokens, pull_s, compute_s):
-            return 0
+        return stop > start and is_worth_pulling(stop - start, pull_s, self._compute_s(start, stop))
+
+    async def _bounded(self, kept: KeptPrefix, bring: Bring, *, num_bytes: int, compute_s: float | None) -> int:
+        """Runs a pull within its time. Returns what it returns, and 0 if it fails."""
         timeout_s = min(max(PULL_S_MIN, compute_s or PULL_S_MIN), pull_costs.PULL_S_MAX)
         self._running += 1
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._pull(keys, kept, owner)
+                return await self._pull(kept, bring)
         except TimeoutError:
             link = self._links.get(kept.address)
             if link is not None and not link.is_settled:
                 return 0  # it goes on, and the next pull finds it ready
-            what = f"{len(keys)} entries from {kept.address} took more than {timeout_s:g} s"
+            what = f"{num_bytes} bytes from {kept.address} took more than {timeout_s:g} s"
             self._failed(kept, DeadlineExceeded(what), num_bytes=num_bytes, timeout_s=timeout_s)
         except BatonError as error:
             self._failed(kept, error, num_bytes=num_bytes, timeout_s=timeout_s)
@@ -150,13 +188,13 @@ class Pulls:
         self._is_open = True
         self.owner.reopen()
 
-    async def _pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix, owner: int | None) -> int:
+    async def _pull(self, kept: KeptPrefix, bring: Bring) -> int:
         link = self._link(kept)
         was_ready = link.is_ready
         begun_s = self._clock()
-        found = await link.pull(keys, owner=owner)
-        if found and was_ready:  # else the time has that of making the link in it
-            self._measured(kept.address, PullSample(self._clock(), found * self._entry_bytes, self._clock() - begun_s))
+        found, num_bytes = await bring(link)
+        if num_bytes and was_ready:  # else the time has that of making the link in it
+            self._measured(kept.address, PullSample(self._clock(), num_bytes, self._clock() - begun_s))
         return found
 
     def _measured(self, address: str, sample: PullSample) -> None:
@@ -166,11 +204,9 @@ class Pulls:
         self._speeds[address].add(sample)
         self._of_all.add(sample)
 
-    def _compute_s(self, keys: tuple[EntryKey, ...]) -> float | None:
+    def _compute_s(self, start: int, stop: int) -> float | None:
         costs = self._costs()
-        if costs is None:
-            return None
-        return costs.prompt_s(keys[0].token_start, keys[-1].token_stop, step_tokens=self._step_tokens())
+        return None if costs is None else costs.prompt_s(start, stop, step_tokens=self._step_tokens())
 
     def _may_ask(self, kept: KeptPrefix) -> bool:
         waits = self._clock() < self._not_before_s.get((kept.address, kept.incarnation), 0.0)

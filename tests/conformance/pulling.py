@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from baton.core import pull_costs
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeptPrefix, NodeRanks
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, EntryState, KeptPrefix, NodeRanks
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from baton.node import pull_link, pulls
@@ -158,6 +158,37 @@ class PullingNode:
     async def pull(self, kept: KeptPrefix, keys: tuple[EntryKey, ...] = KEYS, *, owner: int | None = None) -> int:
         return await self.pulls.pull(keys, kept, owner=owner)
 
+    async def keep_state(self, after: int) -> int:
+        """Keeps the recurrent state after that many entries."""
+        whole = computed_state(self.spec, after)
+        for cache, heads in zip(self.caches, self.heads, strict=True):
+            assert cache.state is not None
+            cache.state.view[:, 0, 1, 0] = whole[:, heads[-1].start : heads[-1].stop]
+        return await self.transfer.entries.save_entries(EntryBlocks((), (), state=EntryState(KEYS[after - 1], 1)))
+
+    async def pull_state(
+        self, kept: KeptPrefix, keys: tuple[EntryKey, ...] = KEYS, *, held: int = 0, every: int = 1, resumed: int = 0
+    ) -> int:
+        return await self.pulls.pull_state(keys, kept, held=held, every=every, resumed=resumed)
+
+    async def load_state(self, after: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Loads that many entries and the state after them. Returns how many of both came, the tokens as `load` does,
+        and the state as [L, H, C]."""
+        for cache in self.caches:
+            assert cache.state is not None
+            cache.state.memory.zero_()
+        count, tokens = await self.load(state=EntryState(KEYS[after - 1], 0), entries=after)
+        state = torch.cat([cache.state.view[:, 0, 0, 0] for cache in self.caches if cache.state is not None], dim=1)
+        return count, tokens, state
+
+    async def forget_state(self, after: int, rank: int = 0) -> None:
+        """Loses a piece of the state after that many entries."""
+        await self._on_thread(lambda tiers: tiers._host.drop(_state_keys(tiers, after)[-1:]), rank)
+
+    async def damage_state(self, after: int, rank: int = 0) -> None:
+        """Flips a bit of a piece of the state after that many entries."""
+        await self._on_thread(lambda tiers: _flip(tiers, _state_keys(tiers, after)[0]), rank)
+
     async def forget(self, first: int, rank: int = 0) -> None:
         """Loses all entries of a rank from this one on, as others would displace them."""
         await self._on_thread(lambda tiers: tiers._host.drop(KEYS[first:]), rank)
@@ -165,13 +196,7 @@ class PullingNode:
     async def damage(self, number: int, rank: int = 0) -> None:
         """Flips a bit of an entry in a rank's host memory."""
 
-        def flip(tiers: EntryTiers) -> None:
-            place = tiers._host.pin(KEYS[number])
-            assert place is not None
-            place.tensor[len(place.tensor) // 3] ^= 4
-            tiers._host.unpin(place)
-
-        await self._on_thread(flip, rank)
+        await self._on_thread(lambda tiers: _flip(tiers, KEYS[number]), rank)
 
     def stop_after(self, entries: int) -> None:
         """Stops this process when it has sent that many entries, or received them."""
@@ -207,19 +232,23 @@ class PullingNode:
     def count_damaged(self) -> int:
         return self.transfer.counters().entries.damaged
 
-    async def load(self, owner: int | None = None) -> tuple[int, torch.Tensor]:
+    async def load(
+        self, owner: int | None = None, *, state: EntryState | None = None, entries: int = ENTRIES
+    ) -> tuple[int, torch.Tensor]:
         """Loads the entries that host memory has. Returns their number, and the loaded tokens as [L, K, T, H, C], those
-        of their owner if they have one, else of all ranks together."""
+        of their owner if they have one, else of all ranks together. A state counts as one more."""
         blocks = blocks_of(self.cache, ENTRIES, 2)
         for cache in self.caches:
             cache.memory.zero_()
-        count = await self.transfer.entries.load_entries(EntryBlocks(KEYS, blocks, owner), timeout_s=DEADLINE_S)
+        wanted = EntryBlocks(KEYS[:entries], blocks, owner, state)
+        count = await self.transfer.entries.load_entries(wanted, timeout_s=DEADLINE_S)
         ranks = range(self.ranks.size) if owner is None else [owner]
-        shape = self.spec.num_layers, self.spec.kv_factor, count * ENTRY_TOKENS, self.spec.num_kv_heads
+        tokens = min(count, entries) * ENTRY_TOKENS
+        shape = self.spec.num_layers, self.spec.kv_factor, tokens, self.spec.num_kv_heads
         whole = torch.zeros(*shape, self.spec.head_dim, dtype=self.cache.view.dtype)
         for rank in ranks if count else ():
             heads = self.heads[rank][0]
-            whole[:, :, :, heads.start : heads.stop] = tokens_of(self.caches[rank], blocks, count * ENTRY_TOKENS)
+            whole[:, :, :, heads.start : heads.stop] = tokens_of(self.caches[rank], blocks, tokens)
         return count, whole
 
     async def _on_thread(self, do: Any, rank: int) -> None:
@@ -245,6 +274,24 @@ def a_reader_elsewhere() -> PullingNode:
 def a_reader() -> PullingNode:
     """A node of another layout and block size than the owner."""
     return PullingNode(READER, KVCacheLayout.HND, 32)
+
+
+def _state_keys(tiers: EntryTiers, after: int) -> tuple[EntryKey, ...]:
+    return tiers.layout.state_keys(KEYS[after - 1])
+
+
+def _flip(tiers: EntryTiers, key: EntryKey) -> None:
+    place = tiers._host.pin(key)
+    assert place is not None
+    place.tensor[len(place.tensor) // 3] ^= 4
+    tiers._host.unpin(place)
+
+
+def computed_state(spec: KVCacheSpec, after: int) -> torch.Tensor:
+    """The owner's recurrent state after that many entries, as [L, H, C]."""
+    assert spec.state is not None
+    shape = spec.state.num_layers, spec.state.num_kv_heads, spec.state.head_dim
+    return torch.randn(shape, generator=torch.Generator().manual_seed(after))
 
 
 def computed(entries: int, *, spec: KVCacheSpec = SPEC, seed: int = 4) -> torch.Tensor:

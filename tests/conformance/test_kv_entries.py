@@ -21,6 +21,7 @@ from kvtransfer.ledger import FIRST_PULL_LINK
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
 from kvtransfer.offload import SLOTS
+from kvtransfer.records import PullJob
 from kvtransfer.settings import OpenStore
 from kvtransfer.transfer import KVTransfer
 from tests.conformance.kv import DEADLINE_S, as_bytes, eventually, make_cache, tokens_of
@@ -242,8 +243,8 @@ async def test_each_rank_pulls_from_the_rank_of_its_number(ranks: int) -> None:
         await owner.transfer.connect(FIRST_PULL_LINK, ours)
         # The last rank of the owner has lost the last entries.
         await owner.transfer._ranks[-1].drop_entries(KEYS[4:])
-        assert await reader.transfer.entries.begin_pull(FIRST_PULL_LINK, 7, KEYS) == ENTRIES
-        sent = await owner.transfer.entries.serve_pull(FIRST_PULL_LINK, 7, KEYS)
+        assert await reader.transfer.entries.begin_pull(FIRST_PULL_LINK, PullJob(7, KEYS)) == ENTRIES
+        sent = await owner.transfer.entries.serve_pull(FIRST_PULL_LINK, PullJob(7, KEYS))
         assert sent == 4
         found = await reader.transfer.entries.end_pull(FIRST_PULL_LINK, 7, first=sent, timeout_s=DEADLINE_S)
         assert found == await reader.transfer.entries.find_entries(KEYS) == 4
@@ -256,7 +257,7 @@ async def test_each_rank_pulls_from_the_rank_of_its_number(ranks: int) -> None:
         for node in (owner, reader):
             await node.transfer.disconnect(FIRST_PULL_LINK)
         with pytest.raises(DataLoss):
-            await reader.transfer.entries.begin_pull(FIRST_PULL_LINK, 8, KEYS)
+            await reader.transfer.entries.begin_pull(FIRST_PULL_LINK, PullJob(8, KEYS))
 
 
 async def test_a_drop_that_comes_while_the_transfer_closes_does_not_end_the_next_one(

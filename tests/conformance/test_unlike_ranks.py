@@ -15,7 +15,7 @@ from baton.core.kv_entries import NodeRanks
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from baton.node import pull_link, pulls
-from kvtransfer.flows import entry_links
+from kvtransfer.entry_links import entry_links
 from tests.conformance.kv import DEADLINE_S, as_bytes, eventually
 from tests.conformance.kv_child import child
 from tests.conformance.pulling import ENTRIES, KEYS, OWNER, READER, SPEC, PullingNode, computed

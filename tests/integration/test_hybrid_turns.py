@@ -18,6 +18,7 @@ from baton.models.loading.needs import kv_cache_spec
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference
+from tests.integration.test_pulls import WHOLE_ENTRIES, TwoTurns, always_pull
 from tests.unit.models.tiny_hybrid import MODELS
 
 GREEDY = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
@@ -120,6 +121,37 @@ async def test_a_conversation_comes_back_from_host_memory_and_from_files(
     for each in (prefill, decode):
         status = await until_status(each, nothing_held)
         assert sum(store.damaged_total for store in status.stores) == 0
+
+
+@pytest.mark.parametrize(
+    ("of_owner", "of_reader"),
+    [
+        pytest.param({}, {"block_size": 16, "num_blocks": 120}, id="1-rank-to-1"),
+        pytest.param({"tensor_parallel_size": 2}, {}, id="2-ranks-to-1"),
+        pytest.param({}, {"tensor_parallel_size": 2}, id="1-rank-to-2", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_turn_goes_on_from_the_state_that_another_node_keeps(
+    start: Machines, directory: Path, of_owner: Flags, of_reader: Flags
+) -> None:
+    kept: Flags = {**node_of(directory), "max_batch_tokens": 128, "host_cache_gib": 0.02}
+    owner, reader = start.nodes(
+        ("decode", {**kept, **of_owner}),
+        ("decode", {**kept, **of_reader}),
+        paused_engine=["decode"],
+        prepare=always_pull,
+    )
+    start.let_go(reader)
+    turns = TwoTurns(start, Reference(directory), owner, model=directory)
+    second = await turns.first()
+    gateway = start.gateway([], [owner, reader], model=directory)
+    result = await turns.answer(gateway, second)
+    assert result.proof.decode_loaded_tokens == WHOLE_ENTRIES * 64
+    status = await until_status(reader, lambda last: last.kv_loaded_tokens_total > 0)
+    (peer,) = (each for each in status.stores if each.name == "peer")
+    assert peer.loaded_total > WHOLE_ENTRIES  # and the pieces of a state
+    assert peer.failed_total == peer.damaged_total == 0
+    await turns.close()
 
 
 async def test_a_turn_whose_prefill_node_is_killed_is_computed_on_the_decode_node(

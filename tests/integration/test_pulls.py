@@ -1,6 +1,7 @@
 """A node pulls KV from another node's host memory and files instead of computing it, and every token stays the same."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Process
+from baton.client.operators import OperatorClient
 from baton.core import pull_costs
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
@@ -15,7 +17,17 @@ from baton.node import pull_link, pulls
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.channels import connect
-from tests.integration.cluster import DEADLINE_S, DEEPSEEK, LLAMA, Flags, Machines, in_engine, machines, until_status
+from tests.integration.cluster import (
+    DEADLINE_S,
+    DEEPSEEK,
+    LLAMA,
+    Flags,
+    Machines,
+    in_engine,
+    machines,
+    nothing_held,
+    until_status,
+)
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference, References
 from tests.integration.test_prefix_routing import until_known
@@ -35,6 +47,24 @@ def always_pull() -> None:
     pull_costs.SHARE = 1e9
     pulls.PULL_S_MIN = pull_costs.PULL_S_MAX = DEADLINE_S
     pull_link._OPEN_S = pull_link._ARRIVE_S = DEADLINE_S
+
+
+async def until_cache_is_known(gateway: Process, node: Process) -> None:
+    """Waits until the gateway knows what the node keeps, though it drains."""
+    async with connect(node.address) as channel, OperatorClient(gateway.address) as client:
+        stream = node_pb2_grpc.NodeStub(channel).WatchCache(node_pb2.WatchCacheRequest())
+        newest = await stream.read()
+        stream.cancel()
+        assert isinstance(newest, node_pb2.WatchCacheResponse)
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            reports = {report.address: report for report in (await client.cluster_status()).nodes}
+            known = reports[node.address]
+            is_current = known.status.info.incarnation == newest.incarnation
+            if is_current and known.cache_sequence >= newest.sequence:
+                return
+            assert time.monotonic() < deadline, reports
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -68,6 +98,7 @@ class TwoTurns:
         gateway = self.start.gateway([], [self.owner], model=self.model)
         turn = await generate(gateway, first, SAID)
         await until_kept(self.owner, "host", (self.tokens + 79) // 64)
+        await until_status(self.owner, nothing_held)  # the last save is over, also that of a state
         self.start.allow_steps(0, self.owner)
         self._stays = asyncio.create_task(generate(gateway, others[0], GREEDY))  # so that the drain does not end
         await until_status(self.owner, lambda last: in_engine(last) > 0)
@@ -77,6 +108,7 @@ class TwoTurns:
 
     async def answer(self, gateway: Process, prompt: list[int]) -> Result:
         """The answer to a prompt; its tokens are those of the reference."""
+        await until_cache_is_known(gateway, self.owner)
         result = await generate(gateway, prompt, GREEDY)
         assert result.token_ids == self._reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
         return result

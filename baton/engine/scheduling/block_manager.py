@@ -84,6 +84,13 @@ class BlockManager:
             blocks.append(block_id)
         return blocks
 
+    def windows_from(self, block_ids: Sequence[int]) -> int:
+        """After how many of the blocks all have the KV of layers with a sliding window."""
+        if not self._windowless:
+            return 0
+        lacking = (index for index in reversed(range(len(block_ids))) if block_ids[index] in self._windowless)
+        return 1 + next(lacking, -1)
+
     def num_free_without(self, cached: Iterable[int]) -> int:
         """How many blocks are free, not counting the given cached blocks."""
         return len(self._free) - sum(1 for block_id in cached if self._references[block_id] == 0)

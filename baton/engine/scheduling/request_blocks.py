@@ -15,7 +15,8 @@ from baton.core.kv_entries import ENTRY_TOKENS
 from baton.core.pools import blocks_for, take_from_roomiest
 from baton.engine.request import EngineRequest, IntArray, ModelFacts, Reservation, int_array
 from baton.engine.scheduling.block_manager import BlockManager
-from baton.engine.scheduling.offload import LoadPlan, Offload, WantedPrefix
+from baton.engine.scheduling.entry_plans import LoadPlan, WantedPrefix
+from baton.engine.scheduling.offload import Offload
 from baton.engine.scheduling.prefixes import PooledPrefixes, PrefixCache
 from baton.engine.scheduling.request_states import RequestStates
 from baton.engine.scheduling.state import RequestState
@@ -251,9 +252,12 @@ class RequestBlocks:
         return True
 
     def _began(self, state: RequestState) -> None:
-        # NOTE: a cached block without its windows must not be saved, and the request does not know which those are.
-        if self.offload is not None and not self._window_tokens:
-            self.offload.began(state)
+        if self.offload is None:
+            return
+        if self._window_tokens:  # NOTE: a cached block without its windows must not be saved
+            cached = state.blocks[: state.num_registered]
+            state.windows_from = self._pools[state.pool].windows_from(cached) * self._block_size
+        self.offload.saves.began(state)
 
     def extend(self, state: RequestState, num_slots: int) -> bool:
         """Gives the request blocks for `num_slots` slots. Returns False and changes nothing when too few are free."""
@@ -296,7 +300,7 @@ class RequestBlocks:
             )
             state.num_registered = index + 1
         if self.offload is not None:
-            self.offload.registered(state)
+            self.offload.saves.registered(state)
 
     def report(self, state: RequestState) -> None:
         """Shows followers of the cache the blocks before the last snapshot of the request's state."""
@@ -309,14 +313,14 @@ class RequestBlocks:
         """Offers snapshots of requests, each with its number of tokens, to the stores outside of the cache."""
         if self.offload is not None:
             for state, num_tokens in snapshots:
-                self.offload.offer_state(state, num_tokens)
+                self.offload.saves.offer_state(state, num_tokens)
 
     def forget(self, state: RequestState) -> None:
         """Removes the request's blocks from the prefix cache, because logits computed from them were not finite."""
         self._pools[state.pool].forget(state.blocks)
         self.states.forget(state)
         if self.offload is not None:
-            self.offload.forget(state)
+            self.offload.saves.forget(state)
 
     def drop_roots(self, roots: frozenset[bytes], states: Iterable[RequestState]) -> int:
         """Removes all sequences with one of these roots from the prefix cache. Returns the number of blocks.
@@ -350,7 +354,7 @@ class RequestBlocks:
             return None
         keys = self.keys(request)
         runs = [self._run(pool, keys, tokens, usable) for pool in self._pools]
-        starts = tuple(self.offload.first_missing(self.tokens_in(run)) for run in runs)
+        starts = tuple(self.offload.loads.first_missing(self.tokens_in(run)) for run in runs)
         likely = max(range(len(starts)), key=lambda pool: (starts[pool], self._pools[pool].num_free))
         wanted = WantedPrefix(tokens, keys, self.offload.entry_keys(request), starts, stop, likely_pool=likely)
         if self.states.unit:
@@ -375,10 +379,10 @@ class RequestBlocks:
         return self.states.slots.has(last_block)
 
     def begin_load(self, wanted: WantedPrefix, pool: int, *, stop: int, spare: int) -> LoadPlan | None:
-        """See `Offload.begin_load`."""
+        """See `EntryLoads.begin`."""
         assert self.offload is not None
         cached = self._run(self._pools[pool], wanted.keys, wanted.tokens, wanted.stop * ENTRY_TOKENS)
-        return self.offload.begin_load(wanted, pool, cached=cached, stop=stop, spare=spare)
+        return self.offload.loads.begin(wanted, pool, cached=cached, stop=stop, spare=spare)
 
     def _run(self, pool: BlockManager, keys: KeyChain, tokens: IntArray, stop: int) -> list[int]:
         """The pool's cached blocks for a sequence's tokens before `stop`."""
@@ -393,14 +397,14 @@ class RequestBlocks:
         """Gives the blocks of a request back that ends. Those whose KV is being saved become free later."""
         if self.offload is not None:
             if state.passing is not None:  # the last of a request that ends is where a conversation goes on
-                self.offload.offer_state(state, state.state_tokens)
-            self.offload.ended(state)
+                self.offload.saves.offer_state(state, state.state_tokens)
+            self.offload.saves.ended(state)
         self._give_back(state)
 
     def preempt(self, state: RequestState) -> None:
         """Gives the blocks of a request back that goes on later. None of them waits for a save."""
         if self.offload is not None:
-            self.offload.preempted(state)
+            self.offload.saves.preempted(state)
         self._give_back(state)
 
     def _give_back(self, state: RequestState) -> None:

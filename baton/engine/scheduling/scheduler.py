@@ -19,8 +19,9 @@ from baton.engine.request_checks import check_first_token, check_received
 from baton.engine.scheduling.costs import Costs, NoCosts
 from baton.engine.scheduling.drafts import Drafts
 from baton.engine.scheduling.ended_steps import EndedSteps
+from baton.engine.scheduling.entry_plans import LoadPlan, WantedPrefix
 from baton.engine.scheduling.load import engine_load
-from baton.engine.scheduling.offload import LoadPlan, Offload, WantedPrefix
+from baton.engine.scheduling.offload import Offload
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.prompts import Prompts
 from baton.engine.scheduling.request_table import RequestTable, overloaded

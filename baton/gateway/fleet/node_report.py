@@ -42,7 +42,7 @@ def has_requests(status: node_status_pb2.NodeStatus) -> bool:
 def kept_kind(status: node_status_pb2.NodeStatus) -> tuple[object, ...] | None:
     """What nodes must have in common to pull KV from each other; None: the node pulls and sends none."""
     info = status.info
-    if not status.stores or info.cache_spec.HasField("state"):
+    if not status.stores:
         return None
     ranks = info.tensor_parallel_size if info.batch_invariant else 0
     kind = info.cache_spec.dtype, ranks, info.batch_invariant

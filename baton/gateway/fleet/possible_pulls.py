@@ -22,5 +22,6 @@ def with_possible_pull(view: NodeView, most: int, source: str) -> NodeView:
         return view
     stop = most // ENTRY_TOKENS * ENTRY_TOKENS
     tokens, compute_s = stop - view.cached_tokens, view.prompt_s(view.cached_tokens, stop)
-    pull_s = predicted_pull_s(view.pull_costs, tokens, tokens * view.kv_bytes_per_token, compute_s)
+    num_bytes = tokens * view.kv_bytes_per_token + view.state_bytes
+    pull_s = predicted_pull_s(view.pull_costs, tokens, num_bytes, compute_s)
     return view if pull_s is None else view.with_pull(PossiblePull(stop, tokens, pull_s, compute_s, source))

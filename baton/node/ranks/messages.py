@@ -11,7 +11,7 @@ from baton.settings.node_config import NodeSettings
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
-from kvtransfer.records import EntryLink, LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import EntryLink, LinkMeasure, PullJob, RefusedSegment, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
 T = TypeVar("T")
@@ -190,8 +190,7 @@ class LoadEntries(Verb[int]):
 
 @dataclass(frozen=True)
 class BeginPull(Verb[int]):
-    number: int
-    keys: tuple[EntryKey, ...]
+    job: PullJob
     links: tuple[EntryLink, ...]
 
 
@@ -205,8 +204,7 @@ class EndPull(Verb[int]):
 @dataclass(frozen=True)
 class ServePull(Verb[int]):
     link: EntryLink
-    number: int
-    keys: tuple[EntryKey, ...]
+    job: PullJob
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused, RankTransfer, until_done
-from kvtransfer.records import EntryLink, LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import EntryLink, LinkMeasure, PullJob, RefusedSegment, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
 T = TypeVar("T")
@@ -159,14 +159,14 @@ class RemoteTransfer(RankTransfer):
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
         return await self._ask_to_end(LoadEntries(entries, timeout_s, entry_s))
 
-    async def begin_pull(self, number: int, keys: tuple[EntryKey, ...], links: tuple[EntryLink, ...]) -> int:
-        return await self._ask(BeginPull(number, keys, links))
+    async def begin_pull(self, job: PullJob, links: tuple[EntryLink, ...]) -> int:
+        return await self._ask(BeginPull(job, links))
 
     async def end_pull(self, number: int, *, first: int, timeout_s: float) -> int:
         return await self._ask(EndPull(number, first, timeout_s))
 
-    async def serve_pull(self, link: EntryLink, number: int, keys: tuple[EntryKey, ...]) -> int:
-        return await self._ask(ServePull(link, number, keys))
+    async def serve_pull(self, link: EntryLink, job: PullJob) -> int:
+        return await self._ask(ServePull(link, job))
 
     async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
         await self._ask(KeepEntries(keys, keep, with_state))

@@ -185,11 +185,11 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
         case LoadEntries():
             return transfer.load_entries(verb.entries, timeout_s=verb.timeout_s, entry_s=verb.entry_s)
         case BeginPull():
-            return transfer.begin_pull(verb.number, verb.keys, verb.links)
+            return transfer.begin_pull(verb.job, verb.links)
         case EndPull():
             return transfer.end_pull(verb.number, first=verb.first, timeout_s=verb.timeout_s)
         case ServePull():
-            return transfer.serve_pull(verb.link, verb.number, verb.keys)
+            return transfer.serve_pull(verb.link, verb.job)
         case KeepEntries():
             return transfer.keep_entries(verb.keys, verb.keep, with_state=verb.with_state)
         case DropEntries():

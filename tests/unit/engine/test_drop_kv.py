@@ -67,7 +67,7 @@ def test_a_request_that_runs_goes_on_and_leaves_nothing() -> None:
     assert scheduler.load().blocks_free == held
     while scheduler.load().requests_running:
         step(scheduler)
-    assert offload(scheduler).take_finished() == []
+    assert offload(scheduler).saves.take_finished() == []
     assert seen(scheduler) == set()
     assert scheduler.load().blocks_free == 256
     assert run(scheduler, "b", LONG, OURS) == 0
@@ -78,7 +78,7 @@ def test_a_request_whose_kv_is_on_its_way_leaves_nothing() -> None:
     scheduler.reserve(request("a", LONG, sampling=ONE_TOKEN, cache_salt=OURS), 0.0)
     scheduler.drop_roots(frozenset({scheduler.root(OURS, None)}))
     scheduler.admit("a", TokenOutput(5, 0))
-    assert offload(scheduler).take_finished() == []
+    assert offload(scheduler).saves.take_finished() == []
     assert run(scheduler, "b", LONG, OURS) == 0
 
 
@@ -121,8 +121,8 @@ def test_what_is_being_loaded_is_not_found() -> None:
     assert ours is not None
     assert theirs is not None
     scheduler.drop_roots(frozenset({scheduler.root(OURS, None)}))
-    assert offload(scheduler).end_load(ours, 3) == 0
-    assert offload(scheduler).end_load(theirs, 3) > 0
+    assert offload(scheduler).loads.end(ours, 3) == 0
+    assert offload(scheduler).loads.end(theirs, 3) > 0
     assert run(scheduler, "c", LONG, OURS) == 0
     assert run(scheduler, "d", LONG, THEIRS) > 0
     assert scheduler.leaked_blocks(lambda _: True) == 0

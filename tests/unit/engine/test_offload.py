@@ -12,8 +12,9 @@ from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeepTime
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
 from baton.engine.request import EngineRequest
-from baton.engine.scheduling import offload as offloads
-from baton.engine.scheduling.offload import LoadPlan, Offload, entries_of
+from baton.engine.scheduling import entry_saves
+from baton.engine.scheduling.entry_plans import LoadPlan, entries_of
+from baton.engine.scheduling.offload import Offload
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.state import RequestState
 from tests.unit.engine.scheduling import BLOCK_SIZE, finish, launch, make, request, step
@@ -34,8 +35,8 @@ def offload(scheduler: Scheduler) -> Offload:
 
 
 def offer_at_once(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloads, "_ENTRIES_AT_ONCE", entries)
-    monkeypatch.setattr(offloads, "_AT_ONCE_SHARE", 1.0)
+    monkeypatch.setattr(entry_saves, "_ENTRIES_AT_ONCE", entries)
+    monkeypatch.setattr(entry_saves, "_AT_ONCE_SHARE", 1.0)
 
 
 def decode_all(scheduler: Scheduler, name: str, prompt: tuple[int, ...] = PROMPT, *, tokens: int = 1) -> None:
@@ -47,9 +48,9 @@ def decode_all(scheduler: Scheduler, name: str, prompt: tuple[int, ...] = PROMPT
 
 def save_all(scheduler: Scheduler) -> list[EntryBlocks]:
     """Takes what was offered as saved."""
-    finished = offload(scheduler).take_finished()
+    finished = offload(scheduler).saves.take_finished()
     for entries in finished:
-        offload(scheduler).saved(entries, len(entries))
+        offload(scheduler).saves.saved(entries, len(entries))
     return finished
 
 
@@ -66,17 +67,17 @@ def free_blocks(scheduler: Scheduler) -> int:
 def test_each_entry_is_offered_once_when_its_last_token_is_computed() -> None:
     scheduler = tiered()
     decode_all(scheduler, "a")
-    (entries,) = offload(scheduler).take_finished()
+    (entries,) = offload(scheduler).saves.take_finished()
     assert [key.number for key in entries.keys] == [0, 1]
     assert entries.token_stop == 2 * ENTRY_TOKENS
     assert len(entries.block_ids) == 2 * BLOCKS_PER_ENTRY
-    assert offload(scheduler).take_finished() == []
+    assert offload(scheduler).saves.take_finished() == []
 
 
 def test_keys_are_those_of_a_chain_of_entries_so_block_sizes_do_not_matter() -> None:
     scheduler = tiered()
     decode_all(scheduler, "a")
-    (entries,) = offload(scheduler).take_finished()
+    (entries,) = offload(scheduler).saves.take_finished()
     chain = KeyChain(identity="m", cache_salt="", block_size=ENTRY_TOKENS)
     assert [key.block for key in entries.keys] == [chain.key(index, array("i", PROMPT)) for index in (0, 1)]
     assert {key.root for key in entries.keys} == {chain.root}
@@ -85,14 +86,14 @@ def test_keys_are_those_of_a_chain_of_entries_so_block_sizes_do_not_matter() -> 
 def test_decoded_tokens_are_offered_too() -> None:
     scheduler = tiered()
     decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS - 3], tokens=5)
-    (entries,) = offload(scheduler).take_finished()
+    (entries,) = offload(scheduler).saves.take_finished()
     assert [key.number for key in entries.keys] == [0]
 
 
 def test_batch_invariant_mode_offers_no_decoded_tokens() -> None:
     scheduler = tiered(align=16)
     decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS - 3], tokens=5)
-    assert offload(scheduler).take_finished() == []
+    assert offload(scheduler).saves.take_finished() == []
 
 
 def test_what_came_from_the_cache_is_not_offered_again() -> None:
@@ -107,10 +108,10 @@ def test_what_came_from_the_cache_is_not_offered_again() -> None:
 def test_offered_blocks_stay_held_until_they_are_saved() -> None:
     scheduler = tiered()
     decode_all(scheduler, "a")
-    (entries,) = offload(scheduler).take_finished()
+    (entries,) = offload(scheduler).saves.take_finished()
     assert free_blocks(scheduler) == 256 - 2 * BLOCKS_PER_ENTRY
     assert scheduler.leaked_blocks(lambda _: True) == 0
-    offload(scheduler).saved(entries, 2)
+    offload(scheduler).saves.saved(entries, 2)
     assert free_blocks(scheduler) == 256
     assert scheduler.leaked_blocks(lambda _: True) == 0
 
@@ -118,9 +119,9 @@ def test_offered_blocks_stay_held_until_they_are_saved() -> None:
 def test_saves_hold_at_most_a_share_of_the_blocks() -> None:
     scheduler = tiered(num_blocks=3 * BLOCKS_PER_ENTRY)
     decode_all(scheduler, "a")
-    (entries,) = offload(scheduler).take_finished()
+    (entries,) = offload(scheduler).saves.take_finished()
     assert [key.number for key in entries.keys] == [0]
-    assert offload(scheduler).skipped == 1
+    assert offload(scheduler).saves.skipped == 1
     assert free_blocks(scheduler) == 2 * BLOCKS_PER_ENTRY
 
 
@@ -129,7 +130,7 @@ def test_blocks_whose_windows_are_missing_are_not_offered() -> None:
     reserved = request("a", PROMPT)
     scheduler.reserve(reserved, 0.0)
     scheduler.admit("a", TokenOutput(5, 0))
-    assert offload(scheduler).take_finished() == []
+    assert offload(scheduler).saves.take_finished() == []
 
 
 def test_received_tokens_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ def test_received_tokens_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = tiered()
     scheduler.reserve(request("a", PROMPT), 0.0)
     scheduler.admit("a", TokenOutput(5, 0))
-    (entries,) = offload(scheduler).take_finished()
+    (entries,) = offload(scheduler).saves.take_finished()
     assert [key.number for key in entries.keys] == [0, 1]
 
 
@@ -149,11 +150,11 @@ def test_a_running_request_offers_many_entries_at_a_time_and_the_rest_when_it_en
     prompt = tuple(range(100, 100 + 4 * ENTRY_TOKENS - 2))
     scheduler.submit(request("a", prompt, sampling=ResolvedSampling(max_tokens=4, temperature=0.0)), 0.0)
     step(scheduler)
-    assert [len(entries.keys) for entries in offload(scheduler).take_finished()] == [3]
+    assert [len(entries.keys) for entries in offload(scheduler).saves.take_finished()] == [3]
     while scheduler.load().requests_running:
-        assert offload(scheduler).take_finished() == []
+        assert offload(scheduler).saves.take_finished() == []
         step(scheduler)
-    (rest,) = offload(scheduler).take_finished()
+    (rest,) = offload(scheduler).saves.take_finished()
     assert [key.number for key in rest.keys] == [3]
 
 
@@ -166,13 +167,14 @@ def test_a_preempted_request_offers_nothing_because_its_blocks_are_needed_now(
     scheduler.submit(request("b", PROMPT[-ENTRY_TOKENS - 1 :]), 0.0)
     while not scheduler.load().preemptions:
         step(scheduler)
-    assert offload(scheduler).take_finished() == []
+    assert offload(scheduler).saves.take_finished() == []
     assert offload(scheduler).num_held == 0
 
 
-def test_a_preempted_request_offers_what_the_cache_still_has_when_it_goes_on() -> None:
+@pytest.mark.parametrize("window", [0, 8])
+def test_a_preempted_request_offers_what_the_cache_still_has_when_it_goes_on(window: int) -> None:
     """Otherwise the entries after them would be saved without them, and be of no use."""
-    scheduler = tiered(num_blocks=4 * BLOCKS_PER_ENTRY + 3)
+    scheduler = tiered(num_blocks=4 * BLOCKS_PER_ENTRY + 3, window=window)
     for name, start in (("a", 100), ("b", 500)):
         prompt = tuple(range(start, start + ENTRY_TOKENS + 1))
         sampling = ResolvedSampling(max_tokens=2 * ENTRY_TOKENS, temperature=0.0)
@@ -185,12 +187,13 @@ def test_a_preempted_request_offers_what_the_cache_still_has_when_it_goes_on() -
     assert sorted(key.number for key in saved)[:4] == [0, 0, 1, 1]
 
 
-def test_what_had_no_room_to_be_saved_is_offered_by_the_next_request_with_it() -> None:
-    scheduler = tiered(num_blocks=6 * BLOCKS_PER_ENTRY)
+@pytest.mark.parametrize("window", [0, 8])
+def test_what_had_no_room_to_be_saved_is_offered_by_the_next_request_with_it(window: int) -> None:
+    scheduler = tiered(num_blocks=6 * BLOCKS_PER_ENTRY, window=window)
     long = tuple(range(100, 100 + 4 * ENTRY_TOKENS + 1))
     decode_all(scheduler, "a", long)
     assert [key.number for entries in save_all(scheduler) for key in entries.keys] == [0, 1]
-    assert offload(scheduler).skipped == 2
+    assert offload(scheduler).saves.skipped == 2
     decode_all(scheduler, "b", long)
     assert [key.number for entries in save_all(scheduler) for key in entries.keys] == [2, 3]
     decode_all(scheduler, "c", long)
@@ -207,13 +210,29 @@ def test_a_running_request_offers_later_what_has_no_room_now(monkeypatch: pytest
         step(scheduler)
         saved += [key.number for entries in save_all(scheduler) for key in entries.keys]
     assert saved == [0, 1, 2, 3]
-    assert offload(scheduler).skipped == 0
+    assert offload(scheduler).saves.skipped == 0
 
 
+def test_a_request_that_follows_a_preempted_one_offers_no_block_that_came_without_its_windows() -> None:
+    """The first entries were received without the KV that no later token reads, so a save of them would lack layers."""
+    scheduler = tiered(window=8)
+    scheduler.reserve(request("a", PROMPT, sampling=ResolvedSampling(max_tokens=70, temperature=0.0)), 0.0)
+    scheduler.admit("a", TokenOutput(5, 0))
+    state = scheduler._requests.roster.find("a")
+    assert state is not None
+    while scheduler.load().requests_running:
+        step(scheduler)
+    assert [key.number for entries in save_all(scheduler) for key in entries.keys] == [2]
+    offload(scheduler).saves._remember(state, 0, 3)  # as a preemption does
+    decode_all(scheduler, "b", (*state.tokens, *range(70)))
+    assert [key.number for entries in save_all(scheduler) for key in entries.keys] == [2, 3]
+
+
+@pytest.mark.parametrize("window", [0, 8])
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_saved_sequences_have_no_gap(seed: int) -> None:
+def test_whatever_happens_saved_sequences_have_no_gap(seed: int, window: int) -> None:
     random = Random(seed)
-    scheduler = tiered(num_blocks=random.choice((150, 250)), owners=random.choice((1, 2)))
+    scheduler = tiered(num_blocks=random.choice((150, 250)), owners=random.choice((1, 2)), window=window)
     texts = [tuple(random.choices(range(900), k=ENTRY_TOKENS * random.randint(1, 4))) for _ in range(3)]
     saved: set[bytes] = set()
     live: dict[str, RequestState] = {}
@@ -237,11 +256,11 @@ def test_whatever_happens_saved_sequences_have_no_gap(seed: int) -> None:
         ended.extend(live.pop(name) for name in over)
 
     def save() -> None:
-        saving.extend(offload(scheduler).take_finished())
+        saving.extend(offload(scheduler).saves.take_finished())
         if saving:
             entries = saving.pop(random.randrange(len(saving)))
             saved.update(key.block.digest for key in entries.keys)
-            offload(scheduler).saved(entries, len(entries))
+            offload(scheduler).saves.saved(entries, len(entries))
 
     def leave() -> None:
         if live:
@@ -253,7 +272,7 @@ def test_whatever_happens_saved_sequences_have_no_gap(seed: int) -> None:
         random.choices((arrive, compute, save, leave), (2, 12, 3, 0.4))[0]()
     for name in live:
         scheduler.abort(name)
-    saving += offload(scheduler).take_finished()
+    saving += offload(scheduler).saves.take_finished()
     while saving:
         save()
     for state in ended:
@@ -293,7 +312,7 @@ def test_a_request_finds_what_was_loaded_in_the_cache() -> None:
     assert plan is not None
     assert [key.number for key in plan.entries.keys] == [0, 1]
     assert free_blocks(scheduler) == 256 - 2 * BLOCKS_PER_ENTRY
-    assert offload(scheduler).end_load(plan, 2) == 2 * ENTRY_TOKENS
+    assert offload(scheduler).loads.end(plan, 2) == 2 * ENTRY_TOKENS
     assert free_blocks(scheduler) == 256
     scheduler.submit(request("a", PROMPT), 0.0)
     computed, events = step(scheduler)
@@ -305,16 +324,16 @@ def test_what_was_loaded_is_not_offered_again() -> None:
     scheduler = tiered()
     plan = plan_for(scheduler, request("a", PROMPT), found=2)
     assert plan is not None
-    offload(scheduler).end_load(plan, 2)
+    offload(scheduler).loads.end(plan, 2)
     decode_all(scheduler, "a")
-    assert offload(scheduler).take_finished() == []
+    assert offload(scheduler).saves.take_finished() == []
 
 
 def test_only_the_entries_that_arrived_are_cached() -> None:
     scheduler = tiered()
     plan = plan_for(scheduler, request("a", PROMPT), found=2)
     assert plan is not None
-    assert offload(scheduler).end_load(plan, 1) == ENTRY_TOKENS
+    assert offload(scheduler).loads.end(plan, 1) == ENTRY_TOKENS
     scheduler.submit(request("a", PROMPT), 0.0)
     computed, _ = step(scheduler)
     assert computed == {"a": len(PROMPT) - ENTRY_TOKENS}
@@ -324,7 +343,7 @@ def test_a_load_that_failed_leaves_nothing() -> None:
     scheduler = tiered()
     plan = plan_for(scheduler, request("a", PROMPT), found=2)
     assert plan is not None
-    assert offload(scheduler).end_load(plan, 0) == 0
+    assert offload(scheduler).loads.end(plan, 0) == 0
     assert free_blocks(scheduler) == 256
     scheduler.submit(request("a", PROMPT), 0.0)
     computed, _ = step(scheduler)
@@ -340,7 +359,7 @@ def test_a_load_continues_what_is_cached_and_holds_it() -> None:
     assert [key.number for key in plan.entries.keys] == [1]
     assert len(plan.cached) == BLOCKS_PER_ENTRY
     assert free_blocks(scheduler) == 256 - 2 * BLOCKS_PER_ENTRY
-    assert offload(scheduler).end_load(plan, 1) == ENTRY_TOKENS
+    assert offload(scheduler).loads.end(plan, 1) == ENTRY_TOKENS
 
 
 def test_the_eviction_of_one_rank_does_not_hide_what_another_has_saved() -> None:
@@ -348,7 +367,7 @@ def test_the_eviction_of_one_rank_does_not_hide_what_another_has_saved() -> None
     decode_all(scheduler, "a")
     save_all(scheduler)
     for pool in range(2):
-        offload(scheduler)._pools[pool].forget(range(256))
+        offload(scheduler).saves._pools[pool].forget(range(256))
     wanted = scheduler.wanted(request("b", PROMPT))
     assert wanted is not None
     offload(scheduler).kept.lost(key.block.digest for key in wanted.entries(0, 2))
@@ -360,7 +379,7 @@ def test_a_load_takes_no_more_than_is_free() -> None:
     plan = plan_for(scheduler, request("a", PROMPT), found=2)
     assert plan is not None
     assert len(plan.entries.keys) == 1
-    offload(scheduler).end_load(plan, 1)
+    offload(scheduler).loads.end(plan, 1)
     assert plan_for(tiered(num_blocks=BLOCKS_PER_ENTRY - 1), request("a", PROMPT), found=2) is None
 
 
@@ -380,7 +399,7 @@ def test_each_rank_loads_into_its_own_pool() -> None:
     plan = plan_for(scheduler, request("a", PROMPT), found=2, pool=1)
     assert plan is not None
     assert plan.entries.owner == 1
-    offload(scheduler).end_load(plan, 2)
+    offload(scheduler).loads.end(plan, 2)
     wanted = scheduler.wanted(request("a", PROMPT))
     assert wanted is not None
     assert wanted.starts == (0, 2)
@@ -391,36 +410,36 @@ def test_entries_of_logits_that_are_not_finite_are_dropped(monkeypatch: pytest.M
     scheduler.submit(request("a", PROMPT), 0.0)
     launch(scheduler)
     scheduler.complete([InternalError("its logits are not finite")], 0.0)
-    assert [key.number for key in offload(scheduler).take_forgotten()] == []
+    assert [key.number for key in offload(scheduler).saves.take_forgotten()] == []
     offer_at_once(3, monkeypatch)
     scheduler.submit(request("b", PROMPT), 0.0)
     step(scheduler)
     launch(scheduler)
     scheduler.complete([InternalError("its logits are not finite")], 0.0)
-    assert offload(scheduler).take_finished() == []  # nor does the end of the request offer them
+    assert offload(scheduler).saves.take_finished() == []  # nor does the end of the request offer them
     offer_at_once(2, monkeypatch)
     scheduler.submit(request("c", PROMPT), 0.0)
     step(scheduler)
     save_all(scheduler)
     launch(scheduler)
     scheduler.complete([InternalError("its logits are not finite")], 0.0)
-    assert [key.number for key in offload(scheduler).take_forgotten()] == [0, 1]
-    assert offload(scheduler).take_forgotten() == ()
+    assert [key.number for key in offload(scheduler).saves.take_forgotten()] == [0, 1]
+    assert offload(scheduler).saves.take_forgotten() == ()
 
 
 def test_a_request_that_ends_has_its_whole_sequence_kept() -> None:
     scheduler, keep = tiered(), KeepTime(300.0, 7)
     decode_all(scheduler, "a")
     save_all(scheduler)
-    assert offload(scheduler).take_kept() == []
+    assert offload(scheduler).saves.take_kept() == []
     longer = ResolvedSampling(max_tokens=ENTRY_TOKENS, temperature=0.0)
     scheduler.submit(request("b", PROMPT, sampling=longer, keep=keep), 0.0)
     while scheduler.load().requests_running + scheduler.load().requests_waiting:
         step(scheduler)
-    ((keys, wanted),) = offload(scheduler).take_kept()
+    ((keys, wanted),) = offload(scheduler).saves.take_kept()
     assert [key.number for key in keys] == [0, 1, 2], "also those that came from the cache, and decoded ones"
     assert wanted == keep
-    assert offload(scheduler).take_kept() == []
+    assert offload(scheduler).saves.take_kept() == []
 
 
 def test_an_aborted_request_has_kept_what_was_computed() -> None:
@@ -428,7 +447,7 @@ def test_an_aborted_request_has_kept_what_was_computed() -> None:
     scheduler.submit(request("a", PROMPT, keep=KeepTime(0.0, 7)), 0.0)
     step(scheduler)
     scheduler.abort("a")
-    assert [key.number for keys, _ in offload(scheduler).take_kept() for key in keys] == [0, 1]
+    assert [key.number for keys, _ in offload(scheduler).saves.take_kept() for key in keys] == [0, 1]
 
 
 # ---- what followers of the cache see
@@ -477,8 +496,8 @@ def test_followers_get_the_changes_of_stores_and_cache_together() -> None:
 def test_what_could_not_be_saved_is_seen_only_while_the_cache_has_it() -> None:
     scheduler = tiered(num_blocks=3 * BLOCKS_PER_ENTRY + 20)
     decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS + 2])
-    (entries,) = offload(scheduler).take_finished()
-    offload(scheduler).saved(entries, 0)
+    (entries,) = offload(scheduler).saves.take_finished()
+    offload(scheduler).saves.saved(entries, 0)
     assert len(seen(scheduler)) == BLOCKS_PER_ENTRY
     decode_all(scheduler, "other", tuple(range(500, 500 + 3 * ENTRY_TOKENS + 78)))
     assert not {key.digest for key in scheduler.prefix_cache.cached_keys() if key.tokens[:4] == b"d\0\0\0"}
@@ -494,7 +513,7 @@ def test_what_went_through_a_store_without_staying_is_seen_only_while_the_cache_
     plan = plan_for(scheduler, request("a", PROMPT), found=2)
     assert plan is not None
     offload(scheduler).kept.lost(key.block.digest for key in plan.entries.keys)
-    offload(scheduler).end_load(plan, 2)
+    offload(scheduler).loads.end(plan, 2)
     assert offload(scheduler).kept.cached_keys() == []
     assert len(seen(scheduler)) == 2 * BLOCKS_PER_ENTRY
 
@@ -503,5 +522,5 @@ def test_entries_that_did_not_arrive_are_not_seen() -> None:
     scheduler = tiered()
     plan = plan_for(scheduler, request("a", PROMPT), found=2)
     assert plan is not None
-    offload(scheduler).end_load(plan, 1)
+    offload(scheduler).loads.end(plan, 1)
     assert len(offload(scheduler).kept.cached_keys()) == BLOCKS_PER_ENTRY

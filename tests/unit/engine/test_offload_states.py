@@ -9,7 +9,7 @@ from baton.core.costs import StepCosts
 from baton.core.errors import InternalError, Overloaded
 from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks
 from baton.core.sampling import ResolvedSampling
-from baton.engine.scheduling.offload import LoadPlan
+from baton.engine.scheduling.entry_plans import LoadPlan
 from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import BLOCK_SIZE, finish, launch, make, request, step
 from tests.unit.engine.test_offload import free_blocks, offload, save_all, seen
@@ -64,18 +64,18 @@ def loaded(scheduler: Scheduler, name: str, *, known: bool = False) -> int:
     plan = scheduler.begin_load(wanted, 0, stop=wanted.stop)
     assert plan is not None
     assert (plan.entries.state is None) == known
-    return offload(scheduler).end_load(plan, len(plan.entries))
+    return offload(scheduler).loads.end(plan, len(plan.entries))
 
 
 def test_the_state_before_the_end_of_a_prompt_is_offered_and_held() -> None:
     scheduler = tiered()
     run(scheduler, "a")
-    finished = offload(scheduler).take_finished()
+    finished = offload(scheduler).saves.take_finished()
     assert states_of(finished) == [3 * ENTRY_TOKENS]
     assert [key.number for entries in finished for key in entries.keys] == [0, 1, 2]
     assert pinned(scheduler) == 1
     for entries in finished:
-        offload(scheduler).saved(entries, len(entries))
+        offload(scheduler).saves.saved(entries, len(entries))
     assert pinned(scheduler) == 0
     assert free_blocks(scheduler) == 256
     assert scheduler.leaked_blocks(lambda _: True) == 0
@@ -146,7 +146,7 @@ def test_a_state_alone_is_loaded_where_the_cache_has_the_blocks() -> None:
     plan = scheduler.begin_load(wanted, 0, stop=3)
     assert plan is not None
     assert (plan.entries.keys, len(plan.entries)) == ((), 1)
-    assert offload(scheduler).end_load(plan, 1) == 3 * ENTRY_TOKENS
+    assert offload(scheduler).loads.end(plan, 1) == 3 * ENTRY_TOKENS
     assert run(scheduler, "b") == 3 * ENTRY_TOKENS
 
 
@@ -170,7 +170,7 @@ def test_without_its_state_nothing_that_was_loaded_is_of_use(arrived: int) -> No
     assert wanted is not None
     plan = scheduler.begin_load(wanted, 0, stop=3)
     assert plan is not None
-    assert offload(scheduler).end_load(plan, arrived) == 0
+    assert offload(scheduler).loads.end(plan, arrived) == 0
     assert free_blocks(scheduler) == 256
     assert seen(scheduler) == set()
     assert run(scheduler, "b") == 0
@@ -192,7 +192,7 @@ def test_a_state_alone_spares_the_tokens_before_it() -> None:
     assert plan is not None
     assert plan.entries.keys == ()
     assert scheduler.entry_s(plan) == 3 * ENTRY_TOKENS
-    offload(scheduler).end_load(plan, 1)
+    offload(scheduler).loads.end(plan, 1)
 
 
 def test_a_load_begins_only_if_all_of_it_has_room() -> None:
@@ -218,8 +218,8 @@ def test_what_is_dropped_meanwhile_is_neither_saved_nor_found() -> None:
     plan = scheduler.begin_load(wanted, 0, stop=3)
     assert plan is not None
     scheduler.drop_roots(frozenset({scheduler.root("", None), scheduler.root("other", None)}))
-    assert offload(scheduler).take_finished() == []
-    assert offload(scheduler).end_load(plan, len(plan.entries)) == 0
+    assert offload(scheduler).saves.take_finished() == []
+    assert offload(scheduler).loads.end(plan, len(plan.entries)) == 0
     assert pinned(scheduler) == 0
     assert run(scheduler, "b", salt="other") == 0
     assert run(scheduler, "c") == 0
@@ -240,16 +240,16 @@ def test_a_state_of_logits_that_are_not_finite_is_dropped_with_the_entries_befor
     assert states_of(save_all(scheduler)) == [3 * ENTRY_TOKENS]
     launch(scheduler)
     scheduler.complete([InternalError("its logits are not finite")], 0.0)
-    assert [key.number for key in offload(scheduler).take_forgotten()] == [0, 1, 2]
-    assert offload(scheduler).take_finished() == []
+    assert [key.number for key in offload(scheduler).saves.take_forgotten()] == [0, 1, 2]
+    assert offload(scheduler).saves.take_finished() == []
     assert offload(scheduler).kept.cached_keys() == []
 
 
 def test_followers_do_not_see_what_could_not_be_saved() -> None:
     scheduler = tiered()
     run(scheduler, "a")
-    for entries in offload(scheduler).take_finished():
-        offload(scheduler).saved(entries, 0)
+    for entries in offload(scheduler).saves.take_finished():
+        offload(scheduler).saves.saved(entries, 0)
     assert offload(scheduler).kept.cached_keys() == []
 
 
@@ -279,13 +279,13 @@ def test_whatever_happens_blocks_and_slots_are_free_at_the_end(seed: int) -> Non
     def end_load() -> None:
         if loading:
             plan = loading.pop(random.randrange(len(loading)))
-            offload(scheduler).end_load(plan, random.choice((0, len(plan.entries) // 2, len(plan.entries))))
+            offload(scheduler).loads.end(plan, random.choice((0, len(plan.entries) // 2, len(plan.entries))))
 
     def end_save() -> None:
-        saving.extend(offload(scheduler).take_finished())
+        saving.extend(offload(scheduler).saves.take_finished())
         if saving:
             entries = saving.pop(random.randrange(len(saving)))
-            offload(scheduler).saved(entries, random.choice((0, len(entries))))
+            offload(scheduler).saves.saved(entries, random.choice((0, len(entries))))
 
     def compute() -> None:
         if scheduler.load().requests_running + scheduler.load().requests_waiting:
@@ -307,7 +307,7 @@ def test_whatever_happens_blocks_and_slots_are_free_at_the_end(seed: int) -> Non
         scheduler.abort(name)
     while loading:
         end_load()
-    saving.extend(offload(scheduler).take_finished())
+    saving.extend(offload(scheduler).saves.take_finished())
     while saving:
         end_save()
     assert scheduler.load().blocks_free == scheduler.load().blocks_total
@@ -316,4 +316,4 @@ def test_whatever_happens_blocks_and_slots_are_free_at_the_end(seed: int) -> Non
     slots = scheduler._blocks.states.slots
     assert (slots.num_held, slots.num_available) == (0, slots.num_slots)
     assert offload(scheduler).num_held == 0
-    assert offload(scheduler)._shown == {}
+    assert offload(scheduler).saves._shown == {}

@@ -10,6 +10,7 @@ from baton.engine import tiered_prefixes
 from baton.engine.tiered_prefixes import TieredPrefixes
 from tests.unit.engine.scheduling import request
 from tests.unit.engine.test_offload import decode_all, save_all, tiered
+from tests.unit.engine.test_offload_states import tiered as tiered_states
 
 LONG = tuple(range(100, 300))
 
@@ -52,6 +53,11 @@ class NoSource:
     async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix, *, owner: int | None) -> int:
         raise NotImplementedError
 
+    async def pull_state(
+        self, keys: tuple[EntryKey, ...], kept: KeptPrefix, *, held: int, every: int, resumed: int
+    ) -> int:
+        raise NotImplementedError
+
 
 @pytest.mark.parametrize("kept", [None, KeptPrefix("there:1", 7, 192)])
 async def test_a_request_waits_for_one_search_of_stores_that_do_not_answer(
@@ -89,7 +95,7 @@ class EmptyStores(SilentStores):
         return 0
 
 
-class TwoEntries:
+class TwoEntries(NoSource):
     """A node that has the first two entries of every sequence."""
 
     async def pull(self, keys: tuple[EntryKey, ...], kept: KeptPrefix, *, owner: int | None) -> int:
@@ -104,6 +110,58 @@ async def test_what_was_pulled_and_not_loaded_is_found_by_a_later_request() -> N
     before = stores.searches
     assert await prefixes.prefetch(request("b", LONG)) == 0
     assert stores.searches == before + 1
+    await prefixes.close()
+
+
+class StateElsewhere(NoSource):
+    """Another node that has every state, and what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, int, int, int]] = []
+
+    async def pull_state(
+        self, keys: tuple[EntryKey, ...], kept: KeptPrefix, *, held: int, every: int, resumed: int
+    ) -> int:
+        self.asked.append((keys[0].number, len(keys), held, every, resumed))
+        return len(keys)
+
+
+class StoresWith(EmptyStores):
+    """Stores that have the first entries of every sequence, and the state after one of them."""
+
+    def __init__(self, entries: int, state: int) -> None:
+        super().__init__(has_stores=False)
+        self._entries, self._state = entries, state
+
+    async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:
+        return max(0, min(self._entries - keys[0].number, len(keys)))
+
+    async def find_state(self, after: tuple[EntryKey, ...]) -> int:
+        return next((count for count, key in enumerate(after, 1) if key.number + 1 == self._state), 0)
+
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("entries", "state", "kept", "asked"),
+    [
+        pytest.param(0, 0, 256, (0, 4, 0, 1, 0), id="nothing-is-here"),
+        pytest.param(3, 0, 256, (0, 4, 3, 1, 0), id="entries-without-a-state"),
+        pytest.param(3, 2, 256, (2, 2, 1, 1, 128), id="an-earlier-state"),
+        pytest.param(4, 0, 200, (0, 3, 3, 1, 0), id="more-entries-than-are-there"),
+        pytest.param(4, 3, 200, None, id="the-last-state-is-here"),
+        pytest.param(4, 0, 63, None, id="no-entry-is-there"),
+    ],
+)
+async def test_a_request_asks_for_the_last_state_and_for_the_entries_that_the_stores_lack(
+    entries: int, state: int, kept: int, asked: tuple[int, int, int, int, int] | None
+) -> None:
+    source = StateElsewhere()
+    prefixes = TieredPrefixes(StoresWith(entries, state), source, tiered_states(), on_room=lambda: None)
+    prompt = tuple(range(100, 100 + 4 * 64 + 10))
+    await prefixes.prefetch(replace(request("a", prompt), kept_elsewhere=KeptPrefix("there:1", 7, kept)))
+    assert source.asked == ([] if asked is None else [asked])
     await prefixes.close()
 
 

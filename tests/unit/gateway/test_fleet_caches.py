@@ -359,17 +359,18 @@ def test_a_node_that_serves_a_request_alone_says_what_it_pulls_too() -> None:
     assert placement.decode.cached_tokens == 384
 
 
-def test_models_with_recurrent_states_pull_nothing_so_nobody_counts_on_it() -> None:
+@pytest.mark.parametrize(("head_dim", "picked"), [(64, "p2"), (10**8, "p1")])
+def test_a_pull_of_a_model_with_recurrent_states_costs_the_bytes_of_one_too(head_dim: int, picked: str) -> None:
     fleet = pulling_fleet(PULLS)
     for address in ("p1", "p2"):
         report = node_status_pb2.NodeStatus()
         report.CopyFrom(fleet.prefills[address].status)
         report.info.cache_spec.state.CopyFrom(
             node_status_pb2.CacheSpec(
-                kind=node_status_pb2.KV_KIND_STATE, num_layers=2, num_kv_heads=1, head_dim=64, dtype="float32"
+                kind=node_status_pb2.KV_KIND_STATE, num_layers=2, num_kv_heads=1, head_dim=head_dim, dtype="float32"
             )
         )
         fleet.status_received(PREFILL, address, report, 0.0)
-    assert fleet.prefills["p2"].view().state_bytes
-    assert fleet.kept_elsewhere(fleet.prefills["p2"], long_prompt()) is None
-    assert long_picked(fleet) == "p1"
+    assert fleet.prefills["p2"].view().state_bytes == 8 * head_dim
+    assert long_picked(fleet) == picked
+    assert fleet.kept_elsewhere(fleet.prefills["p2"], long_prompt()) == KeptPrefix("p1", 11, 384)

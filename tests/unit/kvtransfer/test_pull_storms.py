@@ -15,7 +15,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape
 from kvtransfer.entry_pulls import EntryPulls
-from kvtransfer.records import EntryLink
+from kvtransfer.records import EntryLink, PullJob
 from kvtransfer.transports.loopback import LoopbackTransport
 from tests.conformance.kv import DEADLINE_S
 from tests.unit.kvtransfer.offloading import MemoryStore, World
@@ -100,11 +100,11 @@ class Way:
             keys = rng.choice(SEQUENCES)[rng.randrange(3) :]
             begun: Future[int] = Future()
             number = rng.randrange(1 << 40)
-            self.reader.pulls.receiver.begin(number, keys, (EntryLink(self.link),), begun)
+            self.reader.pulls.receiver.begin(PullJob(number, keys), (EntryLink(self.link),), begun)
             self.pull = Running(number, keys[: begun.result()])
         elif pull.served is None and pull.keys and self.is_up and rng.random() < 0.8:
             pull.served = Future()
-            self.owner.pulls.sender.serve(EntryLink(self.link), pull.number, pull.keys, pull.served)
+            self.owner.pulls.sender.serve(EntryLink(self.link), PullJob(pull.number, pull.keys), pull.served)
         elif pull.ended is None and (pull.served is None or pull.served.done() or not self.is_up):
             first = pull.served.result() if pull.served is not None and pull.served.done() else 0
             pull.ended = Future()
@@ -205,9 +205,9 @@ def test_a_pull_brings_back_nothing_of_a_root_that_is_dropped_meanwhile(steps: i
     way = Way(reader, owner)
     way.connect(1 << 40)
     begun, served, ended = Future[int](), Future[int](), Future[int]()
-    reader.pulls.receiver.begin(7, keys, (EntryLink(way.link),), begun)
+    reader.pulls.receiver.begin(PullJob(7, keys), (EntryLink(way.link),), begun)
     assert begun.result() == len(keys)
-    owner.pulls.sender.serve(EntryLink(way.link), 7, keys, served)
+    owner.pulls.sender.serve(EntryLink(way.link), PullJob(7, keys), served)
     for _ in range(steps):
         owner.step()
         reader.step()
@@ -220,10 +220,10 @@ def test_a_pull_brings_back_nothing_of_a_root_that_is_dropped_meanwhile(steps: i
     assert ended.result() == 0
     assert not reader.world.tiers.count(keys)
     again, later = Future[int](), Future[int]()
-    reader.pulls.receiver.begin(8, keys, (EntryLink(way.link),), again)
+    reader.pulls.receiver.begin(PullJob(8, keys), (EntryLink(way.link),), again)
     assert again.result() == 0
     reader.world.clock.now_s += 60.0
-    reader.pulls.receiver.begin(9, keys, (EntryLink(way.link),), later)
+    reader.pulls.receiver.begin(PullJob(9, keys), (EntryLink(way.link),), later)
     assert later.result() == len(keys)
 
 
@@ -234,9 +234,9 @@ def test_a_place_that_a_message_is_written_to_is_given_back_only_after_that() ->
     owner.world.run_until(owner.user.begin_save(keys, BLOCKS).done)
     way, tiers = Way(reader, owner), reader.world.tiers
     way.connect(1 << 40)
-    reader.pulls.receiver.begin(7, keys[:1], (EntryLink(way.link),), Future())
+    reader.pulls.receiver.begin(PullJob(7, keys[:1]), (EntryLink(way.link),), Future())
     assert tiers.take(other) is not None
-    owner.pulls.sender.serve(EntryLink(way.link), 7, keys[:1], Future())
+    owner.pulls.sender.serve(EntryLink(way.link), PullJob(7, keys[:1]), Future())
     owner.step()
     reader.transport.progress()
     arrival = reader.transport.probe()
@@ -272,16 +272,16 @@ def test_an_owner_reads_nothing_back_of_a_root_that_its_store_is_still_dropping(
     way = Way(reader, owner)
     way.connect(1 << 40)
     served = Future[int]()
-    reader.pulls.receiver.begin(7, keys, (EntryLink(way.link),), Future())
+    reader.pulls.receiver.begin(PullJob(7, keys), (EntryLink(way.link),), Future())
     if is_served == "before the drop":
-        owner.pulls.sender.serve(EntryLink(way.link), 7, keys, served)
+        owner.pulls.sender.serve(EntryLink(way.link), PullJob(7, keys), served)
         owner.pulls.step()
     dropped = owner.drop_root(keys[0].root)
     if is_served == "after a switch of roles":
         owner.pulls.close()
         owner.pulls = EntryPulls(owner.world.tiers, owner.transport, owner.world.clock)
     if is_served != "before the drop":
-        owner.pulls.sender.serve(EntryLink(way.link), 7, keys, served)
+        owner.pulls.sender.serve(EntryLink(way.link), PullJob(7, keys), served)
 
     def is_over() -> bool:
         for side in (owner, reader):

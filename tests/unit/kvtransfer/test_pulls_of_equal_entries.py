@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.errors import DataLoss
 from baton.core.kv_entries import EntryKey
-from kvtransfer.records import EntryLink
+from kvtransfer.records import EntryLink, PullJob
 from tests.unit.kvtransfer.test_offload_storms import SEQUENCES, write
 from tests.unit.kvtransfer.test_pull_storms import BLOCKS, Side, Way
 
@@ -27,11 +27,11 @@ class ReaderAndOwner:
 
     def begin(self, link: int, keys: tuple[EntryKey, ...] = KEYS) -> int:
         future: Future[int] = Future()
-        self.reader.pulls.receiver.begin(self._number(link), keys, (EntryLink(link),), future)
+        self.reader.pulls.receiver.begin(PullJob(self._number(link), keys), (EntryLink(link),), future)
         return future.result()
 
     def serve(self, link: int) -> None:
-        self.owner.pulls.sender.serve(EntryLink(link), self._number(link), KEYS, Future())
+        self.owner.pulls.sender.serve(EntryLink(link), PullJob(self._number(link), KEYS), Future())
         self.run()
 
     def end(self, link: int) -> "Future[int]":

@@ -7,11 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import BatonError, InvalidRequest, PeerRefused, UnknownLease
-from baton.node.pull_messages import check_hello, check_worker_addresses, entry_keys, wanted_entries
+from baton.node.pull_messages import (
+    check_hello,
+    check_worker_addresses,
+    entry_keys,
+    pull_job,
+    state_search,
+    wanted_entries,
+    wanted_job,
+)
 from baton.protos.internal.v1 import lease_pb2
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert_node import kept_prefix_from_proto
+from kvtransfer.records import PullJob
 from tests.unit.kvtransfer.offloading import keys_of
 
 KEYS = keys_of(6, salt="a tenant")
@@ -52,6 +61,23 @@ def test_a_message_with_impossible_sizes_is_refused(changed: dict[str, object]) 
         setattr(wanted, field, value)
     with pytest.raises(InvalidRequest):
         entry_keys(wanted)
+
+
+@pytest.mark.parametrize("job", [PullJob(5, KEYS), PullJob(5, KEYS, KEYS[-1]), PullJob(5, (), KEYS[3])])
+def test_entries_a_state_or_both_survive_their_message(job: PullJob) -> None:
+    assert pull_job(wanted_job(job)) == job
+
+
+def test_a_message_that_leaves_nothing_to_send_or_asks_for_no_state_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="the caller has 6 of the entries"):
+        pull_job(wanted_entries(5, KEYS, held=6))
+    with pytest.raises(InvalidRequest, match="the caller has 7 of the entries"):
+        pull_job(wanted_entries(5, KEYS, held=7, with_state=True))
+    with pytest.raises(InvalidRequest, match="the caller has 7 of the entries"):
+        state_search(pb.WantedState(entries=wanted_entries(5, KEYS, held=7), every=1))
+    with pytest.raises(InvalidRequest, match="after every 0 entries"):
+        state_search(pb.WantedState(entries=wanted_entries(5, KEYS)))
+    assert state_search(pb.WantedState(entries=wanted_entries(5, KEYS, held=6), every=2)) == (KEYS, 6)
 
 
 @given(st.binary(max_size=300))

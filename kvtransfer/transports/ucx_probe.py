@@ -112,13 +112,8 @@ class UcxProbe:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvtransfer.transports.ucx_trial", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment(**_VARIABLES),
-            )
+            command = [sys.executable, "-P", "-m", "kvtransfer.transports.ucx_trial"]
+            self._popen = _spawn([*command, str(theirs.fileno()), str(os.getpid())], theirs.fileno())
         log.debug("process %d tries the addresses of peers", self._popen.pid)
 
 
@@ -140,6 +135,16 @@ def judge(ended_by: int, address: bytes) -> None:
             value=address[:40],
             cure="use the same package version on both nodes",
         )
+
+
+def _spawn(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(descriptor,),
+        env=child_environment(**_VARIABLES),
+    )
 
 
 def _untried(why: str) -> BatonError:

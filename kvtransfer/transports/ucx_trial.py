@@ -31,8 +31,12 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _PROT_NONE = 0
 
 
-def main(socket_fd: int, parent: int) -> None:
-    """Answers each address with its number and how its trial ended: 0, the signal that killed it, or `UNTRIED`."""
+def main() -> None:
+    """Answers each address with its number and how its trial ended: 0, the signal that killed it, or `UNTRIED`.
+
+    Its arguments are the descriptor of its socket and the id of its parent.
+    """
+    socket_fd, parent = map(int, sys.argv[1:])
     end_with(parent)
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
@@ -138,4 +142,4 @@ def _check(status: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main()

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from baton.node.ranks import child
-from tests.warm_ranks import keep_ranks_warm
+from tests.warm_children import keep_children_warm
 
 # The call with which each stage begins, in the order of the stages.
 STAGES = MappingProxyType(
@@ -92,7 +92,7 @@ def break_start(fault: StartFault, *, leads: bool = True) -> None:
     from baton.node.ranks import group, host
 
     if leads and fault.stage != "import":
-        keep_ranks_warm(1)
+        keep_children_warm(1)
     start = host.worker_command
 
     def start_broken(calls: int, steps: int, *, model: Path) -> list[str]:

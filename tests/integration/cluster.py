@@ -26,7 +26,7 @@ from kvtransfer import offload_calls, offload_queue
 from kvtransfer.stores import read_speed
 from tests.paused_engine import PausedSteps
 from tests.warm import SHOW_STACKS, launch_warm
-from tests.warm_ranks import keep_ranks_warm
+from tests.warm_children import keep_children_warm
 
 LLAMA = DEMO_MODELS / "llama"
 DEEPSEEK = DEMO_MODELS / "deepseek"
@@ -171,7 +171,7 @@ def _prepare_node(prepare: Callable[[], None] | None, more_ranks: int) -> None:
     """
     from baton.node import assembly, process  # here, because they import torch
 
-    keep_ranks_warm(more_ranks)
+    keep_children_warm(more_ranks)
     StepMeter.observe = _observe_steady  # type: ignore[assignment, method-assign]
     assembly.STUCK_AFTER_S = process.STUCK_AFTER_S = DEADLINE_S  # type: ignore[attr-defined]
     tiered_prefixes._FIND_S = tiered_prefixes._LOAD_S = DEADLINE_S

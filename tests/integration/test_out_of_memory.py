@@ -13,7 +13,7 @@ from baton.node.ranks.group import RankGroup, Worker
 from baton.settings.node_config import NodeSettings
 from tests.integration.cluster import LLAMA, Flags, Machines, arguments
 from tests.warm import run_warm
-from tests.warm_ranks import keep_ranks_warm, ranks_of
+from tests.warm_children import keep_children_warm, ranks_of
 
 MODEL: Flags = {"model": LLAMA, "device": "cpu", "log_level": "error"}
 # More than any address space holds, so the allocation fails at once.
@@ -29,7 +29,7 @@ def try_any_size() -> None:
 
 def limit_workers(limit_bytes: int) -> None:
     """Holds the address space of rank 1 to a limit from its start."""
-    keep_ranks_warm(1)  # as the rank is whose size the limit is
+    keep_children_warm(1)  # as the rank is whose size the limit is
     start = RankGroup._start
 
     def start_limited(self: RankGroup, rank: int, settings: NodeSettings) -> Worker:

@@ -34,7 +34,7 @@ from tests.integration.cluster import (
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference, References
 from tests.integration.test_tokens import assert_same, bytes_per_token
-from tests.warm_ranks import ranks_of
+from tests.warm_children import ranks_of
 
 ROOT = Path(__file__).parents[2]
 RANKS = (1, 2)

@@ -45,7 +45,7 @@ def choose_depths(
     costs: StepTimes | None,
     *,
     room: int,
-    wait_s: Callable[[int], float] = lambda rows: 0.0,
+    wait_s: Callable[[int], float] = lambda _: 0.0,
     token_s: float = inf,
 ) -> list[int]:
     """How many tokens of each proposal the next step should take.

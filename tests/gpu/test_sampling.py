@@ -9,6 +9,7 @@ from baton.engine.request import int_array
 from baton.engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
 from baton.engine.sampling.row import SampleRow
 from baton.engine.sampling.sampler import sample
+from baton.engine.sampling.top_tokens import top_tokens
 from tests.gpu.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -90,3 +91,14 @@ def test_a_captured_choice_is_the_eager_one() -> None:
         logits.copy_(logits_of(size, seed=step))
         graph.replay()
         assert out_R.tolist()[: len(rows)] == [token.token_id for token in outputs(logits[: len(rows)], rows)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 16, 64])
+def test_top_tokens_of_equal_logits_are_the_same_in_any_number_of_rows(rows: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    one = torch.randn(VOCAB_SIZE, generator=generator).mul(4).bfloat16().float().log_softmax(dim=-1)
+    values, token_ids = top_tokens(one.cuda().expand(rows, -1).contiguous(), 20)
+    expected = one.sort(descending=True, stable=True)
+    assert expected.values[:20].unique().numel() < 20
+    assert token_ids.tolist() == [expected.indices[:20].tolist()] * rows
+    assert values.tolist() == [expected.values[:20].tolist()] * rows

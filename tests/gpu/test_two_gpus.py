@@ -58,7 +58,9 @@ def test_up_gives_each_node_a_gpu_of_its_own() -> None:
     model = MODELS[0]
     prompts = Reference(model).prompts(LENGTHS)
     expected = on_one_gpu(model, prompts)
-    variables = {f"BATON_{name.upper()}": str(value) for name, value in NODE.items()}
+    settings = {**NODE, "kv_cache_mib": 64}
+    del settings["num_blocks"]  # tests set it, users do not
+    variables = {f"BATON_{name.upper()}": str(value) for name, value in settings.items()}
     up = start_up("--model", str(model), "--local-policy", "strict", **variables)
     try:
         words = [psutil.Process(pid).cmdline() for pid in up.pids[1:]]

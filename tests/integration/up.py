@@ -45,7 +45,9 @@ def start_up(*arguments: str, **variables: str) -> Up:
         start_new_session=True,
     )
     assert popen.stdout is not None
-    return Up(popen, json.loads(popen.stdout.readline()))
+    line = popen.stdout.readline()
+    assert line, f"baton up ended with exit code {popen.wait(DEADLINE_S)} before it was ready"
+    return Up(popen, json.loads(line))
 
 
 def interrupt(up: Up) -> int:

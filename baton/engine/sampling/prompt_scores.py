@@ -17,6 +17,7 @@ from torch import Tensor
 from attention.host_to_device import to_device
 from baton.core.types import PromptLogprob
 from baton.engine.batch import ScoreRow
+from baton.engine.sampling.top_tokens import top_tokens
 
 # Bound of one piece's logits, in float32. Their copies in other types and the log-softmax take two to three times as
 # much.
@@ -73,7 +74,7 @@ def score_prompts(
         if not len(places_C):  # no place is scored
             continue
         logprobs_CV = compute_logits(hidden_TD.index_select(0, places_C)).log_softmax(dim=-1)
-        values_CN, token_ids_CN = logprobs_CV.topk(most, dim=-1)
+        values_CN, token_ids_CN = top_tokens(logprobs_CV, most)
         words_C[:, :1] = logprobs_CV.gather(1, targets_C.unsqueeze(1)).view(torch.int32)
         words_C[:, 1 : 1 + most] = values_CN.view(torch.int32)
         words_C[:, 1 + most :] = token_ids_CN

@@ -20,6 +20,7 @@ from baton.engine.sampling.choice import SamplingArrays, SamplingBuffers, choose
 from baton.engine.sampling.masks import Masks
 from baton.engine.sampling.penalties import edits_of
 from baton.engine.sampling.row import SampleRow
+from baton.engine.sampling.top_tokens import top_tokens
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,6 @@ def with_logprobs(
 
 def _logprobs(logprobs_LV: Tensor, chosen_L: Tensor, *, rows: Sequence[int], counts: Sequence[int]) -> Logprobs:
     most = max(1, *counts)
-    values_LN, token_ids_LN = logprobs_LV.topk(min(most, logprobs_LV.shape[1]), dim=-1)
+    values_LN, token_ids_LN = top_tokens(logprobs_LV, min(most, logprobs_LV.shape[1]))
     of_chosen_L = logprobs_LV.gather(1, chosen_L.long().clamp_(min=0).unsqueeze(1)).squeeze(1)
     return Logprobs(rows, counts, of_chosen_L, values_LN, token_ids_LN.int())

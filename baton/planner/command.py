@@ -22,6 +22,7 @@ from baton.load.workload import PRESETS, LengthSpan, TraceReplay, Workload
 from baton.models.families.reader import read_config
 from baton.models.loading.gguf.view import model_directory
 from baton.planner.goodput import Measure
+from baton.planner.guesses import parse_guesses
 from baton.planner.kept import StoreSizes
 from baton.planner.known_costs import Lengths, kind_by_roofline, kind_from_nodes, read_costs
 from baton.planner.model_size import ModelSize, model_size
@@ -89,6 +90,15 @@ def plan(
         float,
         typer.Option(min=RATE_MIN, max=RATE_MAX, help="Speed at which KV goes from a prefill node to decode nodes."),
     ] = _DEFAULT_LINK_GB_PER_S,
+    guesses: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEPT/TAKEN",
+            help="Mean guessed tokens that a step keeps and takes of a request, such as 0.9/1.4: nodes with "
+            "--speculation auto. Default: what the nodes of --costs-from have counted, and none otherwise.",
+            show_default=False,
+        ),
+    ] = None,
     host_cache_gib: Annotated[
         float, typer.Option(min=0, max=COUNT_MAX, help="Host memory for KV of each GPU, as the nodes' flag says.")
     ] = 0.0,
@@ -128,6 +138,8 @@ def plan(
         size, load, gpu_of(gpu), ranks=tensor_parallel_size, costs_from=costs_from, costs=costs,
         link_bytes_per_s=1e9 * link_gb_per_s,
     )  # fmt: skip
+    if guesses is not None:
+        kind, source = replace(kind, guesses=parse_guesses(guesses)), f"{source}; guesses given by --guesses"
     measure = _QUICK if quick else Measure()
     pull_costs = PullCosts(pull_ms / 1e3, 1e-9 / pull_gb_per_s)
     question = Question(kind, load, goal, wanted, gpus, measure, host_cache_gib, pull_costs)

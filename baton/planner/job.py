@@ -18,8 +18,8 @@ class PlanJob:
         at, stop: the next prompt token to compute, and the first one not to compute, on the current node.
         first_s, second_s, last_s: when tokens came; infinite: not yet.
         prefill, decode: numbers of its nodes; -1: none.
-        runs: runs of the decode node's steps, each with their number and mean time; this request's are from `first_run`
-            to `last_run`.
+        runs: runs of the decode node's steps, each with their number and the gap between their tokens; this request's
+            are from `first_run` to `last_run`.
         sent: prompt tokens whose KV has been sent.
         cached: prompt tokens that came from the prefix cache of the node that computed the prompt.
     """

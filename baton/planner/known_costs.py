@@ -10,6 +10,7 @@ from typing import Any
 
 from baton.core.costs import StepCosts
 from baton.core.errors import ConfigError
+from baton.planner.guesses import measured_guesses
 from baton.planner.model_size import ModelSize
 from baton.planner.plan import NodeKind
 from baton.planner.roofline import LEAST_SLOTS, SEATS, Gpu, cache_tokens, kv_holders, roofline, state_slots
@@ -116,6 +117,11 @@ def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKin
         prefill_seats=prefill.max_batch_requests or 512,
         also_decodes=prefill.info.also_decodes,
         kv_holders=heads,
+        guesses=measured_guesses(
+            generated=decode.generated_tokens_total,
+            drafted=decode.drafted_tokens_total,
+            accepted=decode.accepted_tokens_total,
+        ),
     )
 
 

@@ -1,7 +1,8 @@
 """Simulates one node of either role: a queue of prompts, decoding rows, and steps as long as `StepCosts` predicts.
 
 Steps that only decode are alike until a request ends or arrives, so they are simulated together: the n-th of them takes
-`first_s + n * rise_s`, because every row reads one key more. Pure.
+`first_s + n * rise_s`, because every row reads one key more. A step whose guesses give each request several tokens is
+simulated as so many steps that share its time. Pure.
 """
 
 import math
@@ -17,6 +18,7 @@ from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, ASSUMED_PULL, PullCo
 from baton.core.types import Slo
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound
 from baton.gateway.fleet.router import NodeView
+from baton.planner.guesses import NO_GUESSES, Guesses
 from baton.planner.job import PlanJob
 from baton.planner.prefix_cache import SimulatedChanges, SimulatedPrefixCache
 
@@ -35,6 +37,7 @@ class NodeSpec:
         host_tokens: tokens whose KV host memory holds; 0: the node keeps none outside of its cache, and pulls none.
         pull_costs: what its pulls from other nodes take.
         steps_ahead: steps that are already launched when a request arrives, in addition to the one that runs.
+        guesses: of steps without prompts; others are simulated without, because they are as long as their bound.
     """
 
     costs: StepCosts
@@ -51,6 +54,7 @@ class NodeSpec:
     block_size: int = 16
     host_tokens: int = 0
     pull_costs: PullCosts = ASSUMED_PULL
+    guesses: Guesses = NO_GUESSES
 
     @property
     def load_token_s(self) -> float:
@@ -75,13 +79,18 @@ class NodeSpec:
 
 @dataclass(slots=True)
 class _Run:
-    """Running steps: `count` equal ones, or one with prompts."""
+    """Running steps: `count` equal ones, or one with prompts.
+
+    Args:
+        tokens: of each request in a step with guesses, which is simulated as so many steps; its tokens come together.
+    """
 
     started_s: float
     count: int
     first_s: float
     rise_s: float
     slices: list[tuple[PlanJob, int]]
+    tokens: float = 1.0
 
     def seconds(self, count: int) -> float:
         return count * self.first_s + self.rise_s * count * (count - 1) / 2
@@ -108,7 +117,7 @@ class SimulatedNode:
         queue: requests whose prompts are computed here, in the order of their places.
         ready: requests whose KV is here and that wait for a seat.
         blocked: requests that wait for room in the cache.
-        runs: past runs of steps, each with their number and mean time.
+        runs: past runs of steps, each with their number and the mean gap between tokens that do not come together.
         version: number of the current run; an event of an older run is void.
         busy_s: time of all steps that ended.
     """
@@ -208,7 +217,9 @@ class SimulatedNode:
         elif self._rows:
             # While prompts wait for a step with room for a slice, each step is decided anew.
             count = 1 if self.queue else self._ending[0][0] - self._steps
-            self._run = _Run(now_s, count, self.spec.seconds(work), self.spec.costs.key_s * self._rows, [])
+            step = self.spec.guesses.step(self.spec.costs, work, seats=self.spec.seats)
+            each_s, rise_s = step.seconds / step.tokens, step.rise_s / step.tokens
+            self._run = _Run(now_s, count, each_s, rise_s, [], step.tokens)
         else:
             return None
         for job in joined:
@@ -223,7 +234,7 @@ class SimulatedNode:
         self._run = None
         seconds = run.seconds(run.count)
         self.busy_s += seconds
-        self.runs.append((run.count, seconds / run.count))
+        self.runs.append((run.count, run.tokens * seconds / run.count))
         self._steps += run.count
         self._keys += run.count * self._rows
         ended = []

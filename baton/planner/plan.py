@@ -16,6 +16,7 @@ from baton.load.goals import Goal
 from baton.load.workload import LengthSpan, Workload
 from baton.planner.cluster import ClusterSpec, SimulatedOutcome
 from baton.planner.goodput import Goodput, Measure, find_goodput
+from baton.planner.guesses import NO_GUESSES, Guesses
 from baton.planner.node import NodeSpec
 from baton.planner.sizing import STEP_SIZES, Demand, decode_step_tokens, demand, prefill_nodes, prefill_step_tokens
 
@@ -40,6 +41,7 @@ class NodeKind:
         also_decodes: whether prefill nodes may serve requests alone, if the gateway chooses so.
         state_bytes: bytes of a request's recurrent state.
         kv_holders: ranks that hold different KV; 0: all.
+        guesses: of nodes that decode.
     """
 
     gpus: int
@@ -53,6 +55,7 @@ class NodeKind:
     also_decodes: bool = True
     state_bytes: int = 0
     kv_holders: int = 0
+    guesses: Guesses = NO_GUESSES
 
     def tokens_in(self, gib: float, *, request_tokens: float = inf) -> int:
         """The tokens whose KV and states fit into stores of this size on each rank of a node; a rank has its share of
@@ -165,6 +168,7 @@ class _Search:
             state_bytes=kind.state_bytes,
             host_tokens=0 if kind.state_bytes else kind.tokens_in(question.host_gib),
             pull_costs=question.pull_costs,
+            guesses=kind.guesses,
         )
         tokens = decode_step_tokens(kind.decode, tpot_s)
         decode = replace(prefill, costs=kind.decode, step_tokens=tokens, seats=kind.seats)
@@ -172,8 +176,9 @@ class _Search:
             0, 1, prefill, decode, also_decodes=kind.also_decodes, link_bytes_per_s=kind.link_bytes_per_s
         )
         self._demand = demand(
-            kind.decode, sample, goal, step_tokens=prefill.step_tokens, seats=kind.seats, kv_tokens=kind.kv_tokens
-        )
+            kind.decode, sample, goal, step_tokens=prefill.step_tokens, seats=kind.seats, kv_tokens=kind.kv_tokens,
+            guesses=kind.guesses,
+        )  # fmt: skip
         self._done = self._total = 0
 
     def find(self) -> Plan:

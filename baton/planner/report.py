@@ -30,6 +30,7 @@ def render(plan: Plan, *, model: str, title: str, costs: str, stores: StoreSizes
         f"a mean request of {plan.demand.prompt:.0f} tokens in and {plan.demand.output:.0f} out takes "
         f"{1e3 * plan.demand.prefill_s:.1f} ms of a prefill node and {1e3 * plan.demand.decode_s:.1f} ms of a decode "
         "node",
+        *([f"{kind.guesses}, where that pays"] if kind.guesses.taken else []),
         *kept_lines(plan, stores),
     ]
     parts: list[RenderableType] = [*map(Text, lines), Text(), _table(plan, plan.options)]
@@ -71,6 +72,9 @@ def commands(plan: Plan, model: str, stores: StoreSizes = NO_STORES) -> list[str
     ranks = f" --tensor-parallel-size {kind.gpus}" if kind.gpus > 1 else ""
     policy = " --local-policy local" if best.is_colocated else ""
     kept = store_flags(stores)
+    if kind.guesses.taken:
+        kept += " --speculation auto"
+        variables += "BATON_SPECULATION=auto "
     variables += store_variables(stores)
     lines = ["# on one machine; nodes choose their step sizes by a profile at start:"]
     lines.append(
@@ -109,6 +113,7 @@ def to_json(plan: Plan, *, model: str, costs: str, stores: StoreSizes = NO_STORE
         "gpus_per_node": kind.gpus,
         "cache_tokens_per_node": kind.kv_tokens,
         "kv_bytes_per_token": kind.kv_bytes_per_token,
+        "guesses": {"kept": kind.guesses.kept, "taken": kind.guesses.taken},
         "kept": [vars(kept) for kept in kept_tokens(plan, stores)],
         "request": {
             "prompt_tokens": plan.demand.prompt,

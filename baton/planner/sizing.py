@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.load.goals import Goal
 from baton.load.workload import PlannedRequest
+from baton.planner.guesses import NO_GUESSES, Guesses
 
 STEP_SIZES = (512, 1024, 2048, 4096, 8192, 16384)
 _FAST_SHARE = 0.95  # of the fastest size's speed
@@ -38,7 +39,14 @@ class Demand:
 
 
 def demand(
-    costs: StepCosts, requests: Sequence[PlannedRequest], goal: Goal, *, step_tokens: int, seats: int, kv_tokens: int
+    costs: StepCosts,
+    requests: Sequence[PlannedRequest],
+    goal: Goal,
+    *,
+    step_tokens: int,
+    seats: int,
+    kv_tokens: int,
+    guesses: Guesses = NO_GUESSES,
 ) -> Demand:
     """The demand of a load, by the costs of one node."""
     count = len(requests)
@@ -47,12 +55,17 @@ def demand(
     prefill_s = sum(costs.prompt_s(0, request.prompt_tokens, step_tokens=step_tokens) for request in requests) / count
     context = int(prompt + output / 2)
     tpot_s = goal.tpot_s or goal.gap_s
+
+    def token_s(rows: int) -> float:
+        step = guesses.step(costs, StepWork(rows, rows * context), seats=seats)
+        return step.seconds / step.tokens
+
     low, high = 1, max(2, min(seats, _ROWS_MAX, int(kv_tokens / (prompt + output))) + 1)
     while high - low > 1:
         rows = (low + high) // 2
-        fits = tpot_s is None or costs.seconds(StepWork(rows, rows * context)) <= tpot_s
+        fits = tpot_s is None or token_s(rows) <= tpot_s
         low, high = (rows, high) if fits else (low, rows)
-    decode_s = output * costs.seconds(StepWork(low, low * context)) / low
+    decode_s = output * token_s(low) / low
     longest = max(request.prompt_tokens + request.output_tokens for request in requests)
     return Demand(prompt, output, prefill_s, decode_s, longest)
 

@@ -1,6 +1,8 @@
 """Drafts on a GPU: in batch-invariant mode every draw has the bits of decoding, in captured steps and outside of
 them."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo
 from tests.unit.engine.drafted import GUESSES, Asked, token_by_token, with_drafts
 from tests.unit.engine.driver import runner_of
+from tests.unit.models.tiny import save_tiny
 
 pytestmark = pytest.mark.gpu
 
@@ -40,3 +43,18 @@ def test_drafts_have_the_bits_of_decodes(model: str, cache: str) -> None:
         for runner in (eager, captured):
             assert with_drafts(runner, ASKED, expected, guess())[0] == expected
     assert captured.launches["decode_graph"] > len(GUESSES)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "kimi-linear", "nemotron-h"])
+def test_drafts_of_models_with_recurrent_states_have_the_bits_of_decodes(family: str, tmp_path: Path) -> None:
+    save_tiny(family, tmp_path)
+    built = build_demo(tmp_path, dtype="bfloat16", batch_invariant=True, cuda_graphs=False, block_size=16)
+    asked = {name: replace(each, prompt=[token % 60 for token in each.prompt[:60]]) for name, each in ASKED.items()}
+    sizes = GraphSettings(max_requests=32, max_context_tokens=128, max_tokens=256)
+    eager, captured = runner_of(built, graphs=None), runner_of(built, graphs=sizes)
+    captured.prepare()
+    expected = token_by_token(eager, asked, COUNT)
+    for guess in ("right", "wrong at 1", "any"):
+        for runner in (eager, captured):
+            assert with_drafts(runner, asked, expected, GUESSES[guess]())[0] == expected
+    assert captured.launches["decode_graph"] > 0

@@ -179,6 +179,21 @@ async def test_texts_that_end_an_output_may_lie_across_guesses(cluster: Cluster)
     await until_status(cluster.guessing, nothing_held)
 
 
+async def test_as_many_guesses_are_right_after_a_hand_over_as_in_one_process(cluster: Cluster) -> None:
+    """From the first step of the decode node on. Each tenant's answers are guessed from its own ones only."""
+    alone = cluster.start.gateway([], [cluster.guessing], local_policy="local")
+    repeating = replace(GREEDY, max_tokens=90, frequency_penalty=-1.0)
+    asked = {salt: completed(repeating, cache_salt=salt) for salt in "ab"}
+    prompts, kept = twice(30, 40, 50), []
+    for gateway, salt in ((cluster.gateways[True], "a"), (alone, "b")):
+        outputs = []
+        for prompt in prompts:  # one after another, so that both know the same answers at each time
+            outputs += (await ask_all(gateway, {salt: asked[salt]}, [prompt]))[salt]
+        kept.append(sum(each.receipt.accepted_tokens for each in outputs))
+    assert kept[1] > 50
+    assert kept[0] == pytest.approx(kept[1], rel=0.01)
+
+
 async def test_cancelled_requests_leave_nothing_and_disturb_nobody(cluster: Cluster) -> None:
     prompts = twice(20, 30, 40)
     expected = await ask_all(cluster.gateways[False], {"": completed(GREEDY)}, prompts)

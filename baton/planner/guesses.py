@@ -1,0 +1,93 @@
+"""What guessed tokens bring a simulated node, and what they cost its steps. Pure."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.core.costs import StepCosts, StepWork
+from baton.core.errors import InvalidRequest
+from baton.engine.speculation.depth import LEAST_GAIN
+from baton.engine.speculation.request_drafts import MOST_GUESSES
+from baton.engine.speculation.speculator import DEFAULT_OVERHEAD_S
+
+# Parts of the guesses that a step may take; nodes too take fewer of them the more rows a step has.
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+_FORM = f"KEPT/TAKEN, such as 0.9/1.4, at most {MOST_GUESSES} taken"
+
+
+class GuessedStep(NamedTuple):
+    """A step that decodes.
+
+    Args:
+        seconds: its time.
+        tokens: mean tokens that each of its requests gets.
+        rise_s: by how much longer the step after it takes, because contexts have grown by one token.
+    """
+
+    seconds: float
+    tokens: float
+    rise_s: float
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """Mean guesses of a request in a step that gives it tokens.
+
+    Args:
+        kept: those that are right.
+        taken: all that the step computes; 0: nothing is guessed.
+    """
+
+    kept: float = 0.0
+    taken: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kept:.2f} of {self.taken:.2f} guesses of a step are kept"
+
+    def step(self, costs: StepCosts, work: StepWork, *, seats: int) -> GuessedStep:
+        """The step without prompts that gives most tokens a second, as nodes choose it: with guesses or without.
+
+        Args:
+            work: one token of each request.
+            seats: most rows of a step; each guess takes one.
+        """
+        best = GuessedStep(costs.seconds(work), 1.0, costs.key_s * work.decode_rows)
+        least = LEAST_GAIN / best.seconds
+        for share in _SHARES if self.taken else ():
+            rows = work.decode_rows * (1 + share * self.taken)
+            if rows > seats:
+                break
+            keys = work.keys * (1 + share * self.taken)
+            seconds = costs.seconds(StepWork(round(rows), round(keys))) + DEFAULT_OVERHEAD_S
+            tokens = 1 + share * self.kept
+            if tokens / seconds > least:
+                best, least = GuessedStep(seconds, tokens, costs.key_s * rows * tokens), tokens / seconds
+        return best
+
+
+NO_GUESSES = Guesses()
+
+
+def parse_guesses(text: str) -> Guesses:
+    """The guesses in a text of the form KEPT/TAKEN.
+
+    Raises:
+        InvalidRequest: it has another form, or more are kept than taken.
+    """
+    kept, _, taken = text.partition("/")
+    try:
+        guesses = Guesses(float(kept), float(taken))
+    except ValueError:
+        guesses = None
+    if guesses is None or not 0 <= guesses.kept <= guesses.taken <= MOST_GUESSES:
+        raise InvalidRequest(
+            f"--guesses {text!r} is not {_FORM}", field="guesses", value=text, allowed=(_FORM,),
+            cure="`baton status --json` of a node has accepted_tokens_total and drafted_tokens_total; divide both by "
+            "the generated tokens that were not accepted guesses",
+        )  # fmt: skip
+    return guesses
+
+
+def measured_guesses(*, generated: int, drafted: int, accepted: int) -> Guesses:
+    """The guesses of a node, from its counts."""
+    rows = generated - accepted
+    return Guesses(accepted / rows, drafted / rows) if rows > 0 and 0 < accepted <= drafted else NO_GUESSES

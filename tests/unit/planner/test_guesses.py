@@ -1,0 +1,85 @@
+"""Guessed tokens of simulated nodes: what they bring, what they cost, and where they come from."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.core.costs import StepCosts, StepWork
+from baton.core.errors import InvalidRequest
+from baton.core.types import LocalPolicy
+from baton.load.goals import Goal
+from baton.load.lengths import Fixed
+from baton.load.workload import LengthSpan, Synthetic
+from baton.planner.cluster import ClusterSpec, Simulation
+from baton.planner.goodput import Measure
+from baton.planner.guesses import NO_GUESSES, Guesses, measured_guesses, parse_guesses
+from baton.planner.node import NodeSpec
+from baton.planner.plan import NodeKind, Question, find_plan
+from baton.planner.report import commands, to_json
+
+# A step of 64 tokens takes hardly longer than one of a single token, and one of 512 takes ten times as long.
+COSTS = StepCosts(((1, 0.010), (64, 0.011), (512, 0.100)), key_s=1e-8)
+GUESSES = Guesses(kept=1.0, taken=2.0)
+GOAL = Goal(ttft_s=2.0, tpot_s=0.012)
+CHAT = Synthetic(Fixed(200), Fixed(100))
+
+
+def test_guesses_bring_tokens_where_weights_cost_most_and_nothing_at_saturation() -> None:
+    few = GUESSES.step(COSTS, StepWork(4, 4000), seats=512)
+    assert few.tokens == 2.0
+    assert few.seconds == COSTS.seconds(StepWork(12, 12000)) + 0.0005
+    assert few.rise_s == 1e-8 * 12 * 2.0
+    many = GUESSES.step(COSTS, StepWork(256, 256_000), seats=1024)
+    assert many == (COSTS.seconds(StepWork(256, 256_000)), 1.0, 1e-8 * 256)
+    assert NO_GUESSES.step(COSTS, StepWork(4, 4000), seats=512).tokens == 1.0
+
+
+def test_guesses_take_no_more_rows_than_there_are_seats() -> None:
+    assert GUESSES.step(COSTS, StepWork(4, 4000), seats=9).tokens == 1.5  # half of the guesses are 4 rows
+    assert GUESSES.step(COSTS, StepWork(4, 4000), seats=5).tokens == 1.0
+
+
+def simulated(guesses: Guesses, rate: float) -> Simulation:
+    node = NodeSpec(COSTS, step_tokens=1024, seats=512, guesses=guesses)
+    spec = ClusterSpec(0, 1, node, node, LocalPolicy.LOCAL)
+    simulation = Simulation(spec, GOAL, CHAT.plan(rate, LengthSpan(requests=100), 1))
+    simulation.run()
+    return simulation
+
+
+def test_every_request_gets_its_tokens_sooner_with_guesses() -> None:
+    plain, guessed = (simulated(guesses, 0.5).jobs for guesses in (NO_GUESSES, GUESSES))
+    assert len(plain) == len(guessed) == 100
+    for before, after in zip(plain, guessed, strict=True):
+        assert after.tpot_s < 0.65 * before.tpot_s
+        # Two tokens come together, so the gap between them and the next two is that of a step.
+        assert 1.0 < after.gap_quantile_s(0.9) / before.gap_quantile_s(0.9) < 1.2
+
+
+def test_a_plan_counts_guesses_and_says_how_to_start_the_nodes() -> None:
+    kind = NodeKind(1, COSTS, COSTS, 800_000, 131072, 100e9)
+    measure = Measure(requests=50, seconds=3.0, precision=0.2)
+    plans = [
+        find_plan(Question(replace(kind, guesses=guesses), CHAT, GOAL, rate=None, gpus=1, measure=measure))
+        for guesses in (NO_GUESSES, GUESSES)
+    ]
+    plain, guessed = plans
+    assert guessed.best.rate > 1.2 * plain.best.rate
+    assert guessed.demand.decode_s <= plain.demand.decode_s
+    assert to_json(guessed, model="m", costs="c")["guesses"] == {"kept": 1.0, "taken": 2.0}
+    assert "--speculation auto" in "\n".join(commands(guessed, "m"))
+    assert "speculation" not in "\n".join(commands(plain, "m")).lower()
+
+
+def test_guesses_are_given_as_what_a_step_keeps_and_takes() -> None:
+    assert parse_guesses("0.9/1.4") == Guesses(0.9, 1.4)
+    for wrong in ("", "0.9", "a/b", "2/1", "-1/2", "3/17", "nan/2"):
+        with pytest.raises(InvalidRequest, match="KEPT/TAKEN"):
+            parse_guesses(wrong)
+
+
+def test_guesses_of_a_node_follow_from_its_counts() -> None:
+    """Of 300 tokens 100 were guesses, so there were 200 steps of requests."""
+    assert measured_guesses(generated=300, drafted=150, accepted=100) == Guesses(0.5, 0.75)
+    assert measured_guesses(generated=300, drafted=0, accepted=0) == NO_GUESSES
+    assert measured_guesses(generated=50, drafted=150, accepted=100) == NO_GUESSES  # counts of other times

@@ -86,6 +86,17 @@ class RequestState:
         is_followed: whether tokens are guessed from its sequence.
     """
 
+    # NOTE: Python keeps more than 30 attributes in a slower dictionary, and every step reads several of each request.
+    __slots__ = (
+        "_adapter", "_eos_token_ids", "_grammar_ends", "_max_tokens", "_min_tokens", "_row_blocks", "_samples",
+        "_stop_token_ids", "blocks", "decode_stop", "due_s", "end_token_ids", "entry_keys", "is_followed",
+        "is_shared", "keys", "num_cached", "num_computed", "num_offered", "num_pending", "num_registered",
+        "num_reported", "num_scheduled", "num_shown", "owner", "passing", "phase", "place", "pooling",
+        "prefill_only", "prefill_stop", "prompt_tokens", "queued_at", "request", "request_id", "restart_at",
+        "restore_from", "row_index", "scored", "shared_row", "snapshot_stops", "splits", "started",
+        "state_slot", "state_tokens", "steady_stop", "tokens", "windows_from",
+    )  # fmt: skip
+
     def __init__(
         self,
         request: EngineRequest,

@@ -42,6 +42,9 @@ class _EmptyCache:
     def is_outside(self, digest: bytes) -> bool:  # noqa: ARG002
         return False
 
+    def is_below(self, digest: bytes) -> bool:  # noqa: ARG002
+        return False
+
 
 class LightNodes:
     """All nodes of one process, by address.

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ class StoreQueue:
         self._begun_s: dict[Future[Any], float] = {}
         self._reads = _Threads(f"{store.name}-reads", _READERS)
         self._writes = _Threads(f"{store.name}-writes", 1)
+        self._listing = _Threads(f"{store.name}-listing", 1)
 
     @property
     def is_stuck(self) -> bool:
@@ -73,11 +74,24 @@ class StoreQueue:
         """The future gets the number of entries; None if the store may still have some."""
         return self._run(self._writes, lambda: self._store.drop_roots(roots), None)
 
+    def knows(self, digest: bytes) -> bool:
+        """Whether the store has an entry with this digest, as far as it remembers; asking never waits."""
+        return self._store.knows(digest)
+
+    def take_lost(self) -> Sequence[bytes]:
+        """Digests that the store does not know any more, since the last call; asking never waits."""
+        return self._store.take_lost()
+
+    def found(self, most: int) -> "Future[Sequence[EntryKey]]":
+        """Keys of entries that were there when the store was opened. On a thread of its own, because it may take long
+        while the store works."""
+        return self._run(self._listing, lambda: self._store.found(most), ())
+
     def close(self, *, timeout_s: float) -> bool:
         """Waits for the calls and closes the store. Returns whether all threads ended in time."""
         end_s = time.monotonic() + timeout_s
         self._run(self._writes, self._store.close, None)
-        ended = [threads.close(end_s) for threads in (self._writes, self._reads)]
+        ended = [threads.close(end_s) for threads in (self._writes, self._reads, self._listing)]
         return all(ended)
 
     def _run(self, threads: "_Threads", call: Callable[[], T], otherwise: T) -> "Future[T]":
@@ -86,7 +100,8 @@ class StoreQueue:
             self._begun_s[future] = self._clock()
 
         def run() -> None:
-            self._begun_s.setdefault(future, self._clock())
+            if threads is not self._listing:
+                self._begun_s.setdefault(future, self._clock())
             result = otherwise
             try:
                 result = call()

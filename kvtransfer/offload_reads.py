@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from kvtransfer.offload_queue import StoreQueue
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.host_memory import HostMemory, HostPlace
 from kvtransfer.stores.read_speed import ReadSpeed
+from kvtransfer.stores.store import StoreCounters
 
 
 @dataclass(eq=False)
@@ -124,6 +125,11 @@ class StoreReads:
             self._free(fetch.place)
         elif not fetch.done:
             self.under_way[fetch.key].waiting.remove(fetch)
+
+    def measured(self, store: StoreQueue) -> StoreCounters:
+        """The store's totals, with what was read here."""
+        speed = self._speeds[store.name]
+        return replace(store.counters, reads=speed.total, read_s=speed.total_s)
 
     def take_passed(self) -> list[bytes]:
         """Digests of the entries that have passed since the last call."""

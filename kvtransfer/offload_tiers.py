@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from baton.core.errors import ConfigError
-from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryKey, KeepTime
+from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryKey, KeepTime, StoreChanges
 from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.offload_calls import HOST, StoreCalls
 from kvtransfer.offload_queue import StoreQueue
@@ -35,6 +35,8 @@ _PASSING_MAX = 8
 # For so long after a drop of a root nothing of it comes back, from a store that drops it slowly or from another node
 # that has it still. Longer than a drop and a pull take.
 _DROPPED_S = 30.0
+# After a start, so many entries of a store are made known to gateways.
+_FOUND_MAX = 1 << 14
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -74,6 +76,7 @@ class EntryTiers:
         self._calls: StoreCalls
         self.places = 0
         self._stores: list[StoreQueue] = []
+        self._listings: list[Future[Sequence[EntryKey]]] = []
         self._reads: StoreReads
         self._writes: StoreWrites
         # The places that saves fill.
@@ -96,6 +99,8 @@ class EntryTiers:
         self.places = places - passing
         for open_store in settings.stores:
             self._stores.append(StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock))
+        if not layout.pieces:  # where the states are that make entries useful, names of files do not say
+            self._listings = [store.found(_FOUND_MAX) for store in self._stores]
         self._calls = StoreCalls(self._host, self._stores, self._clock)
         self._writes = StoreWrites(self._host, self._stores, most=max(1, int(self.places * _WRITES_SHARE)))
         self._reads = StoreReads(
@@ -261,10 +266,25 @@ class EntryTiers:
         """Whether a root was dropped just now, so that nothing of it may come back from elsewhere."""
         return bool(self._dropped) and self._clock() < self._dropped.get(root, 0.0)
 
-    def take_evicted(self) -> tuple[bytes, ...]:
-        """Digests of the entries that have left host memory for others, or went through it, since the last call."""
-        passed = self._reads.take_passed() if self._reads.passed else ()
-        return (*self._host.take_evicted(), *passed)
+    def take_changes(self) -> StoreChanges | None:
+        """What has changed since the last call. Returns None if nothing has."""
+        left = [*self._host.take_evicted(), *(self._reads.take_passed() if self._reads.passed else ())]
+        lost = [digest for store in self._stores for digest in store.take_lost()]
+        found = self._take_found() if self._listings else ()
+        gone, below = list[bytes](), list[bytes]()
+        for digest in dict.fromkeys((*left, *lost)):
+            if self._host.has_digest(digest):
+                continue
+            is_below = any(store.knows(digest) for store in self._stores)
+            (below if is_below else gone).append(digest)
+        return StoreChanges(tuple(gone), tuple(below), found) if gone or below or found else None
+
+    def _take_found(self) -> tuple[EntryKey, ...]:
+        """The entries that stores have found since the last call. One that was dropped meanwhile is not there."""
+        done = [listing for listing in self._listings if listing.done()]
+        self._listings = [listing for listing in self._listings if not listing.done()]
+        found = [key for listing in done for key in listing.result()]
+        return tuple(key for key in found if not self.is_dropped(key.root))
 
     def step(self) -> bool:
         """Takes the answers of the stores. Returns whether there was one."""
@@ -304,7 +324,7 @@ class EntryTiers:
             failed=self._failed,
             not_written=self._writes.refused,
             not_read=self._not_read,
-            stores={store.name: store.counters for store in self._stores} | self._of_peers(),
+            stores={store.name: self._reads.measured(store) for store in self._stores} | self._of_peers(),
             served=self._served,
         )
 

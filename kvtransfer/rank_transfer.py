@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, StoreChanges
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
@@ -30,7 +30,7 @@ OnLinkFailed = Callable[[int, BatonError], None]
 OnFailed = Callable[[BatonError], None]
 
 # Entries with these digests have left host memory for others.
-OnEvicted = Callable[[tuple[bytes, ...]], None]
+OnStoresChanged = Callable[[StoreChanges], None]
 
 
 class RankTransfer(Protocol):

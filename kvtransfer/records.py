@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Self
+from typing import Any, Self
 
 from baton.core.errors import BatonError
 from baton.core.kv_entries import EntryKey
@@ -212,8 +212,8 @@ def _of_store(counters: Sequence[EntryCounters], name: str) -> list[StoreCounter
     return [each.stores[name] for each in counters if name in each.stores]
 
 
-def _summed(kind: type, counters: Iterable[object]) -> dict[str, int]:
+def _summed(kind: type, counters: Iterable[object]) -> dict[str, Any]:
     """The sums of all numbers of records of one kind."""
     counters = list(counters)
-    names = [each.name for each in fields(kind) if each.type in (int, "int")]
+    names = [each.name for each in fields(kind) if each.type in (int, "int", float, "float")]
     return {name: sum(getattr(each, name) for each in counters) for name in names}

@@ -24,7 +24,15 @@ from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
 from kvtransfer.offload_tiers import EntryTiers
-from kvtransfer.rank_transfer import OnEvicted, OnFailed, OnFilled, OnLinkFailed, OnRefused, RankTransfer, until_done
+from kvtransfer.rank_transfer import (
+    OnFailed,
+    OnFilled,
+    OnLinkFailed,
+    OnRefused,
+    OnStoresChanged,
+    RankTransfer,
+    until_done,
+)
 from kvtransfer.records import EntryLink, LinkMeasure, PullJob, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, check_segment_bytes
 from kvtransfer.settings import TransferSettings
@@ -39,7 +47,7 @@ class KVTransfer(RankTransfer):
     """The transfer of one rank's cache; an async context manager. `RankTransfer` documents the verbs.
 
     Args:
-        on_filled, on_refused, on_evicted: called on the event loop, in the order of the events.
+        on_filled, on_refused, on_stores_changed: called on the event loop, in the order of the events.
         make_mover: makes the mover between cache and staging; by default the mover for the cache's device.
         clock: monotonic seconds, for receive limits and for timing links.
 
@@ -54,7 +62,7 @@ class KVTransfer(RankTransfer):
         *,
         on_filled: OnFilled,
         on_refused: OnRefused,
-        on_evicted: OnEvicted = lambda _: None,
+        on_stores_changed: OnStoresChanged = lambda _: None,
         make_mover: MakeMover = open_mover,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,7 +84,7 @@ class KVTransfer(RankTransfer):
             make_mover=make_mover,
             on_filled=partial(self._post, on_filled),
             on_refused=partial(self._post, on_refused),
-            on_evicted=partial(self._post, on_evicted),
+            on_stores_changed=partial(self._post, on_stores_changed),
             on_link_failed=lambda peer, error: self._post(self._link_failed, (peer, error)),
             on_failed=lambda error: self._post(self._failed, error),
             clock=clock,

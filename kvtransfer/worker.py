@@ -29,7 +29,7 @@ from kvtransfer.movers.mover import MakeMover, Mover
 from kvtransfer.offload import Offloader
 from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.pacing import wake_punctually
-from kvtransfer.rank_transfer import OnEvicted, OnFailed, OnFilled, OnLinkFailed, OnRefused
+from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused, OnStoresChanged
 from kvtransfer.receiver import Receiver
 from kvtransfer.records import EntryLink, LinkMeasure, PeerTraffic, PullJob
 from kvtransfer.sender import Sender
@@ -68,7 +68,7 @@ class TransferThread:
         tiers: for the entries of the cache, which the thread opens but does not close; None: none are kept.
         on_filled, on_refused: called on the thread.
         on_link_failed: called on the thread with the number of a peer whose link has broken. Disconnect it.
-        on_evicted: called on the thread with the entries that have left host memory.
+        on_stores_changed: called on the thread with what has changed in the stores.
         on_failed: called on the thread when it cannot go on, before the waiting calls fail.
         clock: for the receiver; the thread's own waits use the monotonic clock.
     """
@@ -84,7 +84,7 @@ class TransferThread:
         on_refused: OnRefused,
         on_link_failed: OnLinkFailed,
         on_failed: OnFailed,
-        on_evicted: OnEvicted,
+        on_stores_changed: OnStoresChanged,
         clock: Callable[[], float],
     ) -> None:
         self.ledger = Ledger()
@@ -96,7 +96,7 @@ class TransferThread:
         self._on_refused = on_refused
         self._on_link_failed = on_link_failed
         self._on_failed = on_failed
-        self._on_evicted = on_evicted
+        self._on_stores_changed = on_stores_changed
         self._clock = clock
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pending: set[Future[Any]] = set()
@@ -345,8 +345,8 @@ class TransferThread:
             self._tiers is not None and self.offloader.step(),
             self._tiers is not None and self.pulls.step(),
         )
-        if self._tiers is not None and (evicted := self._tiers.take_evicted()):
-            self._on_evicted(evicted)
+        if self._tiers is not None and (changes := self._tiers.take_changes()) is not None:
+            self._on_stores_changed(changes)
         for peer, error in self.transport.failures():
             self._on_link_failed(peer, error)
         if self._disconnecting:

@@ -122,6 +122,8 @@ def _store_to_json(store: node_status_pb2.StoreState) -> dict[str, object]:
         "loaded_total": store.loaded_total,
         "damaged_total": store.damaged_total,
         "failed_total": store.failed_total,
+        "reads_total": store.reads_total,
+        "read_s_total": store.read_s_total,
     }
 
 

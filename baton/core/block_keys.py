@@ -55,6 +55,22 @@ class KeyChain:
         return self._keys[index]
 
 
+def block_keys_of(parent: bytes, tokens: bytes, block_bytes: int) -> list[BlockKey]:
+    """Keys of the full blocks that these tokens make.
+
+    Args:
+        parent: digest of the block before them, or the root.
+        tokens: each as an int32.
+        block_bytes: size of a block's tokens.
+    """
+    keys: list[BlockKey] = []
+    for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+        content = tokens[start : start + block_bytes]
+        keys.append(BlockKey(_digest(parent, content), content, parent))
+        parent = keys[-1].digest
+    return keys
+
+
 class BlockNumbers:
     """Numbers of one prompt's full blocks, computed on demand: a prompt that no node has costs one digest."""
 

@@ -115,6 +115,21 @@ class EntryBlocks:
 
 
 @dataclass(frozen=True)
+class StoreChanges:
+    """What has changed in the stores outside of a cache.
+
+    Attributes:
+        gone: digests of entries that no store has any more.
+        below: digests of entries that have left host memory, and that a store below it has.
+        found: entries that a store below host memory had when it was opened, each after those before it.
+    """
+
+    gone: tuple[bytes, ...] = ()
+    below: tuple[bytes, ...] = ()
+    found: tuple[EntryKey, ...] = ()
+
+
+@dataclass(frozen=True)
 class KeepTime:
     """How long the entries of a request are kept in stores.
 

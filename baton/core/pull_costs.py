@@ -33,6 +33,10 @@ ASSUMED_PULL = PullCosts(fixed_s=5e-3, byte_s=1 / 2e9)
 # that nodes get requests from which they can measure it.
 ASSUMED_LOAD_BYTES_PER_S = 5e9
 
+# How fast files and a shared store are read into host memory until a node has measured it. Low, because a disk may be
+# slow; but not so low that nodes get no requests from which they can measure it.
+ASSUMED_READ_BYTES_PER_S = 1e9
+
 
 def is_worth_pulling(tokens: int, pull_s: float | None, compute_s: float | None) -> bool:
     """Whether to pull that many tokens.

@@ -8,13 +8,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
 from baton.core.errors import BatonError, Cancelled, InternalError
-from baton.core.kv_entries import DroppedEntries
+from baton.core.kv_entries import DroppedEntries, StoreChanges
 from baton.core.types import AdapterRef, FinishReason, Grammar, TokenOutput
 from baton.engine.adapters import AdapterSlots
 from baton.engine.device.device_thread import DeviceThread, ExpertCounts, LayersDone, Outcome, StepComputed, StepRunner
@@ -223,10 +223,10 @@ class Engine:
             _log.exception("a request's prompt could not be looked for")
             return 0
 
-    def entries_evicted(self, digests: Sequence[bytes]) -> None:
-        """The stores no longer have the entries with these digests."""
+    def stores_changed(self, changes: StoreChanges) -> None:
+        """Takes notice of a change in the stores outside of the cache."""
         if self._prefixes is not None:
-            self._prefixes.evicted(digests)
+            self._prefixes.stores_changed(changes)
 
     async def drop_prefixes(self, cache_salt: str, adapters: Iterable[AdapterRef]) -> tuple[int, DroppedEntries]:
         """Drops all KV of a cache salt, of the model and of its adapters, from the prefix cache and the stores.

@@ -5,11 +5,19 @@ All methods belong to the event loop's thread.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix
+from baton.core.kv_entries import (
+    ENTRY_TOKENS,
+    DroppedEntries,
+    EntryBlocks,
+    EntryKey,
+    KeepTime,
+    KeptPrefix,
+    StoreChanges,
+)
 from baton.engine.prefix_tier import PrefixSource, PrefixTier
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.entry_plans import LoadPlan, WantedPrefix
@@ -92,9 +100,12 @@ class TieredPrefixes:
             plan = self._scheduler.begin_load(wanted, pool, stop=stop)
             return 0 if plan is None else await asyncio.shield(self._start(self._load(plan)))
 
-    def evicted(self, digests: Sequence[bytes]) -> None:
-        """The stores no longer have the entries with these digests."""
-        self._offload.kept.lost(digests)
+    def stores_changed(self, changes: StoreChanges) -> None:
+        """Takes notice of a change in the stores."""
+        kept = self._offload.kept
+        kept.lost(changes.gone)
+        kept.below(changes.below)
+        kept.found(key for key in changes.found if not self._is_dropped(key.root))
 
     async def drop_roots(self, roots: frozenset[bytes]) -> DroppedEntries:
         """Drops all entries with one of these roots from the stores.

@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from baton.core.kv_entries import NodeRanks
+from baton.core.kv_entries import NodeRanks, StoreChanges
 from baton.core.version import __version__
 from baton.engine.build import BuiltRunner
 from baton.engine.cache_size import shortage
@@ -115,7 +115,7 @@ class Node:
             steps = StepWriter([worker.steps for worker in self._workers])
             runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
         makers: list[MakeTransfer] = [
-            partial(open_transfer, settings, built, self.incarnation, on_evicted=self._entries_evicted)
+            partial(open_transfer, settings, built, self.incarnation, on_stores_changed=self._stores_changed)
         ]
         makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
         transferred = transfer_settings(settings, built, self.incarnation)
@@ -243,8 +243,8 @@ class Node:
             _log.error("the store %s may still have KV that was to be dropped: %s", name, reason)
         return node_pb2.DropKvResponse(blocks=blocks, stores=store_drops(dropped))
 
-    def _entries_evicted(self, digests: tuple[bytes, ...]) -> None:
-        self.engine.entries_evicted(digests)
+    def _stores_changed(self, changes: StoreChanges) -> None:
+        self.engine.stores_changed(changes)
 
     def _on_step(self, events: StepEvents) -> None:
         self.counts.step(events)

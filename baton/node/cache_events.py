@@ -20,12 +20,14 @@ _KEPT_BLOCKS = 1 << 15
 
 
 class EventBatch(NamedTuple):
-    """Changes of the cache under one number. `outside` are those of the stored blocks that must be loaded first."""
+    """Changes of the cache under one number. `outside` are those of the stored blocks that must be loaded first, and
+    `below` those of them that are not in host memory."""
 
     sequence: int
     stored: Sequence[BlockKey]
     removed: Sequence[int]
     outside: Sequence[int] = ()
+    below: Sequence[int] = ()
 
     @property
     def size(self) -> int:
@@ -59,7 +61,7 @@ class CacheLog:
             self.last += 1
             stored = [key for _, key in part if key is not None]
             removed = [number_of(digest) for digest, key in part if key is None]
-            self._kept.append(EventBatch(self.last, stored, removed, self.outside(stored)))
+            self._kept.append(EventBatch(self.last, stored, removed, self.outside(stored), self.below(stored)))
             self._kept_blocks += len(part)
         while self._kept_blocks > _KEPT_BLOCKS:
             self._kept_blocks -= self._kept.popleft().size
@@ -74,6 +76,10 @@ class CacheLog:
     def outside(self, keys: Sequence[BlockKey]) -> list[int]:
         """Those of the blocks that must be loaded first."""
         return [number_of(key.digest) for key in keys if self._cache.is_outside(key.digest)]
+
+    def below(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Those of the blocks that are not in host memory either."""
+        return [number_of(key.digest) for key in keys if self._cache.is_below(key.digest)]
 
     def cached_keys(self) -> list[BlockKey]:
         """All blocks that the cache has after the last change. Call it right after `collect`."""
@@ -133,6 +139,7 @@ class CacheEvents:
                     incarnation=self._incarnation,
                     removed=batch.removed,
                     outside=batch.outside,
+                    below=batch.below,
                 )
                 yield self._with_keys(changed, batch.stored, with_tokens=request.with_tokens)
                 position = batch.sequence
@@ -172,6 +179,7 @@ class CacheEvents:
                 snapshot=start == 0,
                 more=stop < len(keys),
                 outside=self._log.outside(keys[start:stop]),
+                below=self._log.below(keys[start:stop]),
             )
             yield message, keys[start:stop]
 

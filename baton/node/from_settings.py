@@ -14,7 +14,7 @@ from baton.node.progress import LoadingProgress, ReportedProgress
 from baton.node.ranks.join import rank_device
 from baton.settings.node_config import STAGING_SLOTS, NodeSettings, PrefillSettings
 from kvtransfer.flows import heads_of
-from kvtransfer.rank_transfer import OnEvicted, OnFilled, OnRefused
+from kvtransfer.rank_transfer import OnFilled, OnRefused, OnStoresChanged
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
 
@@ -52,7 +52,7 @@ def open_transfer(
     on_filled: OnFilled,
     on_refused: OnRefused,
     *,
-    on_evicted: OnEvicted = lambda _: None,
+    on_stores_changed: OnStoresChanged = lambda _: None,
 ) -> KVTransfer:
     """The KV transfer of one rank, not yet started."""
     return KVTransfer(
@@ -60,7 +60,7 @@ def open_transfer(
         transfer_settings(settings, built, incarnation),
         on_filled=on_filled,
         on_refused=on_refused,
-        on_evicted=on_evicted,
+        on_stores_changed=on_stores_changed,
     )
 
 

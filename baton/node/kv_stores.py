@@ -85,6 +85,8 @@ def store_states(counters: EntryCounters) -> Iterator[node_status_pb2.StoreState
             loaded_total=counters.loaded.get(name, 0),
             damaged_total=store.damaged,
             failed_total=store.failed,
+            reads_total=store.reads,
+            read_s_total=store.read_s,
         )
 
 

@@ -1,6 +1,7 @@
 """The files of a store that are there or being written, and which of them leaves next. Pure."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 
@@ -10,6 +11,8 @@ from kvtransfer.stores.file_format import EntryFileName
 
 # Tokens attend to all before them: at about 30,000 tokens this takes an 8B model as long as everything else.
 _ENTRIES_OF_DOUBLE_COST = 512
+# Entries that have left and that nobody has asked for yet.
+_LOST_MAX = 1 << 16
 
 
 class FileWrite:
@@ -32,6 +35,11 @@ class FileIndex:
         self._writes: dict[bytes, FileWrite] = {}
         self._order = GreedyDual(capacity, clock=clock)
         self._refused = RefusedKeys()
+        self._lost = deque[bytes](maxlen=_LOST_MAX)
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether a file is there. Any thread may ask."""
+        return digest in self._kept
 
     def __len__(self) -> int:
         """How many files are there or being written."""
@@ -115,6 +123,7 @@ class FileIndex:
         """Forgets a file that is not there any more."""
         if self._kept.pop(name.digest, None) is not None:
             self._order.remove(name.digest)
+            self._lost.append(name.digest)
 
     def drop(self, name: EntryFileName) -> None:
         """Forgets a file, also one that is being written."""
@@ -136,7 +145,29 @@ class FileIndex:
     def evict(self) -> EntryFileName | None:
         """Forgets the file that is to leave next, and returns it; None if none may leave."""
         digest = self._order.evict()
-        return None if digest is None else self._kept.pop(digest)
+        if digest is None:
+            return None
+        self._lost.append(digest)
+        return self._kept.pop(digest)
+
+    def replace(self, before: "FileIndex") -> None:
+        """Takes the place of an index whose files are all lost."""
+        self._lost.extend((*before._lost, *before._kept))
+
+    def take_lost(self) -> list[bytes]:
+        """Digests of the files that have left since the last call. One thread may call it while others change the
+        index."""
+        return [self._lost.popleft() for _ in range(len(self._lost))]
+
+    def latest(self, most: int) -> list[EntryFileName]:
+        """Up to so many files, those that were added last, and of each sequence all before them; parents first."""
+        chosen: dict[bytes, EntryFileName] = {}
+        for digest in reversed(self._kept):
+            more = [] if digest in chosen else [each for each in self.sequence(digest) if each.digest not in chosen]
+            if len(chosen) + len(more) > most:
+                break
+            chosen |= {each.digest: each for each in more}
+        return sorted(chosen.values(), key=lambda name: name.number)
 
     def _enter(self, name: EntryFileName) -> None:
         self._order.add(name.digest, 1 + name.number / _ENTRIES_OF_DOUBLE_COST, name.parent)

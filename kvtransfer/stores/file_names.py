@@ -1,14 +1,16 @@
 """Finds the files of a store by their names: those of one folder in rounds, and those of a root in all folders.
 
-Other processes add and remove files meanwhile. No file is opened, except temporary ones, whose names say nothing.
+Other processes add and remove files meanwhile. No file is opened, except temporary ones, whose names say nothing, and
+by `keys_of`.
 """
 
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from baton.core.kv_entries import EntryKey
 from kvtransfer.stores.file_format import HEADER_BYTES, TEMPORARY, EntryFileName, decode_header, may_have_root
 from kvtransfer.stores.file_io import read_head
 from kvtransfer.stores.leftovers import namespace_folders
@@ -78,6 +80,21 @@ def files_of_roots(directory: Path, roots: frozenset[bytes]) -> list[str]:
             likely = (each for each in found if may_have_root(each.name, texts))
             paths += [each.path for each in likely if _root_of(each) in roots]
     return paths
+
+
+def keys_of(folder: str, names: Iterable[EntryFileName], namespace: bytes, entry_bytes: int) -> list[EntryKey]:
+    """The keys of entries, with their tokens, from the headers of these files. Leaves out files whose header is not
+    what it must be."""
+    keys = []
+    for name in names:
+        header = None
+        with suppress(OSError):
+            header = decode_header(read_head(f"{folder}/{name}", HEADER_BYTES))
+        if header is None or EntryFileName.of(header.key) != name:
+            continue
+        if (header.namespace, header.entry_bytes) == (namespace, entry_bytes):
+            keys.append(header.key)
+    return keys
 
 
 def remove_abandoned(path: str) -> None:

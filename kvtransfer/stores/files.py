@@ -24,7 +24,7 @@ from baton.core.kv_entries import EntryKey, KeepTime
 from kvtransfer.stores.file_format import HEADER_BYTES, TEMPORARY, EntryFileName, FileHeader
 from kvtransfer.stores.file_index import FileIndex, FileWrite
 from kvtransfer.stores.file_io import read_whole, write_whole
-from kvtransfer.stores.file_names import FolderNames, files_of_roots, remove_abandoned
+from kvtransfer.stores.file_names import FolderNames, files_of_roots, keys_of, remove_abandoned
 from kvtransfer.stores.keep_log import KeepLog, KeepRecord
 from kvtransfer.stores.leftovers import Leftovers, namespace_folder, open_locked
 from kvtransfer.stores.store import StoreCounters
@@ -82,7 +82,10 @@ class FileStore:
     def has(self, keys: Sequence[EntryKey]) -> int:
         # The index does not know what other processes add and remove.
         for number, key in enumerate(keys):
-            if not self._is_there(EntryFileName.of(key)):
+            name = EntryFileName.of(key)
+            if not self._is_there(name):
+                with self._lock:
+                    self._index.lose(name)
                 return number
         return len(keys)
 
@@ -135,6 +138,17 @@ class FileStore:
             self._count("failed")
             return None
         return dropped if self.counters().failed == failed else None
+
+    def knows(self, digest: bytes) -> bool:
+        return digest in self._index
+
+    def take_lost(self) -> Sequence[bytes]:
+        return self._index.take_lost()
+
+    def found(self, most: int) -> Sequence[EntryKey]:
+        with self._lock:
+            names = self._index.latest(most)
+        return keys_of(self._folder, names, self._namespace, self._entry_bytes)
 
     def counters(self) -> StoreCounters:
         with self._lock:
@@ -333,7 +347,8 @@ class FileStore:
             if self._folder_fd >= 0:
                 os.close(self._folder_fd)
                 self._folder_fd = -1
-            self._index = self._new_index()
+            before, self._index = self._index, self._new_index()
+            self._index.replace(before)
             with suppress(OSError):
                 self._folder_fd = open_locked(Path(self._folder))
 

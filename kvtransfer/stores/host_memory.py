@@ -162,6 +162,10 @@ class HostMemory:
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
 
+    def has_digest(self, digest: bytes) -> bool:
+        """Whether it has an entry with this digest, or is about to."""
+        return digest in self._places
+
     def drop(self, keys: Sequence[EntryKey]) -> None:
         """Forgets entries at once, also those that are in use or being written; these places are free after that."""
         for key in keys:

@@ -18,6 +18,7 @@ import numpy as np
 from baton.core.block_keys import DIGEST_BYTES
 from baton.core.errors import ConfigError
 from baton.core.kv_entries import EntryKey, KeepTime
+from kvtransfer.stores.known_digests import KnownDigests
 from kvtransfer.stores.mooncake_process import MooncakeProcess
 from kvtransfer.stores.store import Store, StoreCounters
 
@@ -112,17 +113,26 @@ class MooncakeStore:
         self._entry_bytes = entry_bytes
         self._counters = StoreCounters()
         self._counting = Lock()
+        self._known = KnownDigests()
 
     def has(self, keys: Sequence[EntryKey]) -> int:
+        there, is_answered = self._count_first(keys)
+        self._known.seen(keys[:there])
+        self._known.missed(keys[there:] if is_answered else ())
+        return there
+
+    def _count_first(self, keys: Sequence[EntryKey]) -> tuple[int, bool]:
+        """How many of the first keys it has, and whether all calls were answered. A node keeps a sequence from its
+        beginning, so what comes after a missing entry is of no use."""
         names = [self._name(key) for key in keys]
         for start in range(0, len(names), _KEYS_MAX):
             found = self._call("has", names[start : start + _KEYS_MAX])
             if found is None:
-                return start
+                return start, False
             there = next((at for at, code in enumerate(found) if code != 1), len(found))
             if there < _KEYS_MAX:
-                return start + there
-        return len(names)
+                return start + there, True
+        return len(names), True
 
     def first(self, keys: Sequence[EntryKey]) -> int:
         names = [self._name(key) for key in keys]
@@ -136,6 +146,7 @@ class MooncakeStore:
     def get(self, key: EntryKey, into: memoryview) -> bool:
         assert into.nbytes == self._entry_bytes
         found = self._get(key, into)
+        (self._known.seen if found else self._known.missed)((key,))
         self._count(hits=int(found), misses=int(not found))
         return found
 
@@ -147,12 +158,15 @@ class MooncakeStore:
                 if lane is None:
                     return False
                 if lane.call("has", [name]) == [1]:
+                    self._known.seen((key,))
                     return True
                 lane.memory[:HEADER_BYTES] = self._header(key)
                 _copy(entry, lane.memory[HEADER_BYTES:])
                 (code,) = lane.call("put", [name])
         except OSError:
             code = None
+        if code == _WRITTEN:
+            self._known.seen((key,))
         self._count(written=int(code == _WRITTEN), failed=int(code != _WRITTEN))
         return code == _WRITTEN
 
@@ -161,10 +175,12 @@ class MooncakeStore:
 
     def drop(self, keys: Sequence[EntryKey]) -> None:
         names = [self._name(key) for key in keys]
+        self._known.missed(keys)
         for start in range(0, len(names), _KEYS_MAX):
             self._call("remove", names[start : start + _KEYS_MAX])
 
     def drop_roots(self, roots: frozenset[bytes]) -> int | None:
+        self._known.drop_roots(roots)
         texts, dropped = sorted(root.hex() for root in roots), 0
         for start in range(0, len(texts), _ROOTS_MAX):
             any_root = "|".join(texts[start : start + _ROOTS_MAX])
@@ -173,6 +189,16 @@ class MooncakeStore:
                 return None
             dropped += removed[0]
         return dropped
+
+    def knows(self, digest: bytes) -> bool:
+        return digest in self._known
+
+    def take_lost(self) -> Sequence[bytes]:
+        return self._known.take_lost()
+
+    def found(self, most: int) -> Sequence[EntryKey]:  # noqa: ARG002
+        """None: to list the cluster's objects would take long, and most of them may be others'."""
+        return ()
 
     def counters(self) -> StoreCounters:
         return self._counters

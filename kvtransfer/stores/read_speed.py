@@ -10,9 +10,14 @@ _READS_MIN = 16
 
 
 class ReadSpeed:
-    """The time that a store takes for each entry while it has reads to do, however many run next to each other."""
+    """The time that a store takes for each entry while it has reads to do, however many run next to each other.
+
+    Attributes:
+        total, total_s: entries that were found so far, and the sum of their times.
+    """
 
     def __init__(self) -> None:
+        self.total, self.total_s = 0, 0.0
         self._reading = 0
         self._since_s = 0.0
         self._reads: deque[tuple[float, float]] = deque(maxlen=_READS_MAX)  # when each ended, and its seconds
@@ -28,6 +33,8 @@ class ReadSpeed:
         self._reading -= 1
         if is_found:
             self._reads.append((now_s, now_s - self._since_s))
+            self.total += 1
+            self.total_s += now_s - self._since_s
         self._since_s = now_s
 
     def entry_s(self, now_s: float) -> float | None:

@@ -20,6 +20,7 @@ class StoreCounters:
         written, evicted: entries.
         damaged: entries that were there and could not be used: truncated, foreign, of another format.
         failed: calls that an error of the disk or network ended.
+        reads, read_s: entries that were read into host memory, and the time of that; who reads counts them.
     """
 
     entries: int = 0
@@ -30,6 +31,8 @@ class StoreCounters:
     evicted: int = 0
     damaged: int = 0
     failed: int = 0
+    reads: int = 0
+    read_s: float = 0.0
 
 
 class Store(Protocol):
@@ -76,6 +79,19 @@ class Store(Protocol):
 
         Returns None if it may still have some.
         """
+        ...
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether it has an entry with this digest, as far as it remembers. Never waits."""
+        ...
+
+    def take_lost(self) -> Sequence[bytes]:
+        """Digests that it does not know any more, since the last call. Never waits."""
+        ...
+
+    def found(self, most: int) -> Sequence[EntryKey]:
+        """Keys of entries that were there when it was opened, those before each one too: up to so many, the latest
+        ones. Empty if it cannot know. It may read all of their headers."""
         ...
 
     def counters(self) -> StoreCounters:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 from baton.cli.processes import Process
 from baton.client.operators import OperatorClient
@@ -13,6 +14,7 @@ from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, machines, nothin
 from tests.integration.generation import Result, generate
 from tests.integration.proxy import free_address
 from tests.integration.reference import Reference
+from tests.integration.test_stores import HOST, SMALL, TOKENS, WHOLE_ENTRIES, answer, until_kept
 
 NODE: Flags = {"model": LLAMA, "block_size": 16, "prefix_cache": True}
 DECODE: Flags = {**NODE, "prefix_cache": False}  # it would prefill the short rest of a prompt itself
@@ -41,6 +43,29 @@ async def until_known(gateway: Process, *nodes: Process) -> None:
                     break
                 assert time.monotonic() < deadline, reports
                 await asyncio.sleep(0.005)
+
+
+async def until_cache_is_known(gateway: Process, node: Process, *, blocks: int = 0) -> None:
+    """Waits until the node keeps so many blocks, and until the gateway knows of them. The node may drain."""
+    deadline = time.monotonic() + DEADLINE_S
+    async with connect(node.address) as channel, OperatorClient(gateway.address) as client:
+        while True:
+            stream = node_pb2_grpc.NodeStub(channel).WatchCache(node_pb2.WatchCacheRequest())
+            newest = await stream.read()
+            stream.cancel()
+            assert isinstance(newest, node_pb2.WatchCacheResponse)
+            if len(newest.stored) >= blocks:
+                break
+            assert time.monotonic() < deadline, newest
+            await asyncio.sleep(0.005)
+        while True:
+            reports = {report.address: report for report in (await client.cluster_status()).nodes}
+            known = reports[node.address]
+            is_current = known.status.info.incarnation == newest.incarnation
+            if is_current and known.cache_sequence >= newest.sequence:
+                return
+            assert time.monotonic() < deadline, reports
+            await asyncio.sleep(0.005)
 
 
 class Conversation:
@@ -82,3 +107,26 @@ async def test_the_next_turn_goes_to_the_node_that_has_the_last_one(reference: R
         await until_known(gateway, again, decode)
         proof = (await first.turn()).proof
         assert (proof.prefill_node, proof.prefill_cached_tokens) == (at[second], 0)
+
+
+async def test_prompts_go_to_the_restarted_node_whose_files_have_them(reference: Reference, tmp_path: Path) -> None:
+    files: Flags = {**HOST, "file_cache_dir": tmp_path}
+    prompts = reference.prompts([TOKENS] * 3)
+    with machines() as start:
+        prefill, decode = start.nodes(("prefill", {"model": LLAMA, **SMALL, **files}), ("decode", DECODE))
+        gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
+        for prompt in prompts:
+            await answer(gateway, reference, prompt)
+        await until_kept(prefill, "file", 3 * WHOLE_ENTRIES // 64)
+        assert start.end(gateway) == start.end(prefill) == 0
+
+        other, back = start.nodes(
+            ("prefill", {"model": LLAMA, **SMALL}),
+            ("prefill", {"model": LLAMA, **files, "block_size": 32, "num_blocks": 60}),
+        )
+        gateway = start.gateway([other, back], [decode], model=LLAMA, local_policy="strict")
+        await until_cache_is_known(gateway, back, blocks=3 * WHOLE_ENTRIES // 32)
+        await until_known(gateway, other, back, decode)
+        for prompt in prompts:
+            result = await answer(gateway, reference, prompt)
+            assert result.proof.prefill_loaded_tokens == WHOLE_ENTRIES

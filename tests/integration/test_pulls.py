@@ -1,7 +1,6 @@
 """A node pulls KV from another node's host memory and files instead of computing it, and every token stays the same."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.operators import OperatorClient
 from baton.core import pull_costs
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
@@ -30,7 +28,7 @@ from tests.integration.cluster import (
 )
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference, References
-from tests.integration.test_prefix_routing import until_known
+from tests.integration.test_prefix_routing import until_cache_is_known, until_known
 from tests.integration.test_stores import store, until_kept
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -47,24 +45,6 @@ def always_pull() -> None:
     pull_costs.SHARE = 1e9
     pulls.PULL_S_MIN = pull_costs.PULL_S_MAX = DEADLINE_S
     pull_link._OPEN_S = pull_link._ARRIVE_S = DEADLINE_S
-
-
-async def until_cache_is_known(gateway: Process, node: Process) -> None:
-    """Waits until the gateway knows what the node keeps, though it drains."""
-    async with connect(node.address) as channel, OperatorClient(gateway.address) as client:
-        stream = node_pb2_grpc.NodeStub(channel).WatchCache(node_pb2.WatchCacheRequest())
-        newest = await stream.read()
-        stream.cancel()
-        assert isinstance(newest, node_pb2.WatchCacheResponse)
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
-            reports = {report.address: report for report in (await client.cluster_status()).nodes}
-            known = reports[node.address]
-            is_current = known.status.info.incarnation == newest.incarnation
-            if is_current and known.cache_sequence >= newest.sequence:
-                return
-            assert time.monotonic() < deadline, reports
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture

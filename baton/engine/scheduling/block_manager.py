@@ -206,6 +206,9 @@ class BlockManager:
     def is_outside(self, digest: bytes) -> bool:  # noqa: ARG002
         return False
 
+    def is_below(self, digest: bytes) -> bool:  # noqa: ARG002
+        return False
+
     # ----
 
     def _note(self, digest: bytes, key: BlockKey | None) -> None:

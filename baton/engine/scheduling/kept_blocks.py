@@ -5,12 +5,16 @@ Followers of the cache see them as cached: a request that arrives at this node f
 
 from collections.abc import Iterable
 
-from baton.core.block_keys import BlockKey, KeyChain
+from baton.core.block_keys import BlockKey, KeyChain, block_keys_of
 from baton.core.kv_entries import EntryKey
 from baton.engine.request import IntArray
 from baton.engine.scheduling.block_manager import CacheChanges
 
 _CHANGES_MIN = 1024
+# Entries that are in a store below host memory alone, and that followers see: a file store may have millions. The
+# latest ones.
+_BELOW_MAX = 1 << 14
+_TOKEN_BYTES = 4
 
 
 class KeptBlocks:
@@ -21,21 +25,41 @@ class KeptBlocks:
         self._block_size = block_size
         self._by_entry: dict[bytes, tuple[BlockKey, ...]] = {}
         self._roots: dict[bytes, bytes] = {}  # of the same entries
+        self._below: dict[bytes, None] = {}  # entries that host memory does not have, the oldest first
         self._keys: dict[bytes, BlockKey] = {}
+        self._entries: dict[bytes, bytes] = {}  # of the same blocks
         self._changes: CacheChanges | None = None
 
     def kept(self, entries: Iterable[EntryKey], keys: KeyChain, tokens: IntArray) -> None:
         """The stores have these entries of a sequence, or will have them soon; `keys` are those of its blocks."""
         for entry in entries:
             if entry.block.digest in self._by_entry:
+                self._move(entry.block.digest, is_below=False)
                 continue
             first, stop = entry.token_start // self._block_size, entry.token_stop // self._block_size
-            blocks = tuple(keys.key(index, tokens) for index in range(first, stop))
-            self._by_entry[entry.block.digest] = blocks
-            self._roots[entry.block.digest] = entry.root
-            for key in blocks:
-                self._keys[key.digest] = key
-                self._note(key.digest, key)
+            self._add(entry, tuple(keys.key(index, tokens) for index in range(first, stop)))
+
+    def below(self, digests: Iterable[bytes]) -> None:
+        """Host memory no longer has the entries with these digests, but a store below it does."""
+        for digest in digests:
+            self._move(digest, is_below=True)
+
+    def found(self, entries: Iterable[EntryKey]) -> None:
+        """A store below host memory has these entries, each after the one before it in its sequence. Those whose
+        beginning is not among them are of no use."""
+        ends: dict[bytes, tuple[bytes, bytes]] = {}  # by entry: the last block so far, and the tokens after it
+        for entry in entries:
+            before = (entry.root, b"") if not entry.number else ends.get(entry.block.parent)
+            if before is None:
+                continue
+            parent, rest = before
+            tokens = rest + entry.block.tokens
+            blocks = block_keys_of(parent, tokens, self._block_size * _TOKEN_BYTES)
+            rest = tokens[len(blocks) * self._block_size * _TOKEN_BYTES :]
+            ends[entry.block.digest] = (blocks[-1].digest if blocks else parent), rest
+            if entry.block.digest not in self._by_entry:
+                self._add(entry, tuple(blocks))
+                self._move(entry.block.digest, is_below=True)
 
     def has(self, entry: EntryKey) -> bool:
         """Whether the stores have this entry, or will have it soon."""
@@ -45,7 +69,9 @@ class KeptBlocks:
         """The stores no longer have the entries with these digests."""
         for digest in digests:
             self._roots.pop(digest, None)
+            self._below.pop(digest, None)
             for key in self._by_entry.pop(digest, ()):
+                self._entries.pop(key.digest, None)
                 if self._keys.pop(key.digest, None) is not None:
                     self._note(key.digest, None)
 
@@ -72,6 +98,30 @@ class KeptBlocks:
 
     def is_outside(self, digest: bytes) -> bool:  # noqa: ARG002
         return True
+
+    def is_below(self, digest: bytes) -> bool:
+        return self._entries.get(digest, b"") in self._below
+
+    def _add(self, entry: EntryKey, blocks: tuple[BlockKey, ...]) -> None:
+        self._by_entry[entry.block.digest] = blocks
+        self._roots[entry.block.digest] = entry.root
+        for key in blocks:
+            self._keys[key.digest] = key
+            self._entries[key.digest] = entry.block.digest
+            self._note(key.digest, key)
+
+    def _move(self, digest: bytes, *, is_below: bool) -> None:
+        """Records where an entry is, of those that are known."""
+        if digest not in self._by_entry or (digest in self._below) == is_below:
+            return
+        if is_below:
+            self._below[digest] = None
+        else:
+            del self._below[digest]
+        for key in self._by_entry[digest]:
+            self._note(key.digest, key)
+        if len(self._below) > _BELOW_MAX:
+            self.lost([next(iter(self._below))])
 
     def _note(self, digest: bytes, key: BlockKey | None) -> None:
         if self._changes is not None:

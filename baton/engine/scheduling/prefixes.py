@@ -20,6 +20,10 @@ class PrefixCache(Protocol):
         """Whether a cached block is only in the stores outside of the cache, so that it must be loaded first."""
         ...
 
+    def is_below(self, digest: bytes) -> bool:
+        """Whether such a block is in a store below host memory alone, which is slower to load."""
+        ...
+
 
 class KeyedCache(PrefixCache, Protocol):
     """One of several prefix caches."""
@@ -35,7 +39,7 @@ class PooledPrefixes:
     """
 
     def __init__(self, pools: Sequence[KeyedCache], outside: KeyedCache | None = None) -> None:
-        self._inside = pools
+        self._inside, self._outside = pools, outside
         self._pools = pools if outside is None else (*pools, outside)
 
     def cached_keys(self) -> list[BlockKey]:
@@ -55,6 +59,9 @@ class PooledPrefixes:
 
     def is_outside(self, digest: bytes) -> bool:
         return all(pool.cached_key(digest) is None for pool in self._inside)
+
+    def is_below(self, digest: bytes) -> bool:
+        return self._outside is not None and self.is_outside(digest) and self._outside.is_below(digest)
 
     def _cached(self, digest: bytes) -> BlockKey | None:
         """The key of that digest as long as any pool has it."""

@@ -39,12 +39,14 @@ class CachedTokens(dict[str, int]):
 
     Attributes:
         outside: of these, the last ones, which the node must load from host memory first.
+        below: of these in turn, those that it must read from files or a shared store before.
         most: of the nodes whose KV is of one kind, the one that has most, and its tokens.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.outside: dict[str, int] = {}
+        self.below: dict[str, int] = {}
         self.most: dict[tuple[object, ...], tuple[int, FleetNode]] = {}
 
 
@@ -118,6 +120,7 @@ class Fleet(NodeTable):
             if view.costs is None:
                 return True, view.tokens_waiting + view.tokens_since - known
             load_s = cached.outside.get(node.address, 0) * view.load_token_s
+            load_s += cached.below.get(node.address, 0) * view.read_token_s
             return False, max(node.queue_s(now_s), load_s) + view.prompt_s(known, wanted.num_tokens)
 
         if not self._decode_of:
@@ -206,6 +209,8 @@ class Fleet(NodeTable):
             for address, inside in self._index.blocks_inside(numbers, found).items():
                 cached[address] = found[address] * block_size
                 cached.outside[address] = (found[address] - inside) * block_size
+            for address, below in self._index.blocks_below(numbers, found).items():
+                cached.below[address] = below * block_size
         self._note_most(cached)
         return cached
 
@@ -341,7 +346,7 @@ class Fleet(NodeTable):
 def _at(view: NodeView, cached: CachedTokens, queue_s: float) -> NodeView:
     """The node's view for one request: with its cached tokens and its queue now."""
     if tokens := cached.get(view.address):
-        view = view.with_cached(tokens, cached.outside[view.address])
+        view = view.with_cached(tokens, cached.outside[view.address], cached.below.get(view.address, 0))
     return view.with_queue(queue_s)
 
 

@@ -6,7 +6,8 @@ A node may report nonsense: its numbers are checked here.
 import math
 
 from baton.core.costs import StepCosts
-from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, PullCosts
+from baton.core.kv_entries import ENTRY_TOKENS
+from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, ASSUMED_READ_BYTES_PER_S, PullCosts
 from baton.gateway.fleet.router import NodeView
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert_node import kept_bytes
@@ -83,6 +84,7 @@ def to_view(
         kv_bytes_per_token=per_token,
         state_bytes=per_request,
         load_token_s=_load_token_s(status, per_token),
+        read_token_s=_read_token_s(status, per_token),
         pull_costs=_pull_costs(status),
     )
 
@@ -98,3 +100,11 @@ def _load_token_s(status: node_status_pb2.NodeStatus, bytes_per_token: int) -> f
     tokens, seconds = status.kv_loaded_tokens_total, seconds_of(status.kv_load_s_total)
     is_measured = tokens >= _MEASURED_TOKENS and seconds > 0
     return seconds / tokens if is_measured else bytes_per_token / ASSUMED_LOAD_BYTES_PER_S
+
+
+def _read_token_s(status: node_status_pb2.NodeStatus, bytes_per_token: int) -> float:
+    """Time to read a token's KV from files or a shared store into host memory, as measured or assumed."""
+    tokens = sum(store.reads_total for store in status.stores) * ENTRY_TOKENS
+    seconds = sum(seconds_of(store.read_s_total) for store in status.stores)
+    is_measured = tokens >= _MEASURED_TOKENS and seconds > 0
+    return seconds / tokens if is_measured else bytes_per_token / ASSUMED_READ_BYTES_PER_S

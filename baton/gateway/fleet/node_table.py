@@ -203,7 +203,7 @@ class NodeTable:
             return False
         if batch.snapshot:
             self._index.forget(address)
-        self._index.store(address, batch.stored, batch.outside)
+        self._index.store(address, batch.stored, batch.outside, batch.below)
         self._index.remove(address, batch.removed)
         return True
 

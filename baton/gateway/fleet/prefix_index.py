@@ -1,8 +1,8 @@
 """Index of the nodes' prefix cache blocks, in bounded memory. Pure.
 
 Each block that some node has is one entry: its number, and a mask with one bit for each node. Beyond `max_blocks` the
-least recently used entries are dropped. Blocks that follow a dropped one in a prompt are then not found any more. A
-second mask has the nodes that must load the block from host memory first.
+least recently used entries are dropped. Blocks that follow a dropped one in a prompt are then not found any more.
+Further masks have the nodes that must load the block first, and those that must read it from files or a shared store.
 """
 
 from collections import OrderedDict, deque
@@ -12,6 +12,38 @@ from baton.core.block_keys import BlockNumbers
 
 _HASHED_AT_ONCE = 64
 _SWEPT_AT_ONCE = 512
+
+
+class _Marks:
+    """Masks of nodes for some of the blocks. Like those of all blocks, they may have dead bits."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._masks)
+
+    def of(self, block: int) -> int:
+        return self._masks.get(block, 0)
+
+    def has_any(self, blocks: Iterable[int]) -> bool:
+        """Whether some of the blocks have a mask; faster than a loop."""
+        return set(map(self._masks.get, blocks)) != {None}
+
+    def note(self, bit: int, blocks: Iterable[int], marked: Collection[int], alive: int) -> None:
+        """Records which of these blocks are marked for the node of this bit."""
+        if not self._masks and not marked:
+            return
+        for block in blocks:
+            known = self._masks.get(block, 0)
+            mask = known & alive & ~bit | (bit if block in marked else 0)
+            if mask:
+                self._masks[block] = mask
+            elif known:
+                del self._masks[block]
+
+    def forget(self, block: int) -> None:
+        self._masks.pop(block, None)
 
 
 class PrefixIndex:
@@ -24,7 +56,7 @@ class PrefixIndex:
     def __init__(self, max_blocks: int = 1 << 20) -> None:
         self._max_blocks = max_blocks
         self._masks: OrderedDict[int, int] = OrderedDict()  # least recently used first
-        self._outside: dict[int, int] = {}  # for some of the same blocks; like the others, masks may have dead bits
+        self._outside, self._below = _Marks(), _Marks()
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._free_bits: list[int] = []
@@ -36,31 +68,33 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._masks)
 
-    def store(self, node: str, blocks: Sequence[int], outside: Collection[int] = ()) -> None:
-        """Records that the node has these blocks, and those `outside` of its cache alone."""
+    def store(
+        self, node: str, blocks: Sequence[int], outside: Collection[int] = (), below: Collection[int] = ()
+    ) -> None:
+        """Records that the node has these blocks, those `outside` of its cache alone, and of those the ones `below` not
+        in host memory either."""
         bit, masks, alive = self._bit(node), self._masks, self._alive
         for block in blocks:
             masks[block] = masks.get(block, 0) & alive | bit
             masks.move_to_end(block)
-        if self._outside or outside:
-            self._note_outside(bit, blocks, frozenset(outside))
+        self._outside.note(bit, blocks, frozenset(outside), alive)
+        self._below.note(bit, blocks, frozenset(below), alive)
         while len(masks) > self._max_blocks:
-            self._outside.pop(masks.popitem(last=False)[0], None)
+            self._unmark(masks.popitem(last=False)[0])
         self._sweep()
 
     def remove(self, node: str, blocks: Iterable[int]) -> None:
         """Records that the node no longer has these blocks."""
         bit, masks = self._bit(node), self._masks
         blocks = list(blocks)
-        if self._outside:
-            self._note_outside(bit, blocks, frozenset())
+        self._clear(bit, blocks)
         for block in blocks:
             mask = masks.get(block, 0) & ~bit & self._alive
             if mask:
                 masks[block] = mask
             else:
                 masks.pop(block, None)
-                self._outside.pop(block, None)
+                self._unmark(block)
         self._sweep()
 
     def forget(self, node: str) -> None:
@@ -119,10 +153,10 @@ class PrefixIndex:
             return inside
         longest = max(cached.values())
         blocks = prompt.up_to(longest)[:longest]
-        if set(map(self._outside.get, blocks)) == {None}:  # the common case, faster than a loop
+        if not self._outside.has_any(blocks):  # the common case
             return inside
         for length, block in enumerate(blocks):
-            mask = self._outside.get(block, 0) & nodes
+            mask = self._outside.of(block) & nodes
             nodes &= ~mask
             while mask:
                 bit = mask & -mask
@@ -133,17 +167,37 @@ class PrefixIndex:
                 break
         return inside
 
+    def blocks_below(self, prompt: BlockNumbers, cached: Mapping[str, int]) -> dict[str, int]:
+        """Of the leading blocks that nodes have, how many each must read from files or a shared store; those that must
+        read none are left out."""
+        below: dict[str, int] = {}
+        if not self._below or not cached:
+            return below
+        longest = max(cached.values())
+        blocks = prompt.up_to(longest)[:longest]
+        if not self._below.has_any(blocks):
+            return below
+        bits = {self._bits[node]: node for node in cached if node in self._bits}
+        for index, block in enumerate(blocks):
+            mask = self._below.of(block) & self._alive
+            while mask:
+                bit = mask & -mask
+                node = bits.get(bit)
+                if node is not None and index < cached[node]:
+                    below[node] = below.get(node, 0) + 1
+                mask ^= bit
+        return below
+
     # ----
 
-    def _note_outside(self, bit: int, blocks: Iterable[int], outside: Collection[int]) -> None:
-        """Records which of these blocks the node of this bit must load."""
-        for block in blocks:
-            known = self._outside.get(block, 0)
-            mask = known & self._alive & ~bit | (bit if block in outside else 0)
-            if mask:
-                self._outside[block] = mask
-            elif known:
-                del self._outside[block]
+    def _unmark(self, block: int) -> None:
+        self._outside.forget(block)
+        self._below.forget(block)
+
+    def _clear(self, bit: int, blocks: Collection[int]) -> None:
+        """Clears dead bits of marks, and this one."""
+        self._outside.note(bit, blocks, (), self._alive)
+        self._below.note(bit, blocks, (), self._alive)
 
     def _touch(self, blocks: Iterable[int]) -> None:
         """Marks entries as recently used. Callers pass a prompt's last blocks first, so that they are dropped first."""
@@ -154,7 +208,7 @@ class PrefixIndex:
         for block in blocks:
             masks.move_to_end(block)
             masks[block] &= self._alive
-            self._note_outside(0, (block,), ())
+            self._clear(0, (block,))
 
     def _all_have(self, blocks: Iterable[int], nodes: int) -> bool:
         """Whether all nodes of the mask have all the blocks. Answers this common case faster than a loop."""
@@ -189,9 +243,9 @@ class PrefixIndex:
             block, mask = masks.popitem(last=False)
             if mask & self._alive:
                 masks[block] = mask & self._alive
-                self._note_outside(0, (block,), ())
+                self._clear(0, (block,))
             else:
-                self._outside.pop(block, None)
+                self._unmark(block)
         self._unswept -= _SWEPT_AT_ONCE
         if self._unswept <= 0:
             self._free_bits += self._dead_bits

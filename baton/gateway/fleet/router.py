@@ -86,7 +86,9 @@ class NodeView:
     adapters: frozenset[AdapterRef] = frozenset()
     cached_tokens: int = 0  # cached part of this request's prompt, as far as this gateway knows
     outside_tokens: int = 0  # the end of this part, which the node must load from host memory first
+    below_tokens: int = 0  # of these, those that are not in host memory either, but in files or a shared store
     load_token_s: float = 0.0  # predicted time to load the KV of a token
+    read_token_s: float = 0.0  # predicted time to read the KV of a token from files or a shared store before
     pull: PossiblePull | None = None  # for this request's prompt; None: the node would pull nothing
     pull_s: float = 0.0  # of the pull that `cached_tokens` and `outside_tokens` count on, see `computing`
     pull_costs: PullCosts | None = None  # None: not measured yet
@@ -123,7 +125,7 @@ class NodeView:
     @property
     def load_s(self) -> float:
         """Predicted time to load what is outside of the cache, and to pull what is on another node before."""
-        return self.outside_tokens * self.load_token_s + self.pull_s
+        return self.outside_tokens * self.load_token_s + self.below_tokens * self.read_token_s + self.pull_s
 
     @property
     def wait_s(self) -> float:
@@ -148,8 +150,9 @@ class NodeView:
     def has_room(self, num_tokens: int) -> bool:
         return self.room_tokens >= num_tokens
 
-    def with_cached(self, cached_tokens: int, outside_tokens: int = 0) -> "NodeView":
-        """A copy for one prompt, with the number of its tokens that the node has cached, and must load first.
+    def with_cached(self, cached_tokens: int, outside_tokens: int = 0, below_tokens: int = 0) -> "NodeView":
+        """A copy for one prompt, with the number of its tokens that the node has cached, must load first, and must read
+        from files or a shared store before.
 
         A copy is made for each node and request, so this copies the fields without `__init__`.
         """
@@ -157,6 +160,7 @@ class NodeView:
         view.__dict__.update(self.__dict__)
         view.__dict__["cached_tokens"] = cached_tokens
         view.__dict__["outside_tokens"] = outside_tokens
+        view.__dict__["below_tokens"] = below_tokens
         return view
 
     def with_pull(self, pull: PossiblePull) -> "NodeView":
@@ -173,7 +177,7 @@ class NodeView:
         pull = self.pull
         if pull is None or self.pull_s:
             return self
-        view = self.with_cached(pull.stop, self.outside_tokens + pull.stop - self.cached_tokens)
+        view = self.with_cached(pull.stop, self.outside_tokens + pull.stop - self.cached_tokens, self.below_tokens)
         view.__dict__["pull_s"] = pull.seconds
         return view
 

@@ -85,6 +85,15 @@ class HostStore:
         with self._lock:
             return self._memory.drop_roots(roots)
 
+    def knows(self, digest: bytes) -> bool:
+        return self._memory.has_digest(digest)
+
+    def take_lost(self) -> Sequence[bytes]:
+        return self._memory.take_evicted()
+
+    def found(self, most: int) -> Sequence[EntryKey]:
+        return ()
+
     def counters(self) -> StoreCounters:
         with self._lock:
             return self._memory.counters

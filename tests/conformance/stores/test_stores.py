@@ -138,6 +138,21 @@ def test_the_first_of_some_keys_that_are_in_no_sequence_is_found(store: Store) -
     assert store.first([]) == 0
 
 
+def test_a_store_remembers_what_it_has_until_that_is_dropped(store: Store) -> None:
+    keys = entry_keys(3)
+    digests = [key.block.digest for key in keys]
+    assert not any(map(store.knows, digests))
+    put(store, *keys)
+    assert all(map(store.knows, digests))
+    store.take_lost()
+    store.drop(keys[2:])
+    assert list(map(store.knows, digests)) == [True, True, False]
+    store.drop_roots(frozenset({keys[0].root}))
+    assert not any(map(store.knows, digests))
+    put(store, keys[0])
+    assert store.knows(digests[0])
+
+
 def test_a_root_is_dropped_with_all_of_its_entries(store: Store) -> None:
     # A store for a cluster still has what other tests have left of other salts.
     ours, theirs = entry_keys(4, salt="dropped"), entry_keys(3, salt="theirs")

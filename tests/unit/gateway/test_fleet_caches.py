@@ -245,6 +245,25 @@ def test_a_load_costs_what_the_node_has_measured() -> None:
         assert picked(fleet) == best
 
 
+@pytest.mark.parametrize(("read_token_s", "best"), [(1e-5, "p1"), (0.1, "p2")])
+def test_a_block_in_files_costs_its_read_too(read_token_s: float, best: str) -> None:
+    fleet = SmallFleet(2, 1)
+    for address in ("p1", "p2"):
+        measured(fleet, address, load_token_s=1e-5)
+        status = node_status_pb2.NodeStatus()
+        status.CopyFrom(fleet.prefills[address].status)
+        status.stores.add(name="file", reads_total=100, read_s_total=6400 * read_token_s)
+        fleet.status_received(PREFILL, address, status, 0.0)
+    assert changed(fleet, "p1", 1, snapshot=True, stored=BLOCKS, outside=BLOCKS, below=BLOCKS[2:])
+    assert picked(fleet) == best
+    (view,) = (view for view in fleet.prefill_views(wanted(), 0.0) if view.address == "p1")
+    assert view.below_tokens == view.outside_tokens - 2 * view.block_size
+    assert view.load_s == pytest.approx(view.outside_tokens * 1e-5 + view.below_tokens * read_token_s)
+    # Once they are in host memory, a load alone.
+    assert changed(fleet, "p1", 2, stored=BLOCKS, outside=BLOCKS)
+    assert picked(fleet) == "p1"
+
+
 def test_a_block_in_the_cache_costs_nothing() -> None:
     fleet = SmallFleet(2, 1)
     for address in ("p1", "p2"):

@@ -32,31 +32,37 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = PrefixIndex()
         self.blocks: dict[str, set[int]] = {}
         self.outside: dict[str, set[int]] = {}
+        self.below: dict[str, set[int]] = {}
 
     @rule(
         node=st.sampled_from(NODES),
         blocks=st.lists(st.integers(0, 12), max_size=6),
         some=st.sets(st.integers(0, 12)),
+        fewer=st.sets(st.integers(0, 12)),
     )
-    def store(self, node: str, blocks: list[int], some: set[int]) -> None:
+    def store(self, node: str, blocks: list[int], some: set[int], fewer: set[int]) -> None:
         outside = some.intersection(blocks)
-        self.index.store(node, blocks, outside)
+        below = outside & fewer
+        self.index.store(node, blocks, outside, below)
         self.blocks.setdefault(node, set()).update(blocks)
-        known = self.outside.setdefault(node, set())
-        known.difference_update(blocks)
-        known.update(outside)
+        for known, marked in ((self.outside, outside), (self.below, below)):
+            of_node = known.setdefault(node, set())
+            of_node.difference_update(blocks)
+            of_node.update(marked)
 
     @rule(node=st.sampled_from(NODES), blocks=st.lists(st.integers(0, 12), max_size=6))
     def remove(self, node: str, blocks: list[int]) -> None:
         self.index.remove(node, blocks)
         self.blocks.setdefault(node, set()).difference_update(blocks)
         self.outside.setdefault(node, set()).difference_update(blocks)
+        self.below.setdefault(node, set()).difference_update(blocks)
 
     @rule(node=st.sampled_from(NODES))
     def forget(self, node: str) -> None:
         self.index.forget(node)
         self.blocks.pop(node, None)
         self.outside.pop(node, None)
+        self.below.pop(node, None)
 
     @rule(prompt=st.lists(st.integers(0, 12), max_size=8), nodes=st.sets(st.sampled_from(NODES)))
     def look_up(self, prompt: list[int], nodes: set[str]) -> None:
@@ -71,6 +77,8 @@ class IndexMachine(RuleBasedStateMachine):
             for node, length in expected.items()
         }
         assert self.index.blocks_inside(Prompt(prompt), expected) == inside
+        below = {node: sum(block in self.below[node] for block in prompt[:length]) for node, length in expected.items()}
+        assert self.index.blocks_below(Prompt(prompt), expected) == {node: n for node, n in below.items() if n}
 
     @invariant()
     def there_is_no_entry_that_no_node_ever_had(self) -> None:
@@ -102,10 +110,12 @@ def test_what_is_loaded_later_has_no_entry_of_its_own() -> None:
     index = PrefixIndex(max_blocks=10)
     for first in range(0, 1000, 10):
         blocks = range(first, first + 10)
-        index.store("a", blocks, blocks)
-    assert len(index._outside) == 10
+        index.store("a", blocks, blocks, blocks)
+    assert len(index._outside._masks) == len(index._below._masks) == 10
+    index.store("a", range(990, 1000), range(990, 1000))
+    assert index.blocks_below(Prompt([990, 991]), {"a": 2}) == {}
     index.store("a", range(990, 1000))
-    assert index._outside == {}
+    assert index._outside._masks == index._below._masks == {}
     index.store("a", range(990, 1000), range(990, 1000))
     index.forget("a")
     index.store("b", range(990, 1000))

@@ -88,6 +88,8 @@ class MemoryStore:
     is_closed: bool = False
     read_s: float = 0.0
     clock: "Clock | None" = None
+    lists: bool = False
+    lost: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -130,6 +132,19 @@ class MemoryStore:
         for key in found:
             del self.kept[key]
         return len(found)
+
+    def knows(self, digest: bytes) -> bool:
+        return any(key.block.digest == digest for key in list(self.kept))
+
+    def take_lost(self) -> Sequence[bytes]:
+        lost, self.lost = self.lost, []
+        return lost
+
+    def found(self, most: int) -> Sequence[EntryKey]:
+        if not self.lists:
+            return ()
+        self._call("found")
+        return tuple(self.kept)[:most]
 
     def counters(self) -> StoreCounters:
         return StoreCounters(entries=len(self.kept))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import ConfigError, DeadlineExceeded, InternalError
-from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, KeepTime
+from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, KeepTime, StoreChanges
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
@@ -358,6 +358,61 @@ def test_entries_are_written_behind_and_read_back_from_the_first_store_that_has_
     world.check_nothing_is_left()
 
 
+def test_what_leaves_host_memory_is_below_it_while_a_store_has_it_and_gone_after_that() -> None:
+    store = MemoryStore()
+    world = World(places=2, stores=[store])
+    user = world.user(cache_of(SPEC, entries=8))
+    keys, blocks = keys_of(6), blocks_of(user.cache, 6, 1)
+    digests = [key.block.digest for key in keys]
+    user.save(keys[:2], blocks)
+    world.settle()
+    assert world.tiers.take_changes() is None
+    others = [keys_of(1, seed=seed) for seed in range(1, 3)]
+    user.save(others[0], blocks)
+    world.settle()
+    assert world.tiers.take_changes() == StoreChanges(below=(digests[1],))
+    del store.kept[keys[0]]
+    user.save(others[1], blocks)
+    world.settle()
+    assert world.tiers.take_changes() == StoreChanges(gone=(digests[0],))
+    # A store that loses what host memory does not have.
+    store.lost.append(digests[1])
+    del store.kept[keys[1]]
+    assert world.tiers.take_changes() == StoreChanges(gone=(digests[1],))
+    store.lost.append(others[1][0].block.digest)
+    assert world.tiers.take_changes() is None, "host memory has it still"
+    world.check_nothing_is_left()
+
+
+def test_what_a_store_has_at_the_start_is_told_once_but_for_what_was_dropped_meanwhile() -> None:
+    store = MemoryStore(lists=True)
+    mine, dropped = keys_of(3), keys_of(2, salt="dropped")
+    store.kept |= dict.fromkeys((*mine, *dropped), b"")
+    store.gate.clear()
+    world = World(places=4, stores=[store])
+    user = world.user(cache_of(SPEC, entries=4))
+    assert world.tiers.take_changes() is None
+    future: Future[DroppedEntries] = Future()
+    user.offloader.drop_roots(frozenset({dropped[0].root}), future)
+    store.gate.set()
+    world.result(future)
+    changes = None
+    while changes is None:
+        changes = world.tiers.take_changes()
+    assert changes == StoreChanges(found=mine)
+    assert world.tiers.take_changes() is None
+    world.check_nothing_is_left()
+
+
+def test_a_listing_that_takes_long_makes_no_store_seem_stuck() -> None:
+    store = MemoryStore(lists=True)
+    world = World(places=4, stores=[store])
+    world.user(cache_of(SPEC, entries=4))
+    world.clock.now_s += 3600.0
+    assert not world.tiers._stores[0].is_stuck
+    world.check_nothing_is_left()
+
+
 def test_a_sequence_longer_than_host_memory_is_loaded_from_a_store() -> None:
     store = MemoryStore()
     keys = keys_of(8)
@@ -374,10 +429,13 @@ def test_a_sequence_longer_than_host_memory_is_loaded_from_a_store() -> None:
     for user, target in zip(users, targets, strict=True):
         assert equal(kv_of(user.cache, target, 8), kv_of(source.cache, blocks, 8))
     assert world.find(keys[:2]) == 2
-    # Those that only passed through are reported as gone, so that nobody counts on them.
+    # Those that only passed through are reported, so that nobody counts on host memory for them.
     host = world.tiers.counters().entries
-    assert len(set(world.tiers.take_evicted())) >= len(keys) - host > 0
-    assert world.tiers.take_evicted() == ()
+    changes = world.tiers.take_changes()
+    assert changes is not None
+    assert len(set(changes.below)) >= len(keys) - host > 0
+    assert changes.gone == ()
+    assert world.tiers.take_changes() is None
     world.check_nothing_is_left()
 
 

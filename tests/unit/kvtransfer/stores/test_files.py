@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,6 +214,58 @@ def test_after_a_restart_the_oldest_files_leave_first(tmp_path: Path) -> None:
     with opened(tmp_path, entries=5) as store:
         put(store, keys[5])
         assert [store.has([key]) for key in keys] == [1, 1, 0, 1, 1, 1]
+
+
+def test_after_a_restart_the_keys_are_known_of_the_latest_files_and_of_all_before_each(tmp_path: Path) -> None:
+    old, new = entry_keys(4), entry_keys(3, first_token=500)
+    with opened(tmp_path) as store:
+        put(store, *old)
+        put(store, *new)
+        assert store.found(100) == sorted((*old, *new), key=lambda key: (key.number, (*new, *old).index(key)))
+    for key in old:
+        os.utime(path_of(tmp_path, key), (0, time.time() - A_DAY_S))
+    with opened(tmp_path) as store:
+        assert store.found(6) == list(new)
+        assert {*store.found(7)} == {*old, *new}
+        assert all(store.knows(key.block.digest) for key in (*old, *new))
+    with opened(tmp_path, namespace=OTHER) as store:
+        assert store.found(100) == []
+
+
+def test_a_file_that_is_not_what_its_name_says_has_no_key(tmp_path: Path) -> None:
+    keys, (foreign,) = entry_keys(4), entry_keys(1, first_token=500)
+    with opened(tmp_path) as store:
+        put(store, *keys, foreign)
+    path_of(tmp_path, foreign).rename(path_of(tmp_path, keys[0]))
+    with path_of(tmp_path, keys[1]).open("r+b") as file:
+        file.seek(60)
+        file.write(b"damaged!")
+    path_of(tmp_path, keys[2]).write_bytes(b"")
+    with opened(tmp_path) as store:
+        assert store.found(100) == [keys[3]]
+
+
+def test_what_leaves_is_told_once(tmp_path: Path) -> None:
+    keys = [entry_keys(1, first_token=number)[0] for number in range(8)]
+    digests = [key.block.digest for key in keys]
+    with opened(tmp_path, entries=5) as store:
+        put(store, *keys[:6])
+        assert (store.take_lost(), store.take_lost()) == ([digests[0]], [])
+        store.drop([keys[1]])
+        path_of(tmp_path, keys[2]).write_bytes(b"damaged")
+        assert got(store, keys[2]) is None
+        path_of(tmp_path, keys[3]).unlink()
+        assert got(store, keys[3]) is None
+        path_of(tmp_path, keys[5]).unlink()
+        assert store.has(keys[5:]) == 0
+        store.drop_roots(frozenset({keys[4].root}))
+        assert set(store.take_lost()) == set(digests[1:6])
+        assert not any(map(store.knows, digests))
+        put(store, keys[6])
+        assert store.knows(digests[6])
+        shutil.rmtree(path_of(tmp_path, keys[6]).parent)
+        put(store, keys[7])
+        assert store.take_lost() == [digests[6]]
 
 
 def test_a_store_that_is_made_smaller_shrinks_with_its_writes(tmp_path: Path) -> None:

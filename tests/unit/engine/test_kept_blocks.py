@@ -1,0 +1,91 @@
+"""What followers of a cache see of the stores outside of it: blocks in host memory, and blocks below it."""
+
+from array import array
+
+import pytest
+
+from baton.core.block_keys import KeyChain
+from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
+from baton.engine.scheduling import kept_blocks
+from baton.engine.scheduling.entry_plans import entries_of
+from baton.engine.scheduling.kept_blocks import KeptBlocks
+from baton.engine.scheduling.prefixes import PooledPrefixes
+
+TOKENS = array("i", range(100, 100 + 6 * ENTRY_TOKENS))
+
+
+def entries(salt: str = "") -> tuple[EntryKey, ...]:
+    chain = KeyChain(identity="m", cache_salt=salt, block_size=ENTRY_TOKENS)
+    return entries_of(chain, TOKENS, 0, len(TOKENS) // ENTRY_TOKENS)
+
+
+def block_chain(block_size: int, salt: str = "") -> KeyChain:
+    return KeyChain(identity="m", cache_salt=salt, block_size=block_size)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 80, 128, 512])
+def test_entries_that_a_store_had_at_its_start_are_the_blocks_that_were_saved(block_size: int) -> None:
+    saved, found = KeptBlocks(block_size), KeptBlocks(block_size)
+    for salt in ("", "a tenant"):
+        saved.kept(entries(salt), block_chain(block_size, salt), TOKENS)
+    found.found(sorted((*entries(), *entries("a tenant")), key=lambda key: key.number))
+    assert set(found.cached_keys()) == set(saved.cached_keys())
+    assert found._by_entry == saved._by_entry
+    assert all(found.is_below(key.digest) for key in found.cached_keys())
+    assert not any(saved.is_below(key.digest) for key in saved.cached_keys())
+
+
+def test_entries_without_the_beginning_of_their_sequence_are_not_seen() -> None:
+    found = KeptBlocks(16)
+    keys = entries()
+    found.found((*keys[1:3], keys[0], keys[4]))
+    assert [found.has(key) for key in keys] == [True, False, False, False, False, False]
+
+
+def test_what_is_known_already_stays_where_it_is() -> None:
+    kept = KeptBlocks(16)
+    kept.kept(entries()[:2], block_chain(16), TOKENS)
+    kept.found(entries()[:3])
+    below = [kept.is_below(kept._by_entry[key.block.digest][0].digest) for key in entries()[:3]]
+    assert below == [False, False, True]
+
+
+def test_followers_see_again_what_moves_and_what_is_lost() -> None:
+    kept = KeptBlocks(16)
+    cache = PooledPrefixes((), kept)
+    cache.follow()
+    keys = entries()[:2]
+    kept.kept(keys, block_chain(16), TOKENS)
+    (first, second), seen = (key.block.digest for key in keys), cache.take_changes()
+    assert seen is not None
+    assert len(seen) == 8
+    kept.below([second, b"of nobody"])
+    moved = cache.take_changes()
+    assert moved is not None
+    assert set(moved) == {key.digest for key in kept._by_entry[second]}
+    assert all(map(cache.is_outside, moved))
+    assert all(map(cache.is_below, moved))
+    kept.below([second])
+    assert cache.take_changes() == {}
+    kept.kept(keys, block_chain(16), TOKENS)  # loaded into host memory again
+    again = cache.take_changes()
+    assert again is not None
+    assert set(again) == set(moved)
+    assert not any(map(cache.is_below, moved))
+    kept.below([second])
+    kept.lost([first, second])
+    gone = cache.take_changes()
+    assert gone is not None
+    assert set(gone.values()) == {None}
+    assert not kept._below
+    assert not kept._entries
+    assert not kept._keys
+
+
+def test_only_so_many_blocks_below_host_memory_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_blocks, "_BELOW_MAX", 3)
+    kept = KeptBlocks(16)
+    kept.found(entries())
+    assert [kept.has(key) for key in entries()] == [False, False, False, True, True, True]
+    kept.kept(entries()[:3], block_chain(16), TOKENS)
+    assert all(kept.has(key) for key in entries())

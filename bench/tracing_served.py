@@ -12,6 +12,7 @@ vLLM paper has it.
 import asyncio
 import math
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -88,9 +89,10 @@ def run(
     try:
         addresses: scripted_pair.Addresses = ours.recv()
         with Processes(progress) as processes:
-            gateways = {
-                name: processes.start("gateway", _flags(addresses, sampled)) for name, sampled in _SAMPLED.items()
-            }
+            gateways = {}
+            for name, sampled in _SAMPLED.items():
+                os.environ.update(_variables(addresses, sampled))
+                gateways[name] = processes.start("gateway", _flags(addresses))
             processes.wait_ready(list(gateways.values()))
             return rows_of(uvloop.run(_measure(gateways, short_rounds, usual_rounds, progress)))
     finally:
@@ -123,12 +125,15 @@ def rows_of(measured: Measured) -> list[Row]:
     return rows
 
 
-def _flags(addresses: scripted_pair.Addresses, sampled: float | None) -> list[str]:
+def _variables(addresses: scripted_pair.Addresses, sampled: float | None) -> dict[str, str]:
+    """Which requests a gateway that starts next exports; None: it exports nothing."""
+    endpoint = "" if sampled is None else f"http://{addresses.collector}"
+    return {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_TRACES_SAMPLER_ARG": str(sampled or 0.0)}
+
+
+def _flags(addresses: scripted_pair.Addresses) -> list[str]:
     flags = ["--model", str(MODEL), "--prefill", addresses.prefill, "--decode", addresses.decode]
-    flags += ["--local-policy", "strict"]
-    if sampled is None:
-        return [*flags, "--otlp-endpoint", "off"]
-    return [*flags, "--otlp-endpoint", f"http://{addresses.collector}", "--trace-sample", str(sampled)]
+    return [*flags, "--local-policy", "strict"]
 
 
 async def _measure(

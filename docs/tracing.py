@@ -2,22 +2,23 @@
 
 from pathlib import Path
 
-from baton.settings.gateway_config import GatewaySettings
 from baton.tracing.declared import EVENTS, MEANINGS, SPANS, SpanType
+from baton.tracing.environment import DEFAULT_RATIO
 
 PAGE = Path(__file__).resolve().parent / "tracing.md"
 
-_RATIO = GatewaySettings.model_fields["trace_sample"].default
-
 _READ = {
-    "OTEL_EXPORTER_OTLP_ENDPOINT": "the collector, unless `--otlp-endpoint` is set",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "the collector: `http://host:4317` or `https://host:4317`",
     "OTEL_EXPORTER_OTLP_HEADERS": "sent with each call, such as a key",
     "OTEL_EXPORTER_OTLP_CERTIFICATE": "file with the CA of the collector",
-    "OTEL_EXPORTER_OTLP_PROTOCOL": "`grpc`; any other is an error at the start, unless `--otlp-endpoint` is set",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "`grpc`; any other is an error at the start",
     "OTEL_SERVICE_NAME": "name of the gateway in its resource",
     "OTEL_RESOURCE_ATTRIBUTES": "attributes of the gateway's resource; nodes' spans have them too",
-    "OTEL_SDK_DISABLED": "`true`: no traces, unless `--otlp-endpoint` is set",
-    "OTEL_TRACES_EXPORTER": "`none`: no traces, unless `--otlp-endpoint` is set",
+    "OTEL_SDK_DISABLED": "`true`: no traces",
+    "OTEL_TRACES_EXPORTER": "`none`: no traces",
+    "OTEL_TRACES_SAMPLER_ARG": "share of the requests without a caller's trace that are exported, from 0 to 1",
+    "OTEL_TRACES_SAMPLER": "`parentbased_traceidratio`, the default, exports that share of them, "
+    "`parentbased_always_on` all, `parentbased_always_off` none",
 }
 _VARIABLES = "\n".join(
     ["| variable | meaning |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in _READ.items())]
@@ -28,12 +29,12 @@ _INTRODUCTION = f"""# Traces
 A gateway exports one OpenTelemetry trace per request, by OTLP over gRPC, to any collector:
 
 ```sh title="needs several machines"
-baton gateway --prefill prefill:7001 --decode decode:7002 --otlp-endpoint http://collector:4317
+OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317 baton gateway --prefill prefill:7001 --decode decode:7002
 ```
 
-`OTEL_EXPORTER_OTLP_ENDPOINT` has the same effect. Nodes need no setting and reach no collector. They send the times of
-their work to the gateway with other messages, and the gateway makes the spans of all stages. So a trace is complete
-even if a node died, and one process decides whether it is exported.
+Nodes need no variable and reach no collector. They send the times of their work to the gateway with other messages, and
+the gateway makes the spans of all stages. So a trace is complete even if a node died, and one process decides whether
+it is exported.
 
 Each span has the resource of the process that did the work: `service.name` is `baton-gateway`, `baton-prefill` or
 `baton-decode`, `service.instance.id` the name of the node. Log lines of requests have the `trace_id`.
@@ -41,20 +42,19 @@ Each span has the resource of the process that did the work: `service.name` is `
 ## Which requests
 
 A request with a valid `traceparent` (HTTP header or gRPC metadata) is part of its caller's trace, and is exported if
-the caller's trace is sampled; `tracestate` is passed on. Of all other requests, the share `--trace-sample` is exported,
-{_RATIO:g} by default. A request is also exported, after it has ended, if it
+the caller's trace is sampled; `tracestate` is passed on. Of all other requests, the share `OTEL_TRACES_SAMPLER_ARG` is
+exported, {DEFAULT_RATIO:g} by default. A request is also exported, after it has ended, if it
 
 - failed, or was not served within its deadline (a mistake of the client and a refusal are no failures),
-- took longer than `--trace-slow-s`, if that is set,
+- missed its TTFT or TPOT, its own or that of `--ttft-ms` and `--tpot-ms`,
 - was retried, on another node or the same one.
 
 `baton.trace.kept_for` gives the reason. A retry is an event of the request. The next attempt links to the lost one, and
 the next prefill links to the lost prefill.
 
-## Settings
+## Variables
 
-[Configuration](configuration.md) has `--otlp-endpoint`, `--trace-sample` and `--trace-slow-s`. The gateway reads these
-variables of OpenTelemetry:
+The gateway reads these variables of OpenTelemetry:
 
 {_VARIABLES}
 

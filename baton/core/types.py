@@ -112,6 +112,18 @@ class Slo:
         ttft_s = defaults.ttft_s if self.ttft_s is None else self.ttft_s
         return Slo(ttft_s, defaults.tpot_s if self.tpot_s is None else self.tpot_s)
 
+    def missed(self, ttft_s: float, decode_s: float, tokens: int) -> bool:
+        """Whether an output that has ended came later than these bounds.
+
+        Args:
+            ttft_s: time to its first token; to its end if it has no token.
+            decode_s: time from its first token to its end.
+            tokens: number of its tokens.
+        """
+        if self.ttft_s is not None and ttft_s > self.ttft_s:
+            return True
+        return self.tpot_s is not None and tokens > 1 and decode_s / (tokens - 1) > self.tpot_s
+
 
 NO_SLO = Slo()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from baton.core.errors import BatonError, ConfigError, InvalidRequest, Overloaded, UnknownModel
 from baton.core.types import AdapterRef
 from baton.engine.engine import Engine
-from baton.models.adapters.adapter import WEIGHTS_FILE, read_adapter
+from baton.models.adapters.adapter import WEIGHTS_FILE, has_experts, read_adapter
 from baton.models.adapters.bank import AdapterBank
 from baton.models.adapters.config import CONFIG_FILE
 from baton.settings.node_config import NodeSettings, is_adapter_name
@@ -87,7 +87,7 @@ class Adapters:
         """Loads the adapters that the settings name and those in the directory.
 
         Raises:
-            ConfigError: an adapter of the settings cannot be loaded.
+            ConfigError: an adapter of the settings cannot be loaded, or the directory does not exist.
         """
         for name, directory in self._settings.adapters.items():
             try:
@@ -100,13 +100,16 @@ class Adapters:
                     allowed=error.allowed,
                     cure=error.cure,
                 ) from error
-        if self._settings.adapter_directory is not None:
-            self._there = await asyncio.to_thread(_stamps, self._settings.adapter_directory)
-            await self.look(self._settings.adapter_directory)
+        if (watched := self._settings.watched_adapters) is not None:
+            if not watched.is_dir():
+                what, allowed = f"adapter names {watched}, which is no directory", ("name=directory", "a directory")
+                raise ConfigError(what, field="adapter", value=str(watched), allowed=allowed, cure="create it")
+            self._there = await asyncio.to_thread(_stamps, watched)
+            await self.look(watched)
 
     async def watch(self) -> None:
         """Follows the directory until cancelled; returns at once if there is no directory."""
-        directory = self._settings.adapter_directory
+        directory = self._settings.watched_adapters
         while directory is not None:
             await asyncio.sleep(WATCH_S)
             await self.look(directory)
@@ -140,6 +143,13 @@ class Adapters:
         except BatonError as error:
             log.warning("adapter %s is not loaded: %s", name, error)
         self._waiting.discard(name)
+
+
+def need_room_for_experts(settings: NodeSettings) -> bool:
+    """Whether one of the adapters that the node finds when it starts changes routed experts."""
+    watched = settings.watched_adapters
+    there = [] if watched is None else [watched / name for name in _stamps(watched)]
+    return any(has_experts(directory) for directory in (*settings.adapters.values(), *there))
 
 
 def _stamps(directory: Path) -> Mapping[str, _Stamp]:

@@ -27,7 +27,7 @@ from baton.models.families.reader import read_config
 from baton.models.layers.parallel import SINGLE
 from baton.models.loading.gguf.view import model_directory
 from baton.models.loading.local_config import local_config
-from baton.node.adapters import Adapters
+from baton.node.adapters import Adapters, need_room_for_experts
 from baton.node.assembly import STUCK_AFTER_S, Node
 from baton.node.fault import Fault
 from baton.node.from_settings import load
@@ -111,7 +111,8 @@ def _run_process(
             loading.enter_context(starting.serving(runner))
         supervisor.report("looking for the model", address=server.address)
         directory = model_directory(settings.model, weights=settings.load_format != "dummy")
-        settings = settings.model_copy(update={"model": directory})
+        experts = settings.adapter_experts or need_room_for_experts(settings)
+        settings = settings.model_copy(update={"model": directory, "adapter_experts": experts})
         if settings.tensor_parallel_size > 1:  # an impossible split is an error before ranks take seconds and memory
             config = read_config(directory)
             local_config(config, plan_experts(as_rank(0, settings), config, settings))

@@ -111,25 +111,6 @@ class GatewaySettings(CommonSettings):
         False,
         description="refuse a request at once if its first token cannot arrive in time, instead of serving it late",
     )
-    otlp_endpoint: str | None = Field(
-        None,
-        description="where traces go, by OTLP over gRPC: http://host:4317 or https://host:4317; off: nowhere; default: "
-        "OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere",
-    )
-    trace_sample: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="share of requests whose trace is exported, among those whose client does not decide it by a "
-        "traceparent",
-    )
-    trace_slow_s: float | None = Field(
-        None,
-        ge=DURATION_S_MIN,
-        le=SECONDS_MAX,
-        description="traces of requests that take longer are always exported, like those of requests that failed "
-        "or were retried; default: no bound",
-    )
     response_store_mib: float = Field(
         64.0,
         ge=0,

@@ -1,4 +1,5 @@
-"""Internal values, which no flag and no variable sets because they are measured, constant, or unsafe to change.
+"""Internal values, which no flag and no variable of ours sets: they are measured, derived, constant, or unsafe to
+change, or come from variables of other tools.
 
 They are fields of the settings classes, so that a class holds all values of its process. Tests and benchmarks pass
 other values to the class, or change a process's defaults before it starts.
@@ -13,9 +14,14 @@ from pydantic.fields import FieldInfo
 _MARK = "internal"
 
 
-def internal(default: object, meaning: str) -> Any:
-    """Declares a field that is no setting."""
-    return Field(default, description=meaning, json_schema_extra={_MARK: True})
+def internal(default: object, meaning: str, *, ge: int | None = None, le: int | None = None) -> Any:
+    """Declares a field that is no setting.
+
+    Args:
+        ge: least value, for fields that variables of other tools set.
+        le: greatest value.
+    """
+    return Field(default, description=meaning, ge=ge, le=le, json_schema_extra={_MARK: True})
 
 
 def is_internal(info: FieldInfo) -> bool:

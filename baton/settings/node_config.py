@@ -92,26 +92,6 @@ class NodeSettings(CommonSettings):
         description="ranks that share the model; each is a process with part of the weights and KV; on GPUs, each rank "
         "has its own GPU, counted from --device",
     )
-    num_hosts: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="hosts that share the node's ranks in equal numbers; on each of them the same command runs, with a "
-        "host_rank of its own (elsewhere called nnodes and node_rank). Needs tls_cert. Default: LWS_GROUP_SIZE or "
-        "NNODES, else 1",
-    )
-    host_rank: int = Field(
-        0,
-        ge=0,
-        le=63,
-        description="number of this host among num_hosts. Host 0 leads and serves; the others only compute. Default: "
-        "LWS_WORKER_INDEX or NODE_RANK, else 0",
-    )
-    leader_address: str | None = Field(
-        None,
-        description="host:port where host 0 waits for the ranks of the other hosts; default: LWS_LEADER_ADDRESS with "
-        f"port {LEADER_PORT}, or MASTER_ADDR:MASTER_PORT",
-    )
     expert_parallel: bool = Field(
         False,
         description="give each rank whole experts of a mixture instead of some channels of all; the rest of the model "
@@ -200,28 +180,20 @@ class NodeSettings(CommonSettings):
     )
     adapter: str = Field(
         "",
-        description="LoRA adapters to load at start, comma-separated: name=directory, as PEFT saves it; the flag may "
-        "be given several times. Clients name an adapter as their model",
-    )
-    adapter_directory: Path | None = Field(
-        None,
-        description="directory that is watched: each directory in it with an adapter_config.json is loaded as an "
-        "adapter of its name, and unloaded when it is removed",
+        description="LoRA adapters, comma-separated; the flag may be given several times. name=directory: loaded at "
+        "start, as PEFT saves it. One directory without a name is watched: each directory in it with an "
+        "adapter_config.json is loaded as an adapter of its name, and unloaded when it is removed. Clients name an "
+        "adapter as their model",
     )
     max_adapters: int | None = Field(
         None,
         ge=0,
         le=_ADAPTERS_MAX,
-        description="adapters that the node can hold at once; their memory is allocated at start; with adapter "
-        "or adapter_directory the default is 8, or the number of adapters if that is more; else 0",
+        description="adapters that the node can hold at once; their memory is allocated at start; with adapter the "
+        "default is 8, or the number of adapters if that is more; else 0",
     )
     max_adapter_rank: int = Field(
         16, ge=1, le=256, description="largest rank of an adapter; every adapter takes the memory of this rank"
-    )
-    adapter_experts: bool = Field(
-        False,
-        description="let adapters change routed experts too; every adapter then takes memory for a matrix pair in each "
-        "layer of each expert, which is most of its memory",
     )
     transport: str = Field(
         "ucx",
@@ -242,10 +214,16 @@ class NodeSettings(CommonSettings):
         "a slower link is refused; 0: any link",
     )
 
+    num_hosts: int = internal(1, "hosts that share the node's ranks in equal numbers", ge=1, le=64)
+    host_rank: int = internal(0, "number of this host; host 0 leads and serves, the others only compute", ge=0, le=63)
+    leader_address: str | None = internal(None, "host:port where host 0 waits for the ranks of the other hosts")
     num_blocks: int | None = internal(None, "blocks in the cache; None: as many as its memory holds")
     state_slots: int = internal(
         0,
         "recurrent states in the cache; 0: three for each request of a step, in at most half of the cache's memory",
+    )
+    adapter_experts: bool = internal(
+        False, "adapters have room for routed experts, as those need that the node finds when it starts"
     )
     max_waiting: int = internal(_WAITING, "most requests that wait for room; further ones are refused")
     keepalive_s: float = internal(KEEPALIVE_S, "a peer that answers no ping for that long counts as lost")
@@ -265,25 +243,33 @@ class NodeSettings(CommonSettings):
     @field_validator("adapter")
     @classmethod
     def _are_adapters(cls, given: str) -> str:
+        watched = [each for each in listed(given) if "=" not in each]
+        if len(watched) > 1:
+            raise ValueError(f"{watched[1]!r} is a second directory without a name; only one is watched")
         for each in listed(given):
             name, found, directory = each.partition("=")
-            if not (found and directory and is_adapter_name(name)):
+            if found and not (directory and is_adapter_name(name)):
                 name_of = f"a name has up to {_ADAPTER_NAME_MAX} printable characters"
-                raise ValueError(f"{each!r} is not name=directory; {name_of}")
+                raise ValueError(f"{each!r} is neither name=directory nor a directory; {name_of}")
         return given
 
     @property
     def adapters(self) -> dict[str, Path]:
         """Directories of the adapters to load at start, by name."""
-        return {name: Path(path) for name, _, path in (each.partition("=") for each in listed(self.adapter))}
+        named = (each.partition("=") for each in listed(self.adapter) if "=" in each)
+        return {name: Path(path) for name, _, path in named}
+
+    @property
+    def watched_adapters(self) -> Path | None:
+        """The directory whose adapters are loaded and unloaded as they come and go."""
+        return next((Path(each) for each in listed(self.adapter) if "=" not in each), None)
 
     @property
     def adapter_slots(self) -> int:
         """Adapters that the node can hold."""
         if self.max_adapters is not None:
             return self.max_adapters
-        wanted = bool(self.adapter) or self.adapter_directory is not None
-        return max(_ADAPTERS, len(self.adapters)) if wanted else 0
+        return max(_ADAPTERS, len(self.adapters)) if self.adapter else 0
 
     @property
     def ranks_per_host(self) -> int:

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from baton.core.errors import ConfigError, shortened
 from baton.core.log_lines import escaped
 from baton.core.logs import write_in_background, write_line
-from baton.core.setting_names import CLIENT_VARIABLES, flag, variable
+from baton.core.setting_names import CLIENT_VARIABLES, STANDARD_VARIABLES, flag, shown, variable
 from baton.core.supervisor import Supervisor
 from baton.settings.config import ProcessSettings
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
@@ -62,11 +62,10 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
          "response_store_mib", "balance_roles", "sheddable", "fallbacks", "pool_metrics_port"),
     ),
     (
-        "several ranks and hosts",
-        ("tensor_parallel_size", "expert_parallel", "attention_data_parallel", "redundant_experts", "expert_load",
-         "num_hosts", "host_rank", "leader_address"),
+        "several ranks",
+        ("tensor_parallel_size", "expert_parallel", "attention_data_parallel", "redundant_experts", "expert_load"),
     ),
-    ("adapters", ("adapter", "adapter_directory", "max_adapters", "max_adapter_rank", "adapter_experts")),
+    ("adapters", ("adapter", "max_adapters", "max_adapter_rank")),
     ("transfer", ("transport", "kv_convert_from", "link_floor_gb_per_s", "receive_limit_gb_per_s", "segment_mib")),
     (
         "clients and their rights",
@@ -76,7 +75,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("TLS inside the cluster", ("tls_cert", "tls_key", "tls_ca", "insecure")),
     (
         "logs, traces, end",
-        ("log_level", "log_format", "access_log", "otlp_endpoint", "trace_sample", "trace_slow_s", "drain_grace_s",
+        ("log_level", "log_format", "access_log", "drain_grace_s",
          "ready_file"),
     ),
 )  # fmt: skip
@@ -90,7 +89,18 @@ def in_groups(cls: type[BaseModel]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 # Settings of older releases, so that an error names what to use instead of them.
-RENAMED = MappingProxyType({"queue_s": "max_queue_s", "num_blocks": "kv_cache_mib"})
+RENAMED = MappingProxyType({"adapter_directory": "adapter", "num_blocks": "kv_cache_mib", "queue_s": "max_queue_s"})
+REPLACED = MappingProxyType(
+    {
+        "adapter_experts": "leave it out: a node has room for experts if it finds an adapter of experts at its start",
+        "host_rank": "set NODE_RANK",
+        "leader_address": "set MASTER_ADDR and MASTER_PORT",
+        "num_hosts": "set NNODES",
+        "otlp_endpoint": "set OTEL_EXPORTER_OTLP_ENDPOINT",
+        "trace_sample": "set OTEL_TRACES_SAMPLER_ARG",
+        "trace_slow_s": "leave it out: traces of requests that miss their TTFT or TPOT are exported",
+    }
+)
 # Measured, derived or constant now.
 REMOVED = frozenset(
     {
@@ -102,14 +112,16 @@ REMOVED = frozenset(
 )  # fmt: skip
 
 
-def cure_of_older(name: str, shown: Callable[[str], str]) -> str | None:
+def cure_of_older(name: str, spelt: Callable[[str], str]) -> str | None:
     """What to do instead of setting this name. Returns None if no older release had it.
 
     Args:
-        shown: makes a flag or a variable of a setting's name.
+        spelt: makes a flag or a variable of a setting's name.
     """
     if name in RENAMED:
-        return f"use {shown(RENAMED[name])}"
+        return f"use {spelt(RENAMED[name])}"
+    if name in REPLACED:
+        return REPLACED[name]
     return "leave it out: this release measures it or keeps it constant" if name in REMOVED else None
 
 
@@ -172,18 +184,17 @@ def wrong_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def hosts_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings of a node on several hosts from the variables of LeaderWorkerSet or torchrun, except settings whose
-    own variable is set. Empty on one host."""
+    """The hosts of a node from the variables of LeaderWorkerSet or torchrun. Empty on one host; NNODES=1 makes one host
+    of each pod of a LeaderWorkerSet."""
     size, rank = environ.get("LWS_GROUP_SIZE", ""), environ.get("LWS_WORKER_INDEX", "")
     leader, port = environ.get("LWS_LEADER_ADDRESS", ""), str(LEADER_PORT)
-    if not size:
+    if not size or environ.get("NNODES") == "1":
         size, rank = environ.get("NNODES", ""), environ.get("NODE_RANK", "")
         leader, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", port)
-    if variable("num_hosts") in environ or size in ("", "1"):
+    if size in ("", "1"):
         return {}
-    address = f"{leader}:{port}" if leader else ""
-    found = {"num_hosts": size, "host_rank": rank, "leader_address": address}
-    return {name: value for name, value in found.items() if value and variable(name) not in environ}
+    found = {"num_hosts": size, "host_rank": rank, "leader_address": f"{leader}:{port}" if leader else ""}
+    return {name: value for name, value in found.items() if value}
 
 
 def fail(program: str, error: ConfigError, supervisor: Supervisor | None = None) -> NoReturn:
@@ -199,8 +210,8 @@ def write_error(program: str, error: ConfigError, supervisor: Supervisor | None 
         supervisor: shows the line in place of this process, once for all processes that have the same fault.
     """
     text = str(error)
-    if error.field in SETTINGS and text.startswith(f"{error.field} "):
-        text = f"{_where(error.field)}{text.removeprefix(error.field)}"
+    if error.field in SETTINGS | STANDARD_VARIABLES.keys() and text.startswith(f"{error.field} "):
+        text = f"{shown(error.field)}{text.removeprefix(error.field)}"
     if supervisor is None or not supervisor.failed(text):
         write_line(f"{program}: {text}")
 
@@ -210,7 +221,7 @@ def describe_validation_error(cls: type[ProcessSettings], error: ValidationError
     lines = []
     for item in error.errors():
         name = str(item["loc"][0]) if item["loc"] else "?"
-        where = _where(name) if name in cls.model_fields else variable(name)
+        where = shown(name) if name in cls.model_fields else variable(name)
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] in _OUT_OF_RANGE and (bounds := bounds_of(cls.model_fields[name])):
             message += f"; allowed: {bounds[0]:.12g} to {bounds[1]:.12g}"
@@ -245,11 +256,6 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         write_line(f"{self.prog}: {shortened(escaped(message), _SHOWN_MAX)}; --help shows all flags")
         raise SystemExit(2)
-
-
-def _where(name: str) -> str:
-    """A setting as its user knows it."""
-    return f"{variable(name)} ({flag(name)})"
 
 
 def _parser(cls: type[ProcessSettings], program: str) -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """Reads OpenTelemetry's standard variables about exporting traces. Pure: the variables are passed in."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,13 @@ _HEADERS = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
 _CERTIFICATES = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _DEFAULT_NAME = "baton-gateway"
+
+DEFAULT_RATIO = 0.1
+_SAMPLER, _SAMPLER_ARG = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
+# The samplers that follow the caller's decision if there is one, and their share of all other requests; None: that of
+# OTEL_TRACES_SAMPLER_ARG.
+_BY_RATIO = "parentbased_traceidratio"
+_SAMPLERS = {_BY_RATIO: None, "parentbased_always_on": 1.0, "parentbased_always_off": 0.0}
 
 # What gRPC sends as text. Anything else raises an error with each call.
 _HEADER_NAME = re.compile(r"(?!grpc-)[0-9a-z_.-]+(?<!-bin)")
@@ -37,31 +45,28 @@ class TraceCollector:
     resource: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_collector(endpoint: str | None, variables: Mapping[str, str], *, instance: str) -> TraceCollector | None:
+def read_collector(variables: Mapping[str, str], *, instance: str) -> TraceCollector | None:
     """The collector that traces go to. Returns None if they go nowhere.
 
     Args:
-        endpoint: the setting `otlp_endpoint`; None: what the variables say.
         instance: name of this process.
 
     Raises:
         ConfigError: gRPC cannot use the endpoint, the protocol or a header.
     """
-    if endpoint == "off" or (endpoint is None and _switched_off(variables)):
+    endpoint = _first(variables, _ENDPOINTS)
+    if not endpoint or _switched_off(variables):
         return None
-    where = endpoint or _first(variables, _ENDPOINTS)
-    if not where:
-        return None
-    protocol = _first(variables, _PROTOCOLS) if endpoint is None else ""
+    protocol = _first(variables, _PROTOCOLS)
     if protocol not in ("", "grpc"):
         raise ConfigError(
             f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol}",
-            field="otlp_endpoint",
+            field="OTEL_EXPORTER_OTLP_PROTOCOL",
             value=protocol,
             allowed=("grpc",),
             cure="name the collector's gRPC port, usually 4317",
         )
-    target, tls = _target(where)
+    target, tls = _target(endpoint)
     return TraceCollector(
         target=target,
         tls=tls,
@@ -69,6 +74,30 @@ def read_collector(endpoint: str | None, variables: Mapping[str, str], *, instan
         headers=_headers(_first(variables, _HEADERS)),
         resource=_resource(variables, instance),
     )
+
+
+def read_ratio(variables: Mapping[str, str]) -> float:
+    """The share of requests without a caller's trace whose trace is exported.
+
+    Raises:
+        ConfigError: the sampler is none of ours, or its share is no number from 0 to 1.
+    """
+    sampler = variables.get(_SAMPLER) or _BY_RATIO
+    if sampler not in _SAMPLERS:
+        raise ConfigError(
+            f"{_SAMPLER} is {sampler}", field=_SAMPLER, value=sampler, allowed=tuple(_SAMPLERS), cure="leave it out"
+        )
+    fixed = _SAMPLERS[sampler]
+    text = variables.get(_SAMPLER_ARG, "")
+    if fixed is not None or not text:
+        return DEFAULT_RATIO if fixed is None else fixed
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = math.nan
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"{_SAMPLER_ARG} is {text}", field=_SAMPLER_ARG, value=text, allowed=("0 to 1",))
+    return ratio
 
 
 def _target(endpoint: str) -> tuple[str, bool]:
@@ -80,10 +109,10 @@ def _target(endpoint: str) -> tuple[str, bool]:
         host, port = "", 0
     if not host or url.scheme not in ("http", "https") or url.path not in ("", "/"):
         raise ConfigError(
-            f"otlp_endpoint is {endpoint}",
-            field="otlp_endpoint",
+            f"OTEL_EXPORTER_OTLP_ENDPOINT is {endpoint}",
+            field="OTEL_EXPORTER_OTLP_ENDPOINT",
             value=endpoint,
-            allowed=("http://host:port", "https://host:port", "off"),
+            allowed=("http://host:port", "https://host:port"),
             cure="name the collector's gRPC port, usually 4317",
         )
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}", url.scheme == "https"
@@ -95,7 +124,7 @@ def _headers(text: str) -> tuple[tuple[str, str], ...]:
         if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
             raise ConfigError(
                 f"OTEL_EXPORTER_OTLP_HEADERS has the header {name!r}, which gRPC cannot send",
-                field="otlp_endpoint",
+                field="OTEL_EXPORTER_OTLP_HEADERS",
                 value=name,
                 allowed=("name=value,name=value, of printable ASCII characters",),
                 cure="name no header of gRPC's own (grpc-...) and no binary one (...-bin); percent-encode values once",

@@ -1,5 +1,6 @@
 """Decides which traces are exported: a sample, chosen on arrival, and those of failed, slow or retried requests.
-Pure."""
+
+A request is slow if it missed its TTFT or TPOT. Pure."""
 
 from dataclasses import dataclass
 
@@ -14,15 +15,13 @@ _RANDOM_BITS = 64  # of a trace id, its lower half
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings `trace_sample` and `trace_slow_s`.
+    """Which requests are sampled when they arrive.
 
     Args:
-        ratio: share of the requests without a caller's trace that are sampled when they arrive.
-        slow_s: requests that take longer are always exported; None: no bound.
+        ratio: share of the requests without a caller's trace.
     """
 
     ratio: float
-    slow_s: float | None = None
 
     def at_head(self, trace_id: int, parent: TraceContext | None) -> bool:
         """Whether a request is sampled when it arrives. The caller's decision counts, if there is one; else the trace
@@ -31,12 +30,12 @@ class Sampling:
             return parent.sampled
         return trace_id % (1 << _RANDOM_BITS) < self.ratio * (1 << _RANDOM_BITS)
 
-    def at_end(self, *, sampled: bool, outcome: Outcome, total_s: float, retried: bool) -> str:
+    def at_end(self, *, sampled: bool, outcome: Outcome, slow: bool, retried: bool) -> str:
         """The reason to export a request's trace; empty: it is not exported."""
         if sampled:
             return HEAD
         if outcome in _FAILURES:
             return FAILED
-        if self.slow_s is not None and total_s > self.slow_s:
+        if slow:
             return SLOW
         return RETRIED if retried else ""

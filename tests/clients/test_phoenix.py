@@ -99,13 +99,17 @@ def until_there(url: str, served: "subprocess.Popen[bytes]", log: Path) -> None:
             time.sleep(0.1)
 
 
+def send_to(endpoint: str) -> None:
+    os.environ.update(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_TRACES_SAMPLER_ARG="0")
+
+
 @pytest.fixture(scope="module")
 def served(phoenix: Phoenix, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A prompt that is handed over, and one whose first attempt a decode node loses."""
     breaks = partial(break_steps, tmp_path_factory.mktemp("steps") / "broken")
     with machines() as started:
         nodes = started.nodes(("prefill", {}), ("decode", {}), ("decode", {}), prepare=breaks)
-        gateway = started.gateway(nodes[:1], nodes[1:], otlp_endpoint=phoenix.otlp, trace_sample=0.0)
+        gateway = started.gateway(nodes[:1], nodes[1:], prepare=partial(send_to, phoenix.otlp))
         for trace, flags, prompt in ((REMOTE, "01", [7] * 200), (RETRIED, "00", [BAD_TOKEN] * LOCAL_TOKENS)):
             body = json.dumps({"model": "llama", "prompt": prompt, "max_tokens": 4}).encode()
             headers = {"content-type": "application/json", "traceparent": f"00-{trace}-{CALLER}-{flags}"}

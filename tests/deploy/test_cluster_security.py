@@ -147,10 +147,6 @@ def check_protection(rendered: Rendered, *, inner: bool, client: bool, keys: boo
             {"tls": {"inner": False}, "node": {"hosts": 2, "kind": "LeaderWorkerSet"}},
             "node.hosts above 1 needs tls.inner: true",
         ),
-        (
-            merged([TRACED, {"gateway": {"settings": {"BATON_OTLP_ENDPOINT": "http://other:4317"}}}]),
-            "gateway.settings.BATON_OTLP_ENDPOINT and tracing.endpoint are both set",
-        ),
         ({"tracing": {"endpoint": "collector:4317"}}, "tracing.endpoint"),
         ({"mesh": "consul"}, "mesh"),
         ({"podSecurity": {"runAsUser": 0}}, "runAsUser"),
@@ -251,7 +247,7 @@ def test_who_may_ask_dns_may_ask_that_of_openshift(helm: Helm, files: tuple[str,
 )
 def test_gateways_alone_reach_the_collector_at_its_port(helm: Helm, endpoint: str, port: int) -> None:
     rendered = helm.release({"tracing": {"endpoint": endpoint}}).rendered
-    assert rendered.settings("gateway")["otlp_endpoint"] == endpoint
+    assert rendered.environment("gateway")["OTEL_EXPORTER_OTLP_ENDPOINT"] == endpoint
     spec = rendered.find("NetworkPolicy", "baton-tracing")["spec"]
     assert spec["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
     assert spec["egress"] == [{"ports": [{"protocol": "TCP", "port": port}]}]

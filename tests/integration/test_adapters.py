@@ -47,8 +47,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         directories[name] = save_adapter(LLAMA, root / name, seed=seed, rank=4 + 4 * seed)
         merged[name] = merge(LLAMA, directories[name], root / f"merged-{name}")
     (root / "watched").mkdir()
-    adapters = ",".join(f"{name}={directories[name]}" for name in ("one", "two"))
-    node: Flags = {"num_blocks": 256, "adapter": adapters, "max_adapters": 4, "adapter_directory": root / "watched"}
+    adapters = ",".join([*(f"{name}={directories[name]}" for name in ("one", "two")), str(root / "watched")])
+    node: Flags = {"num_blocks": 256, "adapter": adapters, "max_adapters": 4}
     with machines() as start:
         prefill, decode = start.nodes(("prefill", node), ("decode", {**node, "tensor_parallel_size": 2}))
         gateway = start.gateway([prefill], [decode], local_policy="strict")

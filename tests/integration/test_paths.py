@@ -38,8 +38,7 @@ async def test_a_cluster_serves_out_of_a_directory_of_any_name(start: Machines, 
     save_adapter(LLAMA, watched / STRANGE, seed=2)
     flags: dict[str, object] = {
         "model": model,
-        "adapter": f"one={adapter}",
-        "adapter_directory": watched,
+        "adapter": f"one={adapter},{watched}",
         "ready_file": strange / "node.json",
     }
     (decode,) = start.nodes(("decode", {**flags, "tensor_parallel_size": 2}))

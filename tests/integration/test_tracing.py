@@ -1,8 +1,10 @@
 """One trace per request of real processes, as a collector receives it."""
 
 import json
+import os
 import urllib.request
 from concurrent import futures
+from functools import partial
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
@@ -16,9 +18,14 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 LOCAL = "4bf92f3577b34da6a3ce929d0e0e4736"  # the trace of a prompt that the decode node prefills
 
 
-def send_all() -> None:
-    """A process that ends drops no trace because it, or the collector, is slow."""
+def send_all(endpoint: str) -> None:
+    """A process that ends drops no trace because it, or the collector, is slow. It samples none on arrival."""
+    os.environ.update(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_TRACES_SAMPLER_ARG="0")
     export._CLOSE_TIMEOUT_S = export._CALL_TIMEOUT_S = DEADLINE_S
+
+
+def send_to(endpoint: str) -> None:
+    os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -46,9 +53,8 @@ def test_a_collector_receives_one_whole_trace_through_all_processes() -> None:
     try:
         with machines() as started:
             prefill, decode = started.nodes(("prefill", {}), ("decode", {}))
-            gateway = started.gateway(
-                [prefill], [decode], prepare=send_all, otlp_endpoint=f"http://127.0.0.1:{port}", trace_sample=0.0
-            )
+            sends = partial(send_all, f"http://127.0.0.1:{port}")
+            gateway = started.gateway([prefill], [decode], prepare=sends)
             # A prompt that is cached would be prefilled where it is.
             for trace, flags, prompt in ((TRACE, "00", [5] * 200), (TRACE, "01", [7] * 200), (LOCAL, "01", [9] * 20)):
                 body = json.dumps({"model": "llama", "prompt": prompt, "max_tokens": 4}).encode()
@@ -84,7 +90,7 @@ def test_a_collector_receives_one_whole_trace_through_all_processes() -> None:
 def test_requests_are_served_without_their_collector() -> None:
     with machines() as started:
         prefill, decode = started.nodes(("prefill", {}), ("decode", {}))
-        gateway = started.gateway([prefill], [decode], otlp_endpoint="http://127.0.0.1:1")
+        gateway = started.gateway([prefill], [decode], prepare=partial(send_to, "http://127.0.0.1:1"))
         body = b'{"model": "llama", "prompt": "x", "max_tokens": 4}'
         request = urllib.request.Request(f"{gateway.http}/v1/completions", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request) as answer:

@@ -187,7 +187,7 @@ async def run(
         name = settings.name or f"gateway@{server.address}"
         other_workers = other_workers or SingleWorker()
         count_dropped_lines(other_workers.shared_counters.tally.counter("baton_log_lines_dropped_total").add)
-        traces = tracing(settings, other_workers.shared_counters.tally, instance=name, model_name=model.name)
+        traces = tracing(other_workers.shared_counters.tally, instance=name, model_name=model.name)
         tracer = await stack.enter_async_context(traces)
         serving = Serving(settings, model, connections, other_workers, tracer)
         view = await stack.enter_async_context(View(settings, serving, connections.fleet, name))

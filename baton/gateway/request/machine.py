@@ -143,6 +143,12 @@ class RequestMachine:
         """Time at which the first token was passed on; None: not yet."""
         return self._output.first_token_at_s
 
+    def missed_slo(self, ended_at_s: float) -> bool:
+        """Whether this output, which ended at that time, came later than the request's TTFT or TPOT."""
+        first_at_s = ended_at_s if self.first_token_at_s is None else self.first_token_at_s
+        ttft_s = first_at_s - self._state.request.started_at_s
+        return self._state.slo.missed(ttft_s, ended_at_s - first_at_s, self.new_tokens)
+
     @property
     def failures(self) -> str:
         """The failures so far, as text."""

@@ -24,6 +24,7 @@ from baton.models.loading.expert_names import our_name
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_EXPERTS = ".experts"  # in the names of routed experts, not of shared ones
 _TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 _DTYPES = ("F32", "F16", "BF16")
 _BACKBONE = {"model.": "backbone."}
@@ -110,6 +111,14 @@ def read_adapter(directory: Path, layers: Mapping[str, LayerShape], *, max_rank:
         read |= deltas
         rank = max(rank, own_rank)
     return Adapter(_revision(read), rank, read)
+
+
+def has_experts(directory: Path) -> bool:
+    """Whether an adapter changes routed experts. Reads names only; a damaged adapter has none."""
+    try:
+        return any(_EXPERTS in name for name in read_file(directory / WEIGHTS_FILE))
+    except ConfigError:
+        return False
 
 
 def _pairs(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
@@ -200,14 +209,14 @@ def _check(
 
 
 def _no_such_layer(path: Path, name: str) -> ConfigError:
-    if ".experts" not in name:
+    if _EXPERTS not in name:
         return _unfit(path, f"is for {name}, and the model has no such linear layer that can have an adapter")
     return ConfigError(
         f"{path} is for {name}, and this node takes no adapters of routed experts of this model",
-        field="adapter_experts",
+        field="adapter",
         value=str(path),
-        cure="give the node --adapter-experts, if its experts are gated by silu and not quantized; else train linear "
-        "layers outside of routed experts",
+        cure="start the node with it, in --adapter, if its experts are gated by silu and not quantized; else train "
+        "linear layers outside of routed experts",
     )
 
 

@@ -126,7 +126,7 @@ class Gate:
             raise PeerRefused(
                 f"rank {greeting.rank} is connected already, or belongs to host 0",
                 field="host_rank",
-                cure="give each host its own --host-rank, and restart all hosts of a node together",
+                cure="give each host its own NODE_RANK, and restart all hosts of a node together",
             )
         return greeting
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.core.errors import ConfigError
-from baton.core.setting_names import flag, variable
+from baton.core.setting_names import shown
 from baton.rpc.server import ListenAddress
 from baton.settings.node_config import NodeSettings
 
@@ -64,5 +64,5 @@ class Hosts:
 
 
 def _wrong(field: str, value: object, why: str, *, allowed: tuple[str, ...] = (), cure: str = "") -> ConfigError:
-    message = f"{variable(field)} ({flag(field)}) is {value!r}, but {why}"
+    message = f"{shown(field)} is {value!r}, but {why}"
     return ConfigError(message, field=field, value=value, allowed=allowed, cure=cure)

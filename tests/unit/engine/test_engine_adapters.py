@@ -168,6 +168,12 @@ def test_settings_name_adapters() -> None:
     assert settings.adapter_slots == 8
     assert NodeSettings().adapter_slots == 0
     assert settings.model_copy(update={"max_adapters": 3}).adapter_slots == 3
-    for wrong in ("sql", "=x", "sql=", "two words=/a"):
+    assert settings.watched_adapters is None
+    watching = NodeSettings(adapter="/all, sql=/a")
+    assert (watching.watched_adapters, watching.adapters) == (Path("/all"), {"sql": Path("/a")})
+    assert watching.adapter_slots == 8
+    with pytest.raises(ValueError, match="only one is watched"):
+        NodeSettings(adapter="/all,/more")
+    for wrong in ("=x", "sql=", "two words=/a"):
         with pytest.raises(ValueError, match="name=directory"):
             NodeSettings(adapter=wrong)

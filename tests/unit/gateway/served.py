@@ -1,9 +1,10 @@
 """One request's machine over a small fleet, driven by hand: the nodes' messages in short, the commands by kind."""
 
+from dataclasses import replace
 from typing import TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.types import LocalPolicy
+from baton.core.types import NO_SLO, LocalPolicy, Slo
 from baton.gateway.core.events import (
     DecodeReplied,
     DecodeReply,
@@ -57,11 +58,12 @@ class Served:
         timeout_s: float = 100.0,
         failover_wait_s: float = 20.0,
         also_decode: bool = False,
+        slo: Slo = NO_SLO,
         start: bool = True,
     ) -> None:
         self.fleet = SmallFleet(prefills, decodes, policy, also_decode=also_decode)
         settings = rules(policy, failover_wait_s=failover_wait_s)
-        self.machine = RequestMachine(request(timeout_s=timeout_s), settings, self.fleet, Words())
+        self.machine = RequestMachine(replace(request(timeout_s=timeout_s), slo=slo), settings, self.fleet, Words())
         self.now_s = 0.0
         self.commands: list[Command] = []  # all commands so far
         if start:

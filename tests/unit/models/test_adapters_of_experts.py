@@ -10,7 +10,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from baton.core.errors import ConfigError
-from baton.models.adapters.adapter import Adapter, read_adapter
+from baton.models.adapters.adapter import Adapter, has_experts, read_adapter
 from baton.models.kernels import adapter_products
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, multiply_by_expert
 from baton.models.layers.parallel import TensorParallel
@@ -114,8 +114,9 @@ def test_without_room_for_experts_their_adapters_are_refused(
     outside = {name: shape for name, shape in layers_of(bases / "qwen3-moe").items() if ".experts." not in name}
     with pytest.raises(ConfigError, match="routed experts") as refused:
         read_adapter(tmp_path / "adapter", outside, max_rank=8)
-    assert refused.value.field == "adapter_experts"
-    assert "--adapter-experts" in (refused.value.cure or "")
+    assert refused.value.field == "adapter"
+    assert "start the node with it" in (refused.value.cure or "")
+    assert has_experts(tmp_path / "adapter")
 
 
 def test_matrices_that_fit_no_tensor_of_the_experts_are_refused(bases: Path, tmp_path: Path) -> None:

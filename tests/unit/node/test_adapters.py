@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.errors import InvalidRequest
+from baton.core.errors import ConfigError, InvalidRequest
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
-from baton.node.adapters import Adapters
+from baton.node.adapters import Adapters, need_room_for_experts
 from baton.settings.node_config import NodeSettings
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import EventRecorder
@@ -33,7 +33,7 @@ def watched(tmp_path: Path) -> Path:
 
 def built_with(base: Path, watched: Path, *, slots: int) -> tuple[BuiltRunner, NodeSettings]:
     settings = NodeSettings(
-        model=base, num_blocks=16, block_size=4, device="cpu", max_adapters=slots, adapter_directory=watched
+        model=base, num_blocks=16, block_size=4, device="cpu", max_adapters=slots, adapter=str(watched)
     )
     return build_runner(settings), settings
 
@@ -117,3 +117,27 @@ async def test_a_directory_without_an_adapter_is_named_with_a_cure(base: Path, w
         str(caught.value)
         == f"{tmp_path / 'none'} has no adapter_config.json; give the directory of an adapter as PEFT saves it"
     )
+
+
+def test_a_node_has_room_for_experts_if_an_adapter_that_it_finds_changes_them(watched: Path, tmp_path: Path) -> None:
+    mixture = tmp_path / "mixture"
+    save_tiny("qwen3-moe", mixture)
+    of_attention = save_adapter(mixture, tmp_path / "attention", seed=1, targets=("o_proj",))
+    of_experts = save_adapter(mixture, tmp_path / "experts", seed=1, targets=("o_proj", "up_proj"))
+
+    def found(*adapters: str) -> bool:
+        return need_room_for_experts(NodeSettings(model=mixture, adapter=",".join(adapters)))
+
+    assert not found()
+    assert not found(f"a={of_attention}", str(watched))
+    assert found(f"a={of_attention}", f"b={of_experts}")
+    shutil.copytree(of_experts, watched / "b")
+    assert found(str(watched))
+    (watched / "b" / "adapter_model.safetensors").write_bytes(b"damaged")
+    assert not found(str(watched))
+
+
+async def test_a_directory_that_is_not_there_is_an_error_at_the_start(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="which is no directory"):
+        async with watching(base, tmp_path / "nowhere"):
+            pass

@@ -45,11 +45,8 @@ from baton.settings.reader import hosts_of
             {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
             {"num_hosts": "4", "host_rank": "3", "leader_address": "10.0.0.1:29500"},
         ),
-        (
-            {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "BATON_LEADER_ADDRESS": "b:1"},
-            {"num_hosts": "2", "host_rank": "1"},
-        ),
-        ({"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "BATON_NUM_HOSTS": "1"}, {}),
+        ({"NNODES": "2", "NODE_RANK": "1"}, {"num_hosts": "2", "host_rank": "1"}),
+        ({"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "NNODES": "1"}, {}),
     ],
 )  # fmt: skip
 def test_hosts_are_found_in_the_environment(environ: Mapping[str, str], expected: Mapping[str, str]) -> None:
@@ -72,9 +69,9 @@ def test_each_host_has_as_many_ranks() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"host_rank": 2}, "host_rank|BATON_HOST_RANK .*2.* there are 2 hosts"),
+        ({"host_rank": 2}, "NODE_RANK or LWS_WORKER_INDEX is 2, but there are 2 hosts"),
         ({"tensor_parallel_size": 3}, "equal numbers"),
-        ({"leader_address": None}, "BATON_LEADER_ADDRESS"),
+        ({"leader_address": None}, "MASTER_ADDR or LWS_LEADER_ADDRESS is None"),
         ({"leader_address": "here:0"}, "free port"),
         ({"leader_address": "here"}, "leader_address"),
     ],

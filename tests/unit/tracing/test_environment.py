@@ -1,25 +1,26 @@
-"""OpenTelemetry's standard variables, next to the setting that precedes them."""
+"""OpenTelemetry's standard variables about traces."""
 
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.tracing.environment import TraceCollector, read_collector
+from baton.tracing.environment import DEFAULT_RATIO, TraceCollector, read_collector, read_ratio
 
 ENDPOINT, TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+SAMPLER, RATIO = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
 
 
-def collector(endpoint: str | None = None, **variables: str) -> TraceCollector | None:
-    return read_collector(endpoint, variables, instance="gateway-1")
+def collector(endpoint: str = "", **variables: str) -> TraceCollector | None:
+    return read_collector({ENDPOINT: endpoint} | variables, instance="gateway-1")
 
 
-def target(endpoint: str | None = None, **variables: str) -> str | None:
-    found = collector(endpoint, **variables)
+def target(**variables: str) -> str | None:
+    found = collector(**variables)
     return None if found is None else found.target
 
 
 def test_traces_go_nowhere_unless_an_endpoint_is_named() -> None:
     assert collector() is None
-    assert collector("", **{ENDPOINT: ""}) is None
+    assert read_collector({}, instance="gateway-1") is None
 
 
 @pytest.mark.parametrize(
@@ -36,21 +37,42 @@ def test_an_endpoint_names_host_port_and_tls(endpoint: str, where: str, tls: boo
     assert (found.target, found.tls) == (where, tls)
 
 
-def test_the_setting_precedes_the_variable_for_traces_and_that_the_one_for_all_signals() -> None:
-    variables = {ENDPOINT: "http://all:1", TRACES_ENDPOINT: "http://traces:2"}
-    assert target("http://setting:3", **variables) == "setting:3"
-    assert target(**variables) == "traces:2"
+def test_the_variable_for_traces_precedes_the_one_for_all_signals() -> None:
+    assert target(**{ENDPOINT: "http://all:1", TRACES_ENDPOINT: "http://traces:2"}) == "traces:2"
     assert target(**{ENDPOINT: "http://all:1"}) == "all:1"
 
 
 @pytest.mark.parametrize("switch", [{"OTEL_SDK_DISABLED": "TRUE"}, {"OTEL_TRACES_EXPORTER": "none"}])
 def test_variables_switch_off_what_variables_switch_on(switch: dict[str, str]) -> None:
     assert target(**{ENDPOINT: "http://all:1"}, **switch) is None
-    assert target("http://setting:3", **switch) == "setting:3"
 
 
-def test_off_switches_off() -> None:
-    assert target("off", **{ENDPOINT: "http://all:1"}) is None
+@pytest.mark.parametrize(
+    ("variables", "ratio"),
+    [
+        ({}, DEFAULT_RATIO),
+        ({SAMPLER: "", RATIO: ""}, DEFAULT_RATIO),
+        ({RATIO: "0"}, 0.0),
+        ({SAMPLER: "parentbased_traceidratio", RATIO: "0.25"}, 0.25),
+        ({SAMPLER: "parentbased_always_on", RATIO: "0.25"}, 1.0),
+        ({SAMPLER: "parentbased_always_off"}, 0.0),
+    ],
+)
+def test_the_sampler_decides_about_requests_without_a_callers_trace(variables: dict[str, str], ratio: float) -> None:
+    assert read_ratio(variables) == ratio
+
+
+@pytest.mark.parametrize("share", ["many", "nan", "-0.1", "1.1", "inf"])
+def test_a_share_that_is_none_is_an_error(share: str) -> None:
+    with pytest.raises(ConfigError, match=f"{RATIO} is {share}") as caught:
+        read_ratio({RATIO: share})
+    assert caught.value.allowed == ("0 to 1",)
+
+
+def test_a_sampler_that_ignores_the_callers_decision_is_an_error_with_the_allowed_ones() -> None:
+    with pytest.raises(ConfigError, match=f"{SAMPLER} is always_on") as caught:
+        read_ratio({SAMPLER: "always_on"})
+    assert "parentbased_always_on" in caught.value.allowed
 
 
 @pytest.mark.parametrize(
@@ -66,7 +88,7 @@ def test_off_switches_off() -> None:
     ],
 )
 def test_a_wrong_endpoint_is_an_error_with_the_allowed_forms(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="otlp_endpoint is") as caught:
+    with pytest.raises(ConfigError, match=f"{ENDPOINT} is") as caught:
         collector(endpoint)
     assert "http://host:port" in caught.value.allowed
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from baton.core.types import Slo
 from baton.metrics.declared import Outcome
 from baton.tracing.context import TraceContext
 from baton.tracing.sampling import FAILED, HEAD, RETRIED, SLOW, Sampling
@@ -29,28 +30,44 @@ def test_the_callers_decision_holds(ratio: float, sampled: bool) -> None:
 
 @pytest.mark.parametrize("outcome", list(Outcome))
 def test_a_sampled_request_is_exported_however_it_ended(outcome: Outcome) -> None:
-    assert Sampling(0.0, 1.0).at_end(sampled=True, outcome=outcome, total_s=9.0, retried=True) == HEAD
+    assert Sampling(0.0).at_end(sampled=True, outcome=outcome, slow=True, retried=True) == HEAD
 
 
 @pytest.mark.parametrize(
-    ("outcome", "total_s", "retried", "why"),
+    ("outcome", "slow", "retried", "why"),
     [
-        (Outcome.FINISHED, 0.5, False, ""),
-        (Outcome.CANCELLED, 0.5, False, ""),
-        (Outcome.CLIENT_ERROR, 0.5, False, ""),
-        (Outcome.FAILED, 0.5, False, FAILED),
-        (Outcome.DEADLINE, 0.5, False, FAILED),
-        (Outcome.FINISHED, 1.5, False, SLOW),
-        (Outcome.CANCELLED, 1.5, False, SLOW),
-        (Outcome.FINISHED, 0.5, True, RETRIED),
-        (Outcome.FAILED, 1.5, True, FAILED),
+        (Outcome.FINISHED, False, False, ""),
+        (Outcome.CANCELLED, False, False, ""),
+        (Outcome.CLIENT_ERROR, False, False, ""),
+        (Outcome.FAILED, False, False, FAILED),
+        (Outcome.DEADLINE, False, False, FAILED),
+        (Outcome.FINISHED, True, False, SLOW),
+        (Outcome.CANCELLED, True, False, SLOW),
+        (Outcome.FINISHED, False, True, RETRIED),
+        (Outcome.FAILED, True, True, FAILED),
     ],
 )
 def test_a_request_that_is_not_sampled_is_exported_for_its_end(
-    outcome: Outcome, total_s: float, retried: bool, why: str
+    outcome: Outcome, slow: bool, retried: bool, why: str
 ) -> None:
-    assert Sampling(0.0, 1.0).at_end(sampled=False, outcome=outcome, total_s=total_s, retried=retried) == why
+    assert Sampling(0.0).at_end(sampled=False, outcome=outcome, slow=slow, retried=retried) == why
+
+
+@pytest.mark.parametrize(
+    ("slo", "ttft_s", "decode_s", "tokens", "missed"),
+    [
+        (Slo(1.0, 0.1), 1.0, 0.9, 10, False),
+        (Slo(1.0, 0.1), 1.1, 0.9, 10, True),
+        (Slo(1.0, 0.1), 1.0, 1.0, 10, True),
+        (Slo(tpot_s=0.1), 9.0, 9.0, 1, False),
+        (Slo(ttft_s=1.0), 0.5, 1e6, 10, False),
+    ],
+)
+def test_a_request_is_slow_if_it_missed_its_ttft_or_its_tpot(
+    slo: Slo, ttft_s: float, decode_s: float, tokens: int, missed: bool
+) -> None:
+    assert slo.missed(ttft_s, decode_s, tokens) is missed
 
 
 def test_without_a_bound_no_request_is_slow() -> None:
-    assert Sampling(0.0).at_end(sampled=False, outcome=Outcome.FINISHED, total_s=1e6, retried=False) == ""
+    assert not Slo().missed(1e6, 1e6, 10)

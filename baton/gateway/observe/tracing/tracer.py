@@ -118,10 +118,8 @@ class RequestTrace:
         root = self._root
         retries = [*(machine.retries for _, machine, _ in self._outputs), *(batch.retries for batch in self._batches)]
         retried = any(retries)
-        total_s = now_s - root.start_s
-        kept = self._tracer.sampling.at_end(
-            sampled=self._sampled, outcome=ending.outcome, total_s=total_s, retried=retried
-        )
+        slow = any(machine.missed_slo(ended_at_s) for _, machine, ended_at_s in self._outputs)
+        kept = self._tracer.sampling.at_end(sampled=self._sampled, outcome=ending.outcome, slow=slow, retried=retried)
         if not kept:
             return
         root.name, root.end_s = f"{self._operation} {self._model}", now_s

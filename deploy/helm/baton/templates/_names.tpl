@@ -125,10 +125,7 @@ BATON_INSECURE: "true"
 BATON_API_KEYS: /etc/baton/api-keys/keys.toml
 {{- end }}
 {{- with .Values.tracing.endpoint }}
-{{- if hasKey $.Values.gateway.settings "BATON_OTLP_ENDPOINT" }}
-{{- fail "gateway.settings.BATON_OTLP_ENDPOINT and tracing.endpoint are both set: keep tracing.endpoint, which also opens the collector's port" }}
-{{- end }}
-BATON_OTLP_ENDPOINT: {{ . | quote }}
+OTEL_EXPORTER_OTLP_ENDPOINT: {{ . | quote }}
 {{- end }}
 {{- include "baton.data" .Values.gateway.settings }}
 {{- end -}}

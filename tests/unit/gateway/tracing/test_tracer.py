@@ -3,6 +3,7 @@
 import pytest
 
 from baton.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoNode
+from baton.core.types import NO_SLO, Slo
 from baton.gateway.core import events
 from baton.gateway.observe.tracing.tracer import Ending
 from baton.gateway.request.pooling import PooledBatch
@@ -16,21 +17,21 @@ from tests.unit.gateway.tracing.traced import Exported, Traced, Traces, attribut
 TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 
 
-def served(*, retried: bool = False) -> Traced:
-    request, call = Traced(), 1
+def served(*, retried: bool = False, first_after_s: float = 0.0, slo: Slo = NO_SLO) -> Traced:
+    request, call = Traced(slo=slo), 1
     request.decode(reserved())
     if retried:
         request.prefill_ended(NoNode("connection refused"))
         request.decode(reserved(lease=2))
         call = 2
-    request.prefill(first_token(), SENT, call=call)
+    request.prefill(first_token(), SENT, call=call, after_s=first_after_s)
     request.decode(decode_pb2.Admitted(), token(1, LENGTH), after_s=1.0)
     return request
 
 
 def test_a_request_that_is_not_sampled_leaves_nothing() -> None:
-    traces = Traces(ratio=0.0, slow_s=2.0)
-    assert traces.end(served()).spans == []
+    traces = Traces(ratio=0.0)
+    assert traces.end(served(slo=Slo(2.0, 2.0))).spans == []
     assert traces.end(served(), outcome=Outcome.CANCELLED, error=Cancelled("the client left")).spans == []
 
 
@@ -47,8 +48,10 @@ def test_a_request_that_failed_before_any_node_is_exported() -> None:
     assert [span.name for span in trace.spans] == ["chat llama", "prepare", "queue"]
 
 
-def test_a_slow_request_is_exported() -> None:
-    trace = Traces(ratio=0.0, slow_s=2.0).end(served(), after_s=1.5)
+@pytest.mark.parametrize("slo", [Slo(ttft_s=2.0), Slo(tpot_s=0.5)])
+def test_a_request_that_missed_its_ttft_or_tpot_is_exported(slo: Slo) -> None:
+    """Its first token comes after 3 s, its second one 1 s later."""
+    trace = Traces(ratio=0.0).end(served(first_after_s=3.0, slo=slo))
     assert attributes(trace.root)["baton.trace.kept_for"] == "slow"
 
 

@@ -19,10 +19,10 @@ from tests.unit.gateway.served import Served
 class Traces:
     """A tracer, and what it has exported."""
 
-    def __init__(self, ratio: float = 1.0, slow_s: float | None = None) -> None:
+    def __init__(self, ratio: float = 1.0) -> None:
         self.exported: list[bytes] = []
         encoder = SpanEncoder({"service.name": "baton-gateway"})
-        self.tracer = Tracer(Sampling(ratio, slow_s), encoder, "llama", self.exported.append)
+        self.tracer = Tracer(Sampling(ratio), encoder, "llama", self.exported.append)
 
     def end(
         self,

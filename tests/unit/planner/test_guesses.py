@@ -7,6 +7,7 @@ import pytest
 from baton.core.costs import StepCosts, StepWork
 from baton.core.errors import InvalidRequest
 from baton.core.types import LocalPolicy
+from baton.engine.speculation.host_gaps import HostGaps
 from baton.load.goals import Goal
 from baton.load.lengths import Fixed
 from baton.load.workload import LengthSpan, Synthetic
@@ -27,7 +28,7 @@ CHAT = Synthetic(Fixed(200), Fixed(100))
 def test_guesses_bring_tokens_where_weights_cost_most_and_nothing_at_saturation() -> None:
     few = GUESSES.step(COSTS, StepWork(4, 4000), seats=512)
     assert few.tokens == 2.0
-    assert few.seconds == COSTS.seconds(StepWork(12, 12000)) + 0.0005
+    assert few.seconds == COSTS.seconds(StepWork(12, 12000)) + HostGaps().seconds(12)
     assert few.rise_s == 1e-8 * 12 * 2.0
     many = GUESSES.step(COSTS, StepWork(256, 256_000), seats=1024)
     assert many == (COSTS.seconds(StepWork(256, 256_000)), 1.0, 1e-8 * 256)
@@ -51,9 +52,10 @@ def test_every_request_gets_its_tokens_sooner_with_guesses() -> None:
     plain, guessed = (simulated(guesses, 0.5).jobs for guesses in (NO_GUESSES, GUESSES))
     assert len(plain) == len(guessed) == 100
     for before, after in zip(plain, guessed, strict=True):
-        assert after.tpot_s < 0.65 * before.tpot_s
-        # Two tokens come together, so the gap between them and the next two is that of a step.
-        assert 1.0 < after.gap_quantile_s(0.9) / before.gap_quantile_s(0.9) < 1.2
+        assert after.tpot_s < 0.66 * before.tpot_s  # a step and a wait for two tokens
+        # Two tokens come together, so the gap between them and the next two is that of a step, of about 10 ms, and of
+        # the device's wait for it, of about 2.5 ms.
+        assert 1.2 < after.gap_quantile_s(0.9) / before.gap_quantile_s(0.9) < 1.3
 
 
 def test_a_plan_counts_guesses_and_says_how_to_start_the_nodes() -> None:

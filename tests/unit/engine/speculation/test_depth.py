@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from baton.core.costs import StepCosts, StepWork
-from baton.engine.speculation.depth import Proposal, all_depths, choose_depths, could_pay, guessed_work
+from baton.engine.speculation.depth import LEAST_GAIN, Proposal, all_depths, choose_depths, could_pay, guessed_work
 from tests.unit.engine.speculation.request import COSTS
 
 # Each token costs as much as any other.
@@ -53,12 +53,12 @@ def test_a_choice_is_never_worse_than_the_plain_step(costs: StepCosts) -> None:
         assert sum(depths) <= room
         plain = rate(proposals, [0] * len(proposals), work, costs, wait_s)
         chosen = rate(proposals, depths, work, costs, wait_s)
-        assert not any(depths) or chosen > 1.03 * plain
+        assert not any(depths) or chosen > LEAST_GAIN * plain
         # No single depth for all requests is better by more than what the tried numbers leave out.
         for depth in range(17):
             same = [min(depth, len(each.tokens)) for each in proposals]
             if sum(same) <= room:
-                assert max(chosen, 1.03 * plain) >= 0.97 * rate(proposals, same, work, costs, wait_s)
+                assert max(chosen, LEAST_GAIN * plain) >= 0.97 * rate(proposals, same, work, costs, wait_s)
 
 
 def test_likely_guesses_are_taken_where_weights_cost_most() -> None:
@@ -108,10 +108,10 @@ def test_guesses_delay_no_token_of_another_request_beyond_its_bound() -> None:
     assert choose_depths(all_likely[:39], work, COSTS, room=900, token_s=0.009) == [0] * 39, "another one decodes too"
 
 
-def test_a_gain_below_three_percent_is_none() -> None:
+def test_a_gain_that_errors_of_costs_could_explain_is_none() -> None:
     flat = StepCosts(((1, 0.010), (64, 0.010)))
-    assert choose_depths([proposal(0.029)], StepWork(1, 1000), flat, room=64) == [0]
-    assert choose_depths([proposal(0.031)], StepWork(1, 1000), flat, room=64) == [1]
+    assert choose_depths([proposal(LEAST_GAIN - 1.001)], StepWork(1, 1000), flat, room=64) == [0]
+    assert choose_depths([proposal(LEAST_GAIN - 0.999)], StepWork(1, 1000), flat, room=64) == [1]
 
 
 def test_a_long_context_makes_guesses_dearer() -> None:

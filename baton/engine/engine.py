@@ -360,7 +360,8 @@ class Engine:
             return self._scheduler.layers_computed(outcome.layer_stop, outcome.index_stop)
         self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
         if isinstance(outcome, StepComputed):
-            events = self._scheduler.complete(outcome.tokens, outcome.seconds, outcome.scores, outcome.pools)
+            read = outcome.scores, outcome.pools, outcome.guessed
+            events = self._scheduler.complete(outcome.tokens, outcome.seconds, *read)
         else:
             _log.error("an engine step failed", exc_info=outcome.error)
             events = self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)

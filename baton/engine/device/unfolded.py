@@ -113,6 +113,7 @@ def _decodes(row: BatchRow) -> list[BatchRow]:
             token_start=row.token_start + place,
             sample=row.sample if place == last else None,
             as_decodes=False,
+            next_token=row.next_token if place == last else row.token_ids[place + 1],
         )
         for place in range(last + 1)
     ]

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 from baton.core.costs import StepWork
 from baton.core.types import FinishReason, TokenOutput
+from baton.engine.batch import Guessed
 from baton.engine.events import DraftsChecked
 from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.request_blocks import RequestBlocks
 from baton.engine.scheduling.roster import Roster
-from baton.engine.scheduling.state import RequestState
-from baton.engine.scheduling.steps import Step
+from baton.engine.scheduling.state import RequestPhase, RequestState
+from baton.engine.scheduling.steps import NextStep, Step
 from baton.engine.speculation.depth import Draft
 from baton.engine.speculation.speculator import Speculator
 
@@ -27,16 +28,25 @@ class Drafts:
 
     Args:
         seats: most rows of a step that draw a token.
+        has_layer: the model has a layer of its own that guesses tokens.
     """
 
     def __init__(
-        self, speculator: Speculator, roster: Roster, blocks: RequestBlocks, meter: Costs, *, seats: int
+        self,
+        speculator: Speculator,
+        roster: Roster,
+        blocks: RequestBlocks,
+        meter: Costs,
+        *,
+        seats: int,
+        has_layer: bool = False,
     ) -> None:
         self._speculator = speculator
         self._roster = roster
         self._blocks = blocks
         self._meter = meter
         self.seats = seats
+        self._has_layer = has_layer
         # The step in flight for which `_waits` was found out.
         self._asked = 0
         self._waits = False
@@ -78,6 +88,28 @@ class Drafts:
         state.num_pending = 0
         state.num_computed = state.num_scheduled = state.num_tokens - 1
         return DraftsChecked(state.request_id, drafted, len(sampled) - 1), sampled
+
+    def guesses_of(self, step: NextStep) -> int:
+        """How many tokens the model's own layer should guess after this step for the next one, at most."""
+        if not self._has_layer:
+            return 0
+        rows = zip(step.states, step.rows, strict=True)
+        sampled = [state for state, row in rows if row.sample is not None and state.decoding]
+        if not sampled:
+            return 0
+        keys = sum([state.num_scheduled for state in sampled]) + len(sampled)
+        # As in `choose`; requests that wait may take seats of the next step.
+        room = self.seats - len(self._roster.running) - bool(self._roster.waiting)
+        return self._speculator.count_guesses(sampled, StepWork(len(sampled), keys), self._meter.costs, room=room)
+
+    def guessed(self, step: Step, guessed: Guessed) -> None:
+        """Takes the guesses of the model's own layer after a step that has ended."""
+        self._speculator.observe_guesses(guessed)
+        for place, tokens in guessed.tokens.items():
+            state = step.states[place]
+            if tokens and state.phase is RequestPhase.RUNNING and state.decoding:
+                self._begin([state])
+                self._speculator.guessed(state, tokens)
 
     def end(self, state: RequestState) -> None:
         """The request has ended."""

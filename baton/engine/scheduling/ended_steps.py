@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from baton.core.errors import BatonError
 from baton.core.types import PromptLogprob, TokenOutput
-from baton.engine.batch import BatchRow, RowResult
+from baton.engine.batch import BatchRow, Guessed, RowResult
 from baton.engine.events import (
     ChunkComputed,
     DraftsChecked,
@@ -42,6 +42,7 @@ class EndedSteps:
         seconds: float,
         scores: Mapping[int, Sequence[PromptLogprob]],
         pools: PooledRows,
+        guessed: Guessed | None,
     ) -> StepEvents:
         """Ends the oldest step in flight as `Scheduler.complete` says."""
         started: list[RequestStarted] = []
@@ -94,6 +95,8 @@ class EndedSteps:
             if start < state.prefill_stop and state.phase is running:
                 self._requests.begin(state)
             sampled.append((state.request_id, token, reason, stop_reason))
+        if guessed is not None and self._drafts is not None:
+            self._drafts.guessed(step, guessed)
         pooled_events = tuple(map(self._end_pooled, pooled))
         self._requests.fill_seats()
         if not step.scores:

@@ -91,6 +91,7 @@ class NextStep:
         layers_per_group: the smallest number that a prompt of the step asks for; 0: no prompt asks for marks.
         restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
         snapshots: snapshots of recurrent states, usable once the step has ended.
+        guesses: how many tokens the model's own layer guesses at most, see `Batch`.
 
     Args:
         state_unit: chunks should end at multiples of this many tokens, if the model has recurrent states; 0: it has
@@ -114,6 +115,7 @@ class NextStep:
         self.restores: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.snapshots: list[StepSnapshot] = []
+        self.guesses = 0
         self._state_unit = state_unit
         self._num_single = 0
         self._num_more = 0  # rows in which the step is computed besides `rows`, see `unfolds`
@@ -226,6 +228,7 @@ class Step(NamedTuple):
         scores: whether it computes prompt logprobs too.
         snapshots: snapshots of recurrent states, usable once the step has ended.
         unfolds: whether it is computed in other rows than these, so that the next step must wait for its tokens.
+        guesses: whether the model's own layer guesses after it, for the next step, which must wait for them.
     """
 
     number: int
@@ -236,6 +239,7 @@ class Step(NamedTuple):
     scores: bool
     snapshots: tuple[StepSnapshot, ...] = ()
     unfolds: bool = False
+    guesses: bool = False
 
     def layers_computed(self, layer_stop: int, index_stop: int) -> StepEvents:
         """The events of the running step when its first layers are computed, for requests that ask for marks."""
@@ -303,12 +307,15 @@ class StepsInFlight:
             step.states[index].row_index = index
         rows, snapshots = tuple(step.rows), tuple(step.snapshots)
         scored = bool(step.scores)
-        launched = Step(number, step.states, rows, step.started, step.work, scored, snapshots, unfolds=step.unfolds)
+        unfolds, guesses = step.unfolds, step.guesses > 0
+        launched = Step(
+            number, step.states, rows, step.started, step.work, scored, snapshots, unfolds=unfolds, guesses=guesses
+        )
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
         restores, copies = tuple(step.restores), tuple(step.copies)
         pools = tuple(sorted((state.row_index, pool) for state, pool in step.pools))
-        return Batch(number, launched.rows, step.layers_per_group, scores, restores, copies, pools)
+        return Batch(number, launched.rows, step.layers_per_group, scores, restores, copies, pools, step.guesses)
 
     @property
     def oldest(self) -> Step:

@@ -16,7 +16,7 @@ from baton.engine.scheduling.slices import StepTimes
 Draft: TypeAlias = "tuple[int, ...]"
 
 # Guesses must bring so many times the tokens a second of the plain step: costs are predicted to within a few percent.
-_LEAST_GAIN = 1.03
+LEAST_GAIN = 1.03
 # Numbers of guessed tokens that are tried grow by this ratio; costs are flat or straight between captured sizes.
 _TRIED_RATIO = 1.3
 
@@ -52,7 +52,7 @@ def choose_depths(
     if costs is None or room <= 0 or not work.decode_rows:
         return [0] * len(proposals)
     ranked = _Ranked(proposals, room)
-    best, best_rate = 0, _LEAST_GAIN * work.decode_rows / costs.seconds(work)
+    best, best_rate = 0, LEAST_GAIN * work.decode_rows / costs.seconds(work)
     for count in _counts(len(ranked)):
         tokens, keys = ranked.sums(count)
         guessed = StepWork(work.decode_rows + count, work.keys + keys, work.prompt_tokens, work.pairs)
@@ -72,7 +72,7 @@ def could_pay(work: StepWork, costs: StepTimes, *, most_each: int, overhead_s: f
     """Whether guesses that are all right, up to `most_each` for each decode row, would pay. At saturation they do not,
     and nothing needs to be looked up."""
     rows = work.decode_rows
-    best_rate = _LEAST_GAIN * rows / costs.seconds(work)
+    best_rate = LEAST_GAIN * rows / costs.seconds(work)
     for count in _counts(rows * most_each, ratio=2.0):
         guessed = StepWork(rows + count, work.keys * (rows + count) // rows, work.prompt_tokens, work.pairs)
         if rows + count > best_rate * (overhead_s + costs.seconds(guessed)):

@@ -46,7 +46,7 @@ def test_a_row_arrives_as_it_was(params: ResolvedSampling) -> None:
 
 def test_every_field_of_a_row_arrives() -> None:
     sample = SampleRow(GREEDY, 4, (), int_array(), 0)
-    row = BatchRow("a", int_array([3, 4, 5]), 9, int_array([2]), sample, 1, 3, 2, 5, 1, ((1, 4),), 2, as_decodes=True)
+    row = BatchRow("a", int_array([3, 4, 5]), 9, int_array([2]), sample, 1, 3, 2, 5, 1, ((1, 4),), 2, True, 8)
     defaults = BatchRow._field_defaults
     assert all(getattr(row, name) != default for name, default in defaults.items()), "a field has its default"
     ((arrived, _),) = sent([Batch(3, (decode("b", 6, [1]), row))])

@@ -58,6 +58,16 @@ class MTPReference:
             self.decoder.layers, self.decoder.norm = self.main, self.norm
         return rms_norm(out_TD, size, self.own["shared_head.norm.weight"], eps)
 
+    def guesses(self, tokens: list[int], count: int) -> list[int]:
+        """The tokens that the layer guesses after these, each the most likely one."""
+        hidden_TD, following = self.hidden(tokens[:-1]), tokens[1:]
+        guesses: list[int] = []
+        for _ in range(count):
+            drafted_TD = self.drafted(following, hidden_TD)
+            guesses.append(int(self.logits(drafted_TD[-1]).argmax()))
+            hidden_TD, following = torch.cat((hidden_TD, drafted_TD[-1:])), [*following, guesses[-1]]
+        return guesses
+
 
 def save_with_mtp(name: str, directory: Path, *, changed: dict[str, Any] | None = None) -> MTPReference:
     """Saves a tiny model with an MTP layer to `directory`, with the copies of embedding and head that publishers store
@@ -72,6 +82,23 @@ def save_with_mtp(name: str, directory: Path, *, changed: dict[str, Any] | None 
     own = {f"{norm}.weight": torch.empty(size).uniform_(0.5, 1.5, generator=generator) for norm in _OWN}
     own["eh_proj.weight"] = torch.empty(size, 2 * size).normal_(std=0.2, generator=generator)
     return _save(whole, directory, num_layers, own)
+
+
+def save_with_good_layer(directory: Path) -> None:
+    """Saves a model of one layer whose MTP layer nearly predicts what the model does: it is the same layer, which reads
+    only the embeddings. What it lacks is the sequence's first token, so its guesses depend on KV of all others."""
+    save_with_mtp("deepseek-v3", directory, changed={"num_hidden_layers": 2, "first_k_dense_replace": 0})
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    first, mtp = "model.layers.0.", "model.layers.1."
+    tensors |= {mtp + name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
+    embedding_VD = tensors["model.embed_tokens.weight"]
+    size = embedding_VD.shape[1]
+    tensors["model.embed_tokens.weight"] = embedding_VD * embedding_VD.square().mean(1, keepdim=True).rsqrt()
+    tensors[f"{mtp}enorm.weight"] = torch.ones(size)
+    tensors[f"{mtp}eh_proj.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    tensors[f"{mtp}shared_head.norm.weight"] = tensors["model.norm.weight"]
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def _save(whole: Any, directory: Path, num_layers: int, own: dict[str, Tensor]) -> MTPReference:

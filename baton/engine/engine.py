@@ -167,9 +167,12 @@ class Engine:
         """
         return self._scheduler.extend_reserved(request_id, output)
 
-    def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
+    def admit(self, request_id: str, first: TokenOutput, guesses: Sequence[int] = ()) -> FinishReason | None:
         """Lets a reserved request decode, once all KV before `first`, its next token, has arrived. It joins the next
         step that is not launched yet and has a seat.
+
+        Args:
+            guesses: for the tokens after `first`, from the node that computed the prompt. Any are safe.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
@@ -177,7 +180,7 @@ class Engine:
             UnknownLease: no such reservation.
             InvalidRequest: `first` is not the request's next token.
         """
-        reason = self._scheduler.admit(request_id, first)
+        reason = self._scheduler.admit(request_id, first, guesses)
         self._wake.set()
         return reason
 

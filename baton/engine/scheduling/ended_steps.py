@@ -95,8 +95,7 @@ class EndedSteps:
             if start < state.prefill_stop and state.phase is running:
                 self._requests.begin(state)
             sampled.append((state.request_id, token, reason, stop_reason))
-        if guessed is not None and self._drafts is not None:
-            self._drafts.guessed(step, guessed)
+        for_others = () if guessed is None or self._drafts is None else self._drafts.guessed(step, guessed)
         pooled_events = tuple(map(self._end_pooled, pooled))
         self._requests.fill_seats()
         if not step.scores:
@@ -112,6 +111,7 @@ class EndedSteps:
             scored=scored,
             pooled=pooled_events,
             drafts=tuple(checked),
+            guessed=for_others,
         )
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:

@@ -166,9 +166,12 @@ class Scheduler:
         state.replace_output(output)
         return self._blocks.reservation(state)
 
-    def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
+    def admit(self, request_id: str, first: TokenOutput, guesses: Sequence[int] = ()) -> FinishReason | None:
         """Lets a reserved request decode after `first`, once the KV of all its known tokens has arrived. It runs as
         soon as a seat is free.
+
+        Args:
+            guesses: for the tokens after `first`, from the node that computed the prompt.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
@@ -184,6 +187,8 @@ class Scheduler:
         else:
             self._requests.begin(state)
             self._roster.make_ready(state)
+            if self._drafts is not None and all(0 <= token < self._facts.vocab_size for token in guesses):
+                self._drafts.take_guesses(state, guesses)
             self._requests.fill_seats()
         return end.reason
 
@@ -276,7 +281,7 @@ class Scheduler:
         self._prompts.add_to(step, prompts, now, admit=self._requests.preemptions == preemptions)
         self._blocks.states.begin_snapshots(step)
         if self._drafts is not None:
-            step.guesses = self._drafts.guesses_of(step)
+            self._drafts.ask_layer(step)
         return self._in_flight.launch(step) if step.rows else None
 
     def _must_wait(self, running: Step) -> bool:

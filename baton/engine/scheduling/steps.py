@@ -92,6 +92,7 @@ class NextStep:
         restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
         snapshots: snapshots of recurrent states, usable once the step has ended.
         guesses: how many tokens the model's own layer guesses at most, see `Batch`.
+        waits_for_guesses: whether they are for the next step, which must wait for them.
 
     Args:
         state_unit: chunks should end at multiples of this many tokens, if the model has recurrent states; 0: it has
@@ -116,6 +117,7 @@ class NextStep:
         self.copies: list[tuple[int, int]] = []
         self.snapshots: list[StepSnapshot] = []
         self.guesses = 0
+        self.waits_for_guesses = False
         self._state_unit = state_unit
         self._num_single = 0
         self._num_more = 0  # rows in which the step is computed besides `rows`, see `unfolds`
@@ -228,7 +230,7 @@ class Step(NamedTuple):
         scores: whether it computes prompt logprobs too.
         snapshots: snapshots of recurrent states, usable once the step has ended.
         unfolds: whether it is computed in other rows than these, so that the next step must wait for its tokens.
-        guesses: whether the model's own layer guesses after it, for the next step, which must wait for them.
+        guesses: whether the model's own layer guesses after it for the next step, which must wait for them.
     """
 
     number: int
@@ -307,7 +309,7 @@ class StepsInFlight:
             step.states[index].row_index = index
         rows, snapshots = tuple(step.rows), tuple(step.snapshots)
         scored = bool(step.scores)
-        unfolds, guesses = step.unfolds, step.guesses > 0
+        unfolds, guesses = step.unfolds, step.waits_for_guesses
         launched = Step(
             number, step.states, rows, step.started, step.work, scored, snapshots, unfolds=unfolds, guesses=guesses
         )

@@ -84,13 +84,22 @@ def save_with_mtp(name: str, directory: Path, *, changed: dict[str, Any] | None 
     return _save(whole, directory, num_layers, own)
 
 
-def save_with_good_layer(directory: Path) -> None:
-    """Saves a model of one layer whose MTP layer nearly predicts what the model does: it is the same layer, which reads
-    only the embeddings. What it lacks is the sequence's first token, so its guesses depend on KV of all others."""
-    save_with_mtp("deepseek-v3", directory, changed={"num_hidden_layers": 2, "first_k_dense_replace": 0})
+def save_with_good_layer(directory: Path, *, changed: dict[str, Any] | None = None) -> None:
+    """Saves a model whose MTP layer nearly predicts what the model does: it is the model's first layer, reads only the
+    embeddings, and the other layers add nothing. What it lacks is the sequence's first token, so its guesses depend on
+    KV of all others.
+
+    Args:
+        changed: as for `save_with_mtp`.
+    """
+    fields = {"num_hidden_layers": 4, "first_k_dense_replace": 0} | (changed or {})
+    save_with_mtp("deepseek-v3", directory, changed=fields)
     path = directory / "model.safetensors"
     tensors = load_file(path)
-    first, mtp = "model.layers.0.", "model.layers.1."
+    first, mtp = "model.layers.0.", f"model.layers.{fields['num_hidden_layers'] - 1}."
+    for name, tensor in tensors.items():
+        if ("o_proj" in name or "down_proj" in name) and not name.startswith((first, mtp)):
+            tensor.zero_()
     tensors |= {mtp + name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
     embedding_VD = tensors["model.embed_tokens.weight"]
     size = embedding_VD.shape[1]

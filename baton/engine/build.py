@@ -136,8 +136,8 @@ def build_runner(
             config.max_context_tokens,
             config.max_position_embeddings,
         )
-    parallel = plan_experts(parallel, config, settings)
     config = with_draft_layer(config, settings, parallel)
+    parallel = plan_experts(parallel, config, settings)
     dtype = resolve_dtype(config, settings.dtype, device_type=device.type)
     kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]
     if settings.kv_cache_dtype == "fp8_e5m2" and isinstance(config.quantization, Fp8Config):

@@ -23,8 +23,6 @@ def with_draft_layer(config: ModelConfig, settings: NodeSettings, parallel: Tens
             problem = "the files have no tensors of it, as those that transformers saves"
     if not problem and parallel.own_attention:
         problem = "ranks with attention data parallelism do not draft with it"
-    if not problem and parallel.placement is not None:
-        problem = "a plan for redundant experts leaves it out"
     if not problem:
         return with_mtp(config)
     _log.warning("the checkpoint's layer for multi-token prediction is not used: %s", problem)

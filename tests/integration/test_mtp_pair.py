@@ -108,6 +108,23 @@ async def test_a_prefix_of_another_request_has_the_layers_kv(
         assert result.proof.accepted_tokens > 0.6 * result.proof.drafted_tokens
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("expert_parallel", [False, True])
+async def test_ranks_guess_together(
+    start: Machines, gateways: tuple[Process, Process, Process, Process], model: Path, expert_parallel: bool
+) -> None:
+    node: Flags = {"model": model, "num_blocks": 256, "max_batch_tokens": 32, "speculation": "always"}
+    prefill, decode = start.nodes(
+        ("prefill", node), ("decode", {**node, "tensor_parallel_size": 2, "expert_parallel": expert_parallel})
+    )
+    pair = start.gateway([prefill], [decode], model=model, local_policy="strict")
+    _, _, plain, _ = gateways
+    for prompt in PROMPTS[:2]:
+        result, expected = await generate(pair, prompt, GREEDY), await generate(plain, prompt, GREEDY)
+        assert result.token_ids == expected.token_ids
+        assert result.proof.accepted_tokens > 0.6 * result.proof.drafted_tokens
+
+
 async def test_a_pair_of_which_one_node_has_no_such_layer_is_refused_with_the_cure(
     start: Machines, model: Path
 ) -> None:

@@ -223,6 +223,10 @@ def _place(model: CausalLM, placement: ExpertPlacement, rank: int) -> None:
             if isinstance(module, RoutedExperts):
                 module.place(placement.layer(index), rank)
                 module.counts = model.expert_counts.of_layer(index)
+    for module in () if model.mtp is None else model.mtp.modules():
+        if isinstance(module, RoutedExperts):
+            assert placement.mtp is not None, "the plan was made for a model that drafts"
+            module.place(placement.mtp, rank)
 
 
 def checkpoint_views(model: CausalLM) -> dict[str, Tensor]:

@@ -34,7 +34,6 @@ class Shares:
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         quantization = config.quantization
         self._experts: Sequence[Sequence[int]] | None = None  # of the rank, by layer
-        self._last = config.num_layers - 1
         if parallel.whole_experts and config.moe is not None:
             self._experts = experts_by_layer(config.moe, parallel)
         self._packed = quantization if isinstance(quantization, PackedConfig) else None
@@ -65,9 +64,8 @@ class Shares:
         match = _EXPERT_OF_LAYER.search(name)
         if self._experts is None or match is None:
             return False
-        # An MTP layer has the experts of the last layer; no plan places them (`baton.engine.build`).
-        layer = min(int(match[1] or self._last), self._last)
-        return int(match[2]) not in self._experts[layer]
+        mtp = len(self._experts) - 1
+        return int(match[2]) not in self._experts[min(int(match[1] or mtp), mtp)]
 
     def _of_packed(self, share: Share, layout: StoredPart) -> Share | None:
         """Returns the share of a tensor of packed integers, given the share of the weight."""

@@ -13,10 +13,12 @@ from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.request import EngineRequest
 from baton.engine.speculation.speculator import Speculator
+from baton.models.adapters.adapter import read_adapter
 from baton.settings.node_config import NodeSettings
 from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import EventRecorder, greedy, prompt_of, request
+from tests.unit.models.lora import save_adapter
 from tests.unit.models.tiny_mtp import save_with_good_layer, save_with_mtp
 
 COUNT = 40
@@ -37,11 +39,18 @@ class LayerOnly(Speculator):
 
 @asynccontextmanager
 async def engine_of(
-    built: BuiltRunner, speculator: Speculator, **given: Any
+    built: BuiltRunner, speculator: Speculator | None, *, num_adapters: int = 0, **given: Any
 ) -> AsyncIterator[tuple[Engine, EventRecorder]]:
     events = EventRecorder()
     bounds = limits(**{"max_batch_tokens": 24} | given)
-    async with Engine(built.runner, bounds, on_step=events, grammars=built.grammars, speculator=speculator) as engine:
+    async with Engine(
+        built.runner,
+        bounds,
+        on_step=events,
+        grammars=built.grammars,
+        num_adapters=num_adapters,
+        speculator=speculator,
+    ) as engine:
         yield engine, events
 
 
@@ -77,6 +86,39 @@ async def test_every_way_to_draw_gives_the_tokens_of_decoding(family: str, good:
     for name, tokens in expected.items():
         assert [each.token_id for each in found[name]] == [each.token_id for each in tokens], name
     assert speculator.drafted > 0
+
+
+async def test_a_cache_of_fp8_gives_the_tokens_of_decoding(good: Path) -> None:
+    requests = list(varied_requests())
+    expected = one_step_at_a_time(built_of(good, kv_cache_dtype="fp8_e4m3"), requests)
+    speculator, built = Speculator(always=True), built_of(good, kv_cache_dtype="fp8_e4m3", speculation="always")
+    found = await tokens_of(built, speculator, requests, prefix_cache=False)
+    for name, tokens in expected.items():
+        assert [each.token_id for each in found[name]] == [each.token_id for each in tokens], name
+    assert speculator.accepted > 0
+
+
+async def test_requests_with_an_adapter_get_its_tokens_and_guesses_of_the_base_model(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    save_with_mtp("glm4-moe", base)
+    directory = save_adapter(
+        base, tmp_path / "adapter", seed=3, targets=("layers.0.self_attn.q_proj", "layers.1.self_attn.o_proj")
+    )
+    answers = []
+    for speculation in ("off", "always"):
+        built = built_of(base, speculation=speculation, max_adapters=1, max_adapter_rank=8)
+        assert built.runner.adapters is not None
+        assert built.runner.facts.drafts == (speculation == "always")
+        adapter = read_adapter(directory, built.runner.adapters.layers, max_rank=8)
+        speculator = Speculator(always=True) if speculation == "always" else None
+        async with engine_of(built, speculator, num_adapters=1) as (engine, events):
+            used = await engine.load_adapter("a", adapter)
+            for name, adapter_of in (("base", None), ("adapted", used)):
+                engine.submit(EngineRequest(name, prompt_of(20), greedy(COUNT), adapter=adapter_of))
+            await events.finished("base", "adapted")
+        answers.append((events.ids("base"), events.ids("adapted")))
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][1]
 
 
 async def test_a_good_layer_saves_most_steps(good: Path) -> None:

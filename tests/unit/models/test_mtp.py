@@ -11,9 +11,12 @@ from torch import Tensor
 from baton.core.errors import ConfigError
 from baton.models.config.mtp import why_no_mtp, with_mtp
 from baton.models.families.reader import read_config
+from baton.models.layers.parallel import TensorParallel, with_experts_placed
 from baton.models.loading.identity import config_digest
-from baton.models.loading.loader import load_model
+from baton.models.loading.loader import checkpoint_views, load_model
+from baton.models.loading.local_config import local_config
 from baton.models.loading.needs import kv_cache_spec
+from baton.models.loading.shares import Shares
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.test_equals_transformers import assert_equal, tokens_of
 from tests.unit.models.tiny import save_tiny
@@ -128,3 +131,38 @@ def test_other_models_say_why_they_have_no_such_layer(name: str, reason: str, tm
         config = replace(config, mtp_layers=1, architecture="DeepseekV3ForCausalLM")
     assert reason in why_no_mtp(config)
     assert with_mtp(config) is config
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_ranks_hold_their_parts_of_the_layer(pair: Pair, load_format: str, whole_experts: bool) -> None:
+    def views(parallel: TensorParallel) -> dict[str, Tensor]:
+        model = load_model(
+            pair.directory,
+            pair.config,
+            backend=backend_for(local_config(pair.config, parallel)),
+            dtype="float32",
+            device="cpu",
+            load_format=load_format,
+            parallel=parallel,
+        )
+        assert model.mtp is not None
+        prefix = f"model.layers.{pair.config.num_layers}."
+        return {path: view for path, view in checkpoint_views(model).items() if path.startswith(prefix)}
+
+    whole, held_by = views(TensorParallel()), dict[str, set[int]]()
+    for rank in range(2):
+        parallel = TensorParallel(rank, 2, whole_experts=whole_experts)
+        parallel = with_experts_placed(parallel, pair.config, redundant=0, load=None)
+        shares = Shares(pair.config, parallel)
+        for path, view in views(parallel).items():
+            held_by.setdefault(path, set()).add(rank)
+            share = shares.of(path)
+            parts = [whole[path]]
+            if share is not None:
+                parts = [whole[path].narrow(share.dim, part.start, len(part)) for part in share.ranges]
+            assert torch.equal(view, torch.cat(parts, 0 if share is None else share.dim)), path
+    assert held_by.keys() == whole.keys(), "every tensor is on a rank"
+    experts = {path: ranks for path, ranks in held_by.items() if ".experts." in path}
+    assert experts
+    assert all(len(ranks) == (1 if whole_experts else 2) for ranks in experts.values())

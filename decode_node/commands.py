@@ -69,10 +69,15 @@ class PrefillHere:
 
 @dataclass(frozen=True)
 class Admit:
-    """All KV before `first` is in the reserved blocks: decode. Answered by `Admitted` or `EngineRefused`."""
+    """All KV before `first` is in the reserved blocks: decode. Answered by `Admitted` or `EngineRefused`.
+
+    Args:
+        guesses: for the tokens after `first`.
+    """
 
     engine_id: str
     first: TokenOutput
+    guesses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

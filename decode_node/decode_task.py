@@ -226,13 +226,13 @@ class DecodeTask:
         match self._decision:
             case HandedOver(finished=True):
                 return self._end()
-            case HandedOver(first=first, sampled_ago_s=transfer_s):
+            case HandedOver(first=first, sampled_ago_s=transfer_s, guesses=guesses):
                 self._enter(DecodePhase.DECODING)
                 admitted = pb.Admitted(
                     key=self.key, transfer_s=transfer_s, bytes_received=totals.bytes, segments=totals.segments
                 )
                 self.times.trace_admitted(admitted, now_s)
-                return [self._send(pb.SessionResponse(admitted=admitted)), self._admit(first, now_s)]
+                return [self._send(pb.SessionResponse(admitted=admitted)), self._admit(first, guesses, now_s)]
             case Renewal(output=output, prefill_incarnation=incarnation):
                 self._enter(DecodePhase.EXTENDING)
                 self.prefill_incarnation = incarnation
@@ -271,10 +271,10 @@ class DecodeTask:
         self.times.trace_accepted(accepted, now_s)
         return [self._send(pb.SessionResponse(accepted=accepted)), PrefillHere(self.engine_id, output)]
 
-    def _admit(self, first: TokenOutput | None, now_s: float) -> Command:
+    def _admit(self, first: TokenOutput | None, guesses: tuple[int, ...], now_s: float) -> Command:
         """Continues after the tokens of the lease, which have arrived."""
         if first is not None:
-            return Admit(self.engine_id, first)
+            return Admit(self.engine_id, first, guesses)
         assert self._offer is not None
         self.prefill_started_s = now_s
         return PrefillHere(self.engine_id, self._request.output, received_tokens=self._offer.token_stop)

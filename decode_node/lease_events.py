@@ -17,12 +17,14 @@ class HandedOver:
         first: the first token; None if the ticket was for the first part of a split prompt.
         finished: the first token was also the last one, so no KV is needed.
         sampled_ago_s: how long ago the first token was sampled, or the first part was computed.
+        guesses: of the prefill node for the tokens after the first.
     """
 
     lease: int
     first: TokenOutput | None
     finished: bool
     sampled_ago_s: float
+    guesses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,4 +73,5 @@ def handed_over(message: pb.HandOver) -> HandedOver:
         first=token_from_proto(message.first_token) if message.HasField("first_token") else None,
         finished=message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED,
         sampled_ago_s=message.sampled_ago_s,
+        guesses=tuple(message.guesses),
     )

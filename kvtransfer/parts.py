@@ -1,4 +1,4 @@
-"""The parts of one rank's cache: KV, and an index or a state if the model has one. Pure; no torch.
+"""The parts of one rank's cache: KV, and an index, drafts' KV or a state if the model has one. Pure; no torch.
 
 Segments number the layers of all parts in one sequence.
 """

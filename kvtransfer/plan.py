@@ -9,17 +9,21 @@ from kvtransfer.flows import Flow, RankPair, part_flows
 
 # Versions of the wire: payload order, trailer, tag, digest. Every change to one of them raises the newest.
 WIRE_OLDEST = 3
-WIRE_NEWEST = 6
+WIRE_NEWEST = 7
 # Since this version segments are sealed with their lease's key.
 _WIRE_SEALED = 4
 # Since this version a model's cache may have other parts than KV; their layers are numbered after KV's.
 _WIRE_PARTS = 5
 # Since this version a node's ranks may each hold requests of their own.
 _WIRE_OWNERS = 6
+# Since this version a cache may have KV of layers that draft tokens.
+_WIRE_DRAFT = 7
 
 
 def wire_oldest(spec: KVCacheSpec, *, attention_data_parallel: bool = False) -> int:
     """The oldest wire version that carries every part of such a cache to the right ranks."""
+    if spec.draft is not None:
+        return _WIRE_DRAFT
     if attention_data_parallel:
         return _WIRE_OWNERS
     return WIRE_OLDEST if len(spec.parts) == 1 else _WIRE_PARTS
@@ -32,7 +36,7 @@ class NodeDescription:
     Model identity, `spec` and `batch_invariant` must be equal on both ends, and wire ranges must overlap; an unknown
     content digest equals all, because older versions have none. `shape`, `package_version`, `tensor_parallel_size` and
     `attention_data_parallel` may differ. The dtype of `spec` may differ if the receiver accepts conversion and
-    neither node is batch-invariant; index and state are never converted.
+    neither node is batch-invariant; other parts are never converted.
 
     Attributes:
         spec: of the whole model, not of one rank's share.
@@ -120,6 +124,11 @@ _SPEC_CURES = {
     "head_dim": _SAME_CHECKPOINT,
     "windows": _SAME_CHECKPOINT,
 }
+_PART_CURES = {
+    "index": f"{_SAME_CHECKPOINT}, with the same version of the package",
+    "draft": "give both nodes the same --speculation: with off, a node does not have the layer that drafts tokens",
+    "state": f"{_SAME_CHECKPOINT}, with the same version of the package",
+}
 
 
 def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
@@ -137,8 +146,8 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
     if not mismatches and (mismatch := _content_mismatch(ours, theirs)):
         mismatches.append(mismatch)
     mismatches += _spec_mismatches(ours.spec, theirs.spec, _SPEC_CURES)
-    for name in ("index", "state"):
-        mismatches += _part_mismatches(name, getattr(ours.spec, name), getattr(theirs.spec, name))
+    for name, cure in _PART_CURES.items():
+        mismatches += _part_mismatches(name, getattr(ours.spec, name), getattr(theirs.spec, name), cure)
     converts = receiver is not None and ours.spec.dtype != theirs.spec.dtype
     if receiver is None or (converts and ours.batch_invariant and theirs.batch_invariant):
         mismatches.append(_dtype_mismatch(ours, theirs, converts=converts))
@@ -175,13 +184,17 @@ def _spec_mismatches(
     ]
 
 
-def _part_mismatches(name: str, ours: KVCacheSpec | None, theirs: KVCacheSpec | None) -> list[Mismatch]:
-    """The mismatches of a part other than KV; such parts are never converted."""
+def _part_mismatches(name: str, ours: KVCacheSpec | None, theirs: KVCacheSpec | None, cure: str) -> list[Mismatch]:
+    """The mismatches of a part other than KV; such parts are never converted.
+
+    Args:
+        cure: if only one of the nodes has the part.
+    """
     if ours is None and theirs is None:
         return []
     if ours is None or theirs is None:
         here, there = ("none" if spec is None else f"{spec.num_layers} layers" for spec in (ours, theirs))
-        return [Mismatch(name, here, there, f"{_SAME_CHECKPOINT}, with the same version of the package")]
+        return [Mismatch(name, here, there, cure)]
     return _spec_mismatches(ours, theirs, {**_SPEC_CURES, "dtype": _SAME_DTYPE}, prefix=f"{name}.")
 
 

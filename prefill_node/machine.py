@@ -114,6 +114,7 @@ class PrefillMachine:
             *step.started,
             *step.chunks,
             *step.scored,
+            *step.guessed,
             *step.tokens,
             *step.failed,
         ]

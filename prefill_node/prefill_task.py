@@ -10,7 +10,15 @@ from enum import Enum, auto
 from itertools import chain, groupby
 
 from baton.core.errors import BatonError, InvalidRequest
-from baton.engine.events import ChunkComputed, LayersComputed, PromptScored, RequestFailed, RequestStarted, TokenSampled
+from baton.engine.events import (
+    ChunkComputed,
+    LayersComputed,
+    PromptScored,
+    RequestFailed,
+    RequestStarted,
+    TokenSampled,
+    TokensGuessed,
+)
 from baton.engine.request import EngineRequest
 from baton.kvcache.spec import KVCacheSpec
 from baton.node.prompt_logprobs import add_prompt_logprobs
@@ -29,7 +37,9 @@ from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, Seg
 from prefill_node.commands import Abort, Command, EndCall, Prefetch, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, Prefetched, SendFailed, Sent, StopFailed
 
-EngineEvent = RequestStarted | LayersComputed | ChunkComputed | PromptScored | TokenSampled | RequestFailed
+EngineEvent = (
+    RequestStarted | LayersComputed | ChunkComputed | PromptScored | TokensGuessed | TokenSampled | RequestFailed
+)
 TaskEvent = Prefetched | EngineRefused | EngineEvent | Sent | SendFailed | BecameQuiet | StopFailed | Aborted
 
 
@@ -93,6 +103,7 @@ class PrefillTask:
         self._send_under_way = False
         self._segments: list[Segment] = []
         self._scored: PromptScored | None = None
+        self._guesses: tuple[int, ...] = ()  # for the tokens after the first
         self._sampled: TokenSampled | None = None
         self._computed_s: float | None = None  # when the engine finished the call's last computation
         self._handed_over = False
@@ -154,6 +165,9 @@ class PrefillTask:
                 return commands
             case PromptScored():
                 self._scored = event
+                return []
+            case TokensGuessed(tokens=tokens):
+                self._guesses = tokens
                 return []
             case TokenSampled():
                 self._sampled = event
@@ -235,6 +249,7 @@ class PrefillTask:
         if self._sampled is not None:
             hand_over.first_token.CopyFrom(token_to_proto(self._sampled.token))
             hand_over.finish_reason = finish_reason_to_proto(self._sampled.finish_reason)
+            hand_over.guesses.extend(self._guesses)
         self._handed_over = True
         return SendToPeer(self.peer.number, decode_pb2.PairRequest(hand_over=hand_over))
 

@@ -4,6 +4,7 @@ Most rows repeat from step to step, one token further on. They stay the same obj
 again. Rows are named tuples, which are several times faster to make than frozen dataclasses.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -46,6 +47,8 @@ class BatchRow(NamedTuple):
         draft_slots: slots of the recurrent states after each guess; `state_slot` gets the one before them. Empty: the
             model has none.
         state_next: the row of the step that continues this one's recurrent state; -1: none does.
+        next_token: the token after these, if the host knows it and the row is not sampled; else -1. A layer that drafts
+            tokens reads it.
     """
 
     request_id: str
@@ -63,6 +66,7 @@ class BatchRow(NamedTuple):
     as_decodes: bool = False
     draft_slots: tuple[int, ...] = ()
     state_next: int = -1
+    next_token: int = -1
 
     @property
     def token_stop(self) -> int:
@@ -88,6 +92,20 @@ class BatchRow(NamedTuple):
         return self._replace(token_start=self.token_start + further, sample=sample, since=None)
 
 
+class Guessed(NamedTuple):
+    """What the model's own layer guesses after a step.
+
+    Args:
+        tokens: the guesses for the tokens after each row's, by row.
+        rows: rows that were computed for it.
+        seconds: the time that the guesses took after the step.
+    """
+
+    tokens: Mapping[int, tuple[int, ...]]
+    rows: int
+    seconds: float
+
+
 class ScoreRow(NamedTuple):
     """The prompt tokens whose logprobs a row computes.
 
@@ -111,6 +129,7 @@ class Batch:
         scores: the rows whose prompt logprobs are wanted, by place, in order.
         restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
         pools: the rows whose hidden states are pooled, by place, in order.
+        guesses: how many tokens after each row's the model's own layer guesses at most; 0: none.
     """
 
     step: int
@@ -120,6 +139,7 @@ class Batch:
     restores: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     pools: tuple[tuple[int, PoolRow], ...] = ()
+    guesses: int = 0
 
     @property
     def reads_hidden_states(self) -> bool:
@@ -130,7 +150,8 @@ class Batch:
         """The rows repeated for each of `count` owners, for warm-up steps."""
         rows = tuple(row._replace(owner=owner) for row in self.shared_rows for owner in range(count))
         scores = tuple((place * count, score) for place, score in self.scores)
-        return Batch(self.step, rows, scores=scores, pools=tuple((place * count, pool) for place, pool in self.pools))
+        pools = tuple((place * count, pool) for place, pool in self.pools)
+        return Batch(self.step, rows, scores=scores, pools=pools, guesses=self.guesses)
 
     @property
     def rows(self) -> tuple[BatchRow, ...]:

@@ -36,7 +36,8 @@ class BatchWriter:
         changed = [_encode_row(rows[place], known[place]) for place in places]
         for place in places:
             known[place] = rows[place]
-        message = batch.step, len(rows), places, changed, batch.scores, batch.restores, batch.copies, batch.pools
+        others = batch.scores, batch.restores, batch.copies, batch.pools, batch.guesses
+        message = batch.step, len(rows), places, changed, *others
         return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -47,13 +48,13 @@ class BatchReader:
         self._rows: list[BatchRow] = []
 
     def read(self, message: bytes) -> Batch:
-        step, num_rows, places, changed, scores, restores, copies, pools = pickle.loads(message)
+        step, num_rows, places, changed, scores, restores, copies, pools, guesses = pickle.loads(message)
         known = self._rows
         known += [_NO_ROW] * (num_rows - len(known))
         for place, row in zip(places, changed, strict=True):
             known[place] = _decode_row(row, known[place])
         rows = tuple(known[:num_rows])
-        return Batch(step, rows, scores=scores, restores=restores, copies=copies, pools=pools)
+        return Batch(step, rows, scores=scores, restores=restores, copies=copies, pools=pools, guesses=guesses)
 
 
 def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
@@ -74,6 +75,7 @@ def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
         row.as_decodes,
         row.draft_slots,
         row.state_next,
+        row.next_token,
     )
 
 

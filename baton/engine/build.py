@@ -28,6 +28,7 @@ from baton.engine.device.step_costs import (
     served_steps,
     step_sizes,
 )
+from baton.engine.draft_layer import with_draft_layer
 from baton.engine.expert_plan import check_same_plan, plan_experts
 from baton.engine.request import ModelFacts
 from baton.engine.same_model import check_same_config, check_same_files, hashing_content
@@ -135,6 +136,7 @@ def build_runner(
             config.max_context_tokens,
             config.max_position_embeddings,
         )
+    config = with_draft_layer(config, settings, parallel)
     parallel = plan_experts(parallel, config, settings)
     dtype = resolve_dtype(config, settings.dtype, device_type=device.type)
     kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]
@@ -188,6 +190,7 @@ def build_runner(
         )
         identity = replace(identity, content_digest=content())
     known_by = f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}"
+    known_by += " draft" if config.drafts else ""  # blocks without that part are others
     facts = _facts(config, spec, shape, known_by, num_owners=parallel.num_owners)
 
     adapters: AdapterBank | None = None
@@ -306,6 +309,7 @@ def _facts(
         window_tokens=max(spec.windows, default=0),
         state_slots=shape.state_slots,
         num_owners=num_owners,
+        drafts=config.drafts,
     )
 
 

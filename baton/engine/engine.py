@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -171,9 +171,12 @@ class Engine:
         """
         return self._scheduler.extend_reserved(request_id, output)
 
-    def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
+    def admit(self, request_id: str, first: TokenOutput, guesses: Sequence[int] = ()) -> FinishReason | None:
         """Lets a reserved request decode, once all KV before `first`, its next token, has arrived. It joins the next
         step that is not launched yet and has a seat.
+
+        Args:
+            guesses: for the tokens after `first`, from the node that computed the prompt. Any are safe.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
@@ -181,7 +184,7 @@ class Engine:
             UnknownLease: no such reservation.
             InvalidRequest: `first` is not the request's next token.
         """
-        reason = self._scheduler.admit(request_id, first)
+        reason = self._scheduler.admit(request_id, first, guesses)
         self._wake.set()
         return reason
 
@@ -382,9 +385,8 @@ class Engine:
         self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
         if isinstance(outcome, StepComputed):
             waited_s = None if self._ended_s is None else outcome.ended_s - self._ended_s - outcome.seconds
-            events = self._scheduler.complete(
-                outcome.tokens, outcome.seconds, outcome.scores, outcome.pools, waited_s=waited_s
-            )
+            read = outcome.scores, outcome.pools, outcome.guessed
+            events = self._scheduler.complete(outcome.tokens, outcome.seconds, *read, waited_s=waited_s)
         else:
             _log.error("an engine step failed", exc_info=outcome.error)
             events = self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)

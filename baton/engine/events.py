@@ -110,6 +110,14 @@ class DraftsChecked(NamedTuple):
     accepted: int
 
 
+class TokensGuessed(NamedTuple):
+    """The guesses of the model's own layer after the first token of a prefill-only request, for the node that decodes
+    it. They come with that token."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class RequestFailed:
     """The request has ended, or was refused. Its blocks are free; those of a prefill-only request that has run are held
@@ -136,3 +144,4 @@ class StepEvents:
     scored: tuple[PromptScored, ...] = ()
     pooled: tuple[PromptPooled, ...] = ()
     drafts: tuple[DraftsChecked, ...] = ()
+    guessed: tuple[TokensGuessed, ...] = ()

@@ -218,6 +218,7 @@ class ModelFacts:
             multiple changes last bits.
         num_owners: pools of `num_blocks` each; every request has its blocks in one of them. More than 1 with attention
             data parallelism: a pool for each rank.
+        drafts: the model has a layer of its own that drafts tokens.
     """
 
     num_blocks: int
@@ -230,6 +231,7 @@ class ModelFacts:
     state_slots: int = 0
     scan_tokens: int = 64
     num_owners: int = 1
+    drafts: bool = False
 
 
 @dataclass(frozen=True)

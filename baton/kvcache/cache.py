@@ -27,8 +27,9 @@ class PagedKVCache:
     Attributes:
         storage: the allocation, contiguous, its axes in the layout's order.
         view: the same memory as [L, K, B, N, H, C]; K and H are 1 for MLA.
-        index, state: the further parts of the cache (`KVCacheSpec`); None: the model has no such part. Blocks of
-            `index` are those of this cache. Each block of `state` has one place, a slot: one state, float32.
+        index, draft, state: the further parts of the cache (`KVCacheSpec`); None: the model has no such part. Blocks of
+            `index` and `draft` are those of this cache. Each block of `state` has one place, a slot: one state, in
+            float32.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class PagedKVCache:
         self.view: Tensor = self.storage.permute([order.index(axis) for axis in LOGICAL_AXES])
         self._layers = self.view.unbind(0)
         self.index = None if spec.index is None else PagedKVCache(spec.index, shape, device, pinned=pinned)
+        self.draft = None if spec.draft is None else PagedKVCache(spec.draft, shape, device, pinned=pinned)
         self.state: PagedKVCache | None = None
         if spec.state is not None:
             slots = replace(shape, block_size=1, num_blocks=shape.state_slots)
@@ -59,12 +61,12 @@ class PagedKVCache:
     @property
     def parts(self) -> "tuple[PagedKVCache, ...]":
         """This cache and its further parts, in the order of `KVCacheSpec.parts`."""
-        return self, *(part for part in (self.index, self.state) if part is not None)
+        return self, *(part for part in (self.index, self.draft, self.state) if part is not None)
 
     @property
     def blockwise(self) -> "tuple[PagedKVCache, ...]":
-        """The parts that share this cache's blocks: itself, then its index."""
-        return (self,) if self.index is None else (self, self.index)
+        """The parts that share this cache's blocks: itself first."""
+        return self, *(part for part in (self.index, self.draft) if part is not None)
 
     def layer(self, index: int) -> Tensor:
         """[K, B, N, H, C] of one layer: a view, so writing to it writes to the cache."""

@@ -1,8 +1,9 @@
 """Describes one token's KV (`KVCacheSpec`), and how one node keeps it (`KVCacheShape`). Pure values; no torch.
 
 Some models keep more than KV for a request. Each such part is a cache of its own, next to the KV cache, with its own
-spec: `index` holds the keys by which sparse attention selects tokens, and `state` what recurrent layers remember. Code
-that moves, cuts or digests KV treats all parts alike; their layers are numbered consecutively (`parts`).
+spec: `index` holds the keys by which sparse attention selects tokens, `draft` the KV of layers that draft tokens, and
+`state` what recurrent layers remember. Code that moves, cuts or digests KV treats all parts alike; their layers are
+numbered consecutively (`parts`).
 """
 
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class KVCacheSpec:
             has a window.
         index: spec of the keys by which sparse attention selects tokens, of kind MLA; they lie in the same blocks,
             token for token.
+        draft: spec of the KV of layers that draft tokens, in the same blocks.
         state: spec of the state of each request, not of each token: num_kv_heads heads of head_dim numbers for each
             recurrent layer. Its `num_layers` counts only recurrent layers, and this spec's does not count them.
     """
@@ -58,11 +60,12 @@ class KVCacheSpec:
     windows: tuple[int, ...] = ()
     index: "KVCacheSpec | None" = None
     state: "KVCacheSpec | None" = None
+    draft: "KVCacheSpec | None" = None
 
     @property
     def parts(self) -> "tuple[KVCacheSpec, ...]":
         """This spec, then those of its further parts, in the order in which layers are numbered on the wire."""
-        return self, *(part for part in (self.index, self.state) if part is not None)
+        return self, *(part for part in (self.index, self.draft, self.state) if part is not None)
 
     @property
     def part_layers(self) -> tuple[range, ...]:
@@ -85,9 +88,9 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one more token: its KV and its index."""
-        own = self.num_layers * self.bytes_per_token_layer
-        return own if self.index is None else own + self.index.bytes_per_token
+        """Bytes of one more token in all parts but the state."""
+        further = sum(part.bytes_per_token for part in (self.index, self.draft) if part is not None)
+        return self.num_layers * self.bytes_per_token_layer + further
 
     @property
     def bytes_per_slot(self) -> int:

@@ -105,6 +105,7 @@ def _from_spec(spec: KVCacheSpec) -> pb.CacheSpec:
         windows=spec.windows,
         index=None if spec.index is None else _from_spec(spec.index),
         state=None if spec.state is None else _from_spec(spec.state),
+        draft=None if spec.draft is None else _from_spec(spec.draft),
     )
 
 
@@ -114,6 +115,7 @@ def _is_known(spec: pb.CacheSpec) -> bool:
         spec.kind in (pb.KV_KIND_GQA, pb.KV_KIND_MLA)
         and (not spec.HasField("index") or spec.index.kind == pb.KV_KIND_MLA)
         and (not spec.HasField("state") or spec.state.kind == pb.KV_KIND_STATE)
+        and (not spec.HasField("draft") or spec.draft.kind in (pb.KV_KIND_GQA, pb.KV_KIND_MLA))
     )
 
 
@@ -127,6 +129,7 @@ def _to_spec(spec: pb.CacheSpec) -> KVCacheSpec:
         windows=tuple(spec.windows),
         index=_to_spec(spec.index) if spec.HasField("index") else None,
         state=_to_spec(spec.state) if spec.HasField("state") else None,
+        draft=_to_spec(spec.draft) if spec.HasField("draft") else None,
     )
 
 

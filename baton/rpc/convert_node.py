@@ -82,7 +82,8 @@ def kept_bytes(spec: pb.CacheSpec) -> tuple[int, int]:
     """
     per_number = _DTYPE_BYTES.get(spec.dtype, 2) * (1 if spec.kind in (pb.KV_KIND_MLA, pb.KV_KIND_STATE) else 2)
     per_token = spec.num_layers * spec.num_kv_heads * spec.head_dim * per_number
-    per_token += kept_bytes(spec.index)[0] if spec.HasField("index") else 0
+    for part in ("index", "draft"):
+        per_token += kept_bytes(getattr(spec, part))[0] if spec.HasField(part) else 0
     return per_token, kept_bytes(spec.state)[0] if spec.HasField("state") else 0
 
 

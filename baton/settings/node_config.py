@@ -143,8 +143,9 @@ class NodeSettings(CommonSettings):
     batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
     speculation: Literal["off", "auto", "always"] = Field(
         "off",
-        description="guess next tokens from a request's own text, from what its tenant's requests were answered lately "
-        "and from its grammar, and compute several of them in one step; no token changes. auto: where the measured "
+        description="guess next tokens from a request's own text, from what its tenant's requests were answered "
+        "lately, from its grammar and with the checkpoint's layer for multi-token prediction, which prefill and decode "
+        "nodes then both need, and compute several of them in one step; no token changes. auto: where the measured "
         "costs of steps say that it is faster; always: wherever something can be guessed",
     )
     max_context_tokens: int | None = Field(

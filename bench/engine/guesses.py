@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import PromptLogprob, TokenOutput
-from baton.engine.batch import Batch, BatchRow, RowResult
+from baton.engine.batch import Batch, BatchRow, Guessed, RowResult
 from baton.engine.build import BuiltRunner, build_runner, calibrate
 from baton.engine.device.device_thread import LaunchedWork, StepRunner
 from baton.engine.device.layer_marks import OnMark
@@ -115,6 +115,10 @@ class _RecordedStep:
     @property
     def pools(self) -> PooledRows:
         return self._step.pools
+
+    @property
+    def guessed(self) -> Guessed | None:
+        return self._step.guessed
 
 
 def run(progress: Callable[[str], None]) -> Iterator[Row]:

@@ -35,11 +35,12 @@ def held_by(spec: KVCacheSpec, rank: int, ranks: int) -> tuple[range, ...]:
 def of_rank(spec: KVCacheSpec, held: Sequence[range]) -> KVCacheSpec:
     """The spec of a rank's cache."""
     own, *others = (
-        replace(part, num_kv_heads=len(heads), index=None, state=None)
+        replace(part, num_kv_heads=len(heads), index=None, draft=None, state=None)
         for part, heads in zip(spec.parts, held, strict=True)
     )
     index = None if spec.index is None else others.pop(0)
-    return replace(own, index=index, state=None if spec.state is None else others.pop())
+    draft = None if spec.draft is None else others.pop(0)
+    return replace(own, index=index, draft=draft, state=None if spec.state is None else others.pop())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Index and state travel with KV: between unequal ranks, layouts and block sizes, whole, once, and checked like KV."""
+"""Index, drafts' KV and state travel with KV: between unequal ranks, layouts and block sizes, whole, once, and checked
+like KV."""
 
 from dataclasses import replace
 
@@ -42,7 +43,14 @@ SPECS = {
     "sparse": replace(MLA, index=INDEX),
     "hybrid": replace(GQA, windows=(0, 9, 0), state=STATE),
     "hybrid-mla": replace(MLA, state=NARROW),
-    "all": replace(GQA, num_kv_heads=2, index=replace(INDEX, num_layers=3), state=NARROW),
+    "draft": replace(GQA, draft=replace(GQA, num_layers=1)),
+    "all": replace(
+        GQA,
+        num_kv_heads=2,
+        index=replace(INDEX, num_layers=3),
+        draft=replace(GQA, num_layers=2, num_kv_heads=2),
+        state=NARROW,
+    ),
 }
 RANKS = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)]
 CASES = [("loopback", *ranks, name) for ranks in RANKS for name in SPECS]
@@ -101,7 +109,7 @@ async def test_every_rank_gets_its_heads_of_every_part_and_nothing_else(
             assert torch.equal(as_bytes(part.view), as_bytes(wanted)), f"{part.spec.kind} of rank {rank}"
 
 
-HYBRID = replace(SPECS["all"], num_kv_heads=4)
+HYBRID = replace(SPECS["all"], num_kv_heads=4, draft=None)
 
 
 class Damaging(CpuMover):

@@ -40,6 +40,7 @@ class DecodeBuffers:
         new_block: [N] int32, the one block that the row gets with this step.
         new_block_place: [N] int64, its flat index in the table; for a row without a new block, in the last row.
         sampling: for `choose_tokens`.
+        hidden: [N, D], where a step leaves its hidden states for the layer that drafts tokens; None: there is none.
     """
 
     host: HostRows
@@ -58,6 +59,7 @@ class DecodeBuffers:
     new_block: Tensor
     new_block_place: Tensor
     sampling: SamplingBuffers
+    hidden: Tensor | None = None
 
     @property
     def max_rows(self) -> int:
@@ -128,9 +130,18 @@ class DecodeBuffers:
 
 
 def new_decode_buffers(
-    *, max_rows: int, max_context_tokens: int, block_size: int, device: torch.device
+    *,
+    max_rows: int,
+    max_context_tokens: int,
+    block_size: int,
+    device: torch.device,
+    hidden: tuple[int, torch.dtype] | None = None,
 ) -> DecodeBuffers:
-    """Buffers in which every row is padding."""
+    """Buffers in which every row is padding.
+
+    Args:
+        hidden: number and dtype of a hidden state's channels, if steps leave them; None: they do not.
+    """
     max_rows = -(-max_rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
     max_blocks = -(-max_context_tokens // block_size)
     width = -(-max_blocks // TABLE_MULTIPLE) * TABLE_MULTIPLE
@@ -162,4 +173,5 @@ def new_decode_buffers(
         new_block=on_device["new_block"],
         new_block_place=on_device["new_block_place"],
         sampling=SamplingBuffers(*(on_device[name] for name in SamplingBuffers._fields)),
+        hidden=None if hidden is None else torch.zeros(max_rows, hidden[0], dtype=hidden[1], device=device),
     )

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import NamedTuple, Protocol, TypeAlias
 
 from baton.core.types import PromptLogprob
-from baton.engine.batch import Batch, RowResult
+from baton.engine.batch import Batch, Guessed, RowResult
 from baton.engine.device.layer_marks import LayerMark, OnMark
 from baton.engine.pooling import PooledRows
 from baton.engine.request import ModelFacts
@@ -37,6 +37,9 @@ class LaunchedWork(Protocol):
 
     @property
     def pools(self) -> PooledRows: ...
+
+    @property
+    def guessed(self) -> Guessed | None: ...
 
 
 class StepRunner(Protocol):
@@ -65,7 +68,8 @@ class LayersDone:
 @dataclass(frozen=True)
 class StepComputed:
     """A step has ended. `tokens` has one entry per row of the batch, None where nothing was sampled; `scores` and
-    `pools` are by row. The step was queued on the device at `launched_s`, and its end was seen at `ended_s`."""
+    `pools` are by row. The step was queued on the device at `launched_s`, and its end was seen at `ended_s`. `guessed`
+    is what the model's own layer guesses next; None: nothing was asked for."""
 
     tokens: list[RowResult]
     seconds: float
@@ -73,6 +77,7 @@ class StepComputed:
     pools: PooledRows
     launched_s: float
     ended_s: float
+    guessed: Guessed | None = None
 
 
 @dataclass(frozen=True)
@@ -215,7 +220,7 @@ class DeviceThread:
             ended_s = self._clock()
             return StepRaised(error, ended_s - since_s, launched_s, ended_s)
         ended_s = self._clock()
-        return StepComputed(tokens, step.seconds, step.scores, step.pools, launched_s, ended_s)
+        return StepComputed(tokens, step.seconds, step.scores, step.pools, launched_s, ended_s, step.guessed)
 
 
 def _raised(call: Callable[[], None]) -> Exception | None:

@@ -30,6 +30,7 @@ class TokenDrawing:
 
     Attributes:
         tokens_N: int32, the tokens that the last step sampled, row by row.
+        drawn_S: int32, the tokens of the last call of `draw`.
     """
 
     def __init__(self, grammars: GrammarRows, tokens_N: Tensor, *, is_fixed: bool) -> None:
@@ -37,10 +38,12 @@ class TokenDrawing:
         self._device: torch.device = tokens_N.device
         self._is_fixed = is_fixed
         self.tokens_N = tokens_N
+        self.drawn_S = tokens_N[:0]
 
     def draw_none(self) -> Drawn:
         """The result of a step that samples no row. It drops all grammar matchers."""
         self._grammars.masks(())
+        self.drawn_S = self.tokens_N[:0]
         return Drawn(None, [], {})
 
     def draw(
@@ -59,6 +62,7 @@ class TokenDrawing:
         """
         masks, errors = self._grammars.masks(rows)
         drawn = sample(logits_SV, _samples(rows), pending_R=pending_S, masks=masks)
+        self.drawn_S = drawn.chosen_R
         if places_S is not None:
             self.tokens_N.index_copy_(0, places_S, drawn.chosen_R)
         on_host = drawn.to_host()

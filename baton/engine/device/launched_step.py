@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from baton.core.errors import LOGITS_FIELD, BatonError, InternalError
 from baton.core.types import PromptLogprob, TokenOutput
-from baton.engine.batch import RowResult
+from baton.engine.batch import Guessed, RowResult
+from baton.engine.device.mtp_steps import GuessesOnHost
 from baton.engine.device.pooled_states import PoolsOnHost
 from baton.engine.device.step_slot import StepSlot, StepSlots
 from baton.engine.device.unfolded import Unfolded
@@ -85,6 +86,7 @@ class LaunchedStep:
         slot: the step's own; it returns to `slots` when the step has ended.
         read: the prompt logprobs and pooled states of the step.
         unfolded: how rows with drafts were computed; None: there are none.
+        guesses: of the model's own layer; None: it has guessed none.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class LaunchedStep:
         slots: StepSlots,
         read: ReadStates,
         unfolded: Unfolded | None = None,
+        guesses: GuessesOnHost | None = None,
     ) -> None:
         self._num_rows = num_rows
         self._unfolded = unfolded
@@ -102,11 +105,15 @@ class LaunchedStep:
         self._slot = slot
         self._slots = slots
         self._read = read
-        self._seconds = 0.0
+        self._guesses = guesses
+        self._seconds = self._guess_s = 0.0
+        self._results: Sequence[RowResult] = ()
 
     def wait(self) -> list[RowResult]:
         """One entry per row. Call it once, on any thread. Raises device errors."""
         self._seconds = self._slot.timer.wait()
+        if self._guesses is not None:
+            self._guess_s = self._slot.guess_timer.wait()
         results: list[RowResult] = [None] * self._num_rows
         if self._drawn.plain is not None:
             results = self._drawn.plain.outputs(self._slot.tokens_host)
@@ -116,7 +123,27 @@ class LaunchedStep:
                 results[index] = _not_finite() if token.token_id == NO_TOKEN else token
         for index, error in self._drawn.failed.items():
             results[index] = error
-        return results if self._unfolded is None else self._unfolded.results(results)
+        if self._unfolded is not None:
+            results = self._unfolded.results(results)
+        self._results = results
+        return results
+
+    @property
+    def guessed(self) -> Guessed | None:
+        """The guesses of the model's own layer after each row's last token; known after `wait`. None: it has guessed
+        none."""
+        if self._guesses is None:
+            return None
+        found = self._guesses.outputs()
+        if self._unfolded is None:
+            return Guessed(found, len(found), self._guess_s)
+        tokens: dict[int, tuple[int, ...]] = {}
+        for row, (result, places) in enumerate(zip(self._results, self._unfolded.places, strict=True)):
+            # The guesses after the last draw that is kept.
+            place = places[len(result) - 1] if isinstance(result, tuple) else places[-1]
+            if place in found:
+                tokens[row] = found[place]
+        return Guessed(tokens, len(found), self._guess_s)
 
     @property
     def seconds(self) -> float:

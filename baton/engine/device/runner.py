@@ -24,6 +24,7 @@ from baton.engine.device.graphs import DecodeGraphs, GraphSettings
 from baton.engine.device.inputs import pending_tokens, stage_step
 from baton.engine.device.launched_step import Drawn, LaunchedStep, ReadStates
 from baton.engine.device.layer_marks import LayerMarks, OnMark, index_stops, kv_stops
+from baton.engine.device.mtp_steps import GuessesOnHost, MTPSteps, StepDraws
 from baton.engine.device.pooled_states import pool_states
 from baton.engine.device.prompt_graphs import PromptGraphs
 from baton.engine.device.step_slot import StepSlot, StepSlots
@@ -43,6 +44,7 @@ from baton.models.layers.expert_counts import FetchedCounts
 from baton.models.layers.step_context import StepContext
 
 _FIRST_ROWS = 64
+_WARM_UP_GUESSES = 2  # the second one uses other kernels than the first, and all further ones the same
 
 
 class ModelRunner:
@@ -89,6 +91,7 @@ class ModelRunner:
                 self._prompts = PromptGraphs(
                     model, backend, cache, graphs, decodes=self._graphs.buffers, marks=self._marks
                 )
+        self._mtp = None if model.mtp is None else MTPSteps(model, backend, cache)
         self.grammars = GrammarRows(grammars, self._device)
         self._is_prepared = False
         self._unfolded_before = False  # the last step
@@ -177,20 +180,48 @@ class ModelRunner:
             marked = self._marks.every(batch.layers_per_group, on_mark)
         if (size := self._size(self._graphs, batch)) is not None:
             launch = "decode_graph"
-            drawn = self._launch_decodes(batch, size, slot)
+            drawn, hidden_TD = self._launch_decodes(batch, size, slot)
         elif (size := self._size(self._prompts, batch)) is not None:
             launch = "prompt_graph"
             with marked:
-                drawn, read = self._launch_prompts(batch, size, slot)
+                drawn, read, hidden_TD = self._launch_prompts(batch, size, slot)
         else:
             launch = "eager"
             with marked:
-                drawn, read = self._launch_eagerly(batch, keeps_tokens=unfolded is None)
+                drawn, read, hidden_TD = self._launch_eagerly(batch, keeps_tokens=unfolded is None)
         if self._cache.state is not None:
             copy_states(self._cache.state, batch.copies)
-        slot.timer.stop()
+        guesses: GuessesOnHost | None = None
+        if self._mtp is None or hidden_TD is None:
+            slot.timer.stop()
+        else:
+            guesses = self._launch_mtp(self._mtp, batch, hidden_TD, slot, unfolded, eager=launch == "eager")
         self.launches[launch] += 1
-        return LaunchedStep(num_rows, drawn, slot, self._slots, read, unfolded)
+        return LaunchedStep(num_rows, drawn, slot, self._slots, read, unfolded, guesses)
+
+    def _launch_mtp(
+        self,
+        mtp: MTPSteps,
+        batch: Batch,
+        hidden_TD: Tensor,
+        slot: StepSlot,
+        unfolded: Unfolded | None,
+        *,
+        eager: bool,
+    ) -> GuessesOnHost | None:
+        """Queues the passes of the MTP layer after a step, and stops the step's timers."""
+        rows = batch.rows
+        sampled = [place for place, row in enumerate(rows) if row.sample is not None]
+        tokens, places = (self._drawing.drawn_S, range(len(sampled))) if eager else (self._drawing.tokens_N, sampled)
+        draws = StepDraws(rows, tokens, places, unfolded)
+        drafted_SD = mtp.write_kv(draws, hidden_TD)
+        slot.timer.stop()
+        if not batch.guesses or not sampled:
+            return None
+        slot.guess_timer.start()
+        guesses = mtp.guess(draws, drafted_SD, batch.guesses)
+        slot.guess_timer.stop()
+        return guesses
 
     def _unfolded(self, batch: Batch) -> Unfolded | None:
         """The batch with rows for single drafts and decoded tokens. Returns None if it has neither."""
@@ -210,20 +241,22 @@ class ModelRunner:
             return None
         return graphs.size_for(batch.shared_rows)
 
-    def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> Drawn:
+    def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, Tensor | None]:
+        """Returns what is drawn, and the rows' hidden states if a layer reads them."""
         assert self._graphs is not None
+        buffers = self._graphs.buffers
         logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
-        return self._drawing.draw_padded(self._graphs.buffers, logits_RV, batch, slot)
+        return self._drawing.draw_padded(buffers, logits_RV, batch, slot), buffers.hidden
 
-    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ReadStates]:
+    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ReadStates, Tensor]:
         assert self._prompts is not None
         buffers = self._prompts.buffers
         logits_RV = self._prompts.launch(batch.shared_rows, size, step=batch.step, slot=slot)
         starts = [0, *accumulate(len(row.token_ids) for row in batch.shared_rows)]
         read = self._read_states(buffers.hidden[:size], starts, batch)
         if logits_RV is None:
-            return self._drawing.draw_none(), read
-        return self._drawing.draw_padded(buffers.decodes, logits_RV, batch, slot), read
+            return self._drawing.draw_none(), read, buffers.hidden
+        return self._drawing.draw_padded(buffers.decodes, logits_RV, batch, slot), read, buffers.hidden
 
     def _read_states(self, hidden_TD: Tensor, starts: Sequence[int], batch: Batch) -> ReadStates:
         """Queues what the step reads from hidden states besides tokens.
@@ -239,7 +272,7 @@ class ModelRunner:
             pool_states(self.model, hidden_TD, starts, pools) if pools else None,
         )
 
-    def _launch_eagerly(self, batch: Batch, *, keeps_tokens: bool) -> tuple[Drawn, ReadStates]:
+    def _launch_eagerly(self, batch: Batch, *, keeps_tokens: bool) -> tuple[Drawn, ReadStates, Tensor]:
         """Queues the step outside of graphs.
 
         Args:
@@ -264,17 +297,17 @@ class ModelRunner:
         hidden_TD = self.model.compute(inputs.token_ids_T, inputs.positions_T, self._cache, context)
         read = self._read_states(hidden_TD, inputs.starts, batch)
         if not inputs.sampled:
-            return self._drawing.draw_none(), read
+            return self._drawing.draw_none(), read, hidden_TD
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
         sampled_rows = [rows[index] for index in inputs.sampled]
         pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
         places_S = inputs.sampled_S if keeps_tokens else None
         parts, failed = self._drawing.draw(inputs.sampled, sampled_rows, logits_SV, pending_S, places_S)
-        return Drawn(None, parts, failed), read
+        return Drawn(None, parts, failed), read, hidden_TD
 
     def _warm_up(self) -> None:
         """Compiles kernels, also the one that applies the masks of grammars."""
-        for batch in _warm_up_batches(self.facts):
+        for batch in _warm_up_batches(self.facts, guesses=0 if self._mtp is None else _WARM_UP_GUESSES):
             self.run(batch.of_owners(self.facts.num_owners))
         vocab_size = self.facts.vocab_size
         logits = torch.zeros(1, vocab_size, device=self._device)
@@ -282,7 +315,7 @@ class ModelRunner:
         keep_allowed(logits, *to_device((np.zeros(1, np.int64), masks), self._device))
 
 
-def _warm_up_batches(facts: ModelFacts) -> list[Batch]:
+def _warm_up_batches(facts: ModelFacts, *, guesses: int) -> list[Batch]:
     """Prompts without and with context, which use different kernels; each alone and after a decode, where the alignment
     of their inputs differs. They cover drawn and greedy sampling, prompt logprobs and
     pooling."""
@@ -292,7 +325,7 @@ def _warm_up_batches(facts: ModelFacts) -> list[Batch]:
     decode = BatchRow("", int_array([0]), 0, blocks, GREEDY_ROW)
     prompt = BatchRow("", int_array([0] * length), 0, blocks, SampleRow(drawn, 0, (), int_array(), 0))
     prompts = (prompt, prompt._replace(token_start=1))
-    batches = [Batch(0, (*decodes, each)) for each in prompts for decodes in ((), (decode,))]
+    batches = [Batch(0, (*decodes, each), guesses=guesses) for each in prompts for decodes in ((), (decode,))]
     scored = Batch(0, (prompt,), scores=((0, ScoreRow(prompt.token_ids, 1)),))
     pooled = Batch(0, (prompt._replace(sample=None),), pools=((0, PoolRow(0, length)),))
     return [*batches, scored, pooled]

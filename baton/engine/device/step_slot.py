@@ -20,6 +20,7 @@ class StepSlot:
         prompt_inputs, prompt_inputs_host: the same for steps with prompts.
         tokens_host: int32; the device writes it.
         timer: times the step.
+        guess_timer: times the guesses after it.
     """
 
     def __init__(self, device: torch.device, *, input_bytes: int, max_rows: int, prompt_input_bytes: int = 0) -> None:
@@ -31,6 +32,7 @@ class StepSlot:
         self._tokens = torch.empty(max_rows, dtype=torch.int32, pin_memory=is_gpu)
         self.tokens_host = self._tokens.numpy()
         self.timer: DeviceTimer | HostTimer = DeviceTimer(device) if is_gpu else HostTimer()
+        self.guess_timer: DeviceTimer | HostTimer = DeviceTimer(device) if is_gpu else HostTimer()
 
     def fetch(self, tokens: Tensor) -> None:
         """Queues the copy of all rows' tokens to the host. The host does not wait."""

@@ -132,6 +132,7 @@ def _decodes(row: BatchRow) -> list[BatchRow]:
             sample=row.sample if place == last else None,
             as_decodes=False,
             state_slot=continuing(row.state_slot) if place and row.state_slot >= 0 else row.state_slot,
+            next_token=row.next_token if place == last else row.token_ids[place + 1],
         )
         for place in range(last + 1)
     ]

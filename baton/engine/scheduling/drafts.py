@@ -9,15 +9,19 @@ from collections.abc import Sequence
 
 from baton.core.costs import StepWork
 from baton.core.types import FinishReason, TokenOutput
-from baton.engine.events import DraftsChecked
+from baton.engine.batch import Guessed
+from baton.engine.events import DraftsChecked, TokensGuessed
 from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.request_blocks import RequestBlocks
 from baton.engine.scheduling.roster import Roster
-from baton.engine.scheduling.state import RequestState
-from baton.engine.scheduling.steps import Step
+from baton.engine.scheduling.state import RequestPhase, RequestState
+from baton.engine.scheduling.steps import NextStep, Step
 from baton.engine.speculation.depth import Draft
+from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES
 from baton.engine.speculation.speculator import Speculator
 
+# Guesses after a prompt for the node that decodes it, whose first step they join. The first token waits for them.
+_HANDED_OVER = 2
 # A token of a request, with its end if it is the last one: the fields of `TokenSampled`.
 Sampled = tuple[str, TokenOutput, FinishReason | None, str]
 
@@ -27,16 +31,25 @@ class Drafts:
 
     Args:
         seats: most rows of a step that draw a token.
+        has_layer: the model has a layer of its own that guesses tokens.
     """
 
     def __init__(
-        self, speculator: Speculator, roster: Roster, blocks: RequestBlocks, meter: Costs, *, seats: int
+        self,
+        speculator: Speculator,
+        roster: Roster,
+        blocks: RequestBlocks,
+        meter: Costs,
+        *,
+        seats: int,
+        has_layer: bool = False,
     ) -> None:
         self._speculator = speculator
         self._roster = roster
         self._blocks = blocks
         self._meter = meter
         self.seats = seats
+        self._has_layer = has_layer
         # The step in flight for which `_waits` was found out.
         self._asked = 0
         self._waits = False
@@ -83,6 +96,45 @@ class Drafts:
             self._speculator.waited(step.work.decode_rows, None, guesses=guesses)
         elif waited_s is not None:
             self._speculator.waited(step.work.decode_rows, waited_s, guesses=guesses)
+
+    def ask_layer(self, step: NextStep) -> None:
+        """Sets how many tokens the model's own layer should guess after this step: for the next step, and for the nodes
+        that decode its prompts."""
+        if not self._has_layer:
+            return
+        rows = zip(step.states, step.rows, strict=True)
+        sampled = [state for state, row in rows if row.sample is not None]
+        step.guesses = self._guesses_here([state for state in sampled if state.decoding])
+        step.waits_for_guesses = step.guesses > 0
+        if any(state.prefill_only for state in sampled):
+            step.guesses = max(step.guesses, _HANDED_OVER)
+
+    def _guesses_here(self, sampled: Sequence[RequestState]) -> int:
+        """How many tokens to guess for the next step here, of requests whose last tokens are sampled now."""
+        if not sampled:
+            return 0
+        keys = sum([state.num_scheduled for state in sampled]) + len(sampled)
+        # As in `choose`; requests that wait may take seats of the next step.
+        room = self.seats - len(self._roster.running) - bool(self._roster.waiting)
+        return self._speculator.count_guesses(sampled, StepWork(len(sampled), keys), self._meter.costs, room=room)
+
+    def guessed(self, step: Step, guessed: Guessed) -> tuple[TokensGuessed, ...]:
+        """Takes the guesses of the model's own layer after a step that has ended. Returns those for other nodes."""
+        self._speculator.observe_guesses(guessed)
+        for_others = []
+        for place, tokens in guessed.tokens.items():
+            state = step.states[place]
+            if state.phase is RequestPhase.RUNNING and state.decoding:
+                self.take_guesses(state, tokens)
+            elif state.phase is RequestPhase.HELD and tokens:
+                for_others.append(TokensGuessed(state.request_id, tokens))
+        return tuple(for_others)
+
+    def take_guesses(self, state: RequestState, tokens: Sequence[int]) -> None:
+        """Takes guesses after a request's known tokens, from the layer here or on the node that computed its prompt."""
+        self._begin([state])
+        if tokens and self._has_layer:
+            self._speculator.guessed(state, tokens[:MOST_LAYER_GUESSES])
 
     def end(self, state: RequestState) -> None:
         """The request has ended."""

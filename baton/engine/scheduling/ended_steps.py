@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from baton.core.errors import BatonError
 from baton.core.types import PromptLogprob, TokenOutput
-from baton.engine.batch import BatchRow, RowResult
+from baton.engine.batch import BatchRow, Guessed, RowResult
 from baton.engine.events import (
     ChunkComputed,
     DraftsChecked,
@@ -42,6 +42,7 @@ class EndedSteps:
         seconds: float,
         scores: Mapping[int, Sequence[PromptLogprob]],
         pools: PooledRows,
+        guessed: Guessed | None,
         waited_s: float | None,
     ) -> StepEvents:
         """Ends the oldest step in flight as `Scheduler.complete` says."""
@@ -106,6 +107,7 @@ class EndedSteps:
                 sampled.append((state.request_id, token, None, ""))
             if start < state.prefill_stop and state.phase is running:
                 self._requests.begin(state)
+        for_others = () if guessed is None or self._drafts is None else self._drafts.guessed(step, guessed)
         pooled_events = tuple(map(self._end_pooled, pooled))
         self._requests.fill_seats()
         if self._drafts is not None:
@@ -123,6 +125,7 @@ class EndedSteps:
             scored=scored,
             pooled=pooled_events,
             drafts=tuple(checked),
+            guessed=for_others,
         )
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:

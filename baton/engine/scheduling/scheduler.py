@@ -11,7 +11,7 @@ from types import MappingProxyType
 from baton.core.block_keys import adapted_identity, root_digest
 from baton.core.errors import BatonError
 from baton.core.types import AdapterRef, FinishReason, Grammar, PromptLogprob, TokenOutput
-from baton.engine.batch import Batch, RowResult
+from baton.engine.batch import Batch, Guessed, RowResult
 from baton.engine.events import RequestFailed, StepEvents
 from baton.engine.pooling import PooledRows
 from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts, Reservation
@@ -71,7 +71,9 @@ class Scheduler:
         self._drafts: Drafts | None = None
         self._waits = False  # the next step, until the one in flight has ended
         if speculator is not None:
-            self._drafts = Drafts(speculator, self._roster, self._blocks, self._meter, seats=limits.seats)
+            self._drafts = Drafts(
+                speculator, self._roster, self._blocks, self._meter, seats=limits.seats, has_layer=facts.drafts
+            )
             self._requests.on_end = self._drafts.end
         self._ended = EndedSteps(self._requests, self._meter, self._drafts, block_size=facts.block_size)
         self._prompts = Prompts(self._roster, self._blocks, limits, self._meter, stop=self._requests.stop_running)
@@ -165,9 +167,12 @@ class Scheduler:
         state.replace_output(output)
         return self._blocks.reservation(state)
 
-    def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
+    def admit(self, request_id: str, first: TokenOutput, guesses: Sequence[int] = ()) -> FinishReason | None:
         """Lets a reserved request decode after `first`, once the KV of all its known tokens has arrived. It runs as
         soon as a seat is free.
+
+        Args:
+            guesses: for the tokens after `first`, from the node that computed the prompt.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
@@ -183,6 +188,8 @@ class Scheduler:
         else:
             self._requests.begin(state)
             self._roster.make_ready(state)
+            if self._drafts is not None and all(0 <= token < self._facts.vocab_size for token in guesses):
+                self._drafts.take_guesses(state, guesses)
             self._requests.fill_seats()
         return end.reason
 
@@ -278,11 +285,13 @@ class Scheduler:
         # A step that preempted a request admits no new ones.
         self._prompts.add_to(step, prompts, now, admit=self._requests.preemptions == preemptions)
         self._blocks.states.begin_snapshots(step)
+        if self._drafts is not None:
+            self._drafts.ask_layer(step)
         return self._in_flight.launch(step) if step.rows else None
 
     def _must_wait(self, running: Step) -> bool:
         """Whether the next step must not be prepared before this one, the only one in flight, has ended."""
-        return running.unfolds or (self._drafts is not None and self._drafts.waits(running))
+        return running.unfolds or running.guesses or (self._drafts is not None and self._drafts.waits(running))
 
     def take_refused(self) -> StepEvents | None:
         """The requests that `schedule` refused since the last call, because they cannot meet their deadline."""
@@ -300,6 +309,7 @@ class Scheduler:
         seconds: float,
         scores: Mapping[int, Sequence[PromptLogprob]] = _NO_SCORES,
         pools: PooledRows = _NO_POOLS,
+        guessed: Guessed | None = None,
         waited_s: float | None = None,
     ) -> StepEvents:
         """Ends the oldest step in flight: updates its requests and returns its events.
@@ -308,9 +318,10 @@ class Scheduler:
             results: what each row yields, see `RowResult`.
             scores: the logprobs that `Batch.scores` asks for, by row.
             pools: the sums that `Batch.pools` asks for, by row.
+            guessed: the guesses that `Batch.guesses` asks for; None: the model has no layer for them.
             waited_s: since the step before ended, without the time in which the device computed. None: unknown.
         """
-        return self._ended.complete(results, seconds, scores, pools, waited_s)
+        return self._ended.complete(results, seconds, scores, pools, guessed, waited_s)
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
         """Fails the oldest step in flight: its requests end with `error`. Their rows in the next step are void.

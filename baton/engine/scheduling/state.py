@@ -313,7 +313,8 @@ class RequestState:
         tokens, source = (_UNKNOWN_TOKEN, self.row_index) if pending else (self.tokens[start:stop], None)
         since = since if pending else None
         shared = self._row_blocks, sample, source, since, self._adapter, self.state_slot, self.pool
-        return BatchRow(self.request_id, tokens, start, *shared)
+        next_token = self.tokens[stop] if sample is None and stop < known else -1
+        return BatchRow(self.request_id, tokens, start, *shared, next_token=next_token)
 
     def next_drafts(self, draft: tuple[int, ...], *, block_size: int) -> BatchRow:
         """Makes its row of the next step, which computes its newest token, and these guesses after it. Only the newest

@@ -92,6 +92,8 @@ class NextStep:
         layers_per_group: the smallest number that a prompt of the step asks for; 0: no prompt asks for marks.
         restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
         snapshots: snapshots of recurrent states, usable once the step has ended.
+        guesses: how many tokens the model's own layer guesses at most, see `Batch`.
+        waits_for_guesses: whether they are for the next step, which must wait for them.
 
     Args:
         state_unit: chunks should end at multiples of this many tokens, if the model has recurrent states; 0: it has
@@ -116,6 +118,8 @@ class NextStep:
         self.restores: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.snapshots: list[StepSnapshot] = []
+        self.guesses = 0
+        self.waits_for_guesses = False
         self._state_unit = state_unit
         self._num_single = 0
         self._num_more = 0  # rows in which the step is computed besides `rows`, see `unfolds`
@@ -230,6 +234,7 @@ class Step(NamedTuple):
         snapshots: snapshots of recurrent states, usable once the step has ended.
         unfolds: whether it is computed in other rows than these, so that the next step must wait for its tokens.
         late: as in `NextStep`.
+        guesses: whether the model's own layer guesses after it for the next step, which must wait for them.
     """
 
     number: int
@@ -241,6 +246,7 @@ class Step(NamedTuple):
     snapshots: tuple[StepSnapshot, ...] = ()
     unfolds: bool = False
     late: bool = False
+    guesses: bool = False
 
     def layers_computed(self, layer_stop: int, index_stop: int) -> StepEvents:
         """The events of the running step when its first layers are computed, for requests that ask for marks."""
@@ -308,14 +314,15 @@ class StepsInFlight:
             step.states[index].row_index = index
         rows, snapshots = tuple(step.rows), tuple(step.snapshots)
         scored = bool(step.scores)
+        unfolds, guesses, late = step.unfolds, step.waits_for_guesses, step.late
         launched = Step(
-            number, step.states, rows, step.started, step.work, scored, snapshots, unfolds=step.unfolds, late=step.late
+            number, step.states, rows, step.started, step.work, scored, snapshots, unfolds, late=late, guesses=guesses
         )
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
         restores, copies = tuple(step.restores), tuple(step.copies)
         pools = tuple(sorted((state.row_index, pool) for state, pool in step.pools))
-        return Batch(number, launched.rows, step.layers_per_group, scores, restores, copies, pools)
+        return Batch(number, launched.rows, step.layers_per_group, scores, restores, copies, pools, step.guesses)
 
     @property
     def oldest(self) -> Step:

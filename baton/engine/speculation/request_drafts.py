@@ -1,17 +1,19 @@
 """The guesses for one request, each with its chance. Pure.
 
 They continue the longest match of its last tokens, in its own sequence or in outputs of its tenant, after what its
-grammar forces. Each guess is compared with the token that came, whether or not a step took it, so that chances are
-learned at no cost. Where nothing can be guessed for long, only every few tokens are looked up.
+grammar forces. Where the model's own layer has guessed too, those that bring more tokens are taken. Each guess is
+compared with the token that came, whether or not a step took it, so that chances are learned at no cost. Where nothing
+can be guessed for long, only every few tokens are looked up.
 
 A request whose guesses are right takes 7 us a step. Source code unlike the prompt takes 22 us each time that it is
 looked up, with outputs of its tenant; half of that is for these.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from baton.engine.request import IntArray, int_array
-from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance, bases_of
+from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance, bases_of, layer_bases
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Proposal
 from baton.engine.speculation.grammar_drafts import GrammarDrafts
@@ -101,6 +103,8 @@ class RequestDrafts:
         self._guesses = int_array()  # of the last lookup
         self._bases: list[int] = []
         self._proposal = NO_PROPOSAL
+        self._layer_guesses = int_array()
+        self._layer_at = -1  # number of tokens before these
 
     @property
     def output(self) -> IntArray:
@@ -115,18 +119,44 @@ class RequestDrafts:
         self.root = self._source = self._ended = None
         self._guesses, self._bases, self._proposal = int_array(), [], NO_PROPOSAL
 
+    def guessed(self, tokens: Sequence[int]) -> None:
+        """Takes the guesses of the model's own layer after the known tokens."""
+        self._learn_layer(len(self._tokens))
+        self._layer_guesses, self._layer_at = int_array(list(tokens)), len(self._tokens)
+
+    def layer_chances(self, count: int) -> list[float]:
+        """For each of so many guesses of the model's own layer, the chance that it and all before it are right. Empty
+        while a long match goes on, whose guesses cost nothing."""
+        if self._source is not None and self._match.length >= LONG:
+            return []
+        return self._acceptance.chances(layer_bases(count), least=_LEAST_CHANCE)
+
     def propose(self, most: int) -> Proposal:
         """The guesses after the known tokens, at most so many. A step takes at most 16 of them."""
         count = len(self._tokens)
-        if count < self._look_from:
-            return NO_PROPOSAL
-        if count != self._looked_at:
-            self._learn(count)
-            self._look(count)
-        proposal = self._proposal
+        self._learn_layer(count)
+        proposal = NO_PROPOSAL
+        if count >= self._look_from:
+            if count != self._looked_at:
+                self._learn(count)
+                self._look(count)
+            proposal = self._proposal
+        if self._layer_at == count:
+            chances = self._acceptance.chances(layer_bases(len(self._layer_guesses)), least=_LEAST_CHANCE)
+            if sum(chances) > sum(proposal.chances):
+                proposal = Proposal(tuple(self._layer_guesses[: len(chances)]), tuple(chances), count - 1)
         if most < len(proposal.tokens):
             return Proposal(proposal.tokens[: max(0, most)], proposal.chances[: max(0, most)], proposal.context)
         return proposal
+
+    def _learn_layer(self, count: int) -> None:
+        """Compares the last guesses of the model's own layer with the tokens that came."""
+        if not self._layer_guesses or count <= self._layer_at:
+            return
+        known, guesses = self._tokens[self._layer_at : count], self._layer_guesses
+        most = min(len(known), len(guesses))
+        self._acceptance.learn(layer_bases(most), _num_equal(known, guesses))
+        self._layer_guesses = int_array()
 
     def _learn(self, count: int) -> None:
         """Compares the last guesses with the tokens that came."""

@@ -10,13 +10,15 @@ from typing import Protocol, TypeAlias
 
 from baton.core.costs import StepWork
 from baton.core.types import Grammar
+from baton.engine.batch import Guessed
 from baton.engine.request import IntArray
 from baton.engine.scheduling.slices import StepTimes, decodes_bound_s
-from baton.engine.speculation.acceptance import Acceptance
+from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer_bases
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
 from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
 from baton.engine.speculation.host_gaps import HostGaps
+from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import MOST_GUESSES, RequestDrafts
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP
@@ -76,6 +78,7 @@ class Speculator:
         self._searches = Allowance(_SEARCHES)
         self._turn = 0
         self.recent = RecentOutputs(self._places)
+        self._layer = LayerGuesses(always=always)
         self._drafts: dict[str, RequestDrafts] = {}
 
     @property
@@ -177,6 +180,38 @@ class Speculator:
             for request, proposal, depth in zip(requests, proposals, depths, strict=True)
             if depth
         }
+
+    def count_guesses(
+        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, room: int
+    ) -> int:
+        """How many tokens of each request the model's own layer should guess after a step, for the next one.
+
+        Args:
+            requests: those that decode in the next step; some may not have begun yet.
+            work: the next step without guesses.
+            room: most guessed tokens of the next step.
+        """
+        if room <= 0 or not self._could_pay(work, costs):
+            return 0
+        chances = []
+        for request in requests:
+            drafts = self._drafts.get(request.request_id)
+            most = min(MOST_LAYER_GUESSES, request.most_drafts)
+            own = self._unknown_chances(most) if drafts is None else drafts.layer_chances(most)
+            chances.append(own)
+        return self._layer.count(chances, work, costs, room=room, wait_s=self._gaps.seconds)
+
+    def guessed(self, request: Speculating, tokens: Sequence[int]) -> None:
+        """Takes the guesses of the model's own layer after the known tokens of a request that has begun."""
+        self._drafts[request.request_id].guessed(tokens)
+
+    def observe_guesses(self, guessed: Guessed) -> None:
+        """Learns what the guesses of the model's own layer after a step took."""
+        self._layer.observe(guessed)
+
+    def _unknown_chances(self, count: int) -> list[float]:
+        """The chances of a request about which nothing is known."""
+        return OwnAcceptance(self._acceptance).chances(layer_bases(count), least=0.0)
 
     def waited(self, rows: int, seconds: float | None, *, guesses: bool) -> None:
         """A step has ended.

@@ -32,6 +32,8 @@ from baton.models.loading.shares import Shares
 RANK_MULTIPLE = 16
 # The head, and OPT's projection before it.
 _OF_LOGITS = ("lm_head", "project_out")
+# Adapters have no parts for the layer that drafts tokens.
+_MTP = "mtp."
 
 
 @dataclass(frozen=True)
@@ -139,14 +141,14 @@ class AdapterBank:
         """Hooks products into routed experts; returns the layers of all experts, including other ranks'."""
         shapes: dict[str, LayerShape] = {}
         for path, module in self._model.named_modules():
-            if type(module) is not Experts or module.down_proj.dtype != dtype:
+            if type(module) is not Experts or module.down_proj.dtype != dtype or path.startswith(_MTP):
                 continue
             adapted = AdaptedExperts(
                 module, self._current_rows, count=self.count, rank=rank, batch_invariant=self._batch_invariant
             )
             module.adapted = adapted
             self._adapted += (adapted.gate_up, adapted.down)
-            prefix = renamed(path, self._model.checkpoint_prefixes)
+            prefix = renamed(path, self._model.prefixes)
             inner, size = adapted.gate_up.sizes[0], adapted.down.sizes[0]
             for layer, index, name, outputs in (
                 (adapted.gate_up, 0, "gate_proj", inner),
@@ -183,10 +185,11 @@ class AdapterBank:
 
 def _adaptable(model: CausalLM) -> Iterator[tuple[str, Linear]]:
     """Yields the linear layers that can have adapters, with their paths. Layers of the logits are left out, because
-    their rows are not a step's tokens, and so are layers whose weights latent attention splits."""
+    their rows are not a step's tokens, and so are layers whose weights latent attention splits, and the MTP layer."""
     taken_apart = {id(module.kv_b_proj) for module in model.modules() if isinstance(module, MLAAttention)}
     for path, module in model.named_modules():
-        if isinstance(module, Linear) and path not in _OF_LOGITS and id(module) not in taken_apart:
+        left_out = path in _OF_LOGITS or path.startswith(_MTP) or id(module) in taken_apart
+        if isinstance(module, Linear) and not left_out:
             yield path, module
 
 
@@ -194,7 +197,7 @@ def _names(model: CausalLM, path: str, layer: Linear) -> list[str]:
     """Returns the checkpoint's names of the layer's parts, without `.weight`."""
     parent = path.rpartition(".")[0]
     paths = [f"{parent}.{part}" for part, _ in layer.parts] if isinstance(layer, FusedLinear) else [path]
-    return [renamed(each, model.checkpoint_prefixes) for each in paths]
+    return [renamed(each, model.prefixes) for each in paths]
 
 
 def _whole_shape(part: _Part) -> LayerShape:

@@ -66,10 +66,12 @@ class ExpertPlacement:
     Attributes:
         layers: the places of each layer; None: the layer has no experts.
         redundant: number of copies in each layer.
+        mtp: the places of the MTP layer, whose tokens are not counted; None: the model does not draft with one.
     """
 
     layers: tuple[LayerPlaces | None, ...]
     redundant: int = 0
+    mtp: LayerPlaces | None = None
 
     def layer(self, index: int) -> LayerPlaces:
         places = self.layers[index]

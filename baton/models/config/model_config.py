@@ -239,6 +239,7 @@ class ModelConfig:
         local_rope: the rotary embedding of layers with a sliding window, if they have their own.
         final_logits_soft_cap: the model's logits become cap * tanh(logit / cap).
         mtp_layers: number of layers for multi-token prediction that checkpoints store after the last layer.
+        drafts: the first of these is loaded, to draft tokens.
         quantization: None if weights are not quantized.
         intermediate_sizes: of each layer's dense MLP, if they differ; intermediate_size is then the largest.
         switches: values that only this family has, in a frozen dataclass of its own.
@@ -273,6 +274,7 @@ class ModelConfig:
     shortcut_experts: bool = False
     headless: bool = False
     num_labels: int = 0
+    drafts: bool = False
 
     @property
     def attentions_per_layer(self) -> int:

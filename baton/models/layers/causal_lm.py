@@ -21,6 +21,7 @@ from baton.models.kernels.adapter_products import AdapterRows
 from baton.models.layers.embedding import Embedding
 from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import Linear
+from baton.models.layers.mtp import MTPLayer, mtp_prefixes
 from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import ParallelModule, TensorParallel
 from baton.models.layers.rotary import Rotary
@@ -87,6 +88,7 @@ class CausalLM(ExchangingModule):
 
     Args:
         norm: the norm after the last layer; None: an RMS norm.
+        mtp_layer: the decoder layer within the MTP layer, if the config `drafts`.
 
     Attributes:
         adapter_rows: the adapters of the current step, for the hooks of `AdapterBank`.
@@ -103,7 +105,13 @@ class CausalLM(ExchangingModule):
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __init__(
-        self, config: ModelConfig, layers: Sequence[nn.Module], *, dtype: torch.dtype, norm: nn.Module | None = None
+        self,
+        config: ModelConfig,
+        layers: Sequence[nn.Module],
+        *,
+        dtype: torch.dtype,
+        norm: nn.Module | None = None,
+        mtp_layer: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -118,6 +126,14 @@ class CausalLM(ExchangingModule):
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
         labels = config.num_labels
         self.score = Linear(config.hidden_size, labels, dtype=dtype) if labels else None
+        assert config.drafts == (mtp_layer is not None), "the family's class makes the layer"
+        self.mtp = None if mtp_layer is None else MTPLayer(config, mtp_layer, dtype=dtype)
+
+    @property
+    def prefixes(self) -> Mapping[str, str]:
+        """`checkpoint_prefixes` of this model, with those of its MTP layer."""
+        own = self.checkpoint_prefixes
+        return own if self.mtp is None else mtp_prefixes(self.config.num_layers) | dict(own)
 
     def adapters_of(self, slots_T: Tensor | None) -> AdapterRows | None:
         """Returns the adapters of a step's tokens, for its context. It may launch kernels; a torch kernel must follow
@@ -183,6 +199,31 @@ class CausalLM(ExchangingModule):
         logits_RV = self._whole_vocabulary(logits_RV) if self.parallel.size > 1 else logits_RV.float()
         cap = self.config.final_logits_soft_cap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
+
+    def compute_drafts(
+        self,
+        next_ids_T: Tensor,
+        hidden_TD: Tensor,
+        positions_T: Tensor,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Computes the MTP layer's hidden states [T,D] and writes its KV. `compute_logits` turns them into logits of
+        the tokens after the next ones.
+
+        Args:
+            next_ids_T: the token after each position.
+            hidden_TD: the model's hidden states at the positions, or those that this method returned for the positions
+                before them.
+            kv_cache: the model's.
+        """
+        assert self.mtp is not None, "the config says whether there is such a layer"
+        assert self.rotary is not None
+        assert kv_cache.draft is not None
+        self.adapter_rows = None  # no adapter has parts for this layer
+        embedded_TD = self.model.embed_tokens(next_ids_T)
+        drafted_TD: Tensor = self.mtp(embedded_TD, hidden_TD, self.rotary(positions_T), kv_cache.draft, metadata)
+        return drafted_TD
 
     def classify(self, hidden_RD: Tensor) -> Tensor:
         """Returns the outputs [R,N] of the classification head, which every rank has whole."""

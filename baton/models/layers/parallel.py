@@ -168,6 +168,9 @@ def with_experts_placed(
     if parallel.size > 1 and parallel.whole_experts and config.moe is not None:
         moe = config.moe
         plan = place_experts(moe.layers, moe.num_experts, ranks=parallel.size, redundant=redundant, load=load)
+        if config.drafts:
+            alone = place_experts((True,), moe.num_experts, ranks=parallel.size, redundant=redundant)
+            plan = replace(plan, mtp=alone.layer(0))
         return replace(parallel, placement=plan)
     if redundant or load is not None:
         why = "each rank holds some channels of all"

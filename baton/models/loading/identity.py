@@ -24,6 +24,9 @@ _ALWAYS_HASHED = {
     "BlocksparseParams": {"homo_head", "homo_head_group", "tp_rank", "tp_size"},
 }
 
+# Fields that say what a node makes of a checkpoint.
+_NEVER_HASHED = {"ModelConfig": {"drafts"}}
+
 
 @dataclass(frozen=True)
 class ModelIdentity:
@@ -74,7 +77,10 @@ def _plain(value: Any) -> Any:
 
 def _hashed(value: Any) -> Iterator[Field[Any]]:
     always = _ALWAYS_HASHED.get(type(value).__name__, set())
+    never = _NEVER_HASHED.get(type(value).__name__, set())
     for field in fields(value):
+        if field.name in never:
+            continue
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if field.name in always or default is MISSING or getattr(value, field.name) != default:
             yield field

@@ -134,7 +134,7 @@ def load_model(
     model.requires_grad_(requires_grad=False).eval()
 
     def checkpoint_name(path: str) -> str:
-        return renamed(path, model.checkpoint_prefixes)
+        return renamed(path, model.prefixes)
 
     if load_format == "dummy":
         weight_scales = weight_scale_views(model, {}, checkpoint_name)
@@ -208,7 +208,7 @@ def _build(
             _place(model, parallel.placement, parallel.rank)
     if quantized:
         known = in_our_names(stored, ()) | dict(stored)
-        quantize(model, config, lambda path: renamed(path, model.checkpoint_prefixes), device, known)
+        quantize(model, config, lambda path: renamed(path, model.prefixes), device, known)
     return model
 
 
@@ -223,11 +223,15 @@ def _place(model: CausalLM, placement: ExpertPlacement, rank: int) -> None:
             if isinstance(module, RoutedExperts):
                 module.place(placement.layer(index), rank)
                 module.counts = model.expert_counts.of_layer(index)
+    for module in () if model.mtp is None else model.mtp.modules():
+        if isinstance(module, RoutedExperts):
+            assert placement.mtp is not None, "the plan was made for a model that drafts"
+            module.place(placement.mtp, rank)
 
 
 def checkpoint_views(model: CausalLM) -> dict[str, Tensor]:
     """Returns the memory, a parameter or a part of one, for each tensor name in a checkpoint of `model`."""
-    return {renamed(path, model.checkpoint_prefixes): view for path, view in _checkpoint_views(model)}
+    return {renamed(path, model.prefixes): view for path, view in _checkpoint_views(model)}
 
 
 def _checkpoint_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

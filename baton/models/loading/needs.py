@@ -1,5 +1,6 @@
 """Determines a model's needs: its dtype, its cache, and the features that attention backends must support."""
 
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -9,6 +10,7 @@ from attention.parameters import AttentionParameters
 from baton.core.errors import ConfigError
 from baton.kvcache.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
 from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig
+from baton.models.config.mtp import mtp_config
 from baton.models.families.table import family_of
 
 
@@ -41,6 +43,11 @@ def resolve_dtype(config: ModelConfig, dtype: str, *, device_type: str) -> str:
 def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCacheSpec:
     """Returns what the cache keeps of a request for a model in `dtype`. `kv_dtype` is the cache's dtype; "" means
     `dtype`."""
+    spec = _kv_cache_spec(config, dtype, kv_dtype)
+    return replace(spec, draft=_kv_cache_spec(mtp_config(config), dtype, kv_dtype)) if config.drafts else spec
+
+
+def _kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str) -> KVCacheSpec:
     attention, recurrent = config.attention, config.recurrent
     state = None
     if recurrent is not None:

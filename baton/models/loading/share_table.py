@@ -92,10 +92,12 @@ def share_table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple
 
 
 def experts_by_layer(moe: MoEConfig, parallel: TensorParallel) -> list[Sequence[int]]:
-    """Returns the rank's whole experts of each layer, in the order of its memory."""
-    if parallel.placement is None:
-        return [experts(moe.num_experts, parallel)] * len(moe.layers)
-    return [() if layer is None else layer.ranks[parallel.rank] for layer in parallel.placement.layers]
+    """Returns the rank's whole experts of each layer, in the order of its memory; those of an MTP layer come last."""
+    placement = parallel.placement
+    if placement is None:
+        return [experts(moe.num_experts, parallel)] * (len(moe.layers) + 1)
+    layers = *placement.layers, placement.mtp
+    return [() if layer is None else layer.ranks[parallel.rank] for layer in layers]
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:

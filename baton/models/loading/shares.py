@@ -18,9 +18,9 @@ from baton.models.families.table import family_of
 from baton.models.layers.parallel import TensorParallel
 from baton.models.loading.share_table import experts_by_layer, share_table
 
-_LAYER = re.compile(r"^(model\.layers|transformer\.h)\.\d+\.")
+_LAYER = re.compile(r"^((model\.layers|transformer\.h)\.\d+|mtp\.layer)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_EXPERT_OF_LAYER = re.compile(r"\.layers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.")
+_EXPERT_OF_LAYER = re.compile(r"(?:\.layers\.(\d+)|^mtp\.layer)\.(?:.*\.)?experts\.(\d+)\.")
 _SCALE = re.compile(r"\.weight_scale(_inv)?$")
 
 
@@ -64,8 +64,8 @@ class Shares:
         match = _EXPERT_OF_LAYER.search(name)
         if self._experts is None or match is None:
             return False
-        layer, expert = map(int, match.groups())
-        return layer < len(self._experts) and expert not in self._experts[layer]
+        mtp = len(self._experts) - 1
+        return int(match[2]) not in self._experts[min(int(match[1] or mtp), mtp)]
 
     def _of_packed(self, share: Share, layout: StoredPart) -> Share | None:
         """Returns the share of a tensor of packed integers, given the share of the weight."""

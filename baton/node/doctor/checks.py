@@ -65,6 +65,7 @@ def cache_bytes_of(settings: DecodeSettings) -> int:
     try:
         # Imported here, so that without torch the other checks still report what is missing.
         from baton.engine.cpu_cache import cpu_cache_bytes
+        from baton.engine.draft_layer import with_draft_layer
         from baton.kvcache.spec import KV_CACHE_DTYPES
         from baton.models.families.reader import read_config
         from baton.models.layers.parallel import TensorParallel
@@ -73,7 +74,8 @@ def cache_bytes_of(settings: DecodeSettings) -> int:
 
         config = read_config(settings.model).for_context(settings.max_context_tokens)
         dtype = resolve_dtype(config, settings.dtype, device_type="cpu")
-        rank_config = local_config(config, TensorParallel(0, ranks))
+        parallel = TensorParallel(0, ranks)
+        rank_config = local_config(with_draft_layer(config, settings, parallel), parallel)
     except (ImportError, ConfigError):
         return smallest
     spec = kv_cache_spec(rank_config, dtype, KV_CACHE_DTYPES[settings.kv_cache_dtype])

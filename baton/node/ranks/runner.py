@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from baton.core.types import PromptLogprob
-from baton.engine.batch import Batch, RowResult
+from baton.engine.batch import Batch, Guessed, RowResult
 from baton.engine.device.launched_step import LaunchedStep
 from baton.engine.device.layer_marks import OnMark
 from baton.engine.device.runner import ModelRunner
@@ -87,3 +87,7 @@ class RankedStep:
     @property
     def pools(self) -> PooledRows:
         return self._step.pools
+
+    @property
+    def guessed(self) -> Guessed | None:
+        return self._step.guessed

@@ -19,7 +19,8 @@ from baton.kvcache.cache import PagedKVCache
 def runner_of(built: BuiltRunner, *, graphs: GraphSettings | None) -> ModelRunner:
     """A runner with its own cache, full of NaN so that reading an unwritten slot shows."""
     cache = PagedKVCache(built.cache.spec, built.cache.shape, built.cache.view.device)
-    cache.storage.fill_(float("nan"))
+    for part in cache.blockwise:
+        part.storage.fill_(float("nan"))
     return ModelRunner(
         built.runner.model, built.runner.backend, cache, built.runner.facts, graphs=graphs, grammars=built.grammars
     )
@@ -50,12 +51,23 @@ class Driver:
     Args:
         ahead: each step is launched before the previous one is waited for.
         end_token_ids: forbidden until an output has its `min_tokens`.
+        guesses: how many tokens the model's own layer guesses after each step.
+
+    Attributes:
+        guessed: the last guesses after each request's newest token.
     """
 
     def __init__(
-        self, runner: ModelRunner, *, ahead: bool = False, end_token_ids: frozenset[int] = frozenset()
+        self,
+        runner: ModelRunner,
+        *,
+        ahead: bool = False,
+        end_token_ids: frozenset[int] = frozenset(),
+        guesses: int = 0,
     ) -> None:
         self.runner = runner
+        self.guessed: dict[str, tuple[int, ...]] = {}
+        self._guesses = guesses
         self._ahead = ahead
         self._end_token_ids = end_token_ids
         self._sequences: dict[str, _Sequence] = {}
@@ -88,7 +100,7 @@ class Driver:
             key=lambda sequence: self._missing(sequence) + len(guesses.get(sequence.name, ())) > 1,
         )
         rows = tuple(self._row(sequence, chunk, guesses.get(sequence.name, ())) for sequence in chosen)
-        launched = self.launch(Batch(0, rows))
+        launched = self.launch(Batch(0, rows, guesses=self._guesses))
         self._receive()
         for index, (sequence, row) in enumerate(zip(chosen, rows, strict=True)):
             sequence.computed = row.token_stop
@@ -127,6 +139,8 @@ class Driver:
                 sequence.state_slot = slots[min(len(result), len(slots)) - 1]
             self._state_slots = [*(slot for slot in slots if slot != sequence.state_slot >= 0), *self._state_slots]
             sequence.source = None
+        if (guessed := launched.guessed) is not None:
+            self.guessed |= {chosen[place].name: tokens for place, tokens in guessed.tokens.items()}
 
     def _missing(self, sequence: _Sequence) -> int:
         return len(sequence.tokens) - sequence.computed
@@ -153,4 +167,5 @@ class Driver:
             owner=sequence.owner,
             num_drafts=len(drafts),
             draft_slots=sequence.draft_slots,
+            next_token=-1 if sampled else sequence.tokens[stop],
         )

@@ -6,8 +6,8 @@ from random import Random
 
 from baton.core.costs import StepWork
 from baton.core.sampling import ResolvedSampling
-from baton.core.types import FinishReason, Grammar
-from baton.engine.batch import Batch
+from baton.core.types import FinishReason, Grammar, TokenOutput
+from baton.engine.batch import Batch, Guessed, RowResult
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
@@ -76,6 +76,7 @@ class World:
     Args:
         align: `EngineLimits.chunk_align_tokens`.
         owners: pools of this many blocks each.
+        layer_errors: share of wrong guesses of the model's own layer; None: it has none.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class World:
         align: int | None = None,
         owners: int = 1,
         state_slots: int = 0,
+        layer_errors: float | None = None,
     ) -> None:
         limits = EngineLimits(
             max_batch_tokens=24,
@@ -106,7 +108,10 @@ class World:
             num_owners=owners,
             state_slots=state_slots,
             scan_tokens=4,
+            drafts=layer_errors is not None,
         )
+        self._layer_errors = layer_errors
+        self._random = Random(11)
         self._seats = limits.seats
         self.scheduler = Scheduler(limits, facts, Meter(None), speculator=told)
         self.model = model
@@ -134,7 +139,8 @@ class World:
 
     def end_step(self) -> None:
         batch = self.batches.popleft()
-        events = self.scheduler.complete(self.model.run(batch, self.sequences), 0.0)
+        results = self.model.run(batch, self.sequences)
+        events = self.scheduler.complete(results, 0.0, guessed=self._guessed(batch, results))
         self.events.append(events)
         for checked in events.drafts:
             assert 0 <= checked.accepted <= checked.drafted
@@ -145,6 +151,22 @@ class World:
             self.sequences[sampled.request_id].append(sampled.token.token_id)
             if sampled.finish_reason is not None:
                 self.ended[sampled.request_id] = sampled.finish_reason
+
+    def _guessed(self, batch: Batch, results: Sequence[RowResult]) -> Guessed | None:
+        """What the model's own layer guesses after a step: the tokens that come, with errors."""
+        if not batch.guesses:
+            return None
+        assert self._layer_errors is not None
+        tokens: dict[int, tuple[int, ...]] = {}
+        for place, (row, result) in enumerate(zip(batch.rows, results, strict=True)):
+            drawn = result if isinstance(result, tuple) else (result,)
+            if not all(isinstance(token, TokenOutput) for token in drawn):
+                continue
+            known = [*self.sequences[row.request_id], *(token.token_id for token in drawn)]  # type: ignore[union-attr]
+            right = self.model.continued(known, self._random.randrange(1, batch.guesses + 1))
+            wrong = [self._random.random() < self._layer_errors for _ in right]
+            tokens[place] = tuple((token + each) % NUM_TOKENS for token, each in zip(right, wrong, strict=True))
+        return Guessed(tokens, len(tokens), 0.001)
 
     @property
     def in_flight(self) -> int:

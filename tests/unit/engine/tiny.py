@@ -88,6 +88,12 @@ class EventRecorder:
             self.errors[failed.request_id] = failed.error
         self._changed.set()
 
+    @property
+    def guesses(self) -> tuple[int, int]:
+        """Guesses of all steps: all that were computed, and those that were kept."""
+        checked = [each for step in self.steps for each in step.drafts]
+        return sum(each.drafted for each in checked), sum(each.accepted for each in checked)
+
     def ids(self, request_id: str) -> list[int]:
         return [token.token_id for token in self.tokens.get(request_id, [])]
 

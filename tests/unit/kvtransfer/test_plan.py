@@ -248,6 +248,7 @@ def test_ranks_that_the_heads_cannot_be_dealt_out_to_are_refused() -> None:
 
 INDEX = KVCacheSpec(KVKind.MLA, num_layers=4, num_kv_heads=1, head_dim=6, dtype="bfloat16")
 STATE = KVCacheSpec(KVKind.STATE, num_layers=3, num_kv_heads=8, head_dim=10, dtype="float32")
+DRAFT = replace(SPEC, num_layers=1)
 WHOLE = replace(NODE, spec=replace(SPEC, index=INDEX, state=STATE), wire_oldest=wire_oldest(replace(SPEC, index=INDEX)))
 
 
@@ -260,9 +261,10 @@ WHOLE = replace(NODE, spec=replace(SPEC, index=INDEX, state=STATE), wire_oldest=
         ("index", replace(INDEX, head_dim=5), "index.head_dim"),
         ("state", replace(STATE, num_layers=2), "state.num_layers"),
         ("state", replace(STATE, num_kv_heads=4), "state.num_kv_heads"),
+        ("draft", DRAFT, "draft"),
     ],
 )
-def test_another_index_or_state_is_refused(part: str, theirs: KVCacheSpec | None, field: str) -> None:
+def test_another_part_is_refused(part: str, theirs: KVCacheSpec | None, field: str) -> None:
     assert agree(WHOLE, WHOLE).spec == WHOLE.spec
     other = replace(WHOLE, spec=replace(WHOLE.spec, **{part: theirs}))  # type: ignore[arg-type]
     for ours, peer in ((WHOLE, other), (other, WHOLE)):
@@ -286,6 +288,18 @@ def test_a_peer_that_knows_only_kv_is_refused_by_a_model_with_more() -> None:
         agree(WHOLE, older)
     assert {mismatch.field for mismatch in refused.value.mismatches} == {"index", "state", "wire"}
     assert agree(NODE, older).wire_version == 4
+
+
+def test_nodes_of_which_one_drafts_are_refused_with_the_cure() -> None:
+    drafting = replace(NODE, spec=replace(SPEC, draft=DRAFT), wire_oldest=wire_oldest(replace(SPEC, draft=DRAFT)))
+    assert agree(drafting, drafting).spec.draft == DRAFT
+    with pytest.raises(PlanRefused) as refused:
+        agree(drafting, NODE)
+    (mismatch,) = refused.value.mismatches
+    assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("draft", "1 layers", "none")
+    assert "--speculation" in mismatch.cure
+    with pytest.raises(PlanRefused, match="wire is 7 to 7"):
+        agree(drafting, replace(drafting, wire_oldest=5, wire_newest=6))
 
 
 def test_each_part_is_dealt_out_by_its_own_heads() -> None:

@@ -1,6 +1,6 @@
 """A minimal driver of a model over a paged cache: any mix of requests and chunk lengths in one batch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -59,13 +59,22 @@ class PagedDriver:
         self.free_blocks = torch.randperm(shape.num_blocks, generator=generator).tolist()
         self.blocks: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
+        self.drafted: dict[str, Tensor] = {}
+        self._drafted_states: dict[str, Tensor] = {}
 
     @torch.inference_mode()
-    def step(self, batch: Mapping[str, list[int]], adapters: Tensor | None = None) -> dict[str, Tensor]:
+    def step(
+        self,
+        batch: Mapping[str, list[int]],
+        adapters: Tensor | None = None,
+        *,
+        following: Mapping[str, int] | None = None,
+    ) -> dict[str, Tensor]:
         """Computes the next tokens of each request; logits [tokens, vocabulary] of each. Decodes come first.
 
         Args:
             adapters: int32, the slot of each token's adapter.
+            following: of each request the token after these, for the MTP layer, whose logits are in `drafted` then.
         """
         starts = [self.computed.get(request, 0) for request in batch]
         for (request, tokens), start in zip(batch.items(), starts, strict=True):
@@ -96,4 +105,38 @@ class PagedDriver:
         )
         hidden_TD = self.model.compute(token_ids_T, positions_T, self.cache, context)
         logits_TV = self.model.compute_logits(hidden_TD)
+        if following is not None:
+            next_ids = [[*tokens[1:], following[request]] for request, tokens in batch.items()]
+            next_ids_T = torch.tensor([token for tokens in next_ids for token in tokens], device=self.device)
+            drafted_TD = self.model.compute_drafts(next_ids_T, hidden_TD, positions_T, self.cache, context.metadata)
+            self._keep_drafted(batch, drafted_TD, lengths)
         return dict(zip(batch, torch.split(logits_TV, lengths), strict=True))
+
+    @torch.inference_mode()
+    def continue_drafts(self, tokens: Mapping[str, int]) -> None:
+        """Computes the MTP layer at the place after the last one of each request, where nothing else is computed yet.
+
+        Args:
+            tokens: of each request the token two places after its last one.
+        """
+        for request in tokens:
+            if len(self.blocks[request]) * BLOCK_SIZE == self.computed[request]:
+                self.blocks[request].append(self.free_blocks.pop())
+        common, positions_T = build_common_metadata(
+            query_lens=[1] * len(tokens),
+            context_lens=[self.computed[request] for request in tokens],
+            block_tables=[self.blocks[request] for request in tokens],
+            block_size=BLOCK_SIZE,
+            device=self.device,
+        )
+        next_ids_R = torch.tensor(list(tokens.values()), device=self.device)
+        hidden_RD = torch.stack([self._drafted_states[request][-1] for request in tokens])
+        metadata = self.backend.builder.build(0, common)
+        drafted_RD = self.model.compute_drafts(next_ids_R, hidden_RD, positions_T, self.cache, metadata)
+        self._keep_drafted(tokens, drafted_RD, [1] * len(tokens))
+
+    def _keep_drafted(self, requests: Iterable[str], drafted_TD: Tensor, lengths: list[int]) -> None:
+        names = list(requests)
+        self._drafted_states = dict(zip(names, torch.split(drafted_TD, lengths), strict=True))
+        drafted_TV = self.model.compute_logits(drafted_TD)
+        self.drafted = dict(zip(names, torch.split(drafted_TV, lengths), strict=True))

@@ -11,6 +11,7 @@ from baton.engine.events import (
     RequestStarted,
     StepEvents,
     TokenSampled,
+    TokensGuessed,
 )
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from baton.protos.internal.v1 import lease_pb2
@@ -71,7 +72,13 @@ def called(
 
 
 def step(
-    *events: RequestStarted | LayersComputed | ChunkComputed | PromptScored | TokenSampled | RequestFailed,
+    *events: RequestStarted
+    | LayersComputed
+    | ChunkComputed
+    | PromptScored
+    | TokensGuessed
+    | TokenSampled
+    | RequestFailed,
     seconds: float = 0.0,
 ) -> StepDone:
     """One step's events, each in its place."""
@@ -85,6 +92,7 @@ def step(
             failed=tuple(event for event in events if isinstance(event, RequestFailed)),
             layers=tuple(event for event in events if isinstance(event, LayersComputed)),
             scored=tuple(event for event in events if isinstance(event, PromptScored)),
+            guessed=tuple(event for event in events if isinstance(event, TokensGuessed)),
         )
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 from baton.core.errors import BatonError, Cancelled, DataLoss, Draining, InvalidRequest, NoNode, Overloaded
 from baton.core.types import FinishReason, PromptLogprob
-from baton.engine.events import PromptScored, RequestFailed
+from baton.engine.events import PromptScored, RequestFailed, TokensGuessed
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from baton.protos.internal.v1 import decode_pb2, lease_pb2
 from baton.protos.internal.v1 import prefill_pb2 as pb
@@ -156,6 +156,13 @@ def test_layers_at_different_tokens_are_sent_one_job_after_the_other() -> None:
         (range(1), 4, 8),
         (range(1, LAYERS), 0, 4),
     ]
+
+
+def test_guesses_go_to_the_decode_node_with_the_first_token() -> None:
+    node = machine()
+    first = send(play(node, called(), step(chunk(8), sampled(), TokensGuessed("1", (7, 9))))).job
+    (message,) = hand_overs(play(node, Sent(1, segments_of(first))))
+    assert list(message.guesses) == [7, 9]
 
 
 def test_a_state_is_sent_last_from_the_slot_of_the_last_chunk() -> None:

@@ -17,6 +17,7 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import HeadNorms, Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig, QKNorm
+from baton.models.config.mtp import mtp_config
 from baton.models.families.dense.llama_switches import LlamaSwitches, Norms, QueryGrowth
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.decoder_layers import NormsAfter, NormsAround, ParallelHalves
@@ -177,7 +178,12 @@ class LlamaForCausalLM(CausalLM):
         switches = switches_of(config)
         centered = switches.norms is Norms.SHARED
         norm = CenteredNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype) if centered else None
-        super().__init__(config, layers, dtype=dtype, norm=norm)
+        mtp_layer = None
+        if config.drafts:
+            own = mtp_config(config)
+            assert isinstance(own.attention, GQAConfig)
+            mtp_layer = make_layer(own, own.attention, layer_index=0, backend=backend, dtype=dtype)
+        super().__init__(config, layers, dtype=dtype, norm=norm, mtp_layer=mtp_layer)
         self.switches = switches
         self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
         self.slides = [window is not None for window in gqa.sliding_windows]

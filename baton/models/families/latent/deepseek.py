@@ -14,6 +14,7 @@ from attention.mla import MLAAttention
 from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import MLAConfig, ModelConfig
+from baton.models.config.mtp import mtp_config
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.indexer import Indexer, Selection
 from baton.models.layers.linear import FusedLinear, Linear
@@ -134,4 +135,8 @@ class DeepseekForCausalLM(CausalLM):
             DeepseekLayer(config, mla, layer_index=index, backend=backend, dtype=dtype, selection=selection)
             for index in range(config.num_layers)
         ]
-        super().__init__(config, layers, dtype=dtype)
+        mtp_layer = None
+        if config.drafts:
+            own = mtp_config(config)
+            mtp_layer = DeepseekLayer(own, mla, layer_index=0, backend=backend, dtype=dtype, selection=Selection())
+        super().__init__(config, layers, dtype=dtype, mtp_layer=mtp_layer)

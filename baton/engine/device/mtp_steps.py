@@ -1,0 +1,214 @@
+"""Runs the MTP layer after a step: keeps its KV complete, and guesses tokens where the batch asks for guesses.
+
+The layer's KV of a position depends on the token after it (`baton.models.layers.mtp`). So it is computed at the end of
+the step, when the rows' tokens are drawn, for the same tokens and into the same slots as the model's own KV. That takes
+one pass of one layer in every step, and leaves no hole, however few steps guess.
+
+The same pass gives each sampled row's first guess. Each further guess takes one more pass, of one token a row, which
+writes to the slots after the row's own. They are overwritten when the tokens there are known. A row guesses no further
+than its blocks reach.
+
+A row with drafts is several rows here (`unfolded`), of which only the one with the last kept draw leads on. The device
+finds out which one it is, and only that one writes KV beyond its own position: the others would write to positions
+whose tokens are known.
+
+Suffixes: T token of the step, S row that is sampled, A sampled row that is still guessing, D hidden channel, V
+vocabulary, G row with drafts, M most draws of such a row, P pass of the layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention.backend import AttentionBackend
+from attention.host_to_device import to_device
+from attention.metadata import HostBatch, plan_batch
+from baton.engine.batch import BatchRow
+from baton.engine.device.inputs import TABLE_MULTIPLE
+from baton.engine.device.unfolded import Unfolded
+from baton.engine.request import int_array
+from baton.engine.sampling.row import SampleRow
+from baton.engine.sampling.sampler import sample
+from baton.kvcache.cache import PagedKVCache
+from baton.models.layers.causal_lm import CausalLM
+
+_NONE = -1
+_NO_HISTORY = int_array()
+
+
+@dataclass(frozen=True)
+class StepDraws:
+    """The rows of a step as they were computed, and their tokens.
+
+    Args:
+        tokens: int32, on the device; the drawn tokens are among them.
+        places: of each sampled row, where its token is in `tokens`.
+        unfolded: how rows with drafts were computed; None: there are none.
+    """
+
+    rows: Sequence[BatchRow]
+    tokens: Tensor
+    places: Sequence[int]
+    unfolded: Unfolded | None
+
+    @cached_property
+    def sampled(self) -> list[int]:
+        """The rows that are sampled."""
+        return [place for place, row in enumerate(self.rows) if row.sample is not None]
+
+
+class GuessesOnHost:
+    """Guessed tokens, in host memory that a queued copy fills.
+
+    Args:
+        sampled: the rows of the step that are sampled.
+        words_PS: int32; -1 where a row guesses no further.
+    """
+
+    def __init__(self, sampled: Sequence[int], words_PS: Tensor) -> None:
+        self._sampled = sampled
+        self._words_PS = words_PS
+
+    def outputs(self) -> dict[int, tuple[int, ...]]:
+        """The guesses after each row, in order. Call it after the copy is done."""
+        by_row = zip(self._sampled, self._words_PS.T.tolist(), strict=True)
+        return {place: tuple(words[: words.index(_NONE)] if _NONE in words else words) for place, words in by_row}
+
+
+class MTPSteps:
+    """The passes of one model's MTP layer, for the thread that launches its steps."""
+
+    def __init__(self, model: CausalLM, backend: AttentionBackend, cache: PagedKVCache) -> None:
+        self._model = model
+        self._builder = backend.builder
+        self._cache = cache
+        self._device = cache.view.device
+        self._block_size = cache.shape.block_size
+
+    def write_kv(self, draws: StepDraws, hidden_TD: Tensor) -> Tensor:
+        """Queues the layer's pass over all tokens of a step. Returns its hidden states [S,D] after the sampled rows'
+        last tokens.
+
+        Args:
+            hidden_TD: the model's hidden states, of the step's tokens first.
+        """
+        rows = draws.rows
+        batch = self._plan(rows, [len(row.token_ids) for row in rows], [row.token_start for row in rows])
+        last_S = batch.query_start_loc_R[1:].astype(np.int64)[draws.sampled] - 1
+        arrays = *batch.to_copy, _next_tokens(rows), last_S, np.array(draws.places, np.int64)
+        *copied, next_ids_T, last_d_S, places_S = to_device(arrays, self._device)
+        drawn_S = draws.tokens.index_select(0, places_S).to(torch.int64)
+        next_ids_T.index_copy_(0, last_d_S, drawn_S.clamp_(min=0))  # NO_TOKEN of a row that has failed
+        common, positions_T = batch.common(copied)
+        metadata, hidden_TD = self._builder.build(0, common), hidden_TD[: len(next_ids_T)]
+        drafted_TD = self._model.compute_drafts(next_ids_T, hidden_TD, positions_T, self._cache, metadata)
+        return drafted_TD.index_select(0, last_d_S)
+
+    def guess(self, draws: StepDraws, drafted_SD: Tensor, count: int) -> GuessesOnHost:
+        """Queues the guesses after each sampled row, and their copy to the host.
+
+        Args:
+            drafted_SD: what `write_kv` returned for the step.
+            count: most guesses after each row, at least one.
+        """
+        rows = [draws.rows[place] for place in draws.sampled]
+        guessed_PS = torch.full((count, len(rows)), _NONE, dtype=torch.int32, device=self._device)
+        guessed_PS[0] = self._draw(drafted_SD, rows, 1)
+        leads_S = self._leads(draws) if count > 1 else None
+        active, hidden_AD = list(range(len(rows))), drafted_SD
+        for passed in range(1, count):
+            reaching = [place for place, each in enumerate(active) if self._reaches(rows[each], passed)]
+            if not reaching:
+                break
+            active = [active[place] for place in reaching]
+            kept_A, active_A = to_device((np.array(reaching, np.int64), np.array(active, np.int64)), self._device)
+            guessed_A = guessed_PS[passed - 1].index_select(0, active_A)
+            leads_A = None if leads_S is None else leads_S.index_select(0, active_A)
+            chosen = [rows[each] for each in active]
+            hidden_AD = self._pass(chosen, hidden_AD.index_select(0, kept_A), guessed_A, passed, leads_A)
+            guessed_PS[passed].index_copy_(0, active_A, self._draw(hidden_AD, chosen, passed + 1))
+        if self._device.type != "cpu":
+            on_host = torch.empty_like(guessed_PS, device="cpu", pin_memory=True)
+            guessed_PS = on_host.copy_(guessed_PS, non_blocking=True)
+        return GuessesOnHost(draws.sampled, guessed_PS)
+
+    def _plan(self, rows: Sequence[BatchRow], lengths: Sequence[int], starts: Sequence[int]) -> HostBatch:
+        return plan_batch(
+            query_lens=lengths,
+            context_lens=starts,
+            block_tables=[row.block_ids for row in rows],
+            block_size=self._block_size,
+            width_multiple=TABLE_MULTIPLE,
+        )
+
+    def _reaches(self, row: BatchRow, passed: int) -> bool:
+        """Whether the row's blocks have a slot for one more pass after `passed` ones."""
+        return row.token_stop + passed <= len(row.block_ids) * self._block_size
+
+    def _pass(
+        self, rows: Sequence[BatchRow], hidden_AD: Tensor, guessed_A: Tensor, passed: int, leads_A: Tensor | None
+    ) -> Tensor:
+        """Queues the layer's pass over the newest guess of each row, at the position after that of the last pass."""
+        batch = self._plan(rows, [1] * len(rows), [row.token_stop + passed - 1 for row in rows])
+        common, positions_A = batch.common(to_device(batch.to_copy, self._device))
+        if leads_A is not None:
+            common = replace(common, slot_mapping=common.slot_mapping.masked_fill(~leads_A, _NONE))
+        next_ids_A = guessed_A.to(torch.int64).clamp_(min=0)
+        metadata = self._builder.build(0, common)
+        return self._model.compute_drafts(next_ids_A, hidden_AD, positions_A, self._cache, metadata)
+
+    def _draw(self, hidden_AD: Tensor, rows: Sequence[BatchRow], count: int) -> Tensor:
+        """Draws a guess for each row from the layer's logits, with the random numbers by which the model's token in
+        that place will be drawn: logits that are nearly the model's then give the model's token. Returns int32."""
+        return sample(self._model.compute_logits(hidden_AD), [_sample_row(row, count) for row in rows]).chosen_R
+
+    def _leads(self, draws: StepDraws) -> Tensor | None:
+        """Whether each sampled row has its request's last kept draw, [S] bool. Returns None if all have."""
+        if draws.unfolded is None:
+            return None
+        split = zip(draws.unfolded.places, draws.unfolded.drafts, strict=True)
+        groups = [(places, drafts) for places, drafts in split if len(drafts)]
+        if not groups:
+            return None
+        order = {place: index for index, place in enumerate(draws.sampled)}
+        most = max(len(places) for places, _ in groups)
+        rows_GM = np.zeros((len(groups), most), np.int64)  # among the sampled rows
+        drafts_GM = np.full((len(groups), most), _NONE, np.int32)
+        for group, (places, drafts) in enumerate(groups):
+            rows_GM[group, : len(places)] = [order[place] for place in places]
+            drafts_GM[group, : len(drafts)] = drafts
+        real = np.concatenate([group * most + np.arange(len(places)) for group, (places, _) in enumerate(groups)])
+        tokens_at = np.array(draws.places, np.int64)[rows_GM].reshape(-1)
+        copied = to_device((tokens_at, drafts_GM, real, rows_GM.reshape(-1)[real]), self._device)
+        tokens_at_d, drafts_d_GM, real_d, rows_d = copied
+        right_GM = (draws.tokens.index_select(0, tokens_at_d).view_as(drafts_d_GM) == drafts_d_GM) & (drafts_d_GM >= 0)
+        # A draw counts if all drafts before it are right. The last one that counts is followed by no right draft.
+        counts_GM = torch.ones_like(right_GM)
+        counts_GM[:, 1:] = right_GM[:, :-1].to(torch.int32).cumprod(1).to(torch.bool)
+        leads_GM = counts_GM & ~right_GM
+        leads_S = torch.ones(len(draws.sampled), dtype=torch.bool, device=self._device)
+        return leads_S.index_copy_(0, rows_d, leads_GM.reshape(-1).index_select(0, real_d))
+
+
+def _next_tokens(rows: Sequence[BatchRow]) -> NDArray[np.int64]:
+    """The token after each token of the rows. A sampled row's last one is drawn by the step. Its own token stands in
+    for it, and also where nobody knows the next token, as at the end of a prompt that is pooled."""
+    following: list[NDArray[np.int64]] = []
+    for row in rows:
+        following.append(np.array(row.token_ids[1:], np.int64))
+        following.append(np.array([row.next_token if row.next_token >= 0 else row.token_ids[-1]], np.int64))
+    return np.concatenate(following)
+
+
+def _sample_row(row: BatchRow, count: int) -> SampleRow:
+    """How the token `count` places after the row's own is drawn. Penalties and grammars are left out of guesses."""
+    assert row.sample is not None
+    params = row.sample.params
+    if params.logprobs is not None or params.grammar is not None:
+        params = replace(params, logprobs=None, grammar=None)
+    return SampleRow(params, row.sample.output_index + count, (), _NO_HISTORY, 0)

@@ -1,0 +1,145 @@
+"""Guesses of the model's own layer: how many are asked for, which of them a step takes, and what is learned."""
+
+from typing import NamedTuple
+
+import pytest
+
+from baton.core.costs import StepCosts, StepWork
+from baton.engine.batch import Guessed
+from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses, PassTimes
+from baton.engine.speculation.speculator import Speculator
+from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, work_of
+
+TARGET = [*range(5000, 5400)]
+SATURATED = StepCosts(((1, 0.001), (1000, 1.0)))
+LIKELY = [[0.9, 0.8, 0.7, 0.6]]
+
+
+def count(layer: LayerGuesses, chances: list[list[float]], costs: StepCosts | None = COSTS, room: int = 64) -> int:
+    work = StepWork(len(chances), 1000 * len(chances))
+    return layer.count(chances, work, costs, room=room, wait_s=lambda _: 0.0005)
+
+
+def took(rows: int, passes: int, seconds: float) -> Guessed:
+    return Guessed(dict.fromkeys(range(rows), (1,) * passes), rows, seconds)
+
+
+class Decoded(NamedTuple):
+    steps: int
+    drafted: int
+    accepted: int
+
+
+def decode(speculator: Speculator, *, right: int, costs: StepCosts | None = COSTS, pass_s: float = 0.001) -> Decoded:
+    """Decodes a request whose layer always has so many right guesses."""
+    request = DecodingRequest("r", [1, 2, 3], TARGET)
+    speculator.begin(request, root=ROOT, grammar=None)
+    steps = asked = drafted = accepted = 0
+    while not request.is_done:
+        if asked:
+            at = len(request.tokens) - len(request.prompt)
+            guesses = [*TARGET[at : at + right], *[7] * MOST_LAYER_GUESSES][:asked]
+            speculator.observe_guesses(Guessed({0: tuple(guesses)}, 1, pass_s * asked))
+            speculator.guessed(request, guesses)
+        draft = speculator.choose([request], work_of([request]), costs, room=64).get("r", ())
+        asked = speculator.count_guesses([request], work_of([request]), costs, room=64)
+        before = len(request.tokens)
+        request.take(draft)
+        drafted, accepted = drafted + len(draft), accepted + len(request.tokens) - before - 1
+        steps += 1
+    speculator.end(request)
+    return Decoded(steps, drafted, accepted)
+
+
+def test_as_many_are_asked_for_as_pay() -> None:
+    assert count(LayerGuesses(always=False), LIKELY) == MOST_LAYER_GUESSES
+    with_costs = LayerGuesses(always=False)
+    with_costs.observe(took(1, 1, 0.001))
+    assert count(with_costs, [[0.9, 0.05, 0.01]]) == 1
+    assert count(LayerGuesses(always=False), LIKELY, SATURATED) == 0
+    assert count(LayerGuesses(always=False), LIKELY, None) == 0
+
+
+def test_slow_passes_lower_the_number() -> None:
+    layer = LayerGuesses(always=False)
+    layer.observe(took(1, 2, 2 * 0.0055))
+    assert 0 < count(layer, LIKELY) < MOST_LAYER_GUESSES
+    for _ in range(20):
+        layer.observe(took(1, 2, 2 * 0.02))
+    assert count(layer, LIKELY) == 0
+
+
+def test_no_more_are_asked_for_than_there_is_room() -> None:
+    assert count(LayerGuesses(always=True), LIKELY, room=2) == 2
+    assert count(LayerGuesses(always=True), LIKELY, room=0) == 0
+    assert count(LayerGuesses(always=True), [], room=5) == 0
+    assert count(LayerGuesses(always=True), LIKELY, None) == MOST_LAYER_GUESSES
+
+
+def test_one_is_tried_again_after_many_steps_without() -> None:
+    layer, unlikely = LayerGuesses(always=False), [[0.01]]
+    asked = [count(layer, unlikely) for _ in range(200)]
+    assert set(asked) == {0, 1}
+    assert 0 < sum(asked) < 200 / 50
+    saturated = [count(LayerGuesses(always=False), unlikely, SATURATED) for _ in range(200)]
+    assert not any(saturated)
+
+
+def test_times_of_passes_are_known_by_their_rows() -> None:
+    times = PassTimes()
+    assert times.seconds(4) == 0.0
+    times.observe(4, 2, 0.004)
+    assert times.seconds(5) == pytest.approx(0.002)
+    assert times.seconds(100) == pytest.approx(0.002), "the nearest known one below"
+    assert times.seconds(1) == 0.0
+    for _ in range(100):
+        times.observe(4, 1, 0.001)
+    assert times.seconds(4) == pytest.approx(0.001, rel=0.01)
+
+
+def test_right_guesses_take_a_fraction_of_the_steps() -> None:
+    decoded = decode(Speculator(), right=MOST_LAYER_GUESSES)
+    assert decoded.steps < len(TARGET) / 4
+    assert decoded.accepted == decoded.drafted
+
+
+def test_the_depth_follows_what_is_right() -> None:
+    decoded = decode(Speculator(), right=1)
+    assert len(TARGET) / 2 - 2 <= decoded.steps < len(TARGET) * 0.52
+    assert decoded.drafted < 1.3 * decoded.accepted
+
+
+def test_wrong_guesses_end() -> None:
+    decoded = decode(Speculator(), right=0)
+    assert decoded.steps == len(TARGET) - 1
+    assert decoded.drafted < 60
+
+
+def test_a_long_match_needs_no_layer() -> None:
+    speculator, request = Speculator(), DecodingRequest("r", TARGET[:200], TARGET[:100])
+    request.tokens.extend(TARGET[1:30])
+    speculator.begin(request, root=ROOT, grammar=None)
+    speculator.choose([request], work_of([request]), COSTS, room=64)
+    assert speculator.count_guesses([request], work_of([request]), COSTS, room=64) == 0
+
+
+def test_the_guesses_that_bring_more_are_taken() -> None:
+    speculator, request = Speculator(always=True), DecodingRequest("r", [1, 2, 3, 4, 1, 2], [3, 9, 9, 9, 9, 9, 9])
+    speculator.begin(request, root=ROOT, grammar=None)
+    matched = speculator.choose([request], work_of([request]), COSTS, room=2)["r"]
+    assert matched == (4, 1)
+    speculator.guessed(request, (8, 8, 8, 8))
+    assert speculator.choose([request], work_of([request]), COSTS, room=64)["r"][:2] in {(8, 8), (4, 1)}
+
+
+def test_guesses_count_for_the_tokens_after_which_they_were_made() -> None:
+    speculator, request = Speculator(always=True), DecodingRequest("r", [1, 2, 3], TARGET)
+    speculator.begin(request, root=ROOT, grammar=None)
+    speculator.guessed(request, (11, 12))
+    request.take(())
+    assert speculator.choose([request], work_of([request]), COSTS, room=64) == {}
+
+
+def test_a_request_that_has_not_begun_has_the_chances_of_all() -> None:
+    speculator, request = Speculator(), DecodingRequest("r", [1, 2, 3], TARGET)
+    assert speculator.count_guesses([request], work_of([request]), COSTS, room=64) > 0

@@ -1,0 +1,114 @@
+"""Steps after which the model's own layer guesses: the same tokens as without, and guesses for other nodes."""
+
+from collections import deque
+from random import Random
+
+import pytest
+
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
+from baton.engine.batch import Guessed
+from baton.engine.request import EngineLimits, ModelFacts
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.speculation.speculator import Speculator
+from tests.unit.engine.guessing import NUM_TOKENS, World, any_request, expected_output
+from tests.unit.engine.hashed_model import HashedModel
+from tests.unit.engine.scheduling import BLOCK_SIZE, VOCAB_SIZE, Meter, request
+
+SAMPLING = ResolvedSampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
+    chosen = Random(seed)
+    model = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS)
+    speculator = Speculator(always=True)
+    seats, num_blocks = chosen.choice((1, 2, 6, 12)), chosen.choice((16, 20, 60))
+    errors = chosen.choice((0.0, 0.3, 1.0))
+    world = World(speculator, model, num_blocks=num_blocks, requests=seats, layer_errors=errors)
+    shared = [chosen.randrange(NUM_TOKENS) for _ in range(12)]
+    requests = [any_request(number, chosen, shared=shared) for number in range(16)]
+    waiting, aborted = deque(requests), set[str]()
+    while waiting or world.in_flight or world.launch():
+        if waiting and chosen.random() < 0.4:
+            world.submit(waiting.popleft())
+        if chosen.random() < 0.02 and (running := sorted(set(world.sequences) - set(world.ended) - aborted)):
+            aborted.add(running[0])
+            world.scheduler.abort(running[0])
+        world.launch()
+        if world.in_flight and chosen.random() < 0.7:
+            world.end_step()
+    for one in requests:
+        output = world.sequences[one.request_id][len(one.prompt) :]
+        expected = expected_output(model, one)
+        assert output == (expected[: len(output)] if one.request_id in aborted else expected)
+    assert speculator.num_requests == 0
+    assert world.scheduler.leaked_blocks(lambda _: True) == 0
+
+
+def test_right_guesses_take_a_fraction_of_the_steps() -> None:
+    model, steps = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS), []
+    for errors in (None, 0.0):
+        world = World(None if errors is None else Speculator(always=True), model, num_blocks=60, layer_errors=errors)
+        world.submit(
+            request("r-3", [1, 2, 3], sampling=ResolvedSampling(max_tokens=40, temperature=0, ignore_eos=True))
+        )
+        world.run_all()
+        steps.append(len(world.events))
+    assert steps[1] < 0.6 * steps[0]
+
+
+def scheduler() -> Scheduler:
+    limits = EngineLimits(max_batch_tokens=16, max_batch_requests=8, max_waiting=8, prefix_cache=True)
+    facts = ModelFacts(
+        num_blocks=32,
+        block_size=BLOCK_SIZE,
+        vocab_size=VOCAB_SIZE,
+        max_context_tokens=100,
+        eos_token_ids=(),
+        identity="m",
+        drafts=True,
+    )
+    return Scheduler(limits, facts, Meter(None), speculator=Speculator(always=True))
+
+
+def test_guesses_after_a_prompt_for_another_node_come_as_an_event_and_delay_no_step() -> None:
+    node = scheduler()
+    node.submit(request("a", 6, sampling=SAMPLING, prefill_only=True), 0.0)
+    node.submit(request("b", 20, sampling=SAMPLING, prefill_only=True), 0.0)
+    first = node.schedule(0.0)
+    assert first is not None
+    assert first.guesses == 2
+    second = node.schedule(0.0)
+    assert second is not None, "the next chunk of b does not wait"
+    events = node.complete([TokenOutput(5, 0), None], 0.0, guessed=Guessed({0: (7, 8)}, 1, 0.001))
+    assert [(each.request_id, each.tokens) for each in events.guessed] == [("a", (7, 8))]
+
+
+@pytest.mark.parametrize(
+    ("guesses", "drafts"), [((7, 8), [7, 8]), ((), []), ((7, VOCAB_SIZE), []), ((7, 2**32 - 1), []), ((-1,), [])]
+)
+def test_the_first_step_after_a_hand_over_takes_guesses_that_can_be_tokens(
+    guesses: tuple[int, ...], drafts: list[int]
+) -> None:
+    node = scheduler()
+    node.reserve(request("a", 6, sampling=SAMPLING), 0.0)
+    node.admit("a", TokenOutput(5, 0), guesses)
+    batch = node.schedule(0.0)
+    assert batch is not None
+    (row,) = batch.rows
+    assert list(row.drafts) == drafts
+    assert list(row.token_ids[:1]) == [5]
+
+
+def test_chunks_say_which_token_follows_them() -> None:
+    node = scheduler()
+    prompt = list(range(100, 120))
+    node.submit(request("a", prompt, sampling=SAMPLING), 0.0)
+    first, second = node.schedule(0.0), node.schedule(0.0)
+    assert first is not None
+    assert second is not None
+    assert first.rows[0].next_token == prompt[16]
+    assert second.rows[0].next_token == -1, "the step draws it"
+    assert (first.guesses, second.guesses) == (0, 4)
+    assert node.schedule(0.0) is None, "the next step waits for the guesses"

@@ -1,0 +1,168 @@
+"""MTP layers of checkpoints over the paged cache: their logits equal a plain reference, in pieces of any length."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.errors import ConfigError
+from baton.models.config.mtp import why_no_mtp, with_mtp
+from baton.models.families.reader import read_config
+from baton.models.layers.parallel import TensorParallel, with_experts_placed
+from baton.models.loading.identity import config_digest
+from baton.models.loading.loader import checkpoint_views, load_model
+from baton.models.loading.local_config import local_config
+from baton.models.loading.needs import kv_cache_spec
+from baton.models.loading.shares import Shares
+from tests.unit.models.paged import PagedDriver, backend_for
+from tests.unit.models.test_equals_transformers import assert_equal, tokens_of
+from tests.unit.models.tiny import save_tiny
+from tests.unit.models.tiny_mtp import MTPReference, save_with_mtp
+
+FAMILIES = ("deepseek-v3", "deepseek-v3-yarn", "glm4-moe", "glm4-moe-lite")
+TOKENS = 24
+
+
+class Pair:
+    """A tiny model with its MTP layer twice: the reference and ours."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.directory = directory
+        self.reference: MTPReference = save_with_mtp(name, directory)
+        self.config = with_mtp(read_config(directory))
+        self.backend = backend_for(self.config)
+        self.model = load_model(directory, self.config, backend=self.backend, dtype="float32", device="cpu")
+
+    def driver(self) -> PagedDriver:
+        return PagedDriver(self.model, self.backend)
+
+    def expected(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """Logits of the model and of its MTP layer at all places but the last, whose next token is not known."""
+        hidden_TD = self.reference.hidden(tokens[:-1])
+        drafted_TD = self.reference.drafted(tokens[1:], hidden_TD)
+        return self.reference.logits(hidden_TD), self.reference.logits(drafted_TD)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(request.param, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("piece", [TOKENS, 7, 1])
+def test_logits_equal_the_reference_in_pieces_of_any_length(pair: Pair, piece: int) -> None:
+    tokens = tokens_of(piece, TOKENS + 1)
+    driver, ours, drafted = pair.driver(), [], []
+    for start in range(0, TOKENS, piece):
+        stop = min(start + piece, TOKENS)
+        ours.append(driver.step({"r": tokens[start:stop]}, following={"r": tokens[stop]})["r"])
+        drafted.append(driver.drafted["r"])
+    expected, expected_drafted = pair.expected(tokens)
+    assert_equal(torch.cat(ours), expected)
+    assert_equal(torch.cat(drafted), expected_drafted)
+    assert float((expected - expected_drafted).abs().mean()) > 0.1, "the two predict different tokens"
+
+
+def test_its_own_hidden_state_drafts_further_tokens(pair: Pair) -> None:
+    """The second draft's place has the layer's own hidden state of the place before, and the first draft."""
+    tokens = tokens_of(3, TOKENS + 1)
+    hidden_TD = pair.reference.hidden(tokens[:-1])
+    first_TD = pair.reference.drafted(tokens[1:], hidden_TD)
+    draft = int(pair.reference.logits(first_TD[-1]).argmax())
+    second_TD = pair.reference.drafted([*tokens[1:], draft], torch.cat((hidden_TD, first_TD[-1:])))
+
+    driver = pair.driver()
+    driver.step({"r": tokens[:-1]}, following={"r": tokens[-1]})
+    assert int(driver.drafted["r"][-1].argmax()) == draft
+    driver.continue_drafts({"r": draft})
+    assert_equal(driver.drafted["r"], pair.reference.logits(second_TD[-1:]))
+
+
+def test_a_batch_of_decodes_and_prompts_equals_each_alone(pair: Pair) -> None:
+    sequences = {name: tokens_of(seed, 9 + seed) for seed, name in enumerate("abc")}
+    driver = pair.driver()
+    driver.step({"a": sequences["a"][:-2]}, following={"a": sequences["a"][-2]})
+    batch = {"a": sequences["a"][-2:-1], "b": sequences["b"][:-1], "c": sequences["c"][:-1]}
+    driver.step(batch, following={name: tokens[-1] for name, tokens in sequences.items()})
+    for name, tokens in sequences.items():
+        assert_equal(driver.drafted[name][-1], pair.expected(tokens)[1][-1])
+
+
+def test_the_layer_is_left_out_unless_it_is_asked_for(pair: Pair) -> None:
+    plain = read_config(pair.directory)
+    model = load_model(pair.directory, plain, backend=backend_for(plain), dtype="float32", device="cpu")
+    assert model.mtp is None
+    assert kv_cache_spec(plain, "float32").draft is None
+    assert config_digest(plain) == config_digest(pair.config), "KV of both kinds of nodes is of one model"
+
+
+def test_its_kv_is_a_part_of_the_cache(pair: Pair) -> None:
+    spec = kv_cache_spec(pair.config, "float32")
+    assert spec.draft == replace(kv_cache_spec(read_config(pair.directory), "float32"), num_layers=1)
+    assert [len(layers) for layers in spec.part_layers] == [spec.num_layers, 1]
+    assert spec.bytes_per_token == (spec.num_layers + 1) * spec.bytes_per_token_layer
+    assert [each.spec for each in PagedDriver(pair.model, pair.backend).cache.blockwise] == list(spec.parts)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_of_the_layer_is_refused(tmp_path: Path) -> None:
+    save_tiny("deepseek-v3", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
+    config = with_mtp(read_config(tmp_path))
+    with pytest.raises(ConfigError, match=r"missing: model\.layers\.3\.\S*"):
+        load_model(tmp_path, config, backend=backend_for(config), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("llama-llama3-tied", "no layers for multi-token prediction"),
+        ("deepseek-v2", "no layers for multi-token prediction"),
+        ("deepseek-v32", "sparse attention"),
+        ("qwen3-next", "Qwen3NextForCausalLM"),
+    ],
+)
+def test_other_models_say_why_they_have_no_such_layer(name: str, reason: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    config = read_config(tmp_path)
+    if reason == "sparse attention":
+        config = replace(config, mtp_layers=1, architecture="DeepseekV3ForCausalLM")
+    assert reason in why_no_mtp(config)
+    assert with_mtp(config) is config
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_ranks_hold_their_parts_of_the_layer(pair: Pair, load_format: str, whole_experts: bool) -> None:
+    def views(parallel: TensorParallel) -> dict[str, Tensor]:
+        model = load_model(
+            pair.directory,
+            pair.config,
+            backend=backend_for(local_config(pair.config, parallel)),
+            dtype="float32",
+            device="cpu",
+            load_format=load_format,
+            parallel=parallel,
+        )
+        assert model.mtp is not None
+        prefix = f"model.layers.{pair.config.num_layers}."
+        return {path: view for path, view in checkpoint_views(model).items() if path.startswith(prefix)}
+
+    whole, held_by = views(TensorParallel()), dict[str, set[int]]()
+    for rank in range(2):
+        parallel = TensorParallel(rank, 2, whole_experts=whole_experts)
+        parallel = with_experts_placed(parallel, pair.config, redundant=0, load=None)
+        shares = Shares(pair.config, parallel)
+        for path, view in views(parallel).items():
+            held_by.setdefault(path, set()).add(rank)
+            share = shares.of(path)
+            parts = [whole[path]]
+            if share is not None:
+                parts = [whole[path].narrow(share.dim, part.start, len(part)) for part in share.ranges]
+            assert torch.equal(view, torch.cat(parts, 0 if share is None else share.dim)), path
+    assert held_by.keys() == whole.keys(), "every tensor is on a rank"
+    experts = {path: ranks for path, ranks in held_by.items() if ".experts." in path}
+    assert experts
+    assert all(len(ranks) == (1 if whole_experts else 2) for ranks in experts.values())

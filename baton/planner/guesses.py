@@ -5,9 +5,7 @@ from typing import NamedTuple
 
 from baton.core.costs import StepCosts, StepWork
 from baton.core.errors import InvalidRequest
-from baton.engine.speculation.depth import LEAST_GAIN
-from baton.engine.speculation.request_drafts import MOST_GUESSES
-from baton.engine.speculation.speculator import DEFAULT_OVERHEAD_S
+from baton.engine.speculation.limits import DEFAULT_OVERHEAD_S, LEAST_GAIN, MOST_GUESSES
 
 # Parts of the guesses that a step may take; nodes too take fewer of them the more rows a step has.
 _SHARES = (0.25, 0.5, 0.75, 1.0)

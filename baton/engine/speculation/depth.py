@@ -12,12 +12,11 @@ import numpy as np
 
 from baton.core.costs import StepWork, chunk_pairs
 from baton.engine.scheduling.slices import StepTimes
+from baton.engine.speculation.limits import LEAST_GAIN
 
 # Guessed tokens of one request, in order.
 Draft: TypeAlias = "tuple[int, ...]"
 
-# Guesses must bring so many times the tokens a second of the plain step: costs are predicted to within a few percent.
-LEAST_GAIN = 1.03
 # Numbers of guessed tokens that are tried grow by this ratio; costs are flat or straight between captured sizes.
 _TRIED_RATIO = 1.3
 

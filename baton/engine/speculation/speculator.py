@@ -16,14 +16,11 @@ from baton.engine.speculation.acceptance import Acceptance
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
 from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
+from baton.engine.speculation.limits import DEFAULT_OVERHEAD_S, MOST_GUESSES
 from baton.engine.speculation.recent_outputs import RecentOutputs
-from baton.engine.speculation.request_drafts import MOST_GUESSES, RequestDrafts
+from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP
 
-# What a step with guesses takes longer than its work, because the host prepares the next step only when it has ended:
-# guesses of 32 requests take 0.5 to 1 ms of it, those of one request 0.05 ms, and the step's rows and messages take the
-# rest. It is not measured on a device yet.
-DEFAULT_OVERHEAD_S = 0.0005
 # What all requests together may take for one step. A mask of a grammar takes 10 to 30 us, and up to 0.5 ms when the
 # grammar is new; a search takes up to 22 us.
 _MASKS = 64

@@ -9,8 +9,9 @@ from baton.engine.request import IntArray, int_array
 from baton.engine.speculation import sequence_index
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import guessed_work
+from baton.engine.speculation.limits import DEFAULT_OVERHEAD_S
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP, LastTokens, SequenceIndex
-from baton.engine.speculation.speculator import DEFAULT_OVERHEAD_S, Speculator
+from baton.engine.speculation.speculator import Speculator
 from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, decode, plenty, work_of
 
 FILE = list(range(1000, 1200))

@@ -25,7 +25,8 @@ BASE = {"baton.core", "baton.settings", "baton.protos"}
 KV = {"baton.core", "baton.tritonlib", "baton.kvcache"}
 SERVING = BASE | {"baton.security", "baton.rpc", "baton.metrics", "baton.tracing"}
 MODEL_CONFIG = {"baton.models.config", "baton.models.families", "baton.models.loading"}
-NODE = SERVING | MODEL_CONFIG | {"baton.kvcache", "kvtransfer", "baton.engine", "baton.engine.scheduling.slices"}
+OF_STEPS = {"baton.engine.scheduling.slices", "baton.engine.speculation.limits"}  # `baton plan` simulates nodes with it
+NODE = SERVING | MODEL_CONFIG | OF_STEPS | {"baton.kvcache", "kvtransfer", "baton.engine"}
 MAY_IMPORT = {
     "baton.core": set[str](),
     "baton.protos": set[str](),
@@ -66,10 +67,12 @@ MAY_IMPORT = {
     | {"attention"}
     | {f"baton.models.{room}" for room in ("config", "checkpoint", "kernels", "layers", "loading")},
     # nodes
-    "baton.engine.scheduling.slices": {"baton.core"},  # `baton plan` simulates nodes with it
+    "baton.engine.scheduling.slices": {"baton.core"},
+    "baton.engine.speculation.limits": set(),
     "baton.engine": KV
     | MODEL_CONFIG
-    | {"attention", "baton.settings", "baton.grammar", "baton.engine.scheduling.slices"}
+    | OF_STEPS
+    | {"attention", "baton.settings", "baton.grammar"}
     | {f"baton.models.{room}" for room in ("checkpoint", "kernels", "layers", "adapters")},
     "baton.node": NODE | {"baton.models.layers", "baton.models.adapters"},
     "prefill_node": NODE | {"baton.node", "decode_node"},  # it also decodes
@@ -97,7 +100,8 @@ MAY_IMPORT = {
     "baton.__main__": {"baton.core", "baton.cli"},
     "baton.load": BASE | {"baton.security", "baton.client", "baton.cli"},
     "baton.planner": BASE
-    | {"baton.kvcache", "baton.rpc", "baton.load", "baton.cli", "baton.gateway.fleet", "baton.engine.scheduling.slices"}
+    | {"baton.kvcache", "baton.rpc", "baton.load", "baton.cli", "baton.gateway.fleet"}
+    | OF_STEPS
     | MODEL_CONFIG,
     "baton.training": set[str](),
 }
@@ -113,8 +117,7 @@ GRPC_IN = {
 WITH_TORCH = {"attention", "kvtransfer", "prefill_node", "decode_node"} | {
     f"baton.{room}" for room in ("tritonlib", "kvcache", "models", "grammar", "engine", "node", "training")
 }
-WITHOUT_TORCH_MODULES = {
-    "baton.engine.scheduling.slices",
+WITHOUT_TORCH_MODULES = OF_STEPS | {
     "baton.grammar.checker",
     "baton.grammar.trial",
     "baton.kvcache.layout",

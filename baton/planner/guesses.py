@@ -5,14 +5,10 @@ from typing import NamedTuple
 
 from baton.core.costs import StepCosts, StepWork
 from baton.core.errors import InvalidRequest
-from baton.engine.speculation.depth import LEAST_GAIN
-from baton.engine.speculation.host_gaps import HostGaps
-from baton.engine.speculation.request_drafts import MOST_GUESSES
+from baton.engine.speculation.limits import LEAST_GAIN, MOST_GUESSES, assumed_wait_s
 
 # Parts of the guesses that a step may take; nodes too take fewer of them the more rows a step has.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
-# Of a device for the host, as they are before a node has measured its own.
-_WAITS = HostGaps()
 _FORM = f"KEPT/TAKEN, such as 0.9/1.4, at most {MOST_GUESSES} taken"
 
 
@@ -59,7 +55,7 @@ class Guesses:
             if rows > seats:
                 break
             keys = work.keys * (1 + share * self.taken)
-            seconds = costs.seconds(StepWork(round(rows), round(keys))) + _WAITS.seconds(round(rows))
+            seconds = costs.seconds(StepWork(round(rows), round(keys))) + assumed_wait_s(round(rows))
             tokens = 1 + share * self.kept
             if tokens / seconds > least:
                 best, least = GuessedStep(seconds, tokens, costs.key_s * rows * tokens), tokens / seconds

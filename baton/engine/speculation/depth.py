@@ -12,13 +12,11 @@ import numpy as np
 
 from baton.core.costs import StepWork, chunk_pairs
 from baton.engine.scheduling.slices import StepTimes
+from baton.engine.speculation.limits import LEAST_GAIN
 
 # Guessed tokens of one request, in order.
 Draft: TypeAlias = "tuple[int, ...]"
 
-# Guesses must bring so many times the tokens a second of the plain step, because costs and chances are predicted to
-# within a few percent. With 1.03, two of twelve loads on an H200 were 2.7 % slower with guesses than without.
-LEAST_GAIN = 1.08
 # Numbers of guessed tokens that are tried grow by this ratio; costs are flat or straight between captured sizes.
 _TRIED_RATIO = 1.3
 

@@ -8,10 +8,9 @@ guesses.
 
 import numpy as np
 
-# What is assumed until it is measured, as (rows, seconds): an H200 waited 2.7, 3.9 and 7 ms for steps of about 14, 75
-# and 227 rows of Llama-3.1-8B, in which 1, 8 and 32 requests were guessed for.
-_ASSUMED = ((1, 0.0023), (256, 0.0082))
-# What is assumed counts as so many steps for each of its points, and as many steps as this are remembered.
+from baton.engine.speculation.limits import ASSUMED_WAITS
+
+# Each of the assumed waits counts as so many steps, and as many steps as this are remembered.
 _ASSUMED_WEIGHT = 4.0
 _MEMORY = 256.0
 # Steps without any wait after which half of what was learned is forgotten, so that guesses are tried again.
@@ -25,7 +24,7 @@ class HostGaps:
     def __init__(self) -> None:
         # Sums of 1, rows, rows², seconds and rows * seconds over steps with guesses, and seconds of all other waits.
         self._sums = np.zeros(6)
-        self._assumed = sum(_terms(rows, seconds) for rows, seconds in _ASSUMED) * _ASSUMED_WEIGHT
+        self._assumed = sum(_terms(rows, seconds) for rows, seconds in ASSUMED_WAITS) * _ASSUMED_WEIGHT
         self._step_s = self._row_s = 0.0
         self._fit()
 

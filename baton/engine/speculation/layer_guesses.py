@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from baton.core.costs import StepWork
 from baton.engine.batch import Guessed
 from baton.engine.scheduling.slices import StepTimes
-from baton.engine.speculation.depth import LEAST_GAIN, guessed_work
+from baton.engine.speculation.depth import guessed_work
+from baton.engine.speculation.limits import LEAST_GAIN
 
 # Most tokens that the layer guesses for one request. It was trained for the first; later ones are less often right.
 MOST_LAYER_GUESSES = 4

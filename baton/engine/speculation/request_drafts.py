@@ -17,11 +17,10 @@ from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Proposal
 from baton.engine.speculation.grammar_drafts import GrammarDrafts
+from baton.engine.speculation.limits import MOST_GUESSES
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.sequence_index import LONG, SHORT, LastTokens, Match, SequenceIndex
 
-# Most guesses for one request and step.
-MOST_GUESSES = 16
 # Guesses that are less likely cannot pay in any step.
 _LEAST_CHANCE = 0.05
 # After so many lookups that brought nothing, the next token is not looked up; after twice as many, the next two.

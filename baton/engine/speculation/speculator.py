@@ -19,8 +19,9 @@ from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_dep
 from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
 from baton.engine.speculation.host_gaps import HostGaps
 from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses
+from baton.engine.speculation.limits import MOST_GUESSES
 from baton.engine.speculation.recent_outputs import RecentOutputs
-from baton.engine.speculation.request_drafts import MOST_GUESSES, RequestDrafts
+from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP
 
 # What all requests together may take for one step. A mask of a grammar takes 10 to 30 us, and up to 0.5 ms when the

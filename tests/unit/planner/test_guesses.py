@@ -7,7 +7,7 @@ import pytest
 from baton.core.costs import StepCosts, StepWork
 from baton.core.errors import InvalidRequest
 from baton.core.types import LocalPolicy
-from baton.engine.speculation.host_gaps import HostGaps
+from baton.engine.speculation.limits import assumed_wait_s
 from baton.load.goals import Goal
 from baton.load.lengths import Fixed
 from baton.load.workload import LengthSpan, Synthetic
@@ -28,7 +28,7 @@ CHAT = Synthetic(Fixed(200), Fixed(100))
 def test_guesses_bring_tokens_where_weights_cost_most_and_nothing_at_saturation() -> None:
     few = GUESSES.step(COSTS, StepWork(4, 4000), seats=512)
     assert few.tokens == 2.0
-    assert few.seconds == COSTS.seconds(StepWork(12, 12000)) + HostGaps().seconds(12)
+    assert few.seconds == COSTS.seconds(StepWork(12, 12000)) + assumed_wait_s(12)
     assert few.rise_s == 1e-8 * 12 * 2.0
     many = GUESSES.step(COSTS, StepWork(256, 256_000), seats=1024)
     assert many == (COSTS.seconds(StepWork(256, 256_000)), 1.0, 1e-8 * 256)

@@ -6,8 +6,9 @@ import pytest
 
 from baton.engine.request import int_array
 from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance, bases_of
+from baton.engine.speculation.limits import MOST_GUESSES
 from baton.engine.speculation.recent_outputs import RecentOutputs
-from baton.engine.speculation.request_drafts import MOST_GUESSES, RequestDrafts
+from baton.engine.speculation.request_drafts import RequestDrafts
 from tests.unit.engine.speculation.request import plenty
 
 FILE = list(range(1000, 1200))

@@ -7,6 +7,7 @@ import secrets
 from collections import deque
 from collections.abc import Coroutine
 from functools import partial
+from time import monotonic  # the loop's own clock counts in milliseconds
 from typing import Any
 
 from baton.core.errors import BatonError, InternalError
@@ -98,6 +99,7 @@ class DecodeDriver:
         self._local_prefill_tokens = settings.local_prefill_tokens if settings else None
         self._max_batch_tokens = node.limits.max_batch_tokens
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s: float | None = None
         # Not a TaskGroup: a call that fails must not cancel the others.
         self._calls: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -111,13 +113,12 @@ class DecodeDriver:
     def deliver(self, event: Event) -> None:
         """Delivers an event to the machine, executes its commands, and delivers answers that are known at once."""
         events = deque([event])
-        loop = asyncio.get_running_loop()
         while events:
-            for command in self.machine.handle(events.popleft(), loop.time()):
+            for command in self.machine.handle(events.popleft(), monotonic()):
                 answer = self._execute(command)
                 if answer is not None:
                     events.append(answer)
-        self._set_timer(loop)
+        self._set_timer()
         if not self.machine.busy:
             self._idle.set()
 
@@ -159,18 +160,18 @@ class DecodeDriver:
         if refused.lease is not None:
             self.deliver(SegmentRefused(refused.lease, refused.error))
 
-    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _set_timer(self) -> None:
         deadline_s = self.machine.deadline_s
+        if deadline_s == self._timer_at_s:
+            return
         if self._timer is not None:
-            if self._timer.when() == deadline_s and not self._timer.cancelled():
-                return
             self._timer.cancel()
-            self._timer = None
+        self._timer, self._timer_at_s = None, deadline_s
         if deadline_s is not None:
-            self._timer = loop.call_at(deadline_s, self._time_passed)
+            self._timer = asyncio.get_running_loop().call_later(deadline_s - monotonic(), self._time_passed)
 
     def _time_passed(self) -> None:
-        self._timer = None
+        self._timer = self._timer_at_s = None
         self.deliver(TimePassed())
 
     # ---- commands

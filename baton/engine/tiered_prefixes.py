@@ -6,6 +6,7 @@ All methods belong to the event loop's thread.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError
@@ -113,14 +114,14 @@ class TieredPrefixes:
         Raises:
             BatonError: the node ends.
         """
-        now_s = asyncio.get_running_loop().time()
+        now_s = monotonic()
         self._dropped = {each: end_s for each, end_s in self._dropped.items() if end_s > now_s}
         self._dropped |= dict.fromkeys(roots, now_s + DROPPED_S)
         # A task, so that it comes after the saves that have begun.
         return await asyncio.shield(self._start(self._tier.drop_entries_of(roots)))
 
     def _is_dropped(self, root: bytes) -> bool:
-        return asyncio.get_running_loop().time() < self._dropped.get(root, 0.0)
+        return monotonic() < self._dropped.get(root, 0.0)
 
     async def close(self) -> None:
         """Waits for all copies; each ends within its own bound."""
@@ -211,7 +212,7 @@ class TieredPrefixes:
 
     async def _load(self, plan: LoadPlan) -> int:
         loaded = added = 0
-        began_s = asyncio.get_running_loop().time()
+        began_s = monotonic()
         try:
             entry_s = self._scheduler.entry_s(plan)
             loaded = await self._tier.load_entries(plan.entries, timeout_s=_LOAD_S, entry_s=entry_s)
@@ -221,7 +222,7 @@ class TieredPrefixes:
             added = self._offload.loads.end(plan, loaded)
             if loaded:
                 self.loaded_tokens += min(loaded, len(plan.entries.keys)) * ENTRY_TOKENS
-                self.load_s += asyncio.get_running_loop().time() - began_s
+                self.load_s += monotonic() - began_s
             self._on_room()
         return added
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import uvloop
+
 from baton.core.exits import ending_soon_if_it_fails, exit_at_once
 from baton.core.file_limit import raise_file_limit
 from baton.core.interpreter_lock import pass_lock_sooner
@@ -102,7 +104,11 @@ def _run_process(
     check_advertised(settings.advertise)
     check_stores(settings)
     hosts = Hosts.of(settings)
-    with asyncio.Runner() as runner, ExitStack() as loading, ending_soon_if_it_fails():
+    with (
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ExitStack() as loading,
+        ending_soon_if_it_fails(),
+    ):
         # Bound first, so that a taken port is an error before the model is loaded.
         server = runner.run(_bind(settings, role))
         metrics = bind(settings.metrics_listen, field="metrics_listen") if hosts.rank == 0 else None

@@ -13,6 +13,7 @@ from baton.node.assembly import Node
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
 from baton.rpc.error_detail import from_detail
+from decode_node import driver
 from decode_node.driver import DecodeDriver
 from tests.unit.decode_node.nodes import decode_node, decode_settings, load_demo
 from tests.unit.decode_node.streams import Stream, until
@@ -123,10 +124,11 @@ async def test_a_renewed_ticket_and_a_prompt_left_to_this_node(built: BuiltRunne
 
 
 def let_pass(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves the running loop's clock forward."""
+    """Moves the clocks of the driver and of the running loop forward."""
     loop = asyncio.get_running_loop()
     time = loop.time
     monkeypatch.setattr(loop, "time", lambda: time() + seconds)
+    monkeypatch.setattr(driver, "monotonic", loop.time)
 
 
 async def test_the_timer_ends_a_request_whose_budget_is_over(

@@ -36,6 +36,7 @@ PROMPT = (
     "Return a list of the names of the attributes of the object, and of its class, and of the classes from which its "
     "class is derived, in the order in which they were defined. If the object has no attributes, the list is empty. "
 )
+ROOM = 40  # requests at once; `generate` sends more of a file at once
 READY = node_status_pb2.PEER_PHASE_READY
 RECEIPT = {
     "path", "why", "prefill_node", "decode_node", "prompt_tokens_sent", "bytes_sent", "segments", "transport",
@@ -53,7 +54,7 @@ def up() -> Iterator[Up]:
         "--model", str(LLAMA), "--prefill-nodes", "2", "--prefill-kv-cache-layout", "HND", "--prefill-block-size", "8",
         "--decode-kv-cache-layout", "BLNHC", "--decode-block-size", "32",
         # Where a prompt is prefilled does not depend on measured times.
-        BATON_LOCAL_POLICY="strict",
+        BATON_LOCAL_POLICY="strict", BATON_MAX_CONCURRENT_REQUESTS=str(ROOM),
     )  # fmt: skip
     try:
         asyncio.run(until_paired(started.gateway))
@@ -185,10 +186,10 @@ def test_a_file_of_prompts_gives_results_in_order(up: Up, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_file_may_have_more_prompts_than_there_is_room_for(up: Up, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text("".join(f"Return the number {index}\n" for index in range(1500)))
+    file.write_text("".join(f"Return the number {index}\n" for index in range(5 * ROOM)))
     finished = baton("generate", "--target", up.gateway, "--json", "--file", str(file), "--max-tokens", "2")
     assert finished.returncode == 0, finished.stderr
-    assert len(finished.stdout.splitlines()) == 1500
+    assert len(finished.stdout.splitlines()) == 5 * ROOM
 
 
 def test_status_names_nodes_and_the_transport_of_each_pair(up: Up) -> None:

@@ -5,16 +5,20 @@ which also has tensors in Q5_0, Q6_K and Q8_0. transformers reads the same files
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
 from baton.gateway.text.tokenizer import TextTokenizer
+from baton.grammar import compiler
+from baton.models.checkpoint import gguf_tensors
+from baton.models.checkpoint.gguf_header import read_gguf_header
 from baton.models.loading.gguf.view import model_directory
 from tests.conformance.families.nodes import engine_answers, pair_answers
 
@@ -43,11 +47,26 @@ SAMPLES = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _parsed_once() -> Iterator[None]:
-    """Lets transformers parse a file once, not for its configuration, its tokenizer and its weights, and build gguf's
-    table of names once, not for each of 397 modules. SmolLM2's file took 2.1 s each time, and the table 7 ms."""
+    """Lets a file be read once: by transformers, not for configuration, tokenizer and weights, and by Baton, not for
+    each of three nodes. Lets gguf build its table of names once, not for each of 397 modules.
+
+    SmolLM2's file took transformers 2.1 s each time, and the table 7 ms. Gemma's 262,144 tokens take seconds.
+    """
+    load = cache(partial(modeling_gguf_pytorch_utils.load_gguf_checkpoint, return_tensors=False))
+    read_tensors = modeling_gguf_pytorch_utils.load_gguf_checkpoint
+
+    def load_once(path: str, return_tensors: bool = False, **options: Any) -> Any:
+        if return_tensors:
+            return read_tensors(path, return_tensors=True, **options)
+        found = load(path)
+        return {**found, "config": dict(found["config"])}  # callers change it
+
     with pytest.MonkeyPatch.context() as patch:
         for name in ("GGUFReader", "get_tensor_name_map"):
             patch.setattr(gguf, name, cache(getattr(gguf, name)))
+        patch.setattr(modeling_gguf_pytorch_utils, "load_gguf_checkpoint", load_once)
+        patch.setattr(gguf_tensors, "read_gguf_header", cache(read_gguf_header))
+        patch.setattr(compiler, "_Tokenizer", cache(compiler._Tokenizer))
         yield
 
 

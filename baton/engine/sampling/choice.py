@@ -61,6 +61,11 @@ class SamplingArrays(NamedTuple):
         for array, column in zip(self, columns, strict=bool(rows)):
             array[: len(rows)] = column
 
+    def put(self, place: int, row: SampleRow) -> None:
+        """Writes one row to one entry."""
+        for array, number in zip(self, _numbers(row), strict=True):
+            array[place] = number
+
 
 class SamplingBuffers(NamedTuple):
     """`SamplingArrays` as tensors on the device."""

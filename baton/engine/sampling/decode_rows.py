@@ -31,22 +31,15 @@ class DecodeSampling:
         if self.unsampled or self.edited or self.with_logprobs:
             for special in (self.unsampled, self.edited, self.with_logprobs):
                 special.difference_update(places)
+        known = self._params
         for place, row in zip(places, rows, strict=True):
             self._classify(place, row)
-        samples = [GREEDY_ROW if row is None else row for row in rows]
-        known = self._params
-        # A request's params stay the same object, so an unchanged row costs one comparison.
-        changed = [
-            (place, sample) for place, sample in zip(places, samples, strict=True) if sample.params is not known[place]
-        ]
-        if changed:
-            numbers = SamplingArrays.empty(len(changed))
-            numbers.fill([sample for _, sample in changed])
-            for array, values in zip(self.arrays, numbers, strict=True):
-                array[[place for place, _ in changed]] = values
-            for place, sample in changed:
+            sample = GREEDY_ROW if row is None else row
+            # A request's params stay the same object, so an unchanged row costs one comparison.
+            if sample.params is not known[place]:
+                self.arrays.put(place, sample)
                 known[place] = sample.params
-        self.arrays.output_index_R[places] = [sample.output_index for sample in samples]
+        self.arrays.output_index_R[places] = [0 if row is None else row.output_index for row in rows]
 
     def pad(self, rows: range) -> None:
         """Makes these rows padding. It is greedy, which is the fastest draw."""

@@ -108,6 +108,7 @@ class World:
             scan_tokens=4,
         )
         self._seats = limits.seats
+        self.state_slots = state_slots
         self.scheduler = Scheduler(limits, facts, Meter(None), speculator=told)
         self.model = model
         self.sequences: dict[str, list[int]] = {}
@@ -149,6 +150,11 @@ class World:
     @property
     def in_flight(self) -> int:
         return len(self.batches)
+
+    @property
+    def state_slots_left(self) -> int:
+        """State slots that requests could take."""
+        return self.scheduler._blocks.states.slots.num_available
 
     def _prompt(self, name: str) -> int:
         return int(name.partition("-")[2])

@@ -51,6 +51,7 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
     assert sorted(told.ended) == sorted(one.request_id for one in requests)
     assert world.scheduler.leaked_blocks(lambda _: True) == 0
     assert world.scheduler.load().blocks_free == world.scheduler.load().blocks_total
+    assert world.state_slots_left == world.state_slots
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -90,6 +91,7 @@ def test_what_a_node_guesses_gives_the_tokens_of_decoding(seed: int) -> None:
     assert speculator.num_requests == 0
     assert world.scheduler.leaked_blocks(lambda _: True) == 0
     assert world.scheduler.load().blocks_free == world.scheduler.load().blocks_total
+    assert world.state_slots_left == world.state_slots
 
 
 def test_right_guesses_need_fewer_steps() -> None:
@@ -226,6 +228,28 @@ def test_no_step_waits_for_tokens_where_there_is_no_room_for_a_guess(requests: i
         assert world.launch(), "the step in flight is waited for"
         world.end_step()
     assert not world.drafted
+
+
+@pytest.mark.parametrize("how", ["step", "everything", "abort"])
+def test_a_step_with_guesses_that_ends_badly_keeps_no_slot_of_a_state(how: str) -> None:
+    model = HashedModel(BLOCK_SIZE, num_tokens=1000)
+    world = World(Told(model, wrong=0.0, silent=0.0), model, requests=8, state_slots=24)
+    sampling = ResolvedSampling(max_tokens=30, temperature=0.0, ignore_eos=True)
+    for name in ("a-2", "b-2"):
+        world.submit(request(name, [1, ord(name[0])], sampling=sampling))
+    while not (world.in_flight and any(row.draft_slots for row in world.batches[-1].rows)):
+        if not world.launch():
+            world.end_step()
+    if how == "step":
+        world.scheduler.fail(InternalError("no memory"), 0.0)
+    elif how == "everything":
+        world.scheduler.fail_all(InternalError("no memory"))
+    else:
+        for name in ("a-2", "b-2"):
+            world.scheduler.abort(name)
+        assert world.state_slots_left < world.state_slots
+        world.end_step()
+    assert world.state_slots_left == world.state_slots
 
 
 @pytest.mark.parametrize("tokens_before", range(1, 6))

@@ -56,6 +56,7 @@ class Told(Speculator):
         *,
         room: int,
         tpots: Tpots = (),
+        prompts: bool = False,
     ) -> dict[str, Draft]:
         drafts: dict[str, Draft] = {}
         for each in requests:
@@ -88,6 +89,7 @@ class World:
         align: int | None = None,
         owners: int = 1,
         state_slots: int = 0,
+        meter: Meter | None = None,
     ) -> None:
         limits = EngineLimits(
             max_batch_tokens=24,
@@ -109,7 +111,7 @@ class World:
         )
         self._seats = limits.seats
         self.state_slots = state_slots
-        self.scheduler = Scheduler(limits, facts, Meter(None), speculator=told)
+        self.scheduler = Scheduler(limits, facts, meter or Meter(None), speculator=told)
         self.model = model
         self.sequences: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}

@@ -120,6 +120,11 @@ def test_a_request_without_guesses_keeps_its_tpot_next_to_others(
     if bound_s is not None:
         assert 0.7 * bound_s < longest_s <= bound_s
     assert speculator.pays(everyone, work, costs, tpots=tpots)
+    shared = speculator.choose(everyone, work, costs, room=2000, tpots=tpots, prompts=True)
+    shared_s = costs.seconds(guessed_work(work, [(0, len(draft)) for draft in shared.values()]))
+    if bound_s is not None:
+        plain_s = costs.seconds(work)
+        assert shared_s <= (plain_s + bound_s) / 2, "prompts of the step have no time"
 
 
 def test_a_request_may_not_be_guessed_beyond_its_end() -> None:

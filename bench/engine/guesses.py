@@ -1,6 +1,6 @@
 """Time per token of an engine with and without guessed tokens, on recorded outputs.
 
-The weights are random, in the shape of Llama-3.1-8B on a GPU and of the demo model on a CPU, so what they draw is
+The weights are random, in the shapes of published models on a GPU and of the demo model on a CPU, so what they draw is
 replaced by the tokens of real texts: files of this repository that are repeated with edits, files unlike the prompt,
 and records of one form. Steps compute and cost what they always do.
 """
@@ -34,9 +34,11 @@ from baton.models.adapters.adapter import Adapter
 from baton.models.layers.expert_counts import FetchedCounts
 from baton.settings.config import DEMO_MODELS
 from baton.settings.node_config import DecodeSettings
-from bench.engine.run import CONFIGS
+from bench.engine.run import CONFIGS, forget
 from bench.table import Row
 
+# The second one has recurrent states. Others of `CONFIGS` can be named: `python -m bench.engine.guesses NAME`.
+MODELS = ("llama-3.1-8b", "nemotron-h-8b")
 BATCHES = (1, 8, 32, 128)
 ROUNDS = 3
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 192
@@ -121,13 +123,20 @@ class _RecordedStep:
         return self._step.guessed
 
 
-def run(progress: Callable[[str], None]) -> Iterator[Row]:
+def run(progress: Callable[[str], None], names: tuple[str, ...] = MODELS) -> Iterator[Row]:
     """The rows of this benchmark."""
     on_gpu = torch.cuda.is_available()
-    model = CONFIGS / "llama-3.1-8b" if on_gpu else DEMO_MODELS / "llama"
-    batches = BATCHES if on_gpu else BATCHES[:2]
-    settings = DecodeSettings(model=model, load_format="dummy", device="cuda" if on_gpu else "cpu")
-    built = calibrate(build_runner(settings), settings)
+    for model in [CONFIGS / name for name in names] if on_gpu else [DEMO_MODELS / "llama"]:
+        settings = DecodeSettings(model=model, load_format="dummy", device="cuda" if on_gpu else "cpu")
+        built = calibrate(build_runner(settings), settings)
+        about = "" if len(names) == 1 or not on_gpu else f"{model.name}, "
+        yield from _measure(built, BATCHES if on_gpu else BATCHES[:2], about, progress)
+        del built
+        if on_gpu:
+            forget()
+
+
+def _measure(built: BuiltRunner, batches: Sequence[int], about: str, progress: Callable[[str], None]) -> Iterator[Row]:
     for name, requests in recorded().items():
         for batch in batches:
             measured: dict[bool, list[float]] = {False: [], True: []}
@@ -136,16 +145,17 @@ def run(progress: Callable[[str], None]) -> Iterator[Row]:
             for number in range(ROUNDS):
                 asked = [requests[(number * batch + index) % len(requests)] for index in range(batch)]
                 for guesses in (False, True):
-                    progress(f"guesses {'auto' if guesses else 'off'}: {name}, batch {batch}, round {number + 1}")
+                    setting = "auto" if guesses else "off"
+                    progress(f"guesses {setting}: {about}{name}, batch {batch}, round {number + 1}")
                     token_ms = asyncio.run(_token_ms(built, asked, speculator if guesses else None, checked))
                     measured[guesses].append(token_ms)
-            yield from _rows(name, batch, measured, checked)
+            yield from _rows(name, about, batch, measured, checked)
 
 
 def _rows(
-    name: str, batch: int, measured: Mapping[bool, Sequence[float]], checked: Sequence[DraftsChecked]
+    name: str, about: str, batch: int, measured: Mapping[bool, Sequence[float]], checked: Sequence[DraftsChecked]
 ) -> Iterator[Row]:
-    work = f"{name}, batch {batch}"
+    work = f"{about}{name}, batch {batch}"
     off_ms, auto_ms = median(measured[False]), median(measured[True])
     goal = _GOALS.get((name, batch))
     yield Row("time per token", work, auto_ms, "ms", "off", off_ms, goal=goal, less_is_better=True)
@@ -251,3 +261,11 @@ def _record(chosen: Random) -> str:
         "delivery_address": {"street": f"{chosen.randrange(200)} Long Street", "postal_code": chosen.randrange(10**5)},
     }
     return json.dumps(fields, indent=2)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from bench.table import print_rows
+
+    print_rows("Guessed tokens on recorded outputs", list(run(print, tuple(sys.argv[1:]) or MODELS)))

@@ -67,8 +67,10 @@ class Drafts:
         """The guesses of the next step for these requests, which all decode in it, as far as there are blocks for them.
         No step is in flight."""
         self._begin(decoding)
-        costs, tpots = self._meter.costs, self._roster.tpots
-        chosen = self._speculator.choose(decoding, _work(decoding), costs, room=self._room, tpots=tpots)
+        costs, roster = self._meter.costs, self._roster
+        prompts = len(decoding) < len(roster.running) or bool(roster.waiting and roster.free_seats)
+        work, room = _work(decoding), self._room
+        chosen = self._speculator.choose(decoding, work, costs, room=room, tpots=roster.tpots, prompts=prompts)
         if not chosen:
             return {}
         drafts = {state: chosen[state.request_id] for state in decoding if state.request_id in chosen}

@@ -117,12 +117,12 @@ class Prompts:
         roster = self._roster
         if not running and not (admit and roster.waiting and roster.free_seats):
             return
-        pace = self._pace(step.work)
+        pace = self._pace(step.plain)
         for state in [state for state in running if is_late(state, pace, start=state.num_scheduled, now=now)]:
             self._fall_back(state)
         prompts = deque(sorted([state for state in running if state.phase is RequestPhase.RUNNING], key=_place_of))
         waited_s = self._waited_s(prompts, now, admit=admit)
-        step.bound = self._slicer.bound(self._meter.costs, step.work, roster.tpots, waited_s=waited_s)
+        step.bound = self._slicer.bound(self._meter.costs, step.plain, roster.tpots, waited_s=waited_s)
         while step.budget > 0:
             waiting = roster.waiting[0] if admit and roster.waiting and roster.free_seats else None
             if waiting is not None and (not prompts or waiting.place < prompts[0].place):

@@ -87,6 +87,7 @@ class NextStep:
         unfolds: whether a row has guesses, or known tokens that are computed as decodes.
         late: whether it was prepared only when the step before had ended, because one of the two unfolds or might.
         work: what the step computes.
+        plain: its decodes without guesses.
         bound: on the step's time; None: there is none.
         has_skipped: whether the first prompt got no token of this step for lack of room.
         layers_per_group: the smallest number that a prompt of the step asks for; 0: no prompt asks for marks.
@@ -111,7 +112,7 @@ class NextStep:
         self.num_decodes = 0
         self.unfolds = False
         self.late = False
-        self.work = StepWork()
+        self.work = self.plain = StepWork()
         self.bound: StepBound | None = None
         self.has_skipped = False
         self.layers_per_group = 0
@@ -142,7 +143,7 @@ class NextStep:
         self.states += states
         self.num_decodes = self._num_single = len(states)
         self.budget -= len(states)
-        self.work = work
+        self.work = self.plain = work
 
     def add_drafts(self, drafts: Mapping[RequestState, Draft]) -> None:
         """Adds the next token of each request and the guesses after it. Call it after `add_decodes`, and before
@@ -154,9 +155,8 @@ class NextStep:
             self.budget -= 1 + len(draft)
             self._num_more += len(draft)
             self.unfolds = True
-            work = self.work
-            newest = StepWork(work.decode_rows + 1, work.keys + context + 1, work.prompt_tokens, work.pairs)
-            self.work = guessed_work(newest, [(context, len(draft))])
+            self.plain = guessed_work(self.plain, [(context - 1, 1)])
+            self.work = guessed_work(self.work, [(context - 1, 1 + len(draft))])
 
     def chunk_tokens(self, state: RequestState, start: int, *, others: int = 0) -> int:
         """How many tokens of the request from `start` on still fit. Returns 0 if it waits.

@@ -5,7 +5,6 @@ which the next step is otherwise prepared. `pays` says whether guesses are worth
 """
 
 from collections.abc import Collection, Sequence
-from math import inf
 from typing import Protocol, TypeAlias
 
 from baton.core.costs import StepWork
@@ -158,6 +157,7 @@ class Speculator:
         *,
         room: int,
         tpots: Tpots = (),
+        prompts: bool = False,
     ) -> dict[str, Draft]:
         """The guesses that the next step takes, by request; only requests with some. All tokens of the requests are
         known.
@@ -165,6 +165,7 @@ class Speculator:
         Args:
             room: most guessed tokens of the step.
             tpots: as for `pays`.
+            prompts: whether prompts share the step. Guesses leave them half of the time that there is.
         """
         if room <= 0 or not self._could_pay(work, costs):
             return {}
@@ -175,7 +176,7 @@ class Speculator:
         if self._always:
             depths = all_depths(proposals, room=room)
         else:
-            depths = self._depths(proposals, work, costs, room=room, tpots=tpots)
+            depths = self._depths(proposals, work, costs, room=room, tpots=tpots, share=0.5 if prompts else 1.0)
         return {
             request.request_id: proposal.tokens[:depth]
             for request, proposal, depth in zip(requests, proposals, depths, strict=True)
@@ -228,9 +229,24 @@ class Speculator:
             self._gaps.late(rows, seconds, guesses=guesses)
 
     def _depths(
-        self, proposals: Sequence[Proposal], work: StepWork, costs: StepTimes | None, *, room: int, tpots: Tpots
+        self,
+        proposals: Sequence[Proposal],
+        work: StepWork,
+        costs: StepTimes | None,
+        *,
+        room: int,
+        tpots: Tpots,
+        share: float = 1.0,
     ) -> list[int]:
-        token_s = inf if costs is None else decodes_bound_s(costs.seconds(work), tpots)
+        """How many guesses of each proposal to take.
+
+        Args:
+            share: part of the time above that of the plain step which guesses may take.
+        """
+        if costs is None:
+            return [0] * len(proposals)
+        plain_s = costs.seconds(work)
+        token_s = plain_s + share * (decodes_bound_s(plain_s, tpots) - plain_s)
         return choose_depths(proposals, work, costs, room=room, wait_s=self._gaps.seconds, token_s=token_s)
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:

@@ -56,6 +56,7 @@ class Told(Speculator):
         *,
         room: int,
         tpots: Tpots = (),
+        prompts: bool = False,
     ) -> dict[str, Draft]:
         drafts: dict[str, Draft] = {}
         for each in requests:
@@ -90,6 +91,7 @@ class World:
         owners: int = 1,
         state_slots: int = 0,
         layer_errors: float | None = None,
+        meter: Meter | None = None,
     ) -> None:
         limits = EngineLimits(
             max_batch_tokens=24,
@@ -113,7 +115,8 @@ class World:
         self._layer_errors = layer_errors
         self._random = Random(11)
         self._seats = limits.seats
-        self.scheduler = Scheduler(limits, facts, Meter(None), speculator=told)
+        self.state_slots = state_slots
+        self.scheduler = Scheduler(limits, facts, meter or Meter(None), speculator=told)
         self.model = model
         self.sequences: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
@@ -171,6 +174,11 @@ class World:
     @property
     def in_flight(self) -> int:
         return len(self.batches)
+
+    @property
+    def state_slots_left(self) -> int:
+        """State slots that requests could take."""
+        return self.scheduler._blocks.states.slots.num_available
 
     def _prompt(self, name: str) -> int:
         return int(name.partition("-")[2])

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,7 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
     assert sorted(told.ended) == sorted(one.request_id for one in requests)
     assert world.scheduler.leaked_blocks(lambda _: True) == 0
     assert world.scheduler.load().blocks_free == world.scheduler.load().blocks_total
+    assert world.state_slots_left == world.state_slots
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -90,6 +92,7 @@ def test_what_a_node_guesses_gives_the_tokens_of_decoding(seed: int) -> None:
     assert speculator.num_requests == 0
     assert world.scheduler.leaked_blocks(lambda _: True) == 0
     assert world.scheduler.load().blocks_free == world.scheduler.load().blocks_total
+    assert world.state_slots_left == world.state_slots
 
 
 def test_right_guesses_need_fewer_steps() -> None:
@@ -226,6 +229,57 @@ def test_no_step_waits_for_tokens_where_there_is_no_room_for_a_guess(requests: i
         assert world.launch(), "the step in flight is waited for"
         world.end_step()
     assert not world.drafted
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(6, True), (7, False)])
+def test_steps_with_guesses_and_prompts_have_the_bound_of_their_decodes_without_guesses(
+    tokens: int, fits: bool
+) -> None:
+    """That is 30 ms, three times the time of a decode, which 11 tokens take; five are of the row with guesses."""
+    asked: list[bool] = []
+
+    class Asked(Told):
+        def choose(self, *args: Any, prompts: bool = False, **given: Any) -> dict[str, Draft]:
+            asked.append(prompts)
+            return super().choose(*args, **given)
+
+    model = HashedModel(BLOCK_SIZE, num_tokens=1000)
+    costs = StepCosts(((1, 0.010), (2, 0.012), (24, 0.056)))
+    world = World(Asked(model, most=4, wrong=0.0, silent=0.0), model, meter=Meter(costs))
+    sampling = ResolvedSampling(max_tokens=30, temperature=0.0, ignore_eos=True)
+    world.submit(request("a-2", [1, 2], sampling=sampling))
+    for _ in range(2):
+        assert world.launch()
+        world.end_step()
+    assert not asked[-1]
+    world.submit(request(f"b-{tokens}", list(range(tokens)), sampling=sampling))
+    assert world.launch()
+    (batch,) = world.batches
+    assert asked[-1]
+    assert (batch.rows[0].request_id, batch.rows[0].num_drafts) == ("a-2", 4)
+    assert [len(row.token_ids) for row in batch.rows[1:]] == [tokens] * fits
+
+
+@pytest.mark.parametrize("how", ["step", "everything", "abort"])
+def test_a_step_with_guesses_that_ends_badly_keeps_no_slot_of_a_state(how: str) -> None:
+    model = HashedModel(BLOCK_SIZE, num_tokens=1000)
+    world = World(Told(model, wrong=0.0, silent=0.0), model, requests=8, state_slots=24)
+    sampling = ResolvedSampling(max_tokens=30, temperature=0.0, ignore_eos=True)
+    for name in ("a-2", "b-2"):
+        world.submit(request(name, [1, ord(name[0])], sampling=sampling))
+    while not (world.in_flight and any(row.draft_slots for row in world.batches[-1].rows)):
+        if not world.launch():
+            world.end_step()
+    if how == "step":
+        world.scheduler.fail(InternalError("no memory"), 0.0)
+    elif how == "everything":
+        world.scheduler.fail_all(InternalError("no memory"))
+    else:
+        for name in ("a-2", "b-2"):
+            world.scheduler.abort(name)
+        assert world.state_slots_left < world.state_slots
+        world.end_step()
+    assert world.state_slots_left == world.state_slots
 
 
 @pytest.mark.parametrize("tokens_before", range(1, 6))

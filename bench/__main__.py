@@ -27,6 +27,7 @@ BENCHMARKS = (
     ("kept_kv", "KV from host memory and files", "bench.kept_kv"),
     ("speculation", "Guessed tokens on real text", "bench.speculation"),
     ("guesses", "Guessed tokens on recorded outputs", "bench.engine.guesses"),
+    ("mtp", "Guesses of a model's own layer", "bench.engine.mtp"),
     ("http_door", "A streamed token's cost at the gateway", "bench.http_door"),
     ("tracing", "What traces cost a gateway", "bench.tracing_served"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
@@ -49,7 +50,9 @@ BENCHMARKS = (
     ("routing", "The choice of prefill nodes on Mooncake's conversation trace", "bench.routing"),
 )
 # On a machine with a GPU these run on the GPU and have their own pages.
-EITHER = frozenset({"exposed", "receiving", "loading", "latency", "structured", "kept_kv", "speculation", "guesses"})
+EITHER = frozenset(
+    {"exposed", "receiving", "loading", "latency", "structured", "kept_kv", "speculation", "guesses", "mtp"}
+)
 PLOTS = (
     ("transport", "bench.transfer_plot"),
     ("cache_to_cache", "bench.transfer_plot"),

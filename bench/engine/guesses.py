@@ -77,9 +77,9 @@ class RecordedRunner:
     def fetch_expert_counts(self) -> FetchedCounts | None:
         return self._runner.fetch_expert_counts()
 
-    def launch(self, batch: Batch, on_mark: OnMark) -> "_RecordedStep":
+    def launch(self, batch: Batch, on_mark: OnMark) -> "RecordedStep":
         results = [self._result(row) for row in batch.rows]
-        return _RecordedStep(self._runner.launch(batch, on_mark), results)
+        return RecordedStep(self._runner.launch(batch, on_mark), results)
 
     def _result(self, row: BatchRow) -> RowResult:
         if row.sample is None:
@@ -94,30 +94,32 @@ class RecordedRunner:
         return tuple(kept) if row.num_drafts else kept[0]
 
 
-class _RecordedStep:
+class RecordedStep:
+    """A step that runs as it is, and its recorded results."""
+
     def __init__(self, step: LaunchedWork, results: list[RowResult]) -> None:
-        self._step = step
-        self._results = results
+        self.step = step
+        self.results = results
 
     def wait(self) -> list[RowResult]:
-        self._step.wait()
-        return self._results
+        self.step.wait()
+        return self.results
 
     @property
     def seconds(self) -> float:
-        return self._step.seconds
+        return self.step.seconds
 
     @property
     def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
-        return self._step.scores
+        return self.step.scores
 
     @property
     def pools(self) -> PooledRows:
-        return self._step.pools
+        return self.step.pools
 
     @property
     def guessed(self) -> Guessed | None:
-        return self._step.guessed
+        return self.step.guessed
 
 
 def run(progress: Callable[[str], None]) -> Iterator[Row]:
@@ -136,7 +138,7 @@ def run(progress: Callable[[str], None]) -> Iterator[Row]:
                 for guesses in (False, True):
                     progress(f"guesses {'auto' if guesses else 'off'}: {name}, batch {batch}, round {number + 1}")
                     speculator = Speculator() if guesses else None
-                    measured[guesses].append(asyncio.run(_token_ms(built, asked, speculator)))
+                    measured[guesses].append(asyncio.run(token_ms(built, asked, speculator)))
                     if speculator is not None:
                         speculators.append(speculator)
             yield from _rows(name, batch, measured, speculators)
@@ -153,8 +155,18 @@ def _rows(
     yield Row("guessed tokens that were kept", work, 100 * accepted / max(1, drafted), "%")
 
 
-async def _token_ms(built: BuiltRunner, requests: Sequence[Recorded], speculator: Speculator | None) -> float:
-    """The mean time per token after the first one, while all requests decode."""
+async def token_ms(
+    built: BuiltRunner,
+    requests: Sequence[Recorded],
+    speculator: Speculator | None,
+    *,
+    wrap: Callable[[StepRunner, Mapping[str, Sequence[int]]], RecordedRunner] | None = None,
+) -> float:
+    """The mean time per token after the first one, while all requests decode.
+
+    Args:
+        wrap: makes the runner that yields the recorded tokens; None: `RecordedRunner`.
+    """
     outputs = {str(index): each.output for index, each in enumerate(requests)}
     stamps: dict[str, list[float]] = {name: [] for name in outputs}
     left, over = set(outputs), asyncio.Event()
@@ -174,7 +186,7 @@ async def _token_ms(built: BuiltRunner, requests: Sequence[Recorded], speculator
         max_waiting=len(requests),
         prefix_cache=False,
     )
-    runner = RecordedRunner(built.runner, outputs)
+    runner = (wrap or RecordedRunner)(built.runner, outputs)
     meter = StepMeter(built.costs)
     async with Engine(
         runner, limits, on_step=on_step, grammars=built.grammars, meter=meter, speculator=speculator

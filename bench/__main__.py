@@ -28,6 +28,7 @@ BENCHMARKS = (
     ("speculation", "Guessed tokens on real text", "bench.speculation"),
     ("guesses", "Guessed tokens on recorded outputs", "bench.engine.guesses"),
     ("host_time", "Host time of a decode node", "bench.host_time"),
+    ("mtp", "Guesses of a model's own layer", "bench.engine.mtp"),
     ("http_door", "A streamed token's cost at the gateway", "bench.http_door"),
     ("tracing", "What traces cost a gateway", "bench.tracing_served"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
@@ -51,7 +52,18 @@ BENCHMARKS = (
 )
 # On a machine with a GPU these run on the GPU and have their own pages.
 EITHER = frozenset(
-    {"exposed", "receiving", "loading", "latency", "structured", "kept_kv", "speculation", "guesses", "host_time"}
+    {
+        "exposed",
+        "receiving",
+        "loading",
+        "latency",
+        "structured",
+        "kept_kv",
+        "speculation",
+        "guesses",
+        "host_time",
+        "mtp",
+    }
 )
 PLOTS = (
     ("transport", "bench.transfer_plot"),

@@ -8,6 +8,9 @@ from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
 from baton.rpc.convert import token_from_proto
 
+# More guesses than any node makes; the rest of a peer's list is not looked at.
+_GUESSES_MAX = 16
+
 
 @dataclass(frozen=True)
 class HandedOver:
@@ -73,5 +76,5 @@ def handed_over(message: pb.HandOver) -> HandedOver:
         first=token_from_proto(message.first_token) if message.HasField("first_token") else None,
         finished=message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED,
         sampled_ago_s=message.sampled_ago_s,
-        guesses=tuple(message.guesses),
+        guesses=tuple(message.guesses[:_GUESSES_MAX]),
     )

@@ -126,7 +126,8 @@ _SPEC_CURES = {
 }
 _PART_CURES = {
     "index": f"{_SAME_CHECKPOINT}, with the same version of the package",
-    "draft": "give both nodes the same --speculation: with off, a node does not have the layer that drafts tokens",
+    "draft": "give both nodes the same --speculation; where one node's log says why it has no layer that drafts "
+    "tokens, give the other one --speculation off",
     "state": f"{_SAME_CHECKPOINT}, with the same version of the package",
 }
 

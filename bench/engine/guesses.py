@@ -80,9 +80,9 @@ class RecordedRunner:
     def fetch_expert_counts(self) -> FetchedCounts | None:
         return self._runner.fetch_expert_counts()
 
-    def launch(self, batch: Batch, on_mark: OnMark) -> "_RecordedStep":
+    def launch(self, batch: Batch, on_mark: OnMark) -> "RecordedStep":
         results = [self._result(row) for row in batch.rows]
-        return _RecordedStep(self._runner.launch(batch, on_mark), results)
+        return RecordedStep(self._runner.launch(batch, on_mark), results)
 
     def _result(self, row: BatchRow) -> RowResult:
         if row.sample is None:
@@ -97,30 +97,32 @@ class RecordedRunner:
         return tuple(kept) if row.num_drafts else kept[0]
 
 
-class _RecordedStep:
+class RecordedStep:
+    """A step that runs as it is, and its recorded results."""
+
     def __init__(self, step: LaunchedWork, results: list[RowResult]) -> None:
-        self._step = step
-        self._results = results
+        self.step = step
+        self.results = results
 
     def wait(self) -> list[RowResult]:
-        self._step.wait()
-        return self._results
+        self.step.wait()
+        return self.results
 
     @property
     def seconds(self) -> float:
-        return self._step.seconds
+        return self.step.seconds
 
     @property
     def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
-        return self._step.scores
+        return self.step.scores
 
     @property
     def pools(self) -> PooledRows:
-        return self._step.pools
+        return self.step.pools
 
     @property
     def guessed(self) -> Guessed | None:
-        return self._step.guessed
+        return self.step.guessed
 
 
 def run(progress: Callable[[str], None], names: tuple[str, ...] = MODELS) -> Iterator[Row]:
@@ -147,8 +149,8 @@ def _measure(built: BuiltRunner, batches: Sequence[int], about: str, progress: C
                 for guesses in (False, True):
                     setting = "auto" if guesses else "off"
                     progress(f"guesses {setting}: {about}{name}, batch {batch}, round {number + 1}")
-                    token_ms = asyncio.run(_token_ms(built, asked, speculator if guesses else None, checked))
-                    measured[guesses].append(token_ms)
+                    used = speculator if guesses else None
+                    measured[guesses].append(asyncio.run(token_ms(built, asked, used, checked)))
             yield from _rows(name, about, batch, measured, checked)
 
 
@@ -163,14 +165,20 @@ def _rows(
     yield Row("guessed tokens that were kept", work, 100 * accepted / max(1, drafted), "%")
 
 
-async def _token_ms(
-    built: BuiltRunner, requests: Sequence[Recorded], speculator: Speculator | None, checked: list[DraftsChecked]
+async def token_ms(
+    built: BuiltRunner,
+    requests: Sequence[Recorded],
+    speculator: Speculator | None,
+    checked: list[DraftsChecked],
+    *,
+    wrap: Callable[[StepRunner, Mapping[str, Sequence[int]]], RecordedRunner] | None = None,
 ) -> float:
     """The mean time per token. Prompts are in the cache before, so that all requests decode at the same time. Adds the
     guesses to `checked`.
 
     Args:
         speculator: forgets the outputs of earlier calls, which would be guessed too well, but not what it has learned.
+        wrap: makes the runner that yields the recorded tokens; None: `RecordedRunner`.
     """
     outputs = {str(index): each.output for index, each in enumerate(requests)}
     left, over = set[str](), asyncio.Event()
@@ -208,7 +216,7 @@ async def _token_ms(
         max_waiting=len(requests),
         prefix_cache=True,
     )
-    runner = RecordedRunner(built.runner, outputs)
+    runner = (wrap or RecordedRunner)(built.runner, outputs)
     meter = StepMeter(built.costs)
     async with Engine(
         runner, limits, on_step=on_step, grammars=built.grammars, meter=meter, speculator=speculator

@@ -105,6 +105,18 @@ async def test_without_a_host_cache_there_are_no_entries() -> None:
         await transfer.drop_entries_of(frozenset({KEYS[0].root}))
 
 
+async def test_an_entry_has_the_kv_of_layers_that_draft() -> None:
+    cache = a_cache(replace(SPEC, draft=replace(SPEC, num_layers=1)))
+    assert cache.draft is not None
+    blocks = blocks_of(cache, ENTRIES, 1)
+    wanted = as_bytes(tokens_of(cache.draft, blocks, ENTRIES * ENTRY_TOKENS))
+    async with a_transfer(cache) as transfer:
+        entries, _ = await save_and_wipe(transfer, cache)
+        cache.draft.memory.zero_()
+        assert await transfer.load_entries(entries, timeout_s=DEADLINE_S) == ENTRIES
+    assert torch.equal(as_bytes(tokens_of(cache.draft, entries.block_ids, ENTRIES * ENTRY_TOKENS)), wanted)
+
+
 async def test_a_state_is_kept_next_to_the_entries_and_found_by_the_last_of_them() -> None:
     cache = a_cache(replace(SPEC, state=STATE))
     assert cache.state is not None

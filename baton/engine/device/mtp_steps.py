@@ -8,6 +8,11 @@ The same pass gives each sampled row's first guess. Each further guess takes one
 writes to the slots after the row's own. They are overwritten when the tokens there are known. A row guesses no further
 than its blocks reach.
 
+A block's last position has the KV for the token that followed when it was computed. A request that finds the block in
+the prefix cache may go on otherwise, and guesses a little worse from there; that is all.
+
+All passes are queued outside of graphs, while the device computes the step.
+
 A row with drafts is several rows here (`unfolded`), of which only the one with the last kept draw leads on. The device
 finds out which one it is, and only that one writes KV beyond its own position: the others would write to positions
 whose tokens are known.

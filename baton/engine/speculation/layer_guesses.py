@@ -27,11 +27,13 @@ class PassTimes:
         self._seconds: dict[int, tuple[int, float]] = {}  # number of steps, and the mean
 
     def seconds(self, rows: int) -> float:
-        """The time of one guess of each row; 0 while nothing is known, so that it becomes known."""
-        known = self._seconds.get(rows.bit_length())
-        if known is None:
-            return max((mean for kind, (_, mean) in self._seconds.items() if kind < rows.bit_length()), default=0.0)
-        return known[1]
+        """The time of one guess of each row, from the nearest known number of rows; 0 while nothing is known, so that
+        it becomes known."""
+        if not self._seconds:
+            return 0.0
+        kind = rows.bit_length()
+        nearest = min(self._seconds, key=lambda known: (abs(known - kind), known))
+        return self._seconds[nearest][1]
 
     def observe(self, rows: int, passes: int, seconds: float) -> None:
         count, mean = self._seconds.get(rows.bit_length(), (0, 0.0))

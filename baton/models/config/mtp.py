@@ -35,8 +35,8 @@ def why_no_mtp(config: ModelConfig) -> str:
 
 
 def mtp_config(config: ModelConfig) -> ModelConfig:
-    """Returns the model of one layer that the MTP layer is, without its own norms and projection. It has the form of
-    the model's last layer."""
+    """Returns the model of one layer that the MTP layer is, without its own norms and projection. It comes after the
+    model's last layer, so it has experts if any layer has."""
     attention, moe = config.attention, config.moe
     if isinstance(attention, GQAConfig):
         attention = replace(attention, sliding_windows=attention.sliding_windows[-1:])
@@ -46,5 +46,5 @@ def mtp_config(config: ModelConfig) -> ModelConfig:
         mtp_layers=0,
         drafts=False,
         attention=attention,
-        moe=None if moe is None else replace(moe, layers=moe.layers[-1:]),
+        moe=None if moe is None else replace(moe, layers=(True,)),
     )

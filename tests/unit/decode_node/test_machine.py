@@ -91,6 +91,14 @@ def test_it_is_admitted_when_filled_and_handed_over_and_its_lease_is_closed(scen
     assert admit == Admit(f"{SESSION}.1", TokenOutput(7, 0))
 
 
+def test_guesses_of_the_prefill_node_come_with_the_first_token(scene: Scene) -> None:
+    lease = scene.filling(1)
+    scene.hand_over(lease, guesses=range(3, 100))
+    scene.filled(lease)
+    _, admit = scene.closed(lease)
+    assert admit == Admit(f"{SESSION}.1", TokenOutput(7, 0), tuple(range(3, 19)))
+
+
 def test_tokens_are_sent_and_the_last_one_ends_the_request(scene: Scene) -> None:
     scene.decoding(1)
     (step,) = sent(scene.step(token(1, 1)))

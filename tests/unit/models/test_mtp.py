@@ -17,10 +17,13 @@ from baton.models.loading.loader import checkpoint_views, load_model
 from baton.models.loading.local_config import local_config
 from baton.models.loading.needs import kv_cache_spec
 from baton.models.loading.shares import Shares
+from baton.models.quantization.fp8_linear import Fp8Linear
+from tests.unit.models.fp8_checkpoints import by_block, save_fp8
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.test_equals_transformers import assert_equal, tokens_of
+from tests.unit.models.test_quantization import DEEPSEEK
 from tests.unit.models.tiny import save_tiny
-from tests.unit.models.tiny_mtp import MTPReference, save_with_mtp
+from tests.unit.models.tiny_mtp import MTPReference, save_with_mtp, take_last_layer
 
 FAMILIES = ("deepseek-v3", "deepseek-v3-yarn", "glm4-moe", "glm4-moe-lite")
 TOKENS = 24
@@ -166,3 +169,20 @@ def test_ranks_hold_their_parts_of_the_layer(pair: Pair, load_format: str, whole
     experts = {path: ranks for path, ranks in held_by.items() if ".experts." in path}
     assert experts
     assert all(len(ranks) == (1 if whole_experts else 2) for ranks in experts.values())
+
+
+def test_a_layer_with_weights_in_fp8_is_that_of_the_dequantized_weights(tmp_path: Path) -> None:
+    """Its projection is stored unquantized, and so it stays."""
+    saved = save_fp8("DeepseekV3", tmp_path, by_block, DEEPSEEK, scale_name="weight_scale_inv")
+    tokens, drafted = tokens_of(8, 13), []
+    for directory in (saved.quantized, saved.plain):
+        take_last_layer(directory, 1)
+        config = with_mtp(read_config(directory))
+        backend = backend_for(config)
+        model = load_model(directory, config, backend=backend, dtype="float32", device="cpu")
+        driver = PagedDriver(model, backend)
+        driver.step({"r": tokens[:-1]}, following={"r": tokens[-1]})
+        drafted.append(driver.drafted["r"])
+        fp8 = [path for path, module in model.named_modules() if isinstance(module, Fp8Linear)]
+        assert any(path.startswith("mtp.layer.") for path in fp8) == (directory == saved.quantized)
+    torch.testing.assert_close(*drafted, rtol=1e-4, atol=1e-4)

@@ -78,10 +78,9 @@ def save_with_mtp(name: str, directory: Path, *, changed: dict[str, Any] | None 
     """
     whole = save_tiny(name, directory, changed=changed)
     num_layers, size = whole.config.num_hidden_layers - 1, whole.config.hidden_size
-    generator = torch.Generator().manual_seed(5)
-    own = {f"{norm}.weight": torch.empty(size).uniform_(0.5, 1.5, generator=generator) for norm in _OWN}
-    own["eh_proj.weight"] = torch.empty(size, 2 * size).normal_(std=0.2, generator=generator)
-    return _save(whole, directory, num_layers, own)
+    own = _own_tensors(size)
+    take_last_layer(directory, num_layers, own)
+    return MTPReference(whole, own)
 
 
 def save_with_good_layer(directory: Path, *, changed: dict[str, Any] | None = None) -> None:
@@ -110,13 +109,19 @@ def save_with_good_layer(directory: Path, *, changed: dict[str, Any] | None = No
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def _save(whole: Any, directory: Path, num_layers: int, own: dict[str, Tensor]) -> MTPReference:
+def take_last_layer(directory: Path, num_layers: int, own: dict[str, Tensor] | None = None) -> None:
+    """Makes the last layer of a checkpoint the one within an MTP layer, with these other tensors.
+
+    Args:
+        num_layers: of the model without that layer.
+    """
     tensors = load_file(directory / "model.safetensors")
     prefix = f"model.layers.{num_layers}."
     assert any(each.startswith(prefix) for each in tensors)
-    tensors |= {prefix + each: tensor for each, tensor in own.items()}
-    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{prefix}shared_head.head.weight"] = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors |= {prefix + each: tensor for each, tensor in (own or _own_tensors(embedding.shape[1])).items()}
+    tensors[f"{prefix}embed_tokens.weight"] = embedding
+    tensors[f"{prefix}shared_head.head.weight"] = tensors.get("lm_head.weight", embedding)
     tensors = {each: tensor.clone() for each, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     path = directory / "config.json"
@@ -125,4 +130,10 @@ def _save(whole: Any, directory: Path, num_layers: int, own: dict[str, Tensor]) 
     if types := config.get("mlp_layer_types"):
         config["mlp_layer_types"] = types[:num_layers]
     path.write_text(json.dumps(config))
-    return MTPReference(whole, own)
+
+
+def _own_tensors(size: int) -> dict[str, Tensor]:
+    """The tensors of an MTP layer besides those of the layer within."""
+    generator = torch.Generator().manual_seed(5)
+    own = {f"{norm}.weight": torch.empty(size).uniform_(0.5, 1.5, generator=generator) for norm in _OWN}
+    return own | {"eh_proj.weight": torch.empty(size, 2 * size).normal_(std=0.2, generator=generator)}

@@ -90,8 +90,10 @@ def test_times_of_passes_are_known_by_their_rows() -> None:
     assert times.seconds(4) == 0.0
     times.observe(4, 2, 0.004)
     assert times.seconds(5) == pytest.approx(0.002)
-    assert times.seconds(100) == pytest.approx(0.002), "the nearest known one below"
-    assert times.seconds(1) == 0.0
+    assert times.seconds(100) == times.seconds(1) == pytest.approx(0.002), "the nearest known one"
+    times.observe(64, 1, 0.005)
+    assert times.seconds(100) == pytest.approx(0.005)
+    assert times.seconds(2) == pytest.approx(0.002)
     for _ in range(100):
         times.observe(4, 1, 0.001)
     assert times.seconds(4) == pytest.approx(0.001, rel=0.01)

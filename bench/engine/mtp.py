@@ -1,0 +1,153 @@
+"""Time per token of an engine whose model guesses with its own MTP layer, on recorded outputs.
+
+Weights are random, so the layer's guesses are too. They are replaced by the recorded tokens, each of which is right
+with the same chance if the ones before it are. Steps and guesses compute and cost what they always do. On a GPU the
+shape is DeepSeek-V3's in fp8, with few of its layers: each pass of the layer is a larger part of a step than it is
+with all 61.
+"""
+
+import asyncio
+import gc
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from baton.engine.batch import Batch, Guessed
+from baton.engine.build import build_runner, calibrate
+from baton.engine.device.device_thread import LaunchedWork, StepRunner
+from baton.engine.device.layer_marks import OnMark
+from baton.engine.speculation.speculator import Speculator
+from baton.settings.node_config import DecodeSettings
+from bench.engine.guesses import Recorded, RecordedRunner, RecordedStep, recorded, token_ms
+from bench.engine.run import CONFIGS
+from bench.table import Row
+
+BATCHES = (1, 8, 32, 128)
+ROUNDS = 3
+_CHANCES = (0.85, 0.6)
+_GOALS = {(0.85, 1): 1.8, (0.85, 32): 1.5, (0.6, 128): 0.98}
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_ON_GPU = {"num_hidden_layers": 9, "quantization_config": _FP8}
+_ON_CPU = {
+    "num_hidden_layers": 6,
+    "first_k_dense_replace": 1,
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+
+
+class _GuessingRunner(RecordedRunner):
+    """Also replaces the guesses of the model's own layer.
+
+    Args:
+        chance: that a guess is right if the ones before it are.
+    """
+
+    def __init__(self, runner: StepRunner, outputs: Mapping[str, Sequence[int]], chance: float) -> None:
+        super().__init__(runner, outputs)
+        self._chance = chance
+        self._random = Random(5)
+
+    def launch(self, batch: Batch, on_mark: OnMark) -> RecordedStep:
+        rows = batch.rows
+        step = super().launch(batch, on_mark)
+        ends: dict[int, tuple[str, int]] = {}
+        for place, (row, result) in enumerate(zip(rows, step.results, strict=True)):
+            if row.sample is not None:
+                count = len(result) if isinstance(result, tuple) else 1
+                ends[place] = row.request_id, row.sample.output_index + count
+        return _GuessingStep(step.step, step.results, lambda guessed: self._replaced(guessed, ends))
+
+    def _replaced(self, guessed: Guessed, ends: Mapping[int, tuple[str, int]]) -> Guessed:
+        tokens: dict[int, tuple[int, ...]] = {}
+        for place, drawn in guessed.tokens.items():
+            name, end = ends[place]
+            right = self._outputs[name][end : end + len(drawn)]
+            wrong = [self._random.random() >= self._chance for _ in right]
+            tokens[place] = tuple(token + each for token, each in zip(right, wrong, strict=True))
+        return guessed._replace(tokens=tokens)
+
+
+class _GuessingStep(RecordedStep):
+    def __init__(self, step: LaunchedWork, results: list[Any], replace: Callable[[Guessed], Guessed]) -> None:
+        super().__init__(step, results)
+        self._replace = replace
+
+    @property
+    def guessed(self) -> Guessed | None:
+        found = self.step.guessed
+        return None if found is None else self._replace(found)
+
+
+def run(progress: Callable[[str], None]) -> Iterator[Row]:
+    """The rows of this benchmark."""
+    on_gpu = torch.cuda.is_available()
+    batches = BATCHES if on_gpu else BATCHES[:2]
+    # What no guess from the text finds, so all guesses are the layer's.
+    requests = recorded()["unlike files"]
+    with TemporaryDirectory() as directory:
+        config = json.loads((CONFIGS / "deepseek-v3-4-layers" / "config.json").read_text())
+        config |= _ON_GPU if on_gpu else _ON_CPU
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        off = dict(_measured(Path(directory), requests, batches, None, progress))
+        for chance in _CHANCES:
+            for batch, (auto_ms, kept) in _measured(Path(directory), requests, batches, chance, progress):
+                work, goal = f"{chance:.0%} right, batch {batch}", _GOALS.get((chance, batch))
+                yield Row("time per token", work, auto_ms, "ms", "off", off[batch][0], goal=goal, less_is_better=True)
+                yield Row("guessed tokens that were kept", work, kept, "%")
+
+
+def _measured(
+    directory: Path,
+    requests: Sequence[Recorded],
+    batches: Sequence[int],
+    chance: float | None,
+    progress: Callable[[str], None],
+) -> Iterator[tuple[int, tuple[float, float]]]:
+    """Yields for each batch the time per token in ms and the share of guesses that were kept, in %.
+
+    Args:
+        chance: as in `_GuessingRunner`; None: nothing is guessed, and the layer is not loaded.
+    """
+    settings = DecodeSettings(
+        model=directory,
+        load_format="dummy",
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        speculation="off" if chance is None else "auto",
+        max_context_tokens=4096,
+    )
+    built = calibrate(build_runner(settings), settings)
+    for batch in batches:
+        times, drafted, accepted = [], 0, 0
+        for number in range(ROUNDS):
+            progress(f"mtp {'off' if chance is None else f'{chance:.0%} right'}: batch {batch}, round {number + 1}")
+            asked = [requests[(number * batch + index) % len(requests)] for index in range(batch)]
+            speculator = None if chance is None else Speculator()
+            wrap = None if chance is None else _wrapping(chance)
+            times.append(asyncio.run(token_ms(built, asked, speculator, wrap=wrap)))
+            if speculator is not None:
+                drafted, accepted = drafted + speculator.drafted, accepted + speculator.accepted
+        yield batch, (min(times), 100 * accepted / max(1, drafted))
+    del built
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _wrapping(chance: float) -> Callable[[StepRunner, Mapping[str, Sequence[int]]], RecordedRunner]:
+    return lambda runner, outputs: _GuessingRunner(runner, outputs, chance)

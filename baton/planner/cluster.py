@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from baton.core.pull_costs import predicted_pull_s
-from baton.core.types import LocalPolicy, Slo
+from baton.core.types import DEFAULT_OBJECTIVE, LocalPolicy, Objective, Slo
 from baton.gateway.fleet.placement import Placement, Route, place
 from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS
 from baton.gateway.fleet.prediction import prompt_s
@@ -40,6 +40,7 @@ class ClusterSpec:
         host: times of hosts and gateways.
         report_s: greatest age of a node's report when the gateway chooses.
         events_s: delay until the gateway knows a change of a prefix cache.
+        objective: of requests without an SLO.
     """
 
     prefills: int
@@ -54,6 +55,7 @@ class ClusterSpec:
     host: HostTimes = HostTimes()  # noqa: RUF009 - frozen
     report_s: float = 0.1
     events_s: float = 0.05
+    objective: Objective = DEFAULT_OBJECTIVE
 
 
 @dataclass
@@ -121,9 +123,10 @@ class Simulation:
         self._goal = goal
         self._slo = slo
         self._choose = choose
-        decodes = [SimulatedNode(number, spec.decode, slo, prefix_tokens, spec.host) for number in range(spec.decodes)]
+        shared = slo, prefix_tokens, spec.host, spec.objective
+        decodes = [SimulatedNode(number, spec.decode, *shared) for number in range(spec.decodes)]
         numbers = range(spec.decodes, spec.decodes + spec.prefills)
-        prefills = [SimulatedNode(number, spec.prefill, slo, prefix_tokens, spec.host) for number in numbers]
+        prefills = [SimulatedNode(number, spec.prefill, *shared) for number in numbers]
         self.nodes = [*decodes, *prefills]
         self._decodes, self._prefills = decodes, prefills
         self._known = Known(
@@ -178,8 +181,11 @@ class Simulation:
     def _arrive(self, job: PlanJob, now_s: float) -> None:
         spec = self._spec
         decodes, prefills = self._known.views(job, now_s)
-        chosen = self._choose(decodes, prefills, RoutedRequest(job.prompt, spec.policy, slo=self._slo))
+        typical = self._known.lengths.typical
+        wanted = RoutedRequest(job.prompt, spec.policy, slo=self._slo, objective=spec.objective, typical_tokens=typical)
+        chosen = self._choose(decodes, prefills, wanted)
         assert chosen is not None, "all simulated nodes take requests"
+        self._known.lengths.add(job.prompt - chosen.computing.cached_tokens)
         job.route, job.decode = chosen.route, chosen.decode.incarnation
         self.routes[chosen.route, chosen.decode.also_prefills] += 1
         decode = self.nodes[job.decode]
@@ -191,14 +197,14 @@ class Simulation:
         if job.route is not Route.REMOTE:
             start = job.stop if job.route is Route.SPLIT else chosen.decode.cached_tokens
             local_s = prompt_s(chosen.decode, start, job.prompt)
-        self._known.sent(job.decode, tokens=missing, computing_s=local_s, now_s=now_s)
+        self._known.sent(job.decode, tokens=missing, computing_s=local_s, decodes=True, now_s=now_s)
         decode.requests += 1
         if job.route is not Route.LOCAL:
             assert chosen.prefill is not None
             job.prefill = chosen.prefill.incarnation
             start = min(chosen.prefill.cached_tokens, job.stop - 1)
             computing_s = prompt_s(chosen.prefill, start, job.stop)
-            self._known.sent(job.prefill, tokens=job.stop - start, computing_s=computing_s, now_s=now_s)
+            self._known.sent(job.prefill, tokens=job.stop - start, computing_s=computing_s, decodes=False, now_s=now_s)
             self.nodes[job.prefill].requests += 1
         running = [each.running for each in self.nodes]
         job.late_share, job.late_s = spec.host.stall_share, spec.host.late_s(sum(rows for rows, _ in running))

@@ -14,8 +14,8 @@ from heapq import heappop, heappush
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, ASSUMED_PULL, PullCosts
-from baton.core.types import Slo
-from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound
+from baton.core.types import DEFAULT_OBJECTIVE, Objective, Slo
+from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound, StreamBound
 from baton.gateway.fleet.router import NodeView
 from baton.planner.host import NO_HOST_TIME, HostTimes
 from baton.planner.job import PlanJob
@@ -113,7 +113,13 @@ class SimulatedNode:
     """
 
     def __init__(
-        self, number: int, spec: NodeSpec, slo: Slo, prefix_tokens: int, host: HostTimes = NO_HOST_TIME
+        self,
+        number: int,
+        spec: NodeSpec,
+        slo: Slo,
+        prefix_tokens: int,
+        host: HostTimes = NO_HOST_TIME,
+        objective: Objective = DEFAULT_OBJECTIVE,
     ) -> None:
         self.number = number
         self.spec = spec
@@ -130,7 +136,8 @@ class SimulatedNode:
         self.host = SimulatedPrefixCache(spec.host_tokens // max(1, prefix_tokens))
         self.backlog_s = 0.0  # predicted time of the prompts in its queue
         self.requests = 0
-        self._tpots = (slo.tpot_s,)
+        self._streams = (StreamBound(slo.tpot_s, objective.gap_factor),)
+        self._objective = objective
         self._slicer = Slicer()
         self._rows = 0
         self._keys = 0
@@ -357,5 +364,8 @@ class SimulatedNode:
         if not self.spec.bounded:
             return None
         waiting = next((job for _, _, job in self.queue if not job.begun and job.queued_s <= now_s), None)
-        waited_s = 0.0 if waiting is None else now_s - waiting.queued_s
-        return self._slicer.bound(self.spec, work, self._tpots, waited_s=waited_s)
+        overdue = 0.0
+        if waiting is not None:
+            alone_s = self.spec.costs.prompt_s(waiting.at, waiting.stop, step_tokens=self.spec.step_tokens)
+            overdue = (now_s - waiting.queued_s) / (self._objective.ttft_factor * alone_s)
+        return self._slicer.bound(self.spec, work, self._streams, overdue=overdue)

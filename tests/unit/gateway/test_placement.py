@@ -111,13 +111,17 @@ def test_where_prompts_are_long_a_prefill_node_takes_fewer_streams() -> None:
         assert placement.decode.address == address
 
 
+def _with_streams(node: NodeView, rows: int) -> NodeView:
+    return replace(node, requests=rows, decode_rows=rows, context_tokens=400 * rows)
+
+
 def test_outputs_spread_over_nodes_of_both_roles_until_steps_take_equally_long() -> None:
     rows = {"d1": 0, "p1": 0}
     for _ in range(120):
-        loads = {name: {"requests": n, "decode_rows": n, "context_tokens": 400 * n} for name, n in rows.items()}
-        views = [replace(node, **loads[node.address]) for node in (DECODE, ALONE)]
-        prefill = replace(PREFILL, **loads["p1"])
-        placement = place(views, [prefill], RoutedRequest(250, LocalPolicy.ELASTIC, typical_tokens=250))
+        views = [_with_streams(node, rows[node.address]) for node in (DECODE, ALONE)]
+        placement = place(
+            views, [_with_streams(PREFILL, rows["p1"])], RoutedRequest(250, LocalPolicy.ELASTIC, typical_tokens=250)
+        )
         assert placement is not None
         rows[placement.decode.address] += 1
     assert abs(rows["d1"] - rows["p1"]) <= 30

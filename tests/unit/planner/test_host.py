@@ -18,7 +18,7 @@ ALONE = replace(PAIR, prefills=0, policy=LocalPolicy.LOCAL)
 
 
 def with_host(spec: ClusterSpec, **times: float) -> ClusterSpec:
-    return replace(spec, host=replace(spec.host, **times))
+    return replace(spec, host=HostTimes(**{**vars(spec.host), **times}))
 
 
 def run(spec: ClusterSpec, *requests: tuple[float, int, int]) -> SimulatedOutcome:

@@ -9,6 +9,7 @@ from typing import assert_never
 
 from baton.core.errors import BatonError, Draining, InvalidRequest, NoNode
 from baton.core.pools import blocks_for
+from baton.core.types import DEFAULT_OBJECTIVE
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S
@@ -257,6 +258,8 @@ class DecodeMachine:
             due_s=now_s + submit.ttft_budget_s if submit.HasField("ttft_budget_s") else gives_up_s,
             refuse_late=gives_up_s is not None and not submit.HasField("ttft_budget_s"),
             tpot_s=submit.tpot_s if submit.HasField("tpot_s") else None,
+            gap_factor=submit.gap_factor or DEFAULT_OBJECTIVE.gap_factor,
+            ttft_factor=submit.ttft_factor or DEFAULT_OBJECTIVE.ttft_factor,
             since_s=now_s,
             kept_elsewhere=kept_prefix_from_proto(submit.kept_elsewhere),
         )

@@ -10,6 +10,7 @@ from enum import Enum, auto
 from itertools import chain, groupby
 
 from baton.core.errors import BatonError, InvalidRequest
+from baton.core.types import DEFAULT_OBJECTIVE
 from baton.engine.events import (
     ChunkComputed,
     LayersComputed,
@@ -84,6 +85,7 @@ class PrefillTask:
             stop_tokens=self.ticket.token_stop if self._split else None,
             due_s=now_s + request.ttft_budget_s if request.HasField("ttft_budget_s") else None,
             refuse_late=request.refuse_late,
+            ttft_factor=request.ttft_factor or DEFAULT_OBJECTIVE.ttft_factor,
             layers_per_group=called.layers_per_group if called.layers_per_group < spec.num_layers else 0,
             # The first token is also the last one when the decode node's context ends there.
             decode_context_tokens=called.peer.max_context_tokens,

@@ -129,6 +129,23 @@ NO_SLO = Slo()
 
 
 @dataclass(frozen=True)
+class Objective:
+    """What a request gets where its SLO says nothing.
+
+    Args:
+        gap_factor: a step with its next token takes at most this many times a step without prompts.
+        ttft_factor: its first token comes within this many times the time to compute its prompt alone. While a prompt
+            waits, the steps of others become longer, by one `gap_factor` for each such time.
+    """
+
+    gap_factor: float = 1.5
+    ttft_factor: float = 4.0
+
+
+DEFAULT_OBJECTIVE = Objective()
+
+
+@dataclass(frozen=True)
 class Usage:
     """Tokens of a request.
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self, TypeAlias
 from baton.core.errors import ConfigError
 from baton.core.kv_entries import KeepTime, KeptPrefix
 from baton.core.sampling import ResolvedSampling
-from baton.core.types import AdapterRef
+from baton.core.types import DEFAULT_OBJECTIVE, AdapterRef
 from baton.engine.pooling import PoolSpan
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 
@@ -74,6 +74,7 @@ class EngineRequest:
         refuse_late: fail the request as soon as it cannot meet `due_s`, wherever possible before anything is computed.
         tpot_s: the mean time per further token that is expected; bounds the prompts in steps with this request. None:
             see `baton.engine.scheduling.slices`.
+        gap_factor, ttft_factor: what it gets without a TPOT and a TTFT, see `Objective`.
         stop_tokens: compute only this many tokens and sample nothing; the request ends with its last `ChunkComputed`,
             and its blocks stay held. Only for `prefill_only`, without prompt logprobs.
         pool: pool these hidden states and sample nothing; the request ends with its prompt, and its blocks are free
@@ -97,6 +98,8 @@ class EngineRequest:
     due_s: float | None = None
     refuse_late: bool = False
     tpot_s: float | None = None
+    gap_factor: float = DEFAULT_OBJECTIVE.gap_factor
+    ttft_factor: float = DEFAULT_OBJECTIVE.ttft_factor
     stop_tokens: int | None = None
     pool: PoolSpan | None = None
     since_s: float | None = None

@@ -1,7 +1,7 @@
 """Simulates a cluster in virtual time: the gateway's real choice, nodes of both roles, and their links. Pure.
 
-Equal arguments give equal results. Transports, faults and gateways' own time are not simulated: `hop_s` stands for what
-a request costs outside of its nodes.
+Equal arguments give equal results. Transports and faults are not simulated; hosts and gateways have the times of
+`HostTimes`.
 """
 
 from collections import Counter
@@ -12,13 +12,14 @@ from math import inf
 from typing import Any
 
 from baton.core.pull_costs import predicted_pull_s
-from baton.core.types import LocalPolicy, Slo
+from baton.core.types import DEFAULT_OBJECTIVE, LocalPolicy, Objective, Slo
 from baton.gateway.fleet.placement import Placement, Route, place
 from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS
 from baton.gateway.fleet.prediction import prompt_s
 from baton.gateway.fleet.router import NodeView, RoutedRequest
 from baton.load.goals import Goal
 from baton.load.workload import PlannedRequest
+from baton.planner.host import HostTimes
 from baton.planner.job import PlanJob
 from baton.planner.known import Known
 from baton.planner.node import NodeSpec, SimulatedNode
@@ -36,10 +37,10 @@ class ClusterSpec:
         local_tokens: a decode node prefills a prompt itself if its cache lacks at most this many of the prompt's
             tokens.
         link_bytes_per_s, link_latency_s: speed and latency of each prefill node's sends.
-        hand_over_s: time from the last byte on the link to the request's admission.
-        hop_s: time from the client to the first node plus the first token's way back.
+        host: times of hosts and gateways.
         report_s: greatest age of a node's report when the gateway chooses.
         events_s: delay until the gateway knows a change of a prefix cache.
+        objective: of requests without an SLO.
     """
 
     prefills: int
@@ -51,10 +52,10 @@ class ClusterSpec:
     local_tokens: int = 0
     link_bytes_per_s: float = 100e9
     link_latency_s: float = 1e-3
-    hand_over_s: float = 1e-3
-    hop_s: float = 2e-3
+    host: HostTimes = HostTimes()  # noqa: RUF009 - frozen
     report_s: float = 0.1
     events_s: float = 0.05
+    objective: Objective = DEFAULT_OBJECTIVE
 
 
 @dataclass
@@ -122,9 +123,10 @@ class Simulation:
         self._goal = goal
         self._slo = slo
         self._choose = choose
-        decodes = [SimulatedNode(number, spec.decode, slo, prefix_tokens) for number in range(spec.decodes)]
+        shared = slo, prefix_tokens, spec.host, spec.objective
+        decodes = [SimulatedNode(number, spec.decode, *shared) for number in range(spec.decodes)]
         numbers = range(spec.decodes, spec.decodes + spec.prefills)
-        prefills = [SimulatedNode(number, spec.prefill, slo, prefix_tokens) for number in numbers]
+        prefills = [SimulatedNode(number, spec.prefill, *shared) for number in numbers]
         self.nodes = [*decodes, *prefills]
         self._decodes, self._prefills = decodes, prefills
         self._known = Known(
@@ -147,7 +149,7 @@ class Simulation:
         events = self._events
         now_s, busy = 0.0, [0.0, 0.0]
         while (events or job is not None) and self._missed <= self._may_miss:
-            arrives_s = inf if job is None else job.arrived_s + self._spec.hop_s
+            arrives_s = inf if job is None else job.arrived_s + self._spec.host.hop_s
             if job is not None and (not events or arrives_s <= events[0][0]):
                 now_s = arrives_s
                 self._arrive(job, now_s)
@@ -179,8 +181,11 @@ class Simulation:
     def _arrive(self, job: PlanJob, now_s: float) -> None:
         spec = self._spec
         decodes, prefills = self._known.views(job, now_s)
-        chosen = self._choose(decodes, prefills, RoutedRequest(job.prompt, spec.policy, slo=self._slo))
+        typical = self._known.lengths.typical
+        wanted = RoutedRequest(job.prompt, spec.policy, slo=self._slo, objective=spec.objective, typical_tokens=typical)
+        chosen = self._choose(decodes, prefills, wanted)
         assert chosen is not None, "all simulated nodes take requests"
+        self._known.lengths.add(job.prompt - chosen.computing.cached_tokens)
         job.route, job.decode = chosen.route, chosen.decode.incarnation
         self.routes[chosen.route, chosen.decode.also_prefills] += 1
         decode = self.nodes[job.decode]
@@ -192,15 +197,24 @@ class Simulation:
         if job.route is not Route.REMOTE:
             start = job.stop if job.route is Route.SPLIT else chosen.decode.cached_tokens
             local_s = prompt_s(chosen.decode, start, job.prompt)
-        self._known.sent(job.decode, tokens=missing, computing_s=local_s, now_s=now_s)
+        self._known.sent(job.decode, tokens=missing, computing_s=local_s, decodes=True, now_s=now_s)
         decode.requests += 1
         if job.route is not Route.LOCAL:
             assert chosen.prefill is not None
             job.prefill = chosen.prefill.incarnation
             start = min(chosen.prefill.cached_tokens, job.stop - 1)
             computing_s = prompt_s(chosen.prefill, start, job.stop)
-            self._known.sent(job.prefill, tokens=job.stop - start, computing_s=computing_s, now_s=now_s)
+            self._known.sent(job.prefill, tokens=job.stop - start, computing_s=computing_s, decodes=False, now_s=now_s)
             self.nodes[job.prefill].requests += 1
+        running = [each.running for each in self.nodes]
+        job.late_share, job.late_s = spec.host.stall_share, spec.host.late_s(sum(rows for rows, _ in running))
+        if wait_s := spec.host.wait_s(running):
+            self._at(now_s + wait_s, self._reach, decode, job)
+        else:
+            self._reach(now_s, decode, job)
+
+    def _reach(self, now_s: float, decode: SimulatedNode, job: PlanJob) -> None:
+        """Admits a request that has come from the gateway, or lets it wait for room."""
         if decode.blocked or decode.kv_used + job.prompt + job.output > decode.spec.kv_tokens:
             decode.blocked.append(job)
             self._unblock(decode, now_s)
@@ -292,7 +306,7 @@ class Simulation:
             self._received(now_s, job)
             return
         node.requests -= 1
-        arrives_s = node.link_free_s + spec.link_latency_s + spec.hand_over_s
+        arrives_s = node.link_free_s + spec.link_latency_s + spec.host.hand_over_s
         if whole:
             self._at(arrives_s, self._received, job)
         else:
@@ -308,7 +322,8 @@ class Simulation:
             job.last_s = job.first_s
             self._complete(decode, job, now_s)
             return
-        decode.ready.append(job)
+        # A request whose prompt ended here was in the step before, so the next one is launched with it.
+        decode.receive(job, now_s if job.route is Route.REMOTE else -inf)
         if job.route is Route.REMOTE:  # else its node is between two steps
             self._go(decode, decode.arrival(now_s))
 

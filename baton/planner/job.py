@@ -7,6 +7,8 @@ from math import ceil, inf
 from baton.gateway.fleet.placement import Route
 from baton.load.goals import Goal
 
+_ROUNDING = 1e-6  # of sums of counts
+
 
 @dataclass(eq=False, slots=True)
 class PlanJob:
@@ -21,6 +23,9 @@ class PlanJob:
         runs: runs of the decode node's steps, each with their number and the gap between their tokens; this request's
             are from `first_run` to `last_run`.
         sent: prompt tokens whose KV has been sent.
+        late_share, late_s: share of its tokens that come late, and by how much.
+        begun: whether a step has computed a part of its prompt on the current node.
+        ready_s: when its KV was complete on the decode node.
         cached: prompt tokens that came from the prefix cache of the node that computed the prompt.
     """
 
@@ -46,6 +51,10 @@ class PlanJob:
     last_run: int = 0
     cached: int = 0
     sent: int = 0
+    late_share: float = 0.0
+    late_s: float = 0.0
+    begun: bool = False
+    ready_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -56,20 +65,27 @@ class PlanJob:
         """The mean time per token after the first."""
         return (self.last_s - self.first_s) / (self.output - 1) if self.output > 1 else 0.0
 
+    def gaps(self) -> list[tuple[float, float]]:
+        """The gaps between its tokens, each with how many they are on average."""
+        gaps = [(self.second_s - self.first_s, 1.0)]
+        left, late = self.output - 2, self.late_share
+        # The step that made the second token is in its first run, and is not a gap of its own.
+        for number, (count, step_s) in enumerate(self.runs[self.first_run : self.last_run + 1]):
+            taken = min(left, count - (number == 0))
+            left -= taken
+            gaps.append((step_s, (1 - late) * taken))
+            if late:
+                gaps.append((step_s + self.late_s, late * taken))
+        return gaps
+
     def gap_quantile_s(self, share: float) -> float:
         """A quantile of the request's own gaps between tokens."""
         if self.output < 2:
             return 0.0
         if self.last_s == inf:
             return inf
-        gaps = [(self.second_s - self.first_s, 1)]
-        left = self.output - 2
-        # The step that made the second token is in its first run, and is not a gap of its own.
-        for number, (count, step_s) in enumerate(self.runs[self.first_run : self.last_run + 1]):
-            gaps.append((step_s, min(left, count - (number == 0))))
-            left -= gaps[-1][1]
-        gaps.sort()
-        wanted, seen = ceil(share * (self.output - 1)), 0
+        gaps = sorted(self.gaps())
+        wanted, seen = ceil(share * (self.output - 1)) - _ROUNDING, 0.0
         for gap_s, count in gaps:
             seen += count
             if seen >= wanted:

@@ -14,6 +14,7 @@ from baton.core.block_keys import BlockNumbers
 from baton.gateway.fleet.backlog import Backlog
 from baton.gateway.fleet.possible_pulls import with_possible_pull
 from baton.gateway.fleet.prefix_index import PrefixIndex
+from baton.gateway.fleet.prompt_lengths import PromptLengths
 from baton.gateway.fleet.router import NodeView
 from baton.planner.job import PlanJob
 from baton.planner.node import SimulatedNode
@@ -30,6 +31,7 @@ class _Known:
     view: NodeView | None = None
     at_s: float = -inf
     requests_since: int = 0
+    streams_since: int = 0
     tokens_since: int = 0
     turn: int = 0
     backlog: Backlog = field(default_factory=Backlog)
@@ -37,11 +39,12 @@ class _Known:
     def view_at(self, now_s: float, report_s: float) -> NodeView:
         if self.view is None or now_s - self.at_s > report_s:
             self.view, self.at_s = self.node.report(now_s, self.peers, self.speeds), now_s
-            self.requests_since = self.tokens_since = 0
+            self.requests_since = self.streams_since = self.tokens_since = 0
             self.backlog.reported(self.view.backlog_s, now_s)
         return _changed(
             self.view,
             requests_since=self.requests_since,
+            streams_since=self.streams_since,
             tokens_since=self.tokens_since,
             room_tokens=self.view.room_tokens - self.tokens_since,
             turn=self.turn,
@@ -80,6 +83,7 @@ class Known:
         self._report_s, self._events_s = report_s, events_s
         self._index = PrefixIndex()
         self._turns = count(1)
+        self.lengths = PromptLengths()
         self._changes: deque[tuple[float, str, SimulatedChanges]] = deque()  # not known yet
 
     def views(self, job: PlanJob, now_s: float) -> tuple[list[NodeView], list[NodeView]]:
@@ -91,10 +95,12 @@ class Known:
             decodes += [_changed(view, also_prefills=True) for view in prefills]
         return decodes, [view.computing for view in prefills]
 
-    def sent(self, number: int, *, tokens: int, computing_s: float, now_s: float) -> None:
-        """Records a request sent to the node, which computes `tokens` of its prompt in `computing_s`."""
+    def sent(self, number: int, *, tokens: int, computing_s: float, decodes: bool, now_s: float) -> None:
+        """Records a request sent to the node, which computes `tokens` of its prompt in `computing_s`, and decodes it or
+        not."""
         known = self._by_number[number]
         known.requests_since += 1
+        known.streams_since += decodes
         known.tokens_since += tokens
         known.turn = next(self._turns)
         if computing_s:

@@ -15,10 +15,11 @@ from heapq import heappop, heappush
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, ASSUMED_PULL, PullCosts
-from baton.core.types import Slo
-from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound
+from baton.core.types import DEFAULT_OBJECTIVE, Objective, Slo
+from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound, StreamBound
 from baton.gateway.fleet.router import NodeView
 from baton.planner.guesses import NO_GUESSES, Guesses
+from baton.planner.host import NO_HOST_TIME, HostTimes
 from baton.planner.job import PlanJob
 from baton.planner.prefix_cache import SimulatedChanges, SimulatedPrefixCache
 
@@ -36,7 +37,6 @@ class NodeSpec:
         reports_factor: error of the reported costs, as a factor on what steps really cost.
         host_tokens: tokens whose KV host memory holds; 0: the node keeps none outside of its cache, and pulls none.
         pull_costs: what its pulls from other nodes take.
-        steps_ahead: steps that are already launched when a request arrives, in addition to the one that runs.
         guesses: of steps without prompts; others are simulated without, because they are as long as their bound.
     """
 
@@ -47,7 +47,6 @@ class NodeSpec:
     prompt_floor_s: float = 0.0
     mixed_floor_s: float = 0.0
     bounded: bool = True
-    steps_ahead: int = 0
     reports_factor: float = 1.0
     kv_bytes_per_token: int = 131072
     state_bytes: int = 0
@@ -122,9 +121,18 @@ class SimulatedNode:
         busy_s: time of all steps that ended.
     """
 
-    def __init__(self, number: int, spec: NodeSpec, slo: Slo, prefix_tokens: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        spec: NodeSpec,
+        slo: Slo,
+        prefix_tokens: int,
+        host: HostTimes = NO_HOST_TIME,
+        objective: Objective = DEFAULT_OBJECTIVE,
+    ) -> None:
         self.number = number
         self.spec = spec
+        self._host = host
         self.queue: list[tuple[float, int, PlanJob]] = []
         self.ready: deque[PlanJob] = deque()
         self.blocked: deque[PlanJob] = deque()
@@ -137,13 +145,15 @@ class SimulatedNode:
         self.host = SimulatedPrefixCache(spec.host_tokens // max(1, prefix_tokens))
         self.backlog_s = 0.0  # predicted time of the prompts in its queue
         self.requests = 0
-        self._tpots = (slo.tpot_s,)
+        self._streams = (StreamBound(slo.tpot_s, objective.gap_factor),)
+        self._objective = objective
         self._slicer = Slicer()
         self._rows = 0
         self._keys = 0
         self._steps = 0
         self._ending: list[tuple[int, int, PlanJob]] = []
         self._run: _Run | None = None
+        self._ended_s = -math.inf
         self._order = 0
 
     def store(self, prefix_ids: Sequence[int]) -> SimulatedChanges:
@@ -163,8 +173,9 @@ class SimulatedNode:
         return len(prefix_ids)
 
     @property
-    def rows(self) -> int:
-        return self._rows
+    def running(self) -> tuple[int, float]:
+        """The decoding rows and the time of the step that runs."""
+        return self._rows, 1.0 if self._run is None else self._run.first_s
 
     def keys_at(self, now_s: float) -> int:
         """The keys that the next token of all rows reads."""
@@ -180,10 +191,15 @@ class SimulatedNode:
 
     def enqueue(self, job: PlanJob, now_s: float) -> None:
         """Queues a prompt, or a part of it, to be computed here."""
-        job.queued_s, job.started = now_s, False
+        job.queued_s, job.started, job.begun = now_s, False, False
         self._order += 1
         self.backlog_s += self.prompt_s(job)
         insort(self.queue, (min(job.due_s, now_s + DEFAULT_TTFT_S), self._order, job))
+
+    def receive(self, job: PlanJob, now_s: float) -> None:
+        """Queues a request for a seat, now that the KV of its prompt is here."""
+        job.ready_s = now_s
+        self.ready.append(job)
 
     def arrival(self, now_s: float) -> float | None:
         """Begins a run for an arrival, or ends the current one early. Returns when that run ends, or None if nothing
@@ -193,7 +209,7 @@ class SimulatedNode:
             return self.begin(now_s)
         if run.slices:
             return None
-        count = min(run.count, run.ended_by(now_s) + 1 + self.spec.steps_ahead)
+        count = min(run.count, run.ended_by(now_s + self._host.lead_s) + 1)
         if count == run.count:
             return None
         run.count = count
@@ -203,23 +219,28 @@ class SimulatedNode:
     def begin(self, now_s: float) -> float | None:
         """Starts the next steps. Returns when they end, or None if there is nothing to do."""
         assert self._run is None
+        launched_s = self._launched_s(now_s)
         joined = []
-        while self.ready and self._rows < self.spec.seats:
+        while self.ready and self._rows < self.spec.seats and self.ready[0].ready_s <= launched_s:
             joined.append(self.ready.popleft())
             self._join(joined[-1])
         work = StepWork(self._rows, self._keys)
-        slices = self._slices(work, now_s) if self.queue else []
+        slices = self._slices(work, launched_s) if self.queue else []
         if slices:
+            host_s = 0.0
             for job, tokens in slices:
+                host_s += self._host.later_token_s * tokens if job.at else 0.0
                 pairs = work.pairs + chunk_pairs(job.at, job.at + tokens)
                 work = StepWork(work.decode_rows, work.keys, work.prompt_tokens + tokens, pairs)
-            self._run = _Run(now_s, 1, self.spec.seconds(work), 0.0, slices)
+            host_s += self._host.mixed_s if work.decode_rows else 0.0
+            self._run = _Run(now_s, 1, max(self.spec.seconds(work) + host_s, self._host_s), 0.0, slices)
         elif self._rows:
             # While prompts wait for a step with room for a slice, each step is decided anew.
-            count = 1 if self.queue else self._ending[0][0] - self._steps
+            count = 1 if self.queue or self.ready else self._ending[0][0] - self._steps
             step = self.spec.guesses.step(self.spec.costs, work, seats=self.spec.seats)
-            each_s, rise_s = step.seconds / step.tokens, step.rise_s / step.tokens
-            self._run = _Run(now_s, count, each_s, rise_s, [], step.tokens)
+            rise_s = step.rise_s if step.seconds > self._host_s else 0.0
+            each_s = max(step.seconds, self._host_s) / step.tokens
+            self._run = _Run(now_s, count, each_s, rise_s / step.tokens, [], step.tokens)
         else:
             return None
         for job in joined:
@@ -231,7 +252,7 @@ class SimulatedNode:
         """Ends the run. Returns the requests that are complete, and the prompt tokens that were computed."""
         run = self._run
         assert run is not None
-        self._run = None
+        self._run, self._ended_s = None, now_s
         seconds = run.seconds(run.count)
         self.busy_s += seconds
         self.runs.append((run.count, run.tokens * seconds / run.count))
@@ -283,6 +304,19 @@ class SimulatedNode:
 
     # ----
 
+    @property
+    def _host_s(self) -> float:
+        """Host time of the next step."""
+        return self._host.row_s * self._rows
+
+    def _launched_s(self, now_s: float) -> float:
+        """When the step that starts now was launched: before the end of the last one, if there was anything to run."""
+        launched_s = now_s - self._host.lead_s
+        if now_s != self._ended_s or not self._host.lead_s:
+            return now_s
+        known = self._rows or any(job.queued_s <= launched_s for _, _, job in self.queue)
+        return launched_s if known or any(job.ready_s <= launched_s for job in self.ready) else now_s
+
     def _join(self, job: PlanJob) -> None:
         self._rows += 1
         self._keys += job.prompt + 1
@@ -291,12 +325,14 @@ class SimulatedNode:
         heappush(self._ending, (self._steps + job.output - 1, self._order, job))
 
     def _slices(self, work: StepWork, now_s: float) -> list[tuple[PlanJob, int]]:
-        """The prompt tokens of the next step, by request."""
+        """The prompt tokens of the next step, by request, of those that were here by `now_s`."""
         self._put_late_ones_last(now_s)
         budget = self.spec.step_tokens - self._rows
         bound = self._bound(work, now_s)
         slices: list[tuple[PlanJob, int]] = []
         for _, _, job in self.queue:
+            if job.queued_s > now_s:
+                continue
             if not job.started:
                 self._start(job)
             tokens = min(budget, job.stop - job.at)
@@ -304,6 +340,7 @@ class SimulatedNode:
                 tokens = bound.tokens(work, job.at, job.at + tokens)
             if tokens <= 0:
                 break
+            job.begun = True
             slices.append((job, tokens))
             budget -= tokens
             pairs = work.pairs + chunk_pairs(job.at, job.at + tokens)
@@ -336,4 +373,9 @@ class SimulatedNode:
         """The bound on the next step's time. Returns None if there is none."""
         if not self.spec.bounded:
             return None
-        return self._slicer.bound(self.spec, work, self._tpots, waited_s=now_s - self.queue[0][2].queued_s)
+        waiting = next((job for _, _, job in self.queue if not job.begun and job.queued_s <= now_s), None)
+        overdue = 0.0
+        if waiting is not None:
+            alone_s = self.spec.costs.prompt_s(waiting.at, waiting.stop, step_tokens=self.spec.step_tokens)
+            overdue = (now_s - waiting.queued_s) / (self._objective.ttft_factor * alone_s)
+        return self._slicer.bound(self.spec, work, self._streams, overdue=overdue)

@@ -17,11 +17,14 @@ from baton.load.workload import LengthSpan, Workload
 from baton.planner.cluster import ClusterSpec, SimulatedOutcome
 from baton.planner.goodput import Goodput, Measure, find_goodput
 from baton.planner.guesses import NO_GUESSES, Guesses
+from baton.planner.measured import SERVED_HOST
 from baton.planner.node import NodeSpec
 from baton.planner.sizing import STEP_SIZES, Demand, decode_step_tokens, demand, prefill_nodes, prefill_step_tokens
 
 # Of the states of a request, those at the ends of its prompt and of its answer are kept.
 _STATES_A_REQUEST = 2
+# Plans are of nodes, so there are enough gateways.
+_GATEWAYS = 8
 _SAMPLED = 2000  # requests of the workload that give its mean lengths
 _NODES_MAX = 128
 _SPLITS_ALL = 8  # up to this many nodes every split is tried; beyond, those near the demand's
@@ -173,8 +176,9 @@ class _Search:
         tokens = decode_step_tokens(kind.decode, tpot_s)
         decode = replace(prefill, costs=kind.decode, step_tokens=tokens, seats=kind.seats)
         self._base = ClusterSpec(
-            0, 1, prefill, decode, also_decodes=kind.also_decodes, link_bytes_per_s=kind.link_bytes_per_s
-        )
+            0, 1, prefill, decode, also_decodes=kind.also_decodes, link_bytes_per_s=kind.link_bytes_per_s,
+            host=replace(SERVED_HOST, gateways=_GATEWAYS),
+        )  # fmt: skip
         self._demand = demand(
             kind.decode, sample, goal, step_tokens=prefill.step_tokens, seats=kind.seats, kv_tokens=kind.kv_tokens,
             guesses=kind.guesses,

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from baton.core.limits import COUNT_MAX, DURATION_S_MIN, SECONDS_MAX, TOKENS_MAX
-from baton.core.types import LocalPolicy, Slo
+from baton.core.types import DEFAULT_OBJECTIVE, LocalPolicy, Objective, Slo
 from baton.settings.config import CommonSettings, ProcessSettings, check_printable
 from baton.settings.internal import internal
 
@@ -107,6 +107,20 @@ class GatewaySettings(CommonSettings):
         le=1e3 * SECONDS_MAX,
         description="mean time per further token that requests expect if they state none; default: no bound",
     )
+    gap_factor: float = Field(
+        DEFAULT_OBJECTIVE.gap_factor,
+        ge=1.05,
+        le=100,
+        description="how much longer than a step without prompts a step with a stream's next token may take, for "
+        "requests without a TPOT",
+    )
+    ttft_factor: float = Field(
+        DEFAULT_OBJECTIVE.ttft_factor,
+        ge=1,
+        le=1000,
+        description="time to first token that requests without a TTFT expect, in multiples of the time to compute "
+        "their prompt alone; when prompts wait longer, steps exceed gap_factor more and more",
+    )
     refuse_late: bool = Field(
         False,
         description="refuse a request at once if its first token cannot arrive in time, instead of serving it late",
@@ -188,6 +202,11 @@ class GatewaySettings(CommonSettings):
     def slo(self) -> Slo:
         """The bounds of requests that state none."""
         return Slo(*(None if limit is None else limit / 1e3 for limit in (self.ttft_ms, self.tpot_ms)))
+
+    @property
+    def objective(self) -> Objective:
+        """What requests get where no SLO bounds them."""
+        return Objective(self.gap_factor, self.ttft_factor)
 
 
 class PickerSettings(ProcessSettings):

@@ -58,8 +58,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "latency and load",
-        ("ttft_ms", "tpot_ms", "refuse_late", "max_queue_s", "max_concurrent_requests", "request_timeout_s",
-         "response_store_mib", "balance_roles", "sheddable", "fallbacks", "pool_metrics_port"),
+        ("ttft_ms", "tpot_ms", "gap_factor", "ttft_factor", "refuse_late", "max_queue_s", "max_concurrent_requests",
+         "request_timeout_s", "response_store_mib", "balance_roles", "sheddable", "fallbacks", "pool_metrics_port"),
     ),
     (
         "several ranks",

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,6 +22,7 @@ from baton.engine.batch import Batch, Guessed
 from baton.engine.build import build_runner, calibrate
 from baton.engine.device.device_thread import LaunchedWork, StepRunner
 from baton.engine.device.layer_marks import OnMark
+from baton.engine.events import DraftsChecked
 from baton.engine.speculation.speculator import Speculator
 from baton.settings.node_config import DecodeSettings
 from bench.engine.guesses import Recorded, RecordedRunner, RecordedStep, recorded, token_ms
@@ -134,16 +136,15 @@ def _measured(
     )
     built = calibrate(build_runner(settings), settings)
     for batch in batches:
-        times, drafted, accepted = [], 0, 0
+        times, checked = [], list[DraftsChecked]()
+        speculator = None if chance is None else Speculator()
+        wrap = None if chance is None else _wrapping(chance)
         for number in range(ROUNDS):
             progress(f"mtp {'off' if chance is None else f'{chance:.0%} right'}: batch {batch}, round {number + 1}")
             asked = [requests[(number * batch + index) % len(requests)] for index in range(batch)]
-            speculator = None if chance is None else Speculator()
-            wrap = None if chance is None else _wrapping(chance)
-            times.append(asyncio.run(token_ms(built, asked, speculator, wrap=wrap)))
-            if speculator is not None:
-                drafted, accepted = drafted + speculator.drafted, accepted + speculator.accepted
-        yield batch, (min(times), 100 * accepted / max(1, drafted))
+            times.append(asyncio.run(token_ms(built, asked, speculator, checked, wrap=wrap)))
+        drafted, accepted = sum(each.drafted for each in checked), sum(each.accepted for each in checked)
+        yield batch, (median(times), 100 * accepted / max(1, drafted))
     del built
     gc.collect()
     torch.cuda.empty_cache()

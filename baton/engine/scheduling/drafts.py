@@ -58,9 +58,9 @@ class Drafts:
         """Whether the next step is better prepared when this one, the only one in flight, has ended."""
         if oldest.number != self._asked:
             self._asked = oldest.number
-            decoding, costs, tpots = self._decoding(), self._meter.costs, self._roster.tpots
+            decoding, costs, streams = self._decoding(), self._meter.costs, self._roster.streams
             may_guess = bool(decoding) and self._room > 0
-            self._waits = may_guess and self._speculator.pays(decoding, _work(decoding), costs, tpots=tpots)
+            self._waits = may_guess and self._speculator.pays(decoding, _work(decoding), costs, streams=streams)
         return self._waits
 
     def choose(self, decoding: Sequence[RequestState]) -> dict[RequestState, Draft]:
@@ -70,7 +70,7 @@ class Drafts:
         costs, roster = self._meter.costs, self._roster
         prompts = len(decoding) < len(roster.running) or bool(roster.waiting and roster.free_seats)
         work, room = _work(decoding), self._room
-        chosen = self._speculator.choose(decoding, work, costs, room=room, tpots=roster.tpots, prompts=prompts)
+        chosen = self._speculator.choose(decoding, work, costs, room=room, streams=roster.streams, prompts=prompts)
         if not chosen:
             return {}
         drafts = {state: chosen[state.request_id] for state in decoding if state.request_id in chosen}

@@ -121,8 +121,8 @@ class Prompts:
         for state in [state for state in running if is_late(state, pace, start=state.num_scheduled, now=now)]:
             self._fall_back(state)
         prompts = deque(sorted([state for state in running if state.phase is RequestPhase.RUNNING], key=_place_of))
-        waited_s = self._waited_s(prompts, now, admit=admit)
-        step.bound = self._slicer.bound(self._meter.costs, step.plain, roster.tpots, waited_s=waited_s)
+        overdue = self._overdue(prompts, now, admit=admit)
+        step.bound = self._slicer.bound(self._meter.costs, step.plain, roster.streams, overdue=overdue)
         while step.budget > 0:
             waiting = roster.waiting[0] if admit and roster.waiting and roster.free_seats else None
             if waiting is not None and (not prompts or waiting.place < prompts[0].place):
@@ -139,13 +139,20 @@ class Prompts:
         refused, self._refused = tuple(self._refused), []
         return refused
 
-    def _waited_s(self, running: Iterable[RequestState], now: float, *, admit: bool) -> float:
-        """Wait of the first unstarted prompt. A prompt in progress does not wait."""
-        roster = self._roster
+    def _overdue(self, running: Iterable[RequestState], now: float, *, admit: bool) -> float:
+        """Wait of the first unstarted prompt, in multiples of the time in which its first token should come.
+
+        A prompt in progress does not wait.
+        """
+        roster, costs = self._roster, self._meter.costs
         untouched = [state for state in running if not state.started]
         if admit and roster.free_seats:
             untouched += roster.waiting[:1]
-        return now - min(untouched, key=_place_of).queued_at if untouched else 0.0
+        if not untouched or costs is None:
+            return 0.0
+        first = min(untouched, key=_place_of)
+        alone_s = costs.prompt_s(first.num_computed, first.prefill_stop, step_tokens=self._limits.max_batch_tokens)
+        return (now - first.queued_at) / (first.request.ttft_factor * alone_s)
 
     def _try_to_run(
         self, state: RequestState, step: NextStep, pace: SlicePace | None, now: float, *, others: int
@@ -174,7 +181,7 @@ class Prompts:
         costs = self._meter.costs
         if costs is None:
             return None
-        return self._slicer.pace(costs, decodes, self._roster.tpots, step_tokens=self._limits.max_batch_tokens)
+        return self._slicer.pace(costs, decodes, self._roster.streams, step_tokens=self._limits.max_batch_tokens)
 
     def _fall_back(self, state: RequestState) -> None:
         """Moves a request that cannot meet its deadline after those that can, or refuses it."""

@@ -6,9 +6,14 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from baton.engine.request import QueuePlace
+from baton.engine.scheduling.slices import StreamBound
 from baton.engine.scheduling.state import RequestPhase, RequestState
 
 _place_of = attrgetter("place")
+
+
+def _bound_of(state: RequestState) -> StreamBound:
+    return StreamBound(state.request.tpot_s, state.request.gap_factor)
 
 
 class Roster:
@@ -23,8 +28,7 @@ class Roster:
         waiting: waiting requests, sorted by place.
         ready: requests that have their blocks and wait for a seat, sorted by place.
         running: running requests, sorted by place.
-        tpots: the TPOTs of running requests that decode here, with the number of requests of each; None for requests
-            without one.
+        streams: the bounds of running requests that decode here, with the number of requests of each.
         arrivals: number of all requests so far.
         num_reserved: requests whose KV is on its way; no more than there are seats.
     """
@@ -35,7 +39,7 @@ class Roster:
         self.waiting: list[RequestState] = []
         self.ready: list[RequestState] = []
         self.running: list[RequestState] = []
-        self.tpots: Counter[float | None] = Counter()
+        self.streams: Counter[StreamBound] = Counter()
         self.arrivals = 0
         self.num_reserved = 0
         self.seats = seats
@@ -54,7 +58,7 @@ class Roster:
         """Number of requests by pool that decode now or later and have a seat or wait for one. A newcomer leaves each
         of them a free block."""
         if self._num_pools == 1:
-            return Counter({0: self.tpots.total() + len(self.ready)})
+            return Counter({0: self.streams.total() + len(self.ready)})
         pools = [state.pool for state in self.running if not state.prefill_only]
         return Counter(pools + [state.pool for state in self.ready])
 
@@ -149,7 +153,7 @@ class Roster:
         if phase is RequestPhase.RUNNING:
             insort(self.running, state, key=_place_of)
             if not state.prefill_only:
-                self.tpots[state.request.tpot_s] += 1
+                self.streams[_bound_of(state)] += 1
         elif phase is RequestPhase.WAITING:
             insort(self.waiting, state, key=_place_of)
         elif phase is RequestPhase.READY:
@@ -161,9 +165,10 @@ class Roster:
         if state.phase is RequestPhase.RUNNING:
             self.running.remove(state)
             if not state.prefill_only:
-                self.tpots[state.request.tpot_s] -= 1
-                if not self.tpots[state.request.tpot_s]:
-                    del self.tpots[state.request.tpot_s]
+                bound = _bound_of(state)
+                self.streams[bound] -= 1
+                if not self.streams[bound]:
+                    del self.streams[bound]
         elif state.phase is RequestPhase.WAITING:
             self.waiting.remove(state)
         elif state.phase is RequestPhase.READY:

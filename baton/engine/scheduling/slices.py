@@ -6,10 +6,10 @@ in time is then kept by every single step, so bursts of prompts never use up wha
 the gap between two tokens. A TPOT is out of reach if a plain decode step takes more than `_OUT_OF_REACH` times as long.
 It does not count, because it would only make all prompts wait.
 
-Requests without a TPOT get steps of at most `_MOST_DECODES` times a plain decode step, or `_STEADY_S` where that is
-more: text arrives smoothly at 40 tokens a second, and most of a GPU's prompt speed is reached. A node that gets more
-prompts than these steps can compute must not answer later and later, so the bound grows with the time for which the
-first prompt has waited.
+Requests without a TPOT get steps of at most `gap_factor` times a plain decode step. Up to about 1.5 times, prompts are
+cheap: a decode step reads all weights, and has time left to compute some tokens more. A node that gets more prompts
+than these steps can compute must not answer later and later, so the bound grows while the first prompt waits: it is
+twice as long once the prompt's first token should have come (`Objective.ttft_factor`), then three times, and so on.
 
 Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for a step with more room. After
 `_SKIPS_MAX` steps without a slice it gets one of this size in any case. Steps without decodes are not bounded.
@@ -18,7 +18,7 @@ Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 
@@ -28,10 +28,14 @@ DEFAULT_TTFT_S = 10.0
 MIN_SLICE_TOKENS = 128
 _TPOT_SHARE = 0.9
 _OUT_OF_REACH = 2.0
-_MOST_DECODES = 3.0
-_STEADY_S = 0.025
-_DOUBLING_S = 0.5  # a prompt that has waited this long gets twice the time
 _SKIPS_MAX = 3
+
+
+class StreamBound(NamedTuple):
+    """The bound that a decoding request puts on its node's steps; see `EngineRequest`."""
+
+    tpot_s: float | None
+    gap_factor: float
 
 
 class StepTimes(Protocol):
@@ -116,34 +120,36 @@ class Slicer:
         self._skips = 0
 
     def bound(
-        self, costs: StepTimes | None, work: StepWork, tpots: Collection[float | None], *, waited_s: float
+        self, costs: StepTimes | None, work: StepWork, streams: Collection[StreamBound], *, overdue: float
     ) -> StepBound | None:
         """The bound of a step with prompts. Returns None if the step has no bound.
 
         Args:
             work: the decodes of the step.
-            tpots: TPOTs of the running requests; None for requests without one.
-            waited_s: how long the first prompt has waited.
+            streams: bounds of the running requests.
+            overdue: how long the first prompt has waited, in multiples of the time in which its first token should
+                come.
         """
         if costs is None or not work.decode_rows:
             return None
-        growth = 1 + max(0.0, waited_s) / _DOUBLING_S
-        seconds = decodes_bound_s(costs.seconds(work), tpots, growth=growth)
+        seconds = decodes_bound_s(costs.seconds(work), streams, overdue=overdue)
         forced = self._skips >= _SKIPS_MAX
         return StepBound(costs, seconds, least_tokens=self._least_tokens, forced=forced)
 
-    def pace(self, costs: StepCosts, work: StepWork, tpots: Collection[float | None], *, step_tokens: int) -> SlicePace:
+    def pace(
+        self, costs: StepCosts, work: StepWork, streams: Collection[StreamBound], *, step_tokens: int
+    ) -> SlicePace:
         """The best speed at which prompts are computed next to these decodes: the attention of long prompts makes no
-        slice smaller, and streams without a TPOT allow steps of any length.
+        slice smaller, and streams without a TPOT allow a prompt that has waited steps of any length.
 
         Args:
-            work, tpots: as for `bound`.
+            work, streams: as for `bound`.
             step_tokens: most tokens of one step.
         """
         # An aligned prompt gets one piece of a step.
         room = self._align_tokens if self._align_tokens > 1 else max(1, step_tokens - work.decode_rows)
         plain_s = costs.seconds(work) if work.decode_rows else 0.0
-        bounds = _tpot_bounds(tpots, plain_s) if work.decode_rows else []
+        bounds = [each for each in (_tpot_bound(stream, plain_s) for stream in streams) if each] if plain_s else []
         if not bounds:
             return SlicePace(costs, work, room)
         without_pairs = replace(costs, pair_s=0.0)
@@ -157,20 +163,20 @@ class Slicer:
         self._skips = self._skips + 1 if skipped else 0
 
 
-def decodes_bound_s(plain_s: float, tpots: Collection[float | None], *, growth: float = 1.0) -> float:
+def decodes_bound_s(plain_s: float, streams: Collection[StreamBound], *, overdue: float = 0.0) -> float:
     """The longest time of a step that gives each of its decoding requests a token.
 
     Args:
         plain_s: the step's time with nothing but their decodes.
-        tpots: TPOTs of the running requests; None for requests without one.
-        growth: factor on the bound of requests without a TPOT.
+        streams: bounds of the running requests.
+        overdue: as for `Slicer.bound`.
     """
-    bounds = _tpot_bounds(tpots, plain_s)
-    if len(bounds) < len(tpots):
-        bounds.append(max(_MOST_DECODES * plain_s, _STEADY_S) * growth)
-    return min(bounds, default=inf)
+    relaxed_s = plain_s * (1 + max(0.0, overdue))
+    return min((_tpot_bound(each, plain_s) or each.gap_factor * relaxed_s for each in streams), default=inf)
 
 
-def _tpot_bounds(tpots: Collection[float | None], plain_s: float) -> list[float]:
-    """The bounds from all TPOTs within reach of decode steps that take `plain_s` without prompts."""
-    return [tpot * _TPOT_SHARE for tpot in tpots if tpot is not None and plain_s <= _OUT_OF_REACH * tpot]
+def _tpot_bound(stream: StreamBound, plain_s: float) -> float | None:
+    """The bound from a TPOT. Returns None if there is none, or if decode steps without prompts, which take `plain_s`,
+    are far from it."""
+    tpot_s = stream.tpot_s
+    return None if tpot_s is None or plain_s > _OUT_OF_REACH * tpot_s else tpot_s * _TPOT_SHARE

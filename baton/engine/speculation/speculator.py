@@ -11,7 +11,7 @@ from baton.core.costs import StepWork
 from baton.core.types import Grammar
 from baton.engine.batch import Guessed
 from baton.engine.request import IntArray
-from baton.engine.scheduling.slices import StepTimes, decodes_bound_s
+from baton.engine.scheduling.slices import StepTimes, StreamBound, decodes_bound_s
 from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer_bases
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
@@ -29,7 +29,7 @@ _MASKS = 64
 _SEARCHES = 64
 
 
-Tpots: TypeAlias = "Collection[float | None]"
+Streams: TypeAlias = "Collection[StreamBound]"
 
 
 class Speculating(Protocol):
@@ -122,14 +122,14 @@ class Speculator:
                 drafts.forget_root()
 
     def pays(
-        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, tpots: Tpots = ()
+        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, streams: Streams = ()
     ) -> bool:
         """Whether to let the steps in flight end before the next one, because guesses would then bring more tokens.
         The newest token of a request may be unknown.
 
         Args:
             work: one token of each request that decodes.
-            tpots: TPOTs of the running requests, None for requests without one. Guesses make no step so long that
+            streams: bounds of the running requests. Guesses make no step so long that
                 another request's tokens come later than that.
         """
         self._hopeful = None
@@ -144,7 +144,7 @@ class Speculator:
                 hopeful.add(request.request_id)
                 proposals.append(Proposal(proposal.tokens[1:], proposal.chances[1:], proposal.context + 1))
         room = MOST_GUESSES * len(proposals)
-        if not any(self._depths(proposals, work, costs, room=room, tpots=tpots)):
+        if not any(self._depths(proposals, work, costs, room=room, streams=streams)):
             return False
         self._hopeful = hopeful
         return True
@@ -156,7 +156,7 @@ class Speculator:
         costs: StepTimes | None,
         *,
         room: int,
-        tpots: Tpots = (),
+        streams: Streams = (),
         prompts: bool = False,
     ) -> dict[str, Draft]:
         """The guesses that the next step takes, by request; only requests with some. All tokens of the requests are
@@ -164,7 +164,7 @@ class Speculator:
 
         Args:
             room: most guessed tokens of the step.
-            tpots: as for `pays`.
+            streams: as for `pays`.
             prompts: whether prompts share the step. Guesses leave them half of the time that there is.
         """
         if room <= 0 or not self._could_pay(work, costs):
@@ -176,7 +176,7 @@ class Speculator:
         if self._always:
             depths = all_depths(proposals, room=room)
         else:
-            depths = self._depths(proposals, work, costs, room=room, tpots=tpots, share=0.5 if prompts else 1.0)
+            depths = self._depths(proposals, work, costs, room=room, streams=streams, share=0.5 if prompts else 1.0)
         return {
             request.request_id: proposal.tokens[:depth]
             for request, proposal, depth in zip(requests, proposals, depths, strict=True)
@@ -235,7 +235,7 @@ class Speculator:
         costs: StepTimes | None,
         *,
         room: int,
-        tpots: Tpots,
+        streams: Streams,
         share: float = 1.0,
     ) -> list[int]:
         """How many guesses of each proposal to take.
@@ -246,7 +246,7 @@ class Speculator:
         if costs is None:
             return [0] * len(proposals)
         plain_s = costs.seconds(work)
-        token_s = plain_s + share * (decodes_bound_s(plain_s, tpots) - plain_s)
+        token_s = plain_s + share * (decodes_bound_s(plain_s, streams) - plain_s)
         return choose_depths(proposals, work, costs, room=room, wait_s=self._gaps.seconds, token_s=token_s)
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import DeadlineExceeded
 from baton.core.kv_entries import KeepTime
 from baton.core.sampling import ResolvedSampling
-from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Slo
+from baton.core.types import DEFAULT_OBJECTIVE, NO_SLO, AdapterRef, LocalPolicy, Objective, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.protos.v1 import common_pb2
 
@@ -78,6 +78,7 @@ class Rules:
     decode_stall_s: float
     failover_wait_s: float
     slo: Slo = NO_SLO
+    objective: Objective = DEFAULT_OBJECTIVE
     refuse_late: bool = False
 
 

@@ -19,6 +19,7 @@ from baton.gateway.fleet.node_table import NodeTable
 from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
 from baton.gateway.fleet.placement import Placement, place
 from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS, with_possible_pull
+from baton.gateway.fleet.prompt_lengths import PromptLengths
 from baton.gateway.fleet.router import (
     NodeView,
     RoutedRequest,
@@ -76,6 +77,7 @@ class Fleet(NodeTable):
         self._generates = generates
         self._affinity: Affinity = OwnAffinity()
         self._random = default_rng(0) if random is None else random
+        self._lengths = PromptLengths()
         self._costs_updated_at_s = -inf
         self._decode_of: Mapping[int, FleetNode] = {}  # decode nodes that have pairs, by incarnation
         self._pairs_of: tuple[list[FleetNode], list[FleetNode], list[Candidate], list[Candidate]] = [], [], [], []
@@ -94,7 +96,7 @@ class Fleet(NodeTable):
 
         Returns None if no node can take it.
         """
-        wanted = self._of_session(wanted)
+        wanted = replace(self._of_session(wanted), typical_tokens=self._lengths.typical)
         self._update_costs(now_s)
         cached = self._cached_tokens(self.nodes(), wanted)
         everything = Candidates(self.prefills.values(), self.decodes.values())
@@ -104,6 +106,7 @@ class Fleet(NodeTable):
             placement = self._place(wanted, everything, cached, now_s)
         if placement is not None:
             self._picked(self.decoding_node(placement.decode), placement.decode, wanted)
+            self._lengths.add(wanted.num_tokens - placement.computing.cached_tokens)
         return placement
 
     def _place(

@@ -88,7 +88,7 @@ class FleetNode:
         self._sends = sends
         self._sends_version = 0  # the last version of `_sends` that was counted
         self._sent_by_others = NOTHING if sends is None else sends.by_others()  # as the view and the backlog have it
-        self._last_choice = self._requests_since = self._tokens_since = 0
+        self._last_choice = self._requests_since = self._prompts_since = self._tokens_since = 0
         self._candidate_state: tuple[object, ...] = (None,) * 5
         self._candidate = Candidate(address, 0, "", open=False, reachable=False)
         self._peers_answered = False  # whether `peers` has answers to Connect calls, newer than the status
@@ -171,6 +171,7 @@ class FleetNode:
                 peer_bytes_per_s=self._peer_bytes_per_s,
                 adapters=self.adapters,
                 requests_since=self._requests_since,
+                streams_since=self._requests_since - self._prompts_since,
                 tokens_since=self._tokens_since,
                 room_tokens=max(self._open_blocks) * self._block_size,
                 turn=self._last_choice,
@@ -201,10 +202,15 @@ class FleetNode:
         if self._sends is not None:
             self._sends.add_prompt(seconds)
 
-    def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:
-        """Records that a request was sent to the node, which has cached `cached_tokens` of its tokens."""
+    def note_sent(self, num_tokens: int, *, cached_tokens: int = 0, decodes: bool = True) -> None:
+        """Records that a request was sent to the node, which has cached `cached_tokens` of its tokens.
+
+        Args:
+            decodes: whether the request also decodes there.
+        """
         self._last_choice = next(self._choices)
         self._requests_since += 1
+        self._prompts_since += not decodes
         self._tokens_since += num_tokens - cached_tokens
         # The node counts one more token too: the first decoded one.
         take_from_roomiest(self._open_blocks, blocks_for(num_tokens + 1 - cached_tokens, self._block_size))
@@ -220,6 +226,8 @@ class FleetNode:
         self._sent_by_others = sent
         requests, tokens = sent.requests - before.requests, sent.tokens - before.tokens
         self._requests_since += requests
+        if self.role == node_status_pb2.ROLE_PREFILL:  # most of them decode elsewhere
+            self._prompts_since += requests
         self._tokens_since += tokens
         for _ in range(requests):  # in equal parts, because only their sum is known
             take_from_roomiest(self._open_blocks, blocks_for(tokens // requests + 1, self._block_size))
@@ -255,7 +263,7 @@ class FleetNode:
             self._take_peers({peer.incarnation: peer for peer in status.peers if peer.incarnation})
             self._peers_answered = False
         self.reachable, self.loading, self.detail = True, False, detail
-        self._requests_since = self._tokens_since = 0
+        self._requests_since = self._prompts_since = self._tokens_since = 0
         if self._sends is not None:
             self._sent_by_others = self._sends.by_others()
         self._open_blocks = list(status.blocks_open) or [status.blocks_free]
@@ -312,7 +320,7 @@ class FleetNode:
         if self._sends is not None:
             self._sent_by_others = self._sends.by_others()
         if self._requests_since:
-            self._requests_since = self._tokens_since = 0
+            self._requests_since = self._prompts_since = self._tokens_since = 0
             self._open_blocks = list(self.status.blocks_open) or [self.status.blocks_free]
             self._view = None
         self.costs.still(works=has_requests(self.status), now_s=now_s)

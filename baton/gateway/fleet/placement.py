@@ -2,14 +2,17 @@
 prompt on two nodes (split). Pure.
 
 A dedicated prefill node computes prompts without pausing any stream, so prompts go there while it is free and the
-decode node's steps are short. Once prompts queue up there, or the gap between two tokens at a hand-over exceeds the
-TPOT, one node of either role whose streams stay within their TPOT serves the whole request. If no route meets the TTFT,
-the one with the earliest first token is chosen; without a TTFT, a weighted sum of first token and end decides.
+decode node's steps are short. With a TTFT, one node of either role serves the whole request once prompts queue up
+there, or once the gap between two tokens at a hand-over exceeds the TPOT, if its streams stay within their TPOT. If no
+route meets the TTFT, the one with the earliest first token is chosen.
+
+Without a TTFT, a weighted sum of first token and end decides. Either way, nodes keep the gaps of streams short, by the
+TPOT or by the `Objective`, and the predictions count with that.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import nsmallest
 
@@ -21,6 +24,7 @@ from baton.gateway.fleet.prediction import (
     local_steps,
     output_s,
     prefill_s,
+    slower_s,
     transfer_s,
 )
 from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_decode, pick_pair, usable_decodes
@@ -29,9 +33,10 @@ from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_decode, pic
 _PRESSED = 0.25
 # Without a TTFT, one second until the first token weighs as much as this many seconds of the output.
 _FIRST_WEIGHT = 3.0
-# Without a TTFT, one node serves a whole request only if it saves at least this much time and this share of it.
-_MIN_SAVED_S = 0.05
-_MIN_SAVED_SHARE = 0.1
+# Without a TTFT, a prompt leaves a prefill node without streams only if that saves so much.
+_MIN_SAVED_S = 0.02
+# While a prefill node decodes an output, it computes so many prompts in the steps that this stream allows.
+_PROMPTS_MET = 4
 _SPLIT_MIN_TOKENS = 512  # a smaller part is not worth a transfer
 _SPLITS_TRIED = 8
 _NODES_TRIED = 3
@@ -66,6 +71,11 @@ class Placement:
     meets: bool = True
 
     @property
+    def computing(self) -> NodeView:
+        """The node that computes the prompt, or its first part."""
+        return self.decode if self.prefill is None else self.prefill
+
+    @property
     def why(self) -> str:
         """The reason, with the pull that the choice of a node alone counts on."""
         pull = self.decode.pull if self.route is Route.LOCAL and self.decode.pull_s else None
@@ -94,35 +104,15 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Rou
         return _local_by_policy(decode, f"no prefill node {missing}", wanted)
     if prefill.costs is None:
         return Placement(Route.REMOTE, decode, prefill, 0, "", None)
-    ttft_s, tpot_s = wanted.slo.ttft_s, wanted.slo.tpot_s
-    remote_s = prefill_s(prefill, prefill.cached_tokens, wanted.num_tokens, tpot_s)
+    ttft_s = wanted.slo.ttft_s
+    remote_s = prefill_s(prefill, prefill.cached_tokens, wanted.num_tokens, wanted)
     remote = Placement(Route.REMOTE, decode, prefill, 0, "", remote_s, meets=ttft_s is None or remote_s <= ttft_s)
     if wanted.policy is not LocalPolicy.ELASTIC or decode.costs is None:
         return remote
-    gap_s = hand_over_s(prefill, decode, wanted)
-    is_soon = ttft_s is not None and remote_s <= _PRESSED * ttft_s
-    if is_soon and (tpot_s is None or gap_s <= tpot_s):
-        return remote
     usable = usable_decodes(decodes, wanted)
-    shared_nodes = [node for node in usable if node.also_prefills and leaves_time_for_prompts(node, wanted)]
-    if is_soon and not shared_nodes:
-        return remote
-    decode_nodes = [node for node in usable if not node.also_prefills]
-    local = _best_local([*decode_nodes, *shared_nodes], decode, wanted, grows=not shared_nodes)
     if ttft_s is None:
-        return _without_ttft(remote, gap_s, local, wanted)
-    if local is not None and local.ttft_s <= ttft_s:
-        reason = _too_slow(prefill, remote_s, ttft_s)
-        if is_soon:
-            reason = f"a hand-over to {decode.label} would pause the output for {_s(gap_s)}"
-        return Placement(Route.LOCAL, local.node, None, 0, reason, local.ttft_s)
-    split = _split(local, prefill, remote_s, ttft_s, wanted)
-    if split is not None:
-        return split
-    if not remote.meets and local is not None and local.ttft_s < remote_s:
-        reason = f"no node is in time, and {_too_slow(prefill, remote_s, ttft_s)}"
-        return Placement(Route.LOCAL, local.node, None, 0, reason, local.ttft_s, meets=False)
-    return remote
+        return _by_objective(remote, usable, wanted)
+    return _within_ttft(remote, usable, ttft_s, wanted)
 
 
 def _on_prefill_node(prefills: Sequence[NodeView], wanted: RoutedRequest) -> Placement | None:
@@ -141,7 +131,7 @@ class _OnOneNode:
         node: as the one that computes the prompt.
         receiver: the same node, as one that receives a part of the KV.
         ttft_s: time from now to the first token.
-        end_s: time from now to the end of a typical output, plus the delay of the node's streams beyond their TPOT.
+        end_s: time from now to the end of a typical output.
     """
 
     node: NodeView
@@ -151,45 +141,105 @@ class _OnOneNode:
     end_s: float
 
 
-def _best_local(
-    nodes: Sequence[NodeView], decode: NodeView, wanted: RoutedRequest, *, grows: bool
-) -> _OnOneNode | None:
-    """The node that alone would end the request first; on a tie `decode`, then the least recently chosen node.
-
-    Besides `decode`, only the `_NODES_TRIED` least busy nodes are tried.
-    """
+def _tried(nodes: Sequence[NodeView], decode: NodeView, wanted: RoutedRequest) -> list[NodeView]:
+    """`decode` and the `_NODES_TRIED` least busy of the other nodes; the least recently chosen ones are first."""
     roomy = [node for node in nodes if node is not decode and node.has_room(wanted.num_tokens + 1)]
     roomy.sort(key=lambda node: node.turn)
     if len(roomy) > _NODES_TRIED:
         roomy = nsmallest(_NODES_TRIED, roomy, key=lambda node: node.queue_s + output_s(node, wanted))
-    found: _OnOneNode | None = None
-    for each in [decode, *roomy]:
-        node = each.computing
-        steps = local_steps(node, wanted.num_tokens, wanted.slo.tpot_s, grows=grows)
-        if steps is None:
-            continue
-        first_s = steps.ttft_s(node.wait_s, node.cached_tokens, wanted.num_tokens)
-        end_s = first_s + output_s(node, wanted)
-        if not steps.bounded:
-            end_s += steps.extra_s(node.cached_tokens, wanted.num_tokens)
-        if found is None or end_s < found.end_s:
-            found = _OnOneNode(node, each, steps, first_s, end_s)
-    return found
+    return [decode, *roomy]
 
 
-def _without_ttft(remote: Placement, gap_s: float, local: _OnOneNode | None, wanted: RoutedRequest) -> Placement:
-    """The placement without a TTFT: the one with the lower weighted sum of first token and end."""
+def _on_one_node(each: NodeView, wanted: RoutedRequest, *, grows: bool = False) -> _OnOneNode | None:
+    """The prediction for the node. Returns None if its costs are unknown or its streams leave no time."""
+    node = each.computing
+    steps = local_steps(node, wanted.num_tokens, wanted, grows=grows)
+    if steps is None:
+        return None
+    first_s = steps.ttft_s(node.wait_s, node.cached_tokens, wanted.num_tokens)
+    return _OnOneNode(node, each, steps, first_s, first_s + output_s(node, wanted))
+
+
+# ---- without a TTFT
+
+
+def _by_objective(remote: Placement, usable: Sequence[NodeView], wanted: RoutedRequest) -> Placement:
+    """The placement without a TTFT: the one with the lowest weighted sum of first token and end.
+
+    All predictions are for steps that keep the gaps of streams. So a longer queue costs time and no gaps, and prompts
+    go to every node that has time for them.
+    """
     assert remote.predicted_ttft_s is not None
-    more = _FIRST_WEIGHT - 1
-    remote_s = remote.predicted_ttft_s + gap_s + output_s(remote.decode, wanted)
-    weighted_s = remote_s + more * remote.predicted_ttft_s
-    if local is None or local.end_s + more * local.ttft_s + _MIN_SAVED_S > (1 - _MIN_SAVED_SHARE) * weighted_s:
-        return remote
+    assert remote.prefill is not None
+    more, decode = _FIRST_WEIGHT - 1, remote.decode
+    gap_s = hand_over_s(remote.prefill, decode, wanted)
+    end_s = remote.predicted_ttft_s + gap_s + output_s(decode, wanted)
+    least_s, best = end_s + more * remote.predicted_ttft_s, None
+    if not remote.prefill.decode_rows:
+        least_s -= _MIN_SAVED_S
+    for node in _tried(usable, decode, wanted):
+        found = _on_one_node(node, wanted)
+        if found is None:
+            continue
+        weighted_s = found.end_s + more * found.ttft_s
+        if node.also_prefills:
+            weighted_s += _FIRST_WEIGHT * _PROMPTS_MET * slower_s(node, wanted)
+        if weighted_s < least_s:
+            least_s, best = weighted_s, found
+    if best is None:
+        return replace(remote, reason=_relaxed(remote.prefill, remote.predicted_ttft_s, wanted))
     reason = (
-        f"{local.node.label} alone would send the first token after {_s(local.ttft_s)} and end a typical output "
-        f"after {_s(local.end_s)}, instead of {_s(remote.predicted_ttft_s)} and {_s(remote_s)}"
+        f"{best.node.label} alone would send the first token after {_s(best.ttft_s)} and end a typical output "
+        f"after {_s(best.end_s)}, instead of {_s(remote.predicted_ttft_s)} and {_s(end_s)}"
     )
-    return Placement(Route.LOCAL, local.node, None, 0, reason, local.ttft_s)
+    relaxed = _relaxed(best.node, best.ttft_s, wanted)
+    return Placement(Route.LOCAL, best.node, None, 0, f"{reason}; {relaxed}" if relaxed else reason, best.ttft_s)
+
+
+def _relaxed(node: NodeView, first_s: float, wanted: RoutedRequest) -> str:
+    """Says that a node makes the gaps of its streams longer for the prompt; empty if it does not."""
+    alone_s = node.prompt_s(node.cached_tokens, wanted.num_tokens)
+    objective = wanted.objective
+    waits = node.decode_rows > 0 and node.queue_s > 0 and wanted.slo.tpot_s is None
+    if not waits or first_s <= objective.ttft_factor * alone_s:
+        return ""
+    return (
+        f"steps of {node.label} exceed {objective.gap_factor:g} times those without prompts, because the prompt takes "
+        f"{_s(alone_s)} alone and waits for more than {objective.ttft_factor:g} times that"
+    )
+
+
+# ---- with a TTFT
+
+
+def _within_ttft(remote: Placement, usable: Sequence[NodeView], ttft_s: float, wanted: RoutedRequest) -> Placement:
+    """The placement that meets the TTFT and the TPOT, or that has the earliest first token."""
+    prefill, decode, remote_s = remote.prefill, remote.decode, remote.predicted_ttft_s
+    assert prefill is not None
+    assert remote_s is not None
+    gap_s = hand_over_s(prefill, decode, wanted)
+    is_soon = remote_s <= _PRESSED * ttft_s
+    if is_soon and (wanted.slo.tpot_s is None or gap_s <= wanted.slo.tpot_s):
+        return remote
+    shared_nodes = [node for node in usable if node.also_prefills and leaves_time_for_prompts(node, wanted)]
+    if is_soon and not shared_nodes:
+        return remote
+    decode_nodes = [node for node in usable if not node.also_prefills]
+    tried = _tried([*decode_nodes, *shared_nodes], decode, wanted)
+    found = [_on_one_node(node, wanted, grows=not shared_nodes) for node in tried]
+    local = min((each for each in found if each is not None), key=lambda each: each.end_s, default=None)
+    if local is not None and local.ttft_s <= ttft_s:
+        reason = _too_slow(prefill, remote_s, ttft_s)
+        if is_soon:
+            reason = f"a hand-over to {decode.label} would pause the output for {_s(gap_s)}"
+        return Placement(Route.LOCAL, local.node, None, 0, reason, local.ttft_s)
+    split = _split(local, prefill, remote_s, ttft_s, wanted)
+    if split is not None:
+        return split
+    if not remote.meets and local is not None and local.ttft_s < remote_s:
+        reason = f"no node is in time, and {_too_slow(prefill, remote_s, ttft_s)}"
+        return Placement(Route.LOCAL, local.node, None, 0, reason, local.ttft_s, meets=False)
+    return remote
 
 
 def _split(
@@ -211,7 +261,7 @@ def _split(
         split = (least + (most - least) * number // _SPLITS_TRIED) // unit * unit
         if not least <= split <= most:
             continue
-        sent_s = prefill_s(prefill, prefill.cached_tokens, split, wanted.slo.tpot_s)
+        sent_s = prefill_s(prefill, prefill.cached_tokens, split, wanted)
         sent_s += transfer_s(prefill, node, split - node.cached_tokens)
         waiting_s = max(0.0, node.queue_s - sent_s / steps.stretch)
         first_s = sent_s + steps.ttft_s(waiting_s, split, tokens)
@@ -223,7 +273,7 @@ def _split(
 
 def _local_by_policy(decode: NodeView, reason: str, wanted: RoutedRequest) -> Placement:
     decode = decode.computing
-    steps = local_steps(decode, wanted.num_tokens, wanted.slo.tpot_s)
+    steps = local_steps(decode, wanted.num_tokens, wanted)
     first_s = None
     if steps is not None:
         first_s = steps.ttft_s(decode.wait_s, decode.cached_tokens, wanted.num_tokens)

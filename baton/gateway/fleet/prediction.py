@@ -1,7 +1,7 @@
 """Predicts when a prompt's first token would come from a prefill or a decode node, from the nodes' reports. Pure."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.gateway.fleet.router import OUTPUT_TOKENS, NodeView, RoutedRequest, decode_s
@@ -11,6 +11,11 @@ from baton.gateway.fleet.router import OUTPUT_TOKENS, NodeView, RoutedRequest, d
 _TPOT_USED = 0.9
 _DECODE_USED = 0.9
 _MIN_SLICE = 32
+# Streams without a TPOT let a node compute a slice of this size after so many steps without one, see
+# `baton.engine.scheduling.slices`.
+_FORCED_SLICE, _SKIPPED = 128, 3
+# A prefill node with streams may take this share of the TTFT longer for a prompt.
+_SLOWER_SHARE = 0.1
 _SHARED_SLICE = 256  # prompt tokens that a step of a prefill node with streams must still fit, to keep its speed
 _SOLVER_ROUNDS = 8
 _DEFAULT_BYTES_PER_S = 10e9
@@ -21,14 +26,14 @@ def prompt_s(node: NodeView, start: int, stop: int) -> float:
     return 0.0 if node.costs is None else node.prompt_s(start, stop)
 
 
-def prefill_s(node: NodeView, start: int, stop: int, tpot_s: float | None) -> float:
+def prefill_s(node: NodeView, start: int, stop: int, wanted: RoutedRequest) -> float:
     """Time from now until a prefill node has computed a prompt's tokens from `start` to `stop`, next to its streams.
 
     Infinite if its costs are unknown or its streams leave no time.
     """
     if not node.decode_rows:
         return node.prefill_s(start, stop)
-    steps = local_steps(node, stop, tpot_s)
+    steps = local_steps(node, stop, wanted)
     return math.inf if steps is None else steps.ttft_s(node.wait_s, start, stop)
 
 
@@ -62,8 +67,7 @@ class LocalSteps:
         rows: number of decoding streams.
         keys: sum of the streams' contexts.
         slice_tokens: prompt tokens in one step.
-        step_s: time of such a step.
-        bounded: whether the slice was limited so that the step stays within the streams' TPOT.
+        step_s: time of such a step, and of steps without prompts that must come before the next such step.
     """
 
     costs: StepCosts
@@ -71,7 +75,6 @@ class LocalSteps:
     keys: int
     slice_tokens: int
     step_s: float
-    bounded: bool
 
     @property
     def stretch(self) -> float:
@@ -84,32 +87,37 @@ class LocalSteps:
         # The running step is half over on average.
         return max(1.0, self.stretch) * waiting_s + (steps + 0.5 * (self.rows > 0)) * self.step_s
 
-    def extra_s(self, start: int, stop: int) -> float:
-        """Total time that the prompt adds to the node's steps."""
-        plain_s = self.costs.seconds(StepWork(self.rows, self.keys))
-        return math.ceil((stop - start) / self.slice_tokens) * max(0.0, self.step_s - plain_s)
 
-
-def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None, *, grows: bool = False) -> LocalSteps | None:
+def local_steps(
+    node: NodeView, prompt_tokens: int, wanted: RoutedRequest, *, grows: bool = False, joining: int = 0
+) -> LocalSteps | None:
     """The steps of a node that computes a prompt. Returns None if its costs are unknown or its streams leave no time.
 
     Args:
+        joining: streams that it has in addition to the present ones.
         grows: all new streams stay on this node, because no prefill node decodes any.
     """
     costs = node.costs
     if costs is None:
         return None
-    rows = node.decode_rows + node.requests_since
+    rows = node.decode_rows + node.streams_since + joining
     context = node.context_tokens / node.decode_rows if node.decode_rows else prompt_tokens
     keys = int(rows * context)
     most = node.step_tokens - rows
     if most < _MIN_SLICE:
         return None
     middle = prompt_tokens // 2
-    if tpot_s is None or not rows:
-        tokens = min(most, prompt_tokens)
-        work = StepWork(rows, keys, tokens, chunk_pairs(middle, middle + tokens))
-        return LocalSteps(costs, rows, keys, tokens, costs.seconds(work), bounded=not rows)
+    if not rows:
+        return _steps(costs, rows, keys, middle, min(most, prompt_tokens))
+    tpot_s = wanted.slo.tpot_s
+    if tpot_s is None:
+        plain_s = costs.seconds(StepWork(rows, keys))
+        most = min(most, prompt_tokens)
+        tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=wanted.objective.gap_factor * plain_s)
+        if tokens >= min(_FORCED_SLICE, most):
+            return _steps(costs, rows, keys, middle, tokens)
+        steps = _steps(costs, rows, keys, middle, min(_FORCED_SLICE, most))
+        return replace(steps, step_s=steps.step_s + _SKIPPED * plain_s)
     step_s = _TPOT_USED * tpot_s
     # NOTE: longer steps make streams last longer, so there will be more of them. If all streams stay on this node and
     # prompts are accepted for the present number of streams only, decode steps alone will exceed the TPOT.
@@ -117,7 +125,24 @@ def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None, *, gro
     if costs.seconds(StepWork(math.ceil(later * rows), math.ceil(later * keys))) > _DECODE_USED * step_s:
         return None
     tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=step_s)
-    return None if tokens < _MIN_SLICE else LocalSteps(costs, rows, keys, tokens, step_s, bounded=True)
+    return None if tokens < _MIN_SLICE else LocalSteps(costs, rows, keys, tokens, step_s)
+
+
+def _steps(costs: StepCosts, rows: int, keys: int, start: int, tokens: int) -> LocalSteps:
+    work = StepWork(rows, keys, tokens, chunk_pairs(start, start + tokens))
+    return LocalSteps(costs, rows, keys, tokens, costs.seconds(work))
+
+
+def slower_s(node: NodeView, wanted: RoutedRequest) -> float:
+    """How much longer a typical prompt takes on a prefill node while it decodes one more request.
+
+    Infinite if its costs are unknown or streams would leave no time.
+    """
+    tokens = wanted.typical_tokens or wanted.num_tokens
+    steps = local_steps(node, tokens, wanted, joining=1)
+    if steps is None:
+        return math.inf
+    return max(0.0, math.ceil(tokens / steps.slice_tokens) * steps.step_s - node.prompt_s(0, tokens))
 
 
 def leaves_time_for_prompts(node: NodeView, wanted: RoutedRequest) -> bool:
@@ -125,8 +150,10 @@ def leaves_time_for_prompts(node: NodeView, wanted: RoutedRequest) -> bool:
 
     One stream bounds all steps of the node, and short steps with long contexts leave hardly any time for prompts.
     """
-    if node.costs is None or wanted.slo.tpot_s is None:
-        return node.costs is not None
+    if node.costs is None:
+        return False
+    if wanted.slo.tpot_s is None:
+        return wanted.slo.ttft_s is None or slower_s(node, wanted) <= _SLOWER_SHARE * wanted.slo.ttft_s
     middle = wanted.num_tokens // 2
     pairs = chunk_pairs(middle, middle + _SHARED_SLICE)
     step_s = node.costs.seconds(StepWork(1, wanted.num_tokens, _SHARED_SLICE, pairs))

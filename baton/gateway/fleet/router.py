@@ -11,7 +11,7 @@ from math import inf
 
 from baton.core.costs import StepCosts, chunk_pairs
 from baton.core.pull_costs import PullCosts
-from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Slo
+from baton.core.types import DEFAULT_OBJECTIVE, NO_SLO, AdapterRef, LocalPolicy, Objective, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
 
 _STEP_TOKENS = 2048  # assumed for a node that does not report its step size
@@ -74,6 +74,7 @@ class NodeView:
     tokens_waiting: int
     ready_peers: frozenset[int]  # incarnations
     requests_since: int = 0  # sent by this gateway since the report
+    streams_since: int = 0  # of these, those that decode on the node
     tokens_since: int = 0  # tokens of these requests that the node must compute
     turn: int = 0  # number of this gateway's last choice of the node, for round robin among equal nodes
     costs: StepCosts | None = None  # None: not measured yet
@@ -106,6 +107,11 @@ class NodeView:
     @property
     def load(self) -> int:
         return self.requests + self.requests_since
+
+    @property
+    def streams(self) -> int:
+        """Requests that decode on the node, or will. Other requests of a prefill node are prompts for other nodes."""
+        return self.decode_rows + self.streams_since if self.also_prefills else self.load
 
     @cached_property
     def step_tokens(self) -> int:
@@ -200,7 +206,9 @@ class RoutedRequest:
         excluded_decode: incarnations that must not decode.
         excluded_prefill: incarnations that must not prefill.
         slo: bounds of the request; `ttft_s` is the time left until the first token is due.
+        objective: what the request gets where its SLO says nothing.
         splittable: whether the prompt may be computed in two parts.
+        typical_tokens: length of the prompts that make up most of the prompt work; 0: unknown, so this one's counts.
         prompt: block numbers for `NodeView.cached_tokens`; None: the request must not use a prefix cache.
         session_id: session of the request; empty: none.
         session_nodes: addresses of the nodes that served the session last, one of each role.
@@ -213,7 +221,9 @@ class RoutedRequest:
     excluded_decode: Set[int] = frozenset()
     excluded_prefill: Set[int] = frozenset()
     slo: Slo = NO_SLO
+    objective: Objective = DEFAULT_OBJECTIVE
     splittable: bool = True
+    typical_tokens: int = 0
     prompt: PromptBlocks | None = None
     session_id: str = ""
     session_nodes: Set[str] = frozenset()
@@ -225,7 +235,7 @@ def decode_s(view: NodeView, wanted: RoutedRequest) -> float:
     if costs is None:
         return inf
     # Equals `StepCosts.seconds` without creating a StepWork for each node.
-    rows = view.requests + view.requests_since + 1
+    rows = view.streams + 1
     keys = view.context_tokens + view.tokens_since + wanted.num_tokens
     return costs.dense_s(rows) + costs.key_s * keys + costs.decode_row_s * rows
 

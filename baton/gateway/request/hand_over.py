@@ -42,7 +42,7 @@ class HandOver:
             refuse_late=state.refuses_late(attempt),
             kept_elsewhere=state.kept_elsewhere(node),
         )
-        node.note_sent(state.num_tokens, cached_tokens=node.cached_tokens)
+        node.note_sent(state.num_tokens, cached_tokens=node.cached_tokens, decodes=False)
         if attempt.placed_prefill != node.incarnation:
             node.note_prompt(node.cached_tokens, ticket.token_stop, state.now_s)
         attempt.placed_prefill = None

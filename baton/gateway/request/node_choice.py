@@ -58,7 +58,7 @@ class NodeChoice:
         self._fleet = fleet
         self._prompt = prompt
         self._session_id = session_id
-        self._policy = rules.local_policy
+        self._policy, self._objective = rules.local_policy, rules.objective
         # Under `prefer` and `elastic`, the last attempt is a prefill on the decode node.
         self._max_calls = {
             LocalPolicy.STRICT: rules.max_attempts,
@@ -212,6 +212,7 @@ class NodeChoice:
             adapter=self._adapter,
             excluded_decode=self._refusals.keys() | self._silent,
             excluded_prefill=excluded_prefill | self._silent,
+            objective=self._objective,
             prompt=self._prompt,
             session_id=self._session_id,
         )

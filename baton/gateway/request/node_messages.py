@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.kv_entries import KeptPrefix
-from baton.core.types import LocalPolicy
+from baton.core.types import DEFAULT_OBJECTIVE, LocalPolicy, Objective
 from baton.gateway.core.request import Request
 from baton.gateway.fleet.placement import Placement, Route
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
@@ -41,11 +41,11 @@ class Due:
 class NodeMessages:
     """Builds the messages. `output` in their arguments is the token ids sent to the client so far."""
 
-    def __init__(self, request: Request, policy: LocalPolicy) -> None:
+    def __init__(self, request: Request, policy: LocalPolicy, objective: Objective = DEFAULT_OBJECTIVE) -> None:
         self._request = request
         self._adapter = None if request.adapter is None else adapter_to_proto(request.adapter)
         self._keep = keep_time_to_proto(request.keep)
-        self._policy = policy
+        self._policy, self._objective = policy, objective
         # The gateway checks stop strings, because nodes see no text.
         self._sampling = sampling_to_proto(request.sampling)
         del self._sampling.stop[:]
@@ -80,6 +80,8 @@ class NodeMessages:
             split_tokens=placement.split_tokens,
             ttft_budget_s=due.ttft_budget_s,
             tpot_s=due.tpot_s,
+            gap_factor=self._objective.gap_factor,
+            ttft_factor=self._objective.ttft_factor,
             kept_elsewhere=None if kept_elsewhere is None else kept_prefix_to_proto(kept_elsewhere),
             traceparent=self._request.traceparent,
         )
@@ -105,6 +107,7 @@ class NodeMessages:
             priority=self._request.priority,
             ttft_budget_s=due.ttft_budget_s,
             refuse_late=refuse_late,
+            ttft_factor=self._objective.ttft_factor,
             kept_elsewhere=None if kept_elsewhere is None else kept_prefix_to_proto(kept_elsewhere),
             traceparent=self._request.traceparent,
         )

@@ -238,7 +238,7 @@ class PoolClient:
     def _sent(self, node: FleetNode, batch: PoolBatch) -> FleetNode:
         now_s = monotonic()
         self._fleet.breakers.chosen(node.incarnation, now_s)
-        node.note_sent(batch.num_tokens)
+        node.note_sent(batch.num_tokens, decodes=False)
         for prompt in batch.prompts:
             node.note_prompt(0, len(prompt.token_ids), now_s)
         return node

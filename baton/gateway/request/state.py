@@ -43,7 +43,7 @@ class GatewayRequestState:
             revision=request.revision,
             adapter=request.adapter,
         )
-        self.messages = NodeMessages(request, rules.local_policy)
+        self.messages = NodeMessages(request, rules.local_policy, rules.objective)
         self.output = RequestOutput(request, detokenizer, meter)
         self.receipt = ReceiptDraft(request.request_id)
         self.now_s = request.started_at_s

@@ -87,6 +87,7 @@ class OutputRunner:
             decode_stall_s=settings.decode_stall_s,
             failover_wait_s=settings.failover_wait_s,
             slo=settings.slo,
+            objective=settings.objective,
             refuse_late=settings.refuse_late,
         )
 

@@ -13,7 +13,7 @@ from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.depth import Draft
-from baton.engine.speculation.speculator import Speculating, Speculator, Tpots
+from baton.engine.speculation.speculator import Speculating, Speculator, Streams
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, request
 
@@ -43,7 +43,7 @@ class Told(Speculator):
         self.ended.append(request.request_id)
 
     def pays(
-        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, tpots: Tpots = ()
+        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, streams: Streams = ()
     ) -> bool:
         assert work.decode_rows == len(requests)
         return self._random.random() > self._silent
@@ -55,7 +55,7 @@ class Told(Speculator):
         costs: StepTimes | None,
         *,
         room: int,
-        tpots: Tpots = (),
+        streams: Streams = (),
         prompts: bool = False,
     ) -> dict[str, Draft]:
         drafts: dict[str, Draft] = {}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import Overloaded
-from baton.core.types import TokenOutput
+from baton.core.types import DEFAULT_OBJECTIVE, TokenOutput
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.request_blocks import OwnerPlace
 from baton.engine.scheduling.scheduler import Scheduler
@@ -89,14 +89,15 @@ def with_two_reserved(scheduler: Scheduler) -> None:
 
 def test_a_prompt_in_progress_does_not_wait() -> None:
     scheduler = make(tokens=64, costs=COSTS)
-    assert scheduler._prompts._waited_s([], 9.0, admit=True) == 0.0
+    assert scheduler._prompts._overdue([], 9.0, admit=True) == 0.0
     scheduler.submit(stream("long", 90), 0.0)
     computed(scheduler, 1.0)
     running = scheduler._roster.running
-    assert scheduler._prompts._waited_s(running, 9.0, admit=True) == 0.0
+    assert scheduler._prompts._overdue(running, 9.0, admit=True) == 0.0
     scheduler.submit(stream("next", 4), 5.0)
-    assert scheduler._prompts._waited_s(running, 9.0, admit=True) == 4.0
-    assert scheduler._prompts._waited_s(running, 9.0, admit=False) == 0.0
+    due_s = DEFAULT_OBJECTIVE.ttft_factor * COSTS.prompt_s(0, 4, step_tokens=64)
+    assert scheduler._prompts._overdue(running, 9.0, admit=True) == pytest.approx(4.0 / due_s)
+    assert scheduler._prompts._overdue(running, 9.0, admit=False) == 0.0
 
 
 def test_a_prompt_in_progress_that_can_no_longer_be_in_time_is_refused_if_it_asks_for_that() -> None:

@@ -9,7 +9,7 @@ from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import Batch
 from baton.engine.request import EngineLimits, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.engine.scheduling.slices import MIN_SLICE_TOKENS, Slicer, StepBound
+from baton.engine.scheduling.slices import MIN_SLICE_TOKENS, Slicer, StepBound, StreamBound
 from tests.unit.engine.scheduling import Meter, finish, request
 
 # 5 ms for up to 100 tokens, then 10 us for each.
@@ -41,10 +41,14 @@ def decoding(meter: Meter, *tpots: float | None, align: int | None = None) -> Sc
     return scheduler
 
 
+def _stream(tpot_s: float | None) -> StreamBound:
+    return StreamBound(tpot_s, gap_factor=1.5)
+
+
 def test_a_step_that_also_decodes_keeps_the_tightest_tpot() -> None:
-    scheduler = decoding(Meter(COSTS), 0.02, 0.01, None)
+    scheduler = decoding(Meter(COSTS), 0.02, 0.008, None)
     scheduler.submit(request("p", 4000), 0.0)
-    assert prompt_tokens(scheduler) == 100 + 400 - 3  # 9 of 10 ms
+    assert prompt_tokens(scheduler) == 100 + 220 - 3  # 7.2 of 8 ms
 
 
 def test_prompts_that_decode_elsewhere_do_not_loosen_the_bound() -> None:
@@ -111,20 +115,33 @@ def test_several_prompts_share_the_time_of_one_step() -> None:
     assert prompt_tokens(scheduler) == 240
 
 
-def test_without_a_tpot_steps_stay_short_until_prompts_wait() -> None:
+def test_without_a_tpot_steps_stay_near_plain_ones_until_prompts_wait_for_longer_than_they_should() -> None:
     scheduler = decoding(Meter(COSTS), None)
     scheduler.submit(request("p", 19000), 0.0)
-    assert prompt_tokens(scheduler) == 100 + 2000 - 1  # 25 ms
-    assert prompt_tokens(scheduler, 0.5) == 100 + 2000 - 1, "a prompt in progress does not wait"
-    scheduler.submit(request("q", 19000), 0.0)
-    assert prompt_tokens(scheduler, 0.5) == 100 + 4500 - 1  # 50 ms
-    assert prompt_tokens(scheduler, 5.0) == 8191
+    assert prompt_tokens(scheduler) == 100 + 250 - 1  # 1.5 times 5 ms
+    assert prompt_tokens(scheduler, 9.0) == 100 + 250 - 1, "a prompt in progress does not wait"
+    scheduler.submit(request("q", 9100), 9.0)
+    alone_s = COSTS.prompt_s(0, 9100, step_tokens=8192)
+    assert prompt_tokens(scheduler, 9.0 + 4 * alone_s) == 100 + 1000 - 1  # 15 ms
+    assert prompt_tokens(scheduler, 9.0 + 8 * alone_s) == 100 + 1750 - 1  # 22.5 ms
+    assert prompt_tokens(scheduler, 19.0) == 8191
+
+
+def test_a_request_chooses_its_own_gaps_and_how_long_it_waits_for_longer_steps() -> None:
+    scheduler = make(Meter(COSTS))
+    scheduler.submit(request("d0", 4, gap_factor=3.0), 0.0)
+    scheduler.submit(request("d1", 4, gap_factor=2.0), 0.0)
+    prompt_tokens(scheduler)
+    scheduler.submit(request("p", 1000, ttft_factor=10.0, gap_factor=9.0), 0.0)  # takes 14 ms alone
+    assert prompt_tokens(scheduler) == 100 + 500 - 2  # 10 ms
+    scheduler.submit(request("q", 1000, ttft_factor=10.0, gap_factor=9.0), 1.0)
+    assert prompt_tokens(scheduler, 1.14) == 402 + 1000, "twice as long, which both prompts fit into"
 
 
 def test_without_a_tpot_slow_decodes_get_slow_steps() -> None:
     scheduler = decoding(Meter(StepCosts(((1, 0.1), (100, 0.1), (1100, 0.2)))), None)
     scheduler.submit(request("p", 9000), 0.0)
-    assert prompt_tokens(scheduler) == 100 + 2000 - 1  # 300 ms
+    assert prompt_tokens(scheduler) == 100 + 500 - 1  # 150 ms
 
 
 def test_prompts_that_fit_do_not_keep_the_first_one_waiting_for_ever() -> None:
@@ -182,22 +199,28 @@ def test_a_skipped_step_counts_only_while_prompts_want_one() -> None:
     work = StepWork(1, 10)
     for skipped in (True, True, True, False):
         slicer.launched(skipped=skipped)
-    bound = slicer.bound(COSTS, work, [0.004], waited_s=0.0)
+    bound = slicer.bound(COSTS, work, [_stream(0.004)], overdue=0.0)
     assert bound is not None
     assert bound.tokens(work, 0, 1000) == 0
 
 
 def test_a_tpot_out_of_reach_does_not_stop_prompts() -> None:
     work, slicer = StepWork(decode_rows=1, keys=10), Slicer()
-    steady = slicer.bound(COSTS, work, [None], waited_s=0.0)
-    hasty = slicer.bound(COSTS, work, [COSTS.seconds(work) / 10], waited_s=0.0)
+    steady = slicer.bound(COSTS, work, [_stream(None)], overdue=0.0)
+    hasty = slicer.bound(COSTS, work, [_stream(COSTS.seconds(work) / 10)], overdue=0.0)
     assert steady is not None
     assert hasty is not None
     assert hasty.tokens(work, 0, 1000) == steady.tokens(work, 0, 1000) > 0
 
 
-@pytest.mark.parametrize("tpots", [(), (0.01,), (0.02, 0.007, None), (0.005,), (0.0052,), (None,), (0.001,)])
-@pytest.mark.parametrize("align", [None, 512])
+BOUND = (), (0.01,), (0.02, 0.007, None), (0.005,), (0.0052,)
+UNBOUND = (None,), (0.001,)  # a prompt that has waited gets steps of any length, but only up to its first slice
+
+
+@pytest.mark.parametrize(
+    ("tpots", "align"),
+    [*((tpots, align) for tpots in BOUND for align in (None, 512)), *((each, None) for each in UNBOUND)],
+)
 def test_the_pace_is_that_of_the_steps_that_follow(tpots: tuple[float | None, ...], align: int | None) -> None:
     costs = StepCosts(COSTS.points, pair_s=1e-9)
     meter = Meter(costs)
@@ -208,7 +231,7 @@ def test_the_pace_is_that_of_the_steps_that_follow(tpots: tuple[float | None, ..
     if tpots:
         prompt_tokens(scheduler)
     decodes = StepWork(len(tpots), 5 * len(tpots))
-    pace = Slicer(align or 1).pace(costs, decodes, tpots, step_tokens=8192)
+    pace = Slicer(align or 1).pace(costs, decodes, [_stream(tpot_s) for tpot_s in tpots], step_tokens=8192)
     scheduler.submit(request("p", 6000, prefill_only=True), 0.0)
     meter.observed.clear()
     while scheduler.load().tokens_waiting:

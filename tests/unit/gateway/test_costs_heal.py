@@ -110,7 +110,7 @@ class _Cluster:
 @pytest.mark.parametrize("wrong", [3.0, 10.0, 100.0])
 def test_idle_nodes_with_costs_from_a_busy_machine_are_tried_again(wrong: float) -> None:
     cluster = _Cluster({"p1": 1.0, "p2": wrong, "d1": wrong, "d2": wrong})
-    cluster.run(rate=4, seconds=60)
+    cluster.run(rate=7, seconds=60)
     for name, node in cluster.nodes.items():
         assert len(node.served) >= 30, name
 

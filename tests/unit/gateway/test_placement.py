@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.types import LocalPolicy, Slo
+from baton.core.costs import StepWork
+from baton.core.types import LocalPolicy, Objective, Slo
 from baton.gateway.fleet.placement import Placement, Route, place
+from baton.gateway.fleet.prediction import local_steps
 from baton.gateway.fleet.router import NodeView, RoutedRequest
 from baton.planner.measured import LLAMA_8B_H200 as COSTS
 
@@ -71,6 +73,58 @@ def test_streams_that_need_all_of_their_tpot_get_no_prompts(tpot_s: float) -> No
 def test_without_a_slo_a_long_queue_moves_prompts_and_a_short_one_does_not() -> None:
     assert chosen(waits_s=0.04, slo=Slo()).route is Route.REMOTE
     assert chosen(waits_s=3.0, slo=Slo()).route is Route.LOCAL
+
+
+@pytest.mark.parametrize("gap_factor", [1.2, 1.5, 3.0])
+def test_without_a_slo_predictions_count_with_steps_that_keep_the_gaps(gap_factor: float) -> None:
+    wanted = RoutedRequest(4000, LocalPolicy.LOCAL, objective=Objective(gap_factor=gap_factor))
+    placement = place([DECODE], [], wanted)
+    steps = local_steps(DECODE, 4000, wanted)
+    assert placement is not None
+    assert steps is not None
+    plain_s = COSTS.seconds(StepWork(32, 32 * 1024))
+    if steps.slice_tokens > 128:
+        assert 0.9 * gap_factor * plain_s < steps.step_s <= gap_factor * plain_s
+    else:  # one slice in four steps
+        assert 3 * plain_s < steps.step_s < 5 * plain_s
+    assert placement.predicted_ttft_s == pytest.approx(steps.ttft_s(0.0, 0, 4000))
+
+
+def test_a_prompt_that_waits_too_long_says_that_it_makes_gaps_longer() -> None:
+    waiting = DECODE.with_queue(0.2)
+    placement = place([waiting], [PREFILL.with_queue(2.0)], RoutedRequest(400, LocalPolicy.ELASTIC))
+    assert placement is not None
+    assert placement.route is Route.LOCAL
+    assert "; steps of d1 exceed 1.5 times those without prompts, because the prompt takes 0.0" in placement.reason
+    short = place([DECODE], [PREFILL.with_queue(2.0)], RoutedRequest(400, LocalPolicy.ELASTIC))
+    assert short is not None
+    assert "exceed" not in short.reason
+
+
+def test_where_prompts_are_long_a_prefill_node_takes_fewer_streams() -> None:
+    """A stream lets the node compute long prompts in small slices only."""
+    busy = replace(DECODE, requests=60, decode_rows=60, context_tokens=60 * 400)
+    for typical_tokens, address in ((300, "p1"), (6000, "d1")):
+        wanted = RoutedRequest(250, LocalPolicy.ELASTIC, typical_tokens=typical_tokens)
+        placement = place([busy, ALONE], [PREFILL], wanted)
+        assert placement is not None
+        assert placement.decode.address == address
+
+
+def _with_streams(node: NodeView, rows: int) -> NodeView:
+    return replace(node, requests=rows, decode_rows=rows, context_tokens=400 * rows)
+
+
+def test_outputs_spread_over_nodes_of_both_roles_until_steps_take_equally_long() -> None:
+    rows = {"d1": 0, "p1": 0}
+    for _ in range(120):
+        views = [_with_streams(node, rows[node.address]) for node in (DECODE, ALONE)]
+        placement = place(
+            views, [_with_streams(PREFILL, rows["p1"])], RoutedRequest(250, LocalPolicy.ELASTIC, typical_tokens=250)
+        )
+        assert placement is not None
+        rows[placement.decode.address] += 1
+    assert abs(rows["d1"] - rows["p1"]) <= 30
 
 
 def test_a_prompt_that_is_too_long_for_either_node_is_split() -> None:

@@ -34,9 +34,9 @@ def request(at_s: float, prompt: int, output: int, ids: tuple[int, ...] = (), to
 def test_one_request_takes_its_chunks_its_transfer_and_its_decode_steps() -> None:
     (job,) = run(PAIR, request(0.0, 2000, 11)).jobs
     prompt_s = COSTS.prompt_s(0, 2000, step_tokens=1024)
-    assert job.ttft_s == pytest.approx(PAIR.hop_s + prompt_s)
+    assert job.ttft_s == pytest.approx(PAIR.host.hop_s + prompt_s)
     # The first chunk's KV is sent while the second one computes.
-    sent_s = 976 * NODE.kv_bytes_per_token / PAIR.link_bytes_per_s + PAIR.link_latency_s + PAIR.hand_over_s
+    sent_s = 976 * NODE.kv_bytes_per_token / PAIR.link_bytes_per_s + PAIR.link_latency_s + PAIR.host.hand_over_s
     steps_s = sum(COSTS.seconds(StepWork(1, 2001 + step)) for step in range(10))
     assert job.last_s - job.first_s == pytest.approx(sent_s + steps_s)
     assert job.gap_quantile_s(1.0) == pytest.approx(sent_s + COSTS.seconds(StepWork(1, 2001)))
@@ -46,7 +46,7 @@ def test_a_local_prompt_is_a_step_of_the_decode_node() -> None:
     spec = replace(PAIR, prefills=0, policy=LocalPolicy.LOCAL)
     (job,) = run(spec, request(0.0, 500, 2)).jobs
     assert job.route is Route.LOCAL
-    assert job.ttft_s == pytest.approx(spec.hop_s + COSTS.seconds(StepWork(0, 0, 500, chunk_pairs(0, 500))))
+    assert job.ttft_s == pytest.approx(spec.host.hop_s + COSTS.seconds(StepWork(0, 0, 500, chunk_pairs(0, 500))))
     assert job.tpot_s == pytest.approx(COSTS.seconds(StepWork(1, 501)))
 
 
@@ -71,7 +71,7 @@ def test_cached_pieces_of_a_prompt_are_not_computed_again() -> None:
     outcome = run(PAIR, request(0.0, 1536, 1, *prompt), request(1.0, 1600, 1, *prompt))
     first, second = outcome.jobs
     assert (first.cached, second.cached) == (0, 1536)
-    assert second.ttft_s == pytest.approx(PAIR.hop_s + COSTS.prompt_s(1536, 1600, step_tokens=1024))
+    assert second.ttft_s == pytest.approx(PAIR.host.hop_s + COSTS.prompt_s(1536, 1600, step_tokens=1024))
     assert outcome.hit_share() == 0.5
 
 
@@ -164,7 +164,7 @@ def test_a_prompt_that_only_host_memory_has_takes_its_load_and_its_last_token() 
         spec, request(0.0, 4096, 2, IDS, 512), request(2.0, 4096, 2, others, 512), request(4.0, 4096, 2, IDS, 512)
     ).jobs
     assert (first.cached, again.cached) == (0, 4095)
-    assert again.ttft_s == pytest.approx(spec.hop_s + 4096 * KEEPING.load_token_s + computed_s(again))
+    assert again.ttft_s == pytest.approx(spec.host.hop_s + 4096 * KEEPING.load_token_s + computed_s(again))
 
 
 @pytest.mark.parametrize(("byte_s", "pulls"), [(1e-10, True), (1e-8, False)])
@@ -180,7 +180,7 @@ def test_a_node_pulls_what_another_one_has_where_that_is_faster_than_computing(b
     assert simulation.pulled_tokens == (4096 if pulls else 0)
     if pulls:
         fetched_s = node.pull_costs.seconds(4096 * node.kv_bytes_per_token) + 4096 * node.load_token_s
-        assert other.ttft_s == pytest.approx(spec.hop_s + fetched_s + computed_s(other))
+        assert other.ttft_s == pytest.approx(spec.host.hop_s + fetched_s + computed_s(other))
     else:
         assert other.cached == 0
 

@@ -83,7 +83,7 @@ def test_goodput_is_the_edge_between_meeting_and_failing() -> None:
 
 def test_a_search_ends_where_no_rate_fails() -> None:
     nothing = StepCosts(((1, 1e-7), (4096, 1e-6)), key_s=0.0, pair_s=0.0)
-    found = plan(kind=replace(KIND, prefill=nothing, decode=nothing), gpus=1, workload=Synthetic(Fixed(4), Fixed(2)))
+    found = plan(kind=replace(KIND, prefill=nothing, decode=nothing), gpus=1, workload=Synthetic(Fixed(4), Fixed(1)))
     assert found.best.limit == NOTHING
     assert "ended there" in verdict(found)
 

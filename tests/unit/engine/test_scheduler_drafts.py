@@ -235,7 +235,7 @@ def test_no_step_waits_for_tokens_where_there_is_no_room_for_a_guess(requests: i
 def test_steps_with_guesses_and_prompts_have_the_bound_of_their_decodes_without_guesses(
     tokens: int, fits: bool
 ) -> None:
-    """That is 30 ms, three times the time of a decode, which 11 tokens take; five are of the row with guesses."""
+    """That is 30 ms, here three times the time of a decode, which 11 tokens take; five are of the row with guesses."""
     asked: list[bool] = []
 
     class Asked(Told):
@@ -247,7 +247,7 @@ def test_steps_with_guesses_and_prompts_have_the_bound_of_their_decodes_without_
     costs = StepCosts(((1, 0.010), (2, 0.012), (24, 0.056)))
     world = World(Asked(model, most=4, wrong=0.0, silent=0.0), model, meter=Meter(costs))
     sampling = ResolvedSampling(max_tokens=30, temperature=0.0, ignore_eos=True)
-    world.submit(request("a-2", [1, 2], sampling=sampling))
+    world.submit(replace(request("a-2", [1, 2], sampling=sampling), gap_factor=3.0))
     for _ in range(2):
         assert world.launch()
         world.end_step()

@@ -122,6 +122,8 @@ def test_a_request_without_guesses_keeps_its_tpot_next_to_others(tpots: tuple[fl
     streams = [StreamBound(tpot_s, 1.5) for tpot_s in tpots]
     costs = StepCosts(((1, 0.0100), (40, 0.0102), (1000, 0.1000)))
     speculator = Speculator()
+    for rows in (1, 64) * 1000:
+        speculator.waited(rows, 0.0, guesses=True)
     requests = [copies(str(number)) for number in range(39)]
     for request in requests:
         request.tokens.extend(FILE[1:40])

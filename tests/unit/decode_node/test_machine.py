@@ -260,6 +260,21 @@ def test_a_hand_over_that_becomes_complete_after_a_loss_counts(scene: Scene) -> 
     assert scene.hand_over(lease) == [CloseLease(lease)]
 
 
+def test_a_hand_over_before_a_loss_does_not_count_for_the_renewed_lease(scene: Scene) -> None:
+    """The prefill node hands over while segments are in flight, so its link may fail afterwards."""
+    lease = scene.filling(1)
+    assert scene.hand_over(lease) == []
+    assert names(scene.on(PeerLost(1, "prefill-0", (lease,)))) == ["Send hand_over_failed"]
+    scene.renew(1, lease, [5])
+    scene.closed(lease)
+    (opened,) = scene.reserved(1)
+    assert isinstance(opened, OpenLease)
+    renewed = opened.grant.number
+    scene.opened(renewed)
+    assert scene.filled(renewed) == []
+    assert scene.hand_over(renewed) == [CloseLease(renewed)]
+
+
 def test_a_renewed_ticket_has_a_new_lease_for_the_same_blocks(scene: Scene) -> None:
     lease = scene.filling(1)
     scene.filled(lease)

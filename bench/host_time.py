@@ -22,7 +22,7 @@ from baton.engine.device.step_slot import StepSlots
 from baton.engine.request import EngineLimits, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step_meter import StepMeter
-from baton.metrics.declared import ProcessRole
+from baton.metrics.metric import ProcessRole
 from baton.node.meter import NodeMeter
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2

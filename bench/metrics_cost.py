@@ -12,8 +12,8 @@ from baton.core.types import TokenOutput
 from baton.engine.events import StepEvents, TokenSampled
 from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.observe.meter import RequestMeter
-from baton.metrics.declared import Outcome, ProcessRole
 from baton.metrics.exposition import Exposition
+from baton.metrics.metric import Outcome, ProcessRole
 from baton.node.meter import NodeMeter
 
 PAGE = Path(__file__).resolve().parent / "results" / "metrics_cost.md"

@@ -20,7 +20,7 @@ from baton.gateway.observe.tracing.tracer import Ending, Tracer
 from baton.gateway.request.commands import Command
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
-from baton.metrics.declared import Outcome
+from baton.metrics.metric import Outcome
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
 from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.tracing.sampling import Sampling

@@ -9,16 +9,9 @@ from typing import assert_never
 
 from baton.core.errors import BatonError, Draining, InvalidRequest, NoNode
 from baton.core.pools import blocks_for
-from baton.core.types import DEFAULT_OBJECTIVE
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineRequest
-from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 from baton.protos.internal.v1 import decode_pb2 as pb
-from baton.rpc.convert import (
-    adapter_from_proto,
-    resolved_sampling_from_proto,
-)
-from baton.rpc.convert_node import keep_time_from_proto, kept_prefix_from_proto
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Admit, Command, EndSession, OpenLease, Prefetch, PrefillHere, Send
@@ -51,6 +44,7 @@ from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, 
 from decode_node.local_prefill import requested_local_reason
 from decode_node.rules import DecodeRules
 from decode_node.step_messages import step_messages
+from decode_node.submitted import engine_request, placement_name
 from decode_node.task_times import Deadlines
 
 # Requests that prefetch at a time; further ones compute what the cache lacks.
@@ -239,30 +233,11 @@ class DecodeMachine:
             raise InvalidRequest(
                 f"{self.rules.name} is a prefill node, which decodes only requests whose prompt it computes itself",
                 field="placement",
-                value=_name_of(submit.placement),
+                value=placement_name(submit.placement),
                 allowed=(pb.Placement.Name(pb.PLACEMENT_LOCAL),),
                 cure="send a request that needs a hand-over to a decode node",
             )
-        # A first token is useless once its client has given up. A longer budget says nothing about the first token.
-        soon = submit.HasField("budget_s") and submit.budget_s < DEFAULT_TTFT_S
-        gives_up_s = now_s + submit.budget_s if soon else None
-        return EngineRequest(
-            request_id=f"{session}.{submit.key}",
-            prompt=tuple(submit.prompt_token_ids),
-            output=tuple(submit.output_token_ids),
-            sampling=resolved_sampling_from_proto(submit.sampling),
-            cache_salt=submit.cache_salt,
-            keep=keep_time_from_proto(submit),
-            adapter=adapter_from_proto(submit.adapter),
-            priority=submit.priority,
-            due_s=now_s + submit.ttft_budget_s if submit.HasField("ttft_budget_s") else gives_up_s,
-            refuse_late=gives_up_s is not None and not submit.HasField("ttft_budget_s"),
-            tpot_s=submit.tpot_s if submit.HasField("tpot_s") else None,
-            gap_factor=submit.gap_factor or DEFAULT_OBJECTIVE.gap_factor,
-            ttft_factor=submit.ttft_factor or DEFAULT_OBJECTIVE.ttft_factor,
-            since_s=now_s,
-            kept_elsewhere=kept_prefix_from_proto(submit.kept_elsewhere),
-        )
+        return engine_request(f"{session}.{submit.key}", submit, now_s)
 
     def _cancel(self, tasks: Iterable[DecodeTask]) -> list[Command]:
         # The latest first: blocks are then not reserved for a request that is cancelled next.
@@ -354,8 +329,3 @@ class DecodeMachine:
             return []
         sessions, self._sessions = sorted(self._sessions), set()
         return [EndSession(session) for session in sessions]
-
-
-def _name_of(placement: pb.Placement.ValueType) -> str:
-    """The placement's name, or its number if only a later version knows it."""
-    return pb.Placement.Name(placement) if placement in pb.Placement.values() else str(placement)

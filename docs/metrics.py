@@ -2,17 +2,8 @@
 
 from pathlib import Path
 
-from baton.metrics.declared import (
-    ALL,
-    BASE_LABELS,
-    METRICS,
-    PICKER,
-    SERVED_MODEL,
-    Label,
-    Metric,
-    MetricKind,
-    ProcessRole,
-)
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, PICKER, SERVED_MODEL
+from baton.metrics.metric import Label, Metric, MetricKind, ProcessRole
 
 PAGE = Path(__file__).resolve().parent / "metrics.md"
 

@@ -5,19 +5,16 @@ Other threads post calls, which it runs in order; it answers through futures and
 
 import logging
 import math
-import os
-import queue
 import select
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from baton.core.errors import BatonError, DataLoss, Draining, InternalError
 from baton.core.kv_entries import DroppedEntries
@@ -29,6 +26,7 @@ from kvtransfer.movers.mover import MakeMover, Mover
 from kvtransfer.offload import Offloader
 from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.pacing import wake_punctually
+from kvtransfer.posted_calls import PostedCalls
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused, OnStoresChanged
 from kvtransfer.receiver import Receiver
 from kvtransfer.records import EntryLink, LinkMeasure, PeerTraffic, PullJob
@@ -98,14 +96,10 @@ class TransferThread:
         self._on_failed = on_failed
         self._on_stores_changed = on_stores_changed
         self._clock = clock
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._pending: set[Future[Any]] = set()
-        self._lock = threading.Lock()  # guards `_ended` against a post that comes while the thread ends
-        self._ended: Exception | None = None
+        self._calls = PostedCalls()
         self._failed = False
         self._stopping = False
         self._turned_s = time.monotonic()
-        self._wake_fd = -1
         self._thread = threading.Thread(target=self._run, name="kvtransfer", daemon=True)
         self._started: Future[None] = Future()
         self._listening: set[int] = set()
@@ -121,35 +115,17 @@ class TransferThread:
 
     def start(self) -> "Future[None]":
         """Starts the thread; the future is done when the transport is open."""
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._calls.open()
         self._thread.start()
         return self._started
 
     def call(self, function: Callable[["Future[T]"], None]) -> "Future[T]":
         """Runs a function on the thread. The function, or what it begins, completes the future that it receives."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                function(future)
-            except BatonError as error:
-                future.set_exception(error)
-
-        with self._lock:
-            if self._ended is not None:
-                future.set_exception(self._ended)
-                return future
-            self._pending.add(future)
-            self._calls.put(run)
-            os.eventfd_write(self._wake_fd, 1)
-        future.add_done_callback(self._pending.discard)
-        return future
+        return self._calls.post(function)
 
     def stop(self) -> None:
         """Cancels what is in flight, closes the transport and waits until the thread has ended."""
-        if self._wake_fd < 0:
+        if not self._calls.is_open:
             return
 
         def end(future: "Future[None]") -> None:
@@ -158,8 +134,7 @@ class TransferThread:
 
         self.call(end)
         self._thread.join()
-        os.close(self._wake_fd)
-        self._wake_fd = -1
+        self._calls.close()
 
     @property
     def stalled_s(self) -> float:
@@ -267,13 +242,9 @@ class TransferThread:
 
     def _end(self, error: Exception) -> None:
         """Fails every waiting and every later call with this error."""
-        with self._lock:
-            self._ended = error
         if not self._started.done():
             self._started.set_exception(error)
-        for future in list(self._pending):
-            with suppress(InvalidStateError):  # done, or cancelled
-                future.set_exception(error)
+        self._calls.fail(error)
 
     def _open(self) -> None:
         # The mover first: it makes the cache's GPU current on this thread, and the transport opens on that GPU.
@@ -290,7 +261,7 @@ class TransferThread:
             on_filled=self._on_filled,
             on_refused=self._on_refused,
             on_entry=self._entry_arrived,
-            catch_up=self._run_calls,
+            catch_up=self._calls.run,
             clock=self._clock,
         )
         if self._tiers is not None:
@@ -310,7 +281,7 @@ class TransferThread:
 
     def _loop(self) -> None:
         poll = select.poll()
-        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(self._calls.fileno(), select.POLLIN)
         poll.register(self.transport.fileno(), select.POLLIN)
         shortest_s = _NAP_SHORTEST_GPU_S if self.mover.on_gpu else _NAP_SHORTEST_S
         happened_s = time.monotonic()
@@ -324,9 +295,8 @@ class TransferThread:
                 time.sleep(min(max(quiet_s * _NAP_FRACTION, shortest_s), _NAP_LONGEST_S))
             elif self.transport.arm():
                 poll.poll(self._longest_wait_ms())
-                # Read here and not with the calls: a call may run before its wake-up arrives.
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._wake_fd)
+                # Here and not with the calls: a call may run before its wake-up arrives.
+                self._calls.take_wake_up()
 
     def _longest_wait_ms(self) -> int:
         limited_s = self.receiver.limited_s
@@ -338,7 +308,7 @@ class TransferThread:
     def _advance(self) -> bool:
         """Advances every part once. Returns whether anything happened in one of them."""
         results = (
-            self._run_calls(within_s=_CALLS_S),
+            self._calls.run(within_s=_CALLS_S),
             self.transport.progress(),
             self.receiver.step(),
             self.sender.step(),
@@ -352,17 +322,6 @@ class TransferThread:
         if self._disconnecting:
             self._finish_disconnects()
         return any(results)
-
-    def _run_calls(self, *, within_s: float = math.inf) -> bool:
-        """Runs the calls posted so far, or as many as begin within that time. Returns whether there was one."""
-        if self._calls.empty():
-            return False
-        end_s = time.monotonic() + within_s
-        while not self._calls.empty():
-            self._calls.get_nowait()()
-            if time.monotonic() >= end_s:
-                break
-        return True
 
     @property
     def _in_flight(self) -> int:

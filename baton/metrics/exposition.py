@@ -15,8 +15,9 @@ from prometheus_client.registry import Collector
 
 from baton.core.errors import shortened
 from baton.core.version import __version__
-from baton.metrics import declared
-from baton.metrics.declared import BASE_LABELS, SERVED_MODEL, MetricKind, ProcessRole, metrics_of
+from baton.metrics import metric as metrics
+from baton.metrics.declared import BASE_LABELS, SERVED_MODEL, metrics_of
+from baton.metrics.metric import MetricKind, ProcessRole
 from baton.metrics.tally import Layout, Series, scale
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -73,14 +74,14 @@ class Exposition:
         if self._process is not None and not names:
             yield generate_latest(self._process)
 
-    def _plain(self, metric: declared.Metric, values: Mapping[tuple[str, ...], float]) -> Metric:
+    def _plain(self, metric: metrics.Metric, values: Mapping[tuple[str, ...], float]) -> Metric:
         family_of = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
         family = family_of(metric.name, metric.meaning, labels=self._names(metric))
         for labels, value in values.items():
             family.add_metric([*self._base, *labels], value)
         return family
 
-    def _histogram(self, metric: declared.Metric, totals: Sequence[int]) -> Metric:
+    def _histogram(self, metric: metrics.Metric, totals: Sequence[int]) -> Metric:
         family = HistogramMetricFamily(metric.name, metric.meaning, labels=self._names(metric))
         bounds = [*(str(bound) for bound in metric.bounds), "+Inf"]
         for labels, first in self._series(metric.name):
@@ -94,7 +95,7 @@ class Exposition:
         return ((labels, first) for metric, labels, first in self._layout.series() if metric.name == name)
 
     @staticmethod
-    def _names(metric: declared.Metric) -> list[str]:
+    def _names(metric: metrics.Metric) -> list[str]:
         return [*BASE_LABELS, *(label.name for label in metric.labels)]
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Protocol
 
-from baton.metrics.declared import Metric, MetricKind, ProcessRole, metrics_of
+from baton.metrics.declared import metrics_of
+from baton.metrics.metric import Metric, MetricKind, ProcessRole
 
 _NANO = 1e9
 Series = tuple[str, tuple[str, ...]]  # name and label values

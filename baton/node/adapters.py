@@ -15,7 +15,8 @@ from baton.engine.engine import Engine
 from baton.models.adapters.adapter import WEIGHTS_FILE, has_experts, read_adapter
 from baton.models.adapters.bank import AdapterBank
 from baton.models.adapters.config import CONFIG_FILE
-from baton.settings.node_config import NodeSettings, is_adapter_name
+from baton.settings.adapter_list import is_adapter_name
+from baton.settings.node_config import NodeSettings
 
 log = logging.getLogger("baton")
 

@@ -20,7 +20,7 @@ from baton.engine.events import StepEvents
 from baton.engine.open_speculator import open_speculator
 from baton.engine.step_meter import StepMeter
 from baton.kvcache.spec import KVCacheShape
-from baton.metrics.declared import ProcessRole as MeterRole
+from baton.metrics.metric import ProcessRole as MeterRole
 from baton.models.loading.identity import ModelIdentity
 from baton.models.loading.kv_scales import kv_scales
 from baton.node.describe import to_info, to_step_costs

@@ -1,7 +1,7 @@
 """Counts engine steps and leases of a node as they end; other metrics are read at the scrape. Pure."""
 
 from baton.engine.events import StepEvents
-from baton.metrics.declared import ProcessRole
+from baton.metrics.metric import ProcessRole
 from baton.metrics.tally import Layout, Tally
 from kvtransfer.leases import LeaseTotals
 

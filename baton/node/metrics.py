@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from baton.core.logs import dropped_lines
-from baton.metrics.declared import SwitchOutcome
 from baton.metrics.exposition import Exposition, Figure
+from baton.metrics.metric import SwitchOutcome
 from baton.metrics.page import join
 from baton.node.assembly import Node
 from baton.node.kv_stores import store_figures

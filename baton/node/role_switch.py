@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from baton.core.errors import BatonError, ConfigError, Draining, InternalError, InvalidRequest, Overloaded
-from baton.metrics.declared import SwitchOutcome
+from baton.metrics.metric import SwitchOutcome
 from baton.node.assembly import Node
 from baton.node.cache_events import CacheEvents
 from baton.node.metrics import NodeMetrics

@@ -16,6 +16,7 @@ from baton.core.limits import (
     TOKENS_MAX,
 )
 from baton.core.plugins import TRANSPORTS, plugin_names
+from baton.settings.adapter_list import read_adapters
 from baton.settings.config import MIB, CommonSettings, check_printable, listed
 from baton.settings.internal import internal
 
@@ -38,7 +39,6 @@ _CONVERTIBLE = ("float32", "bfloat16", "float16")
 _THREADS_MAX = _ADAPTERS_MAX = 1024
 _EXPERTS_MAX = 1 << 16
 _ADAPTERS = 8  # slots if adapters are wanted and no number is given
-_ADAPTER_NAME_MAX = 128
 _SEATS_MAX = 1 << 16
 _CACHE_MIB_MAX = 1 << 26
 _HOST_CACHE_GIB_MAX = float(1 << 16)
@@ -244,26 +244,18 @@ class NodeSettings(CommonSettings):
     @field_validator("adapter")
     @classmethod
     def _are_adapters(cls, given: str) -> str:
-        watched = [each for each in listed(given) if "=" not in each]
-        if len(watched) > 1:
-            raise ValueError(f"{watched[1]!r} is a second directory without a name; only one is watched")
-        for each in listed(given):
-            name, found, directory = each.partition("=")
-            if found and not (directory and is_adapter_name(name)):
-                name_of = f"a name has up to {_ADAPTER_NAME_MAX} printable characters"
-                raise ValueError(f"{each!r} is neither name=directory nor a directory; {name_of}")
+        read_adapters(given)
         return given
 
     @property
     def adapters(self) -> dict[str, Path]:
         """Directories of the adapters to load at start, by name."""
-        named = (each.partition("=") for each in listed(self.adapter) if "=" in each)
-        return {name: Path(path) for name, _, path in named}
+        return read_adapters(self.adapter).named
 
     @property
     def watched_adapters(self) -> Path | None:
         """The directory whose adapters are loaded and unloaded as they come and go."""
-        return next((Path(each) for each in listed(self.adapter) if "=" not in each), None)
+        return read_adapters(self.adapter).watched
 
     @property
     def adapter_slots(self) -> int:
@@ -370,8 +362,3 @@ class DecodeSettings(NodeSettings):
         if unknown := set(listed(names)) - set(_CONVERTIBLE):
             raise ValueError(f"{', '.join(sorted(unknown))} cannot be converted; allowed: {', '.join(_CONVERTIBLE)}")
         return names
-
-
-def is_adapter_name(name: str) -> bool:
-    """Whether clients can use this name for a model."""
-    return 0 < len(name) <= _ADAPTER_NAME_MAX and name.isprintable() and not set(name) & set(" ,=")

@@ -6,7 +6,7 @@ Names are those of OpenTelemetry's conventions for generative AI where there is 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from baton.metrics.declared import ProcessRole
+from baton.metrics.metric import ProcessRole
 
 
 class Attribute(StrEnum):

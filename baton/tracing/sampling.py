@@ -4,7 +4,7 @@ A request is slow if it missed its TTFT or TPOT. Pure."""
 
 from dataclasses import dataclass
 
-from baton.metrics.declared import Outcome
+from baton.metrics.metric import Outcome
 from baton.tracing.context import TraceContext
 
 HEAD, FAILED, SLOW, RETRIED = "head", "failed", "slow", "retried"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.metrics.declared import ProcessRole
+from baton.metrics.metric import ProcessRole
 from baton.tracing.declared import Attribute
 
 Value = str | bool | int | float | tuple[str, ...]

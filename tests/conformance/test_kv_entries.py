@@ -288,12 +288,12 @@ async def test_a_drop_that_comes_while_the_transfer_closes_does_not_end_the_next
         thread = transfer._thread
         thread.call(held)  # so that all of them are waiting
         saving = asyncio.create_task(transfer.save_entries(EntryBlocks(KEYS, blocks_of(cache, ENTRIES, 1))))
-        await eventually(lambda: thread._calls.qsize() >= 1)
-        waiting = thread._calls.qsize()
+        await eventually(lambda: thread._calls.num_waiting >= 1)
+        waiting = thread._calls.num_waiting
         closing = asyncio.create_task(transfer.reopen(incarnation=2, receive_bytes_per_s=None))
-        await eventually(lambda: thread._calls.qsize() > waiting)
+        await eventually(lambda: thread._calls.num_waiting > waiting)
         drops = [asyncio.create_task(transfer.drop_entries_of(frozenset({KEYS[0].root}))) for _ in range(4)]
-        await eventually(lambda: thread._calls.qsize() > waiting + 4)
+        await eventually(lambda: thread._calls.num_waiting > waiting + 4)
         go.set()
         await closing
         for error in await asyncio.gather(*drops, return_exceptions=True):

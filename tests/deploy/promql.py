@@ -6,7 +6,8 @@ It reads selectors, `by` clauses and the suffixes of histograms; promtool checks
 import re
 from collections.abc import Iterator, Mapping, Set
 
-from baton.metrics.declared import BASE_LABELS, METRICS, Label, Metric, MetricKind, ProcessRole
+from baton.metrics.declared import BASE_LABELS, METRICS
+from baton.metrics.metric import Label, Metric, MetricKind, ProcessRole
 
 # Prometheus adds them to every series that it scrapes.
 SCRAPED_LABELS = frozenset({"instance", "job"})

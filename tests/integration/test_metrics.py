@@ -15,7 +15,8 @@ from prometheus_client.samples import Sample
 
 from baton.cli.processes import Process
 from baton.core.sampling import SamplingParams
-from baton.metrics.declared import ALL, BASE_LABELS, METRICS, SERVED_MODEL, Metric, MetricKind, ProcessRole, metrics_of
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, SERVED_MODEL, metrics_of
+from baton.metrics.metric import Metric, MetricKind, ProcessRole
 from tests.integration.cluster import DEADLINE_S, machines, nothing_held, until_status
 from tests.integration.generation import generate
 

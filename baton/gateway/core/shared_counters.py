@@ -11,7 +11,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Self
 
-from baton.metrics.declared import Outcome, ProcessRole
+from baton.metrics.metric import Outcome, ProcessRole
 from baton.metrics.tally import Layout, Tally
 
 _NUMBER_BYTES = 8

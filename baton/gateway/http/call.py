@@ -18,7 +18,8 @@ from starlette.responses import Response
 from baton.core.errors import BatonError, InvalidRequest
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.http.baton_options import BatonOptions, set_slo
-from baton.gateway.http.checking import M, checked, parse_object, read_body, short
+from baton.gateway.http.body_reader import parse_object, read_body
+from baton.gateway.http.checking import M, checked, short
 from baton.gateway.http.errors import ErrorShape, HttpRefusal, openai_error
 from baton.gateway.http.event_stream import (
     ChatEncoder,

@@ -20,7 +20,8 @@ from baton.core.errors import (
 from baton.core.types import Path
 from baton.gateway.request.output import Ended
 from baton.gateway.request.receipt import DECODE, PREFILL, Retry
-from baton.metrics.declared import LOST, REASONS, SERVED_MODEL, Outcome
+from baton.metrics.declared import LOST, REASONS, SERVED_MODEL
+from baton.metrics.metric import Outcome
 from baton.metrics.tally import Tally
 
 _OUTCOMES: tuple[tuple[tuple[type[BatonError], ...], Outcome], ...] = (

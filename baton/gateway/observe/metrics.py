@@ -8,8 +8,8 @@ from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.fleet.revisions import serving_revisions, serving_versions
 from baton.gateway.observe.load import worker_loads
-from baton.metrics.declared import ProcessRole
 from baton.metrics.exposition import Exposition, Figure
+from baton.metrics.metric import ProcessRole
 from baton.metrics.page import join
 
 _STATES = ("ready", "loading", "draining", "unusable", "unreachable")

@@ -23,7 +23,7 @@ from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
 from baton.gateway.request.output import Ended
 from baton.gateway.request.pooling import PooledBatch
-from baton.metrics.declared import Outcome
+from baton.metrics.metric import Outcome
 from baton.rpc.status import is_over
 from baton.tracing.context import TraceContext
 

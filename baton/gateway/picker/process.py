@@ -19,8 +19,8 @@ from baton.core.supervisor import Supervisor
 from baton.gateway.picker.choice import GatewayChoice, Picked, PickRequest
 from baton.gateway.picker.exchange import Exchange
 from baton.gateway.picker.gateways import GatewayPool
-from baton.metrics.declared import ProcessRole
 from baton.metrics.exposition import Exposition, Figure
+from baton.metrics.metric import ProcessRole
 from baton.metrics.page import join
 from baton.metrics.port import MetricsPort
 from baton.metrics.tally import Layout, Tally

@@ -20,7 +20,8 @@ from baton.gateway.observe.tracing.start import tracing
 from baton.gateway.request.balance import BalanceRules
 from baton.gateway.request.balance_loop import keep_balance
 from baton.gateway.request.connections import Connections
-from baton.gateway.serving.serving import OtherWorkers, Serving, SingleWorker
+from baton.gateway.serving.other_workers import OtherWorkers, SingleWorker
+from baton.gateway.serving.serving import Serving
 from baton.gateway.text.model import ServedModel
 from baton.metrics.port import MetricsPort
 from baton.rpc import sockets

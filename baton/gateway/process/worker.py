@@ -26,7 +26,7 @@ from baton.gateway.core.shared_sessions import SharedSessions
 from baton.gateway.observe.recent import Shown
 from baton.gateway.process import process
 from baton.gateway.process.worker_channel import ANSWER_S, Message, WorkerChannel
-from baton.gateway.serving.serving import AnswerAbout, Serving
+from baton.gateway.serving.other_workers import AnswerAbout, AskedWorker
 from baton.gateway.text.model import read_served_model
 from baton.security.limit_table import LimitTable
 from baton.settings.gateway_config import GatewaySettings
@@ -93,7 +93,7 @@ class _OtherWorkers:
     def __init__(self, end: socket.socket, counters: SharedCounters) -> None:
         self.shared_counters = counters
         self._channel = WorkerChannel(end, self._answer)
-        self._serving: Serving | None = None
+        self._serving: AskedWorker | None = None
         self._tasks: set[asyncio.Task[object]] = set()
         self._topics: dict[str, AnswerAbout] = {}
 
@@ -103,7 +103,7 @@ class _OtherWorkers:
         logging.shutdown()
         os._exit(1)
 
-    def join(self, serving: Serving) -> None:
+    def join(self, serving: AskedWorker) -> None:
         self._serving = serving
 
     def ready(self, found: process.Addresses) -> None:

@@ -5,17 +5,16 @@ Owns the state that requests share: the admission queue, the counters, and the d
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
 from baton.core.errors import Cancelled, Draining
 from baton.core.memory import memory_limit_bytes
 from baton.core.types import AdapterRef
 from baton.gateway.core.request import Outputs
-from baton.gateway.core.shared_counters import Count, Counters, SharedCounters
+from baton.gateway.core.shared_counters import Count, Counters
 from baton.gateway.observe.load import WorkerLoad, worker_loads
 from baton.gateway.observe.meter import CHAT, COMPLETION, RequestMeter
 from baton.gateway.observe.metrics import GatewayMetrics
@@ -26,6 +25,7 @@ from baton.gateway.request.connections import Connections
 from baton.gateway.request.driver import Write
 from baton.gateway.serving.admission_queue import AdmissionQueue
 from baton.gateway.serving.fan_out import fan_out
+from baton.gateway.serving.other_workers import OtherWorkers, SingleWorker
 from baton.gateway.serving.output_run import OutputRunner, RunningRequest, Skip
 from baton.gateway.serving.pool_run import PoolRunner
 from baton.gateway.serving.pooling import PooledAnswer, PoolingRequest
@@ -49,59 +49,6 @@ from baton.tracing.context import TraceContext
 log = logging.getLogger("baton")
 
 _BYTES_PER_TOKEN = 8  # estimated size of one decoded token and its id
-
-
-AnswerAbout = Callable[[Mapping[str, Any], int], dict[str, Any]]
-"""Answers a question of another worker; the number is the row of this one."""
-
-
-class OtherWorkers(Protocol):
-    """Access to the other worker processes of this gateway, and to the counters that all workers share."""
-
-    @property
-    def shared_counters(self) -> SharedCounters: ...
-
-    def join(self, serving: "Serving") -> None:
-        """Lets the other workers' questions reach `serving` from now on."""
-        ...
-
-    async def abort(self, request_ids: Sequence[str], client: str | None) -> set[str]:
-        """Ends these requests where they run on other workers; returns their ids. `client`: as in `abort_here`."""
-        ...
-
-    async def recent(self, most: int, client: str | None) -> list[list[Shown]]:
-        """The result of `Serving.recent.newest` on each of the other workers."""
-        ...
-
-    def answer_about(self, topic: str, answer: AnswerAbout) -> None:
-        """Lets the other workers' questions about this topic reach `answer` from now on."""
-        ...
-
-    async def ask_about(self, topic: str, question: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Asks each of the other workers; returns the answers that came in time. Both are JSON of at most 16 MiB."""
-        ...
-
-
-class SingleWorker:
-    """A gateway with a single process."""
-
-    def __init__(self) -> None:
-        self.shared_counters = SharedCounters()
-
-    def join(self, serving: "Serving") -> None:
-        pass
-
-    async def abort(self, request_ids: Sequence[str], client: str | None) -> set[str]:  # noqa: ARG002
-        return set()
-
-    async def recent(self, most: int, client: str | None) -> list[list[Shown]]:  # noqa: ARG002
-        return []
-
-    def answer_about(self, topic: str, answer: AnswerAbout) -> None:
-        pass
-
-    async def ask_about(self, topic: str, question: Mapping[str, Any]) -> list[dict[str, Any]]:  # noqa: ARG002
-        return []
 
 
 class Serving:

@@ -8,8 +8,9 @@ from prometheus_client import parser
 from baton.core import errors
 from baton.core.errors import BatonError
 from baton.core.types import FinishReason, Path
-from baton.metrics.declared import LOST, METRICS, REASONS, SERVED_MODEL, Metric, MetricKind, ProcessRole, metrics_of
+from baton.metrics.declared import LOST, METRICS, REASONS, SERVED_MODEL, metrics_of
 from baton.metrics.exposition import Exposition, Figure
+from baton.metrics.metric import Metric, MetricKind, ProcessRole
 from baton.metrics.tally import Layout, Tally
 from kvtransfer.leases import SegmentRefusal
 

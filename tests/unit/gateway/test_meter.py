@@ -21,7 +21,8 @@ from baton.core.types import FinishReason, Path, Receipt, Usage
 from baton.gateway.observe.meter import CHAT, COMPLETION, RequestMeter, outcome_of
 from baton.gateway.request.output import Ended
 from baton.gateway.request.receipt import DECODE, PREFILL, ReceiptDraft, Retry
-from baton.metrics.declared import SERVED_MODEL, Outcome, ProcessRole
+from baton.metrics.declared import SERVED_MODEL
+from baton.metrics.metric import Outcome, ProcessRole
 from baton.metrics.tally import Layout, Tally
 
 

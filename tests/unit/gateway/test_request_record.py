@@ -9,7 +9,7 @@ from baton.core.errors import InvalidRequest, NoNode
 from baton.gateway.core.shared_counters import Count, SharedCounters
 from baton.gateway.observe.meter import RequestMeter
 from baton.gateway.observe.request_record import RequestRecord, RequestRecords
-from baton.metrics.declared import Outcome
+from baton.metrics.metric import Outcome
 
 
 class Recorded:

@@ -5,7 +5,7 @@ import pytest
 from baton.core.errors import InternalError
 from baton.core.types import TokenOutput
 from baton.engine.events import ChunkComputed, DraftsChecked, RequestFailed, RequestStarted, StepEvents, TokenSampled
-from baton.metrics.declared import ProcessRole
+from baton.metrics.metric import ProcessRole
 from baton.metrics.tally import Layout
 from baton.node.meter import NodeMeter
 from kvtransfer.leases import LeaseTotals

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from baton.core.types import Slo
-from baton.metrics.declared import Outcome
+from baton.metrics.metric import Outcome
 from baton.tracing.context import TraceContext
 from baton.tracing.sampling import FAILED, HEAD, RETRIED, SLOW, Sampling
 

@@ -17,7 +17,7 @@ from baton.gateway.core.shared_counters import Count
 from baton.gateway.http.errors import HttpRefusal
 from baton.gateway.http.responses.answer import response_id
 from baton.gateway.http.responses.store import ResponseStore, StoredResponse
-from baton.gateway.serving.serving import OtherWorkers
+from baton.gateway.serving.other_workers import OtherWorkers
 from baton.security import identity
 from baton.settings.config import MIB
 from baton.settings.gateway_config import GatewaySettings

@@ -18,7 +18,8 @@ from baton.gateway.request.journal import (
 )
 from baton.gateway.request.receipt import DECODE as DECODE_STAGE
 from baton.gateway.request.receipt import PREFILL as PREFILL_STAGE
-from baton.metrics.declared import LOST, ProcessRole
+from baton.metrics.declared import LOST
+from baton.metrics.metric import ProcessRole
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.error_detail import from_detail

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from baton.gateway.request.pooling import PooledBatch
-from baton.metrics.declared import ProcessRole
+from baton.metrics.metric import ProcessRole
 from baton.tracing.declared import POOL, RETRY_EVENT, Attribute
 from baton.tracing.span import Event, Span, SpanPlace
 

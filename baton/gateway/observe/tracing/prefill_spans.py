@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 from baton.gateway.observe.tracing.node_clock import NodeClock
 from baton.gateway.request.journal import CallMade, ChunkDone, FirstToken
-from baton.metrics.declared import ProcessRole
+from baton.metrics.metric import ProcessRole
 from baton.protos.internal.v1 import prefill_pb2 as pb
 from baton.tracing.declared import CHUNK, PREFILL, PREFILL_QUEUE, SEND, Attribute
 from baton.tracing.span import Span, SpanPlace

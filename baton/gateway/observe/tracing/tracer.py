@@ -18,7 +18,7 @@ from baton.gateway.observe.tracing.pool_spans import batch_span, retry_events
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
 from baton.gateway.request.pooling import PooledBatch
-from baton.metrics.declared import Outcome
+from baton.metrics.metric import Outcome
 from baton.tracing.context import TraceContext, write_traceparent
 from baton.tracing.declared import FIRST_TOKEN_EVENT, PREPARE, QUEUE, Attribute
 from baton.tracing.sampling import Sampling

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from baton.core.errors import InvalidRequest
 from baton.gateway.http.bodies import ChatBody, CompletionBody, TokenizeBody
-from baton.gateway.http.checking import parse
+from baton.gateway.http.body_reader import parse
 from baton.gateway.http.translate import chat_message, chat_request, completion_messages
 from baton.gateway.serving.validate import check_sampling
 from baton.gateway.text.chat.json_request import chat_request as conversation

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from baton.core.errors import InvalidRequest
 from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
 from baton.gateway.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from baton.gateway.http.checking import Model, checked, parse, parse_object, read_body
+from baton.gateway.http.body_reader import parse, parse_object, read_body
+from baton.gateway.http.checking import Model, checked
 from baton.gateway.http.errors import HttpRefusal
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.gateway.http.translate import chat_request

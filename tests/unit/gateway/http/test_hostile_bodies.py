@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from baton.core.errors import InvalidRequest
 from baton.gateway.http.anthropic import translate as anthropic
 from baton.gateway.http.anthropic.models import MessagesRequest
-from baton.gateway.http.checking import checked, parse_object
+from baton.gateway.http.body_reader import parse_object
+from baton.gateway.http.checking import checked
 from baton.gateway.http.errors import HttpRefusal, openai_error
 from baton.gateway.http.responses import translate as responses
 from baton.gateway.http.responses.models import ResponsesRequest

@@ -9,7 +9,8 @@ from baton.core.errors import InvalidRequest
 from baton.gateway.http.anthropic.models import MessagesRequest
 from baton.gateway.http.anthropic.translate import to_message as of_messages
 from baton.gateway.http.bodies import ChatBody, CompletionBody
-from baton.gateway.http.checking import checked, parse
+from baton.gateway.http.body_reader import parse
+from baton.gateway.http.checking import checked
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.gateway.http.responses.translate import to_message as of_responses
 from baton.gateway.http.translate import chat_message, completion_messages

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import baton.gateway.http.call
-from baton.gateway.http.checking import parse_object
+from baton.gateway.http.body_reader import parse_object
 from baton.gateway.http.routes import ROUTES
 from tests.unit.gateway.http.http_gateway import BOUND_S, open_http_gateway
 

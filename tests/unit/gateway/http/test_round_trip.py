@@ -14,7 +14,8 @@ from baton.gateway.http.anthropic.answer import MessageObject, MessageStream
 from baton.gateway.http.anthropic.models import MessagesRequest
 from baton.gateway.http.anthropic.translate import to_chat as messages_chat
 from baton.gateway.http.bodies import ChatBody
-from baton.gateway.http.checking import checked, parse_object
+from baton.gateway.http.body_reader import parse_object
+from baton.gateway.http.checking import checked
 from baton.gateway.http.chunks import ChatChunks, StreamShape
 from baton.gateway.http.responses.answer import Identity, ResponseObject
 from baton.gateway.http.responses.models import ResponsesRequest

@@ -8,7 +8,7 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.http.bodies import ChatBody, CompletionBody
-from baton.gateway.http.checking import parse
+from baton.gateway.http.body_reader import parse
 from baton.gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
 from baton.gateway.text.chat.types import NamedTool
 from baton.protos.v1 import common_pb2

@@ -18,8 +18,8 @@ from baton.core.errors import ConfigError
 from baton.gateway.picker.choice import GatewayChoice
 from baton.gateway.picker.gateways import GatewayPool, read_report
 from baton.gateway.picker.process import SERVICE_NAME, new_choice, serve_picks, set_ready, start_serving
-from baton.metrics.declared import ProcessRole
 from baton.metrics.exposition import Exposition, Figure
+from baton.metrics.metric import ProcessRole
 from baton.metrics.page import Page, join
 from baton.metrics.port import MetricsPort
 from baton.metrics.tally import Layout, Tally

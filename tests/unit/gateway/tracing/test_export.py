@@ -11,7 +11,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 
 from baton.gateway.observe.tracing import export
 from baton.gateway.observe.tracing.export import Exporter
-from baton.metrics.declared import ProcessRole
+from baton.metrics.metric import ProcessRole
 from baton.metrics.tally import Layout, Tally
 from baton.tracing.environment import TraceCollector
 

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.core.errors import BatonError, DataLoss, NoNode
-from baton.metrics.declared import Outcome
+from baton.metrics.metric import Outcome
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.tracing.declared import EVENTS, SPANS
 from tests.unit.gateway.served import LENGTH, accepted, first_token, hand_over_failed, reserved, token

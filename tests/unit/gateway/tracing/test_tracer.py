@@ -8,7 +8,7 @@ from baton.gateway.core import events
 from baton.gateway.observe.tracing.tracer import Ending
 from baton.gateway.request.pooling import PooledBatch
 from baton.gateway.request.receipt import Retry
-from baton.metrics.declared import Outcome
+from baton.metrics.metric import Outcome
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.tracing.context import TraceContext, read_context
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, first_token, reserved, token

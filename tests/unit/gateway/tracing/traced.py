@@ -9,7 +9,7 @@ from baton.gateway.observe.tracing.otlp import SpanEncoder
 from baton.gateway.observe.tracing.tracer import Ending, Tracer
 from baton.gateway.request.commands import Command
 from baton.gateway.request.journal import Journal
-from baton.metrics.declared import Outcome
+from baton.metrics.metric import Outcome
 from baton.tracing.context import TraceContext
 from baton.tracing.sampling import Sampling
 from tests.unit.gateway.fleets import request

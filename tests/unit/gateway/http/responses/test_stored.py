@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.http.responses.store import StoredResponse
 from baton.gateway.http.responses.stored import StoredResponses
-from baton.gateway.serving.serving import AnswerAbout, SingleWorker
+from baton.gateway.serving.other_workers import AnswerAbout, SingleWorker
 from baton.settings.gateway_config import GatewaySettings
 from tests.unit.gateway.http.chat_stream import events
 from tests.unit.gateway.http.http_gateway import Answer, HttpGateway, Wire, open_http_gateway, step_token

@@ -33,6 +33,8 @@ _LOADS = 4
 # be faster than computing.
 _FIND_S = 0.5
 _LOAD_S = 5.0
+# Entries that a store has at its start: 16,384 of them took 0.17 s of CPU time, of which each step takes so many.
+_FOUND_AT_ONCE = 64
 # A root that is dropped is not loaded for so long, because other nodes may still have its entries in stores that this
 # one shares with them. Longer than a gateway waits for their drops.
 DROPPED_S = 30.0
@@ -106,7 +108,14 @@ class TieredPrefixes:
         kept = self._offload.kept
         kept.lost(changes.gone)
         kept.below(changes.below)
-        kept.found(key for key in changes.found if not self._is_dropped(key.root))
+        if changes.found:
+            self._start(self._add_found(changes.found))
+
+    async def _add_found(self, found: tuple[EntryKey, ...]) -> None:
+        wanted = (key for key in found if not self._is_dropped(key.root))
+        for number, _ in enumerate(self._offload.kept.found(wanted)):
+            if number % _FOUND_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def drop_roots(self, roots: frozenset[bytes]) -> DroppedEntries:
         """Drops all entries with one of these roots from the stores.

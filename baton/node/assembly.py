@@ -27,7 +27,7 @@ from baton.node.describe import to_info, to_step_costs
 from baton.node.expert_load import ExpertLoads
 from baton.node.from_settings import engine_limits, open_transfer, transfer_settings
 from baton.node.gpu_meter import GpuMeter, gpu_uuids
-from baton.node.kv_stores import pull_namespace, store_drops, store_states, with_failed_pulls
+from baton.node.kv_stores import pull_namespace, shared_store, store_drops, store_states, with_failed_pulls
 from baton.node.meter import NodeMeter
 from baton.node.pulls import Pulls
 from baton.node.ranks.group import RankGroup
@@ -125,7 +125,9 @@ class Node:
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
         self.meter = StepMeter(built.costs)
         keeps = settings.host_cache_bytes > 0
-        self.pulls = self._open_pulls(settings, built) if keeps else None
+        layout = EntryLayout(transferred.parts(built.cache.spec))
+        self._shared_store = shared_store(settings, built, layout.namespace)
+        self.pulls = self._open_pulls(settings, built, layout) if keeps else None
         self.engine = Engine(
             runner,
             self.limits,
@@ -180,8 +182,7 @@ class Node:
             also_decodes=role == node_status_pb2.ROLE_PREFILL and settings.decodes,
         )
 
-    def _open_pulls(self, settings: NodeSettings, built: BuiltRunner) -> Pulls:
-        layout = EntryLayout(transfer_settings(settings, built, self.incarnation).parts(built.cache.spec))
+    def _open_pulls(self, settings: NodeSettings, built: BuiltRunner, layout: EntryLayout) -> Pulls:
         own_requests = built.parallel.num_owners > 1
         return Pulls(
             self.transfer,
@@ -329,7 +330,7 @@ class Node:
             gpus=self.gpus.states,
             prompt_tokens_total=self.counts.prompt_tokens,
             generated_tokens_total=self.counts.generated_tokens,
-            stores=store_states(self.kept) if self.engine.has_tier else (),
+            stores=store_states(self.kept, shared=self._shared_store) if self.engine.has_tier else (),
             kv_loaded_tokens_total=loaded_tokens,
             kv_load_s_total=load_s,
             kv_pull_fixed_s=0.0 if pull_costs is None else pull_costs.fixed_s,

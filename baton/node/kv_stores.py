@@ -21,7 +21,7 @@ from kvtransfer.records import EntryCounters
 from kvtransfer.settings import OpenStore
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.files import FileStore
-from kvtransfer.stores.mooncake import open_mooncake, parse_mooncake_url
+from kvtransfer.stores.mooncake import MooncakeStore, open_mooncake, parse_mooncake_url
 from kvtransfer.stores.store import Store, StoreCounters
 
 
@@ -67,6 +67,20 @@ def pull_namespace(settings: NodeSettings, built: BuiltRunner) -> bytes:
     return _joined(namespace, b"%d ranks" % built.parallel.size) if settings.batch_invariant else namespace
 
 
+def shared_store(settings: NodeSettings, built: BuiltRunner, namespace: bytes) -> bytes:
+    """A digest of the store that the node shares with others, and of what the entries of its ranks mean: nodes with an
+    equal one read each other's entries there. Empty: it shares none.
+
+    Args:
+        namespace: of rank 0's entries.
+    """
+    if settings.kv_store is None:
+        return b""
+    host, port = parse_mooncake_url(settings.kv_store)
+    where = f"{host}:{port}, {built.parallel.size} ranks".encode()
+    return _joined(_joined(namespace, _origin(settings, built)), where)
+
+
 def with_failed_pulls(counters: EntryCounters, failures: int) -> EntryCounters:
     """The totals of all ranks, with the node's pulls that failed."""
     if not failures:
@@ -75,8 +89,12 @@ def with_failed_pulls(counters: EntryCounters, failures: int) -> EntryCounters:
     return replace(counters, stores={**counters.stores, PEER: peers})
 
 
-def store_states(counters: EntryCounters) -> Iterator[node_status_pb2.StoreState]:
-    """Describes host memory, then the stores below it."""
+def store_states(counters: EntryCounters, *, shared: bytes = b"") -> Iterator[node_status_pb2.StoreState]:
+    """Describes host memory, then the stores below it.
+
+    Args:
+        shared: of the store that several nodes have in common, see `shared_store`.
+    """
     for name, store in _by_name(counters):
         yield node_status_pb2.StoreState(
             name=name,
@@ -87,6 +105,7 @@ def store_states(counters: EntryCounters) -> Iterator[node_status_pb2.StoreState
             failed_total=store.failed,
             reads_total=store.reads,
             read_s_total=store.read_s,
+            shared=shared if name == MooncakeStore.name else b"",
         )
 
 

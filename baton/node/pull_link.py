@@ -117,20 +117,21 @@ class PullLink:
         async with self._in_use():
             return await self._pull(keys, after, None)
 
-    async def find_state(self, keys: tuple[EntryKey, ...], *, held: int, every: int) -> int:
-        """How many of these entries there are up to the last one after which the other node has the recurrent state,
-        and all entries before it but the first ones that are `held` here. 0: there is no such state.
+    async def search(self, keys: tuple[EntryKey, ...], *, held: int = 0, every: int = 0) -> int:
+        """How many of the first of these entries the other node has, without a gap after the ones that are `held` here.
+        So a pull that would bring nothing costs a question, and no entry leaves to make room for it.
 
         Args:
-            every: only after every so many entries of the sequence.
+            every: up to the last one only after which it has the recurrent state, of those that are a multiple of so
+                many entries from the sequence's beginning. 0: no state is wanted.
 
         Raises:
             BatonError: as for `pull`.
         """
         async with self._in_use():
             number = secrets.randbits(NUMBER_BITS)
-            wanted = pb.WantedState(entries=wanted_entries(number, keys, held=held), every=every)
-            return min(await self._asked(number, pb.PullRequest(find_state=wanted)), len(keys))
+            search = pb.EntrySearch(entries=wanted_entries(number, keys, held=held), every=every)
+            return min(await self._asked(number, pb.PullRequest(search=search)), len(keys))
 
     @asynccontextmanager
     async def _in_use(self) -> AsyncIterator[None]:

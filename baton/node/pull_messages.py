@@ -63,16 +63,14 @@ def pull_job(wanted: pb.WantedEntries) -> PullJob:
     return PullJob(wanted.number, keys[wanted.held :], keys[-1] if wanted.with_state else None)
 
 
-def state_search(wanted: pb.WantedState) -> tuple[tuple[EntryKey, ...], int]:
-    """The entries of a search for a state, and how many of the first ones the caller has.
+def searched_entries(wanted: pb.EntrySearch) -> tuple[tuple[EntryKey, ...], int]:
+    """The entries of a search, and how many of the first ones the caller has.
 
     Raises:
         InvalidRequest: its parts have no possible sizes.
     """
     keys = entry_keys(wanted.entries)
     _check_held(wanted.entries, len(keys))
-    if not wanted.every:
-        raise InvalidRequest("a state after every 0 entries", field="every", value=0, allowed=("at least 1",))
     return keys, wanted.entries.held
 
 

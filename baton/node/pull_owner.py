@@ -14,7 +14,7 @@ from baton.core.errors import BatonError, Draining, InvalidRequest, Overloaded
 from baton.core.kv_entries import EntryKey, NodeRanks
 from baton.kvcache.spec import KVCacheSpec
 from baton.node.pull_link import in_order
-from baton.node.pull_messages import check_hello, check_worker_addresses, pull_job, state_search
+from baton.node.pull_messages import check_hello, check_worker_addresses, pull_job, searched_entries
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert_node import ranks_from_proto
@@ -175,21 +175,24 @@ class PullOwner:
 
     def _answer_to(self, reader: _Reader, message: pb.PullRequest) -> tuple[Answer, pb.PullResponse]:
         """What answers a message, and the answer if there is no time for it."""
-        if message.HasField("find_state"):
-            keys, held = state_search(message.find_state)
-            number = message.find_state.entries.number
-            return self._find_state(number, keys, held, message.find_state.every), _found(number, 0)
+        if message.HasField("search"):
+            keys, held = searched_entries(message.search)
+            number = message.search.entries.number
+            return self._search(number, keys, held, message.search.every), _found(number, 0)
         wanted = message.wanted
         there = wanted.owner_rank if wanted.HasField("owner_rank") else None
         return self._pull(reader, pull_job(wanted), there), _sent(wanted.number, 0)
 
     async def _pull(self, reader: _Reader, job: PullJob, there: int | None) -> pb.PullResponse:
-        owner = await self._rank_with_most(job.keys) if self._ranks.own_requests and job.keys else None
+        owner, _ = await self._rank_with_most(job.keys) if self._ranks.own_requests else (None, 0)
         sent = await self._transfer.entries.serve_pull(reader.number, job, owner=owner, owner_there=there)
         return _sent(job.number, sent)
 
-    async def _find_state(self, number: int, keys: tuple[EntryKey, ...], held: int, every: int) -> pb.PullResponse:
-        there = held + await self._transfer.entries.find_entries(keys[held:])
+    async def _search(self, number: int, keys: tuple[EntryKey, ...], held: int, every: int) -> pb.PullResponse:
+        _, found = await self._rank_with_most(keys[held:])
+        there = held + found
+        if not every:
+            return _found(number, there)
         after = tuple(key for key in keys[:there] if (key.number + 1) % every == 0)
         found = await self._transfer.entries.find_state(after)
         return _found(number, after[found - 1].number - keys[0].number + 1 if found else 0)
@@ -207,12 +210,15 @@ class PullOwner:
         finally:
             self._pulls -= 1
 
-    async def _rank_with_most(self, keys: tuple[EntryKey, ...]) -> int:
-        """The rank that has most of the entries; each keeps those of its own requests."""
+    async def _rank_with_most(self, keys: tuple[EntryKey, ...]) -> tuple[int | None, int]:
+        """The rank that has most of the entries, if each keeps those of its own requests, and how many it has of the
+        first ones; else None, and how many all ranks have."""
+        if not self._ranks.own_requests:
+            return None, await self._transfer.entries.find_entries(keys)
         found = await asyncio.gather(
             *(self._transfer.entries.find_entries(keys, owner=rank) for rank in range(self._ranks.size))
         )
-        return found.index(max(found))
+        return found.index(max(found)), max(found)
 
     def _link_failed(self, reader: _Reader, error: BatonError) -> None:
         log.info("lost %s, which pulls entries: %s", reader.name, error)
@@ -235,4 +241,4 @@ def _sent(number: int, entries: int) -> pb.PullResponse:
 
 
 def _found(number: int, entries: int) -> pb.PullResponse:
-    return pb.PullResponse(found=pb.StateFound(number=number, entries=entries))
+    return pb.PullResponse(found=pb.EntriesFound(number=number, entries=entries))

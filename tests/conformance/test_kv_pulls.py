@@ -15,7 +15,7 @@ import torch
 
 from baton.core import pull_costs
 from baton.core.errors import InternalError, InvalidRequest, Overloaded
-from baton.core.kv_entries import KeptPrefix
+from baton.core.kv_entries import EntryBlocks, KeptPrefix
 from baton.kvcache.layout import KVCacheLayout
 from baton.node import pull_link, pull_owner, pulls
 from baton.node.pull_messages import wanted_entries
@@ -31,13 +31,14 @@ from tests.conformance.pulling import (
     ENTRIES,
     KEYS,
     OWNER,
+    READER,
     PullingNode,
     a_reader,
     a_reader_elsewhere,
     an_owner,
     computed,
 )
-from tests.unit.kvtransfer.offloading import MemoryStore
+from tests.unit.kvtransfer.offloading import MemoryStore, blocks_of, keys_of
 from tests.unit.security.settings import TlsSettings
 
 
@@ -100,13 +101,13 @@ async def test_what_is_here_already_is_not_received_again() -> None:
 
 async def test_two_nodes_pull_from_each_other_at_once() -> None:
     async with owner_elsewhere() as (owner, kept), a_reader() as reader:
-        await owner.call("forget", 6)
+        await owner.call("forget", 8)
         assert await reader.keep(seed=4) == ENTRIES
         await reader.forget(0)
-        assert await reader.pull(kept) == 6
+        assert await reader.pull(kept) == 8
         owner.begin("pull", reader.kept())
-        assert await reader.pull(kept) == 6
-        assert await owner.answer() == ("pull", 6)
+        assert await reader.pull(kept) == 8
+        assert await owner.answer() == ("pull", 8)
 
 
 async def test_an_owner_that_has_forgotten_entries_sends_those_before_them() -> None:
@@ -115,6 +116,20 @@ async def test_an_owner_that_has_forgotten_entries_sends_those_before_them() -> 
         assert await reader.pull(kept) == 7
         await owner.call("forget", 0)
         assert await reader.pull(kept, KEYS[7:]) == 0
+        assert reader.pulls.failures == 0
+        await until_only_the_link_is_held(reader, links=1)
+
+
+@pytest.mark.parametrize("found", [0, 2])
+async def test_what_the_owner_does_not_have_makes_nothing_leave_the_readers_full_memory(found: int) -> None:
+    reader = PullingNode(READER, KVCacheLayout.HND, 32, places=ENTRIES)
+    others = EntryBlocks(keys_of(ENTRIES, seed=1), blocks_of(reader.cache, ENTRIES, 1))
+    async with owner_elsewhere() as (owner, kept), reader:
+        assert await reader.transfer.entries.save_entries(others) == ENTRIES
+        await owner.call("forget", found)
+        assert await reader.pull(kept) == found
+        entries = reader.transfer.counters().entries
+        assert (entries.evicted, entries.entries) == (found, ENTRIES)
         assert reader.pulls.failures == 0
         await until_only_the_link_is_held(reader, links=1)
 

@@ -3,7 +3,7 @@
 Followers of the cache see them as cached: a request that arrives at this node finds them, and need not compute them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from baton.core.block_keys import BlockKey, KeyChain, block_keys_of
 from baton.core.kv_entries import EntryKey
@@ -28,6 +28,7 @@ class KeptBlocks:
         self._below: dict[bytes, None] = {}  # entries that host memory does not have, the oldest first
         self._keys: dict[bytes, BlockKey] = {}
         self._entries: dict[bytes, bytes] = {}  # of the same blocks
+        self._lost_since: list[set[bytes]] = []  # what has been lost since each call of `found` began
         self._changes: CacheChanges | None = None
 
     def kept(self, entries: Iterable[EntryKey], keys: KeyChain, tokens: IntArray) -> None:
@@ -44,11 +45,16 @@ class KeptBlocks:
         for digest in digests:
             self._move(digest, is_below=True)
 
-    def found(self, entries: Iterable[EntryKey]) -> None:
+    def found(self, entries: Iterable[EntryKey]) -> Iterator[None]:
         """A store below host memory has these entries, each after the one before it in its sequence. Those whose
-        beginning is not among them are of no use."""
+        beginning is not among them are of no use. Takes one for each step, so that other tasks can run in between."""
         ends: dict[bytes, tuple[bytes, bytes]] = {}  # by entry: the last block so far, and the tokens after it
+        lost: set[bytes] = set()
+        self._lost_since.append(lost)
         for entry in entries:
+            yield
+            if entry.block.digest in lost:
+                continue
             before = (entry.root, b"") if not entry.number else ends.get(entry.block.parent)
             if before is None:
                 continue
@@ -60,6 +66,7 @@ class KeptBlocks:
             if entry.block.digest not in self._by_entry:
                 self._add(entry, tuple(blocks))
                 self._move(entry.block.digest, is_below=True)
+        self._lost_since = [each for each in self._lost_since if each is not lost]
 
     def has(self, entry: EntryKey) -> bool:
         """Whether the stores have this entry, or will have it soon."""
@@ -68,6 +75,8 @@ class KeptBlocks:
     def lost(self, digests: Iterable[bytes]) -> None:
         """The stores no longer have the entries with these digests."""
         for digest in digests:
+            for lost in self._lost_since:
+                lost.add(digest)
             self._roots.pop(digest, None)
             self._below.pop(digest, None)
             for key in self._by_entry.pop(digest, ()):

@@ -18,7 +18,7 @@ from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
 from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
 from baton.gateway.fleet.placement import Placement, place
-from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS, with_possible_pull
+from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS, with_possible_pull, with_shared_read
 from baton.gateway.fleet.prompt_lengths import PromptLengths
 from baton.gateway.fleet.router import (
     NodeView,
@@ -42,6 +42,7 @@ class CachedTokens(dict[str, int]):
         outside: of these, the last ones, which the node must load from host memory first.
         below: of these in turn, those that it must read from files or a shared store before.
         most: of the nodes whose KV is of one kind, the one that has most, and its tokens.
+        shared: of the nodes that share a store, the tokens of the one that has most: others may read them there.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class CachedTokens(dict[str, int]):
         self.outside: dict[str, int] = {}
         self.below: dict[str, int] = {}
         self.most: dict[tuple[object, ...], tuple[int, FleetNode]] = {}
+        self.shared: dict[bytes, int] = {}
 
 
 class Fleet(NodeTable):
@@ -218,11 +220,14 @@ class Fleet(NodeTable):
         return cached
 
     def _note_most(self, cached: CachedTokens) -> None:
-        """Finds the nodes from which others may pull."""
+        """Finds the nodes from which others may pull, and what a shared store is likely to have: nodes write to it what
+        they keep."""
         for address, tokens in cached.items():
             node = self.prefills.get(address) or self.decodes.get(address)
             if node is None or node.kept_kind is None or not node.serves:
                 continue
+            if node.shared_store:
+                cached.shared[node.shared_store] = max(tokens, cached.shared.get(node.shared_store, 0))
             if tokens > cached.most.get(node.kept_kind, (0, node))[0]:
                 cached.most[node.kept_kind] = tokens, node
 
@@ -354,8 +359,11 @@ def _at(view: NodeView, cached: CachedTokens, queue_s: float) -> NodeView:
 
 
 def _pulling(view: NodeView, node: FleetNode, cached: CachedTokens) -> NodeView:
-    """The node's view with the pull that it would begin if it computed the prompt."""
-    if node.kept_kind is None or node.kept_kind not in cached.most:
+    """The node's view with the pull that it would begin if it computed the prompt, or with the read from a shared
+    store, which it searches before."""
+    if node.shared_store:
+        view = with_shared_read(view, cached.shared.get(node.shared_store, 0))
+    if view.pull is not None or node.kept_kind is None or node.kept_kind not in cached.most:
         return view
     most, source = cached.most[node.kept_kind]
     return view if source is node else with_possible_pull(view, most, source.name)

@@ -25,6 +25,7 @@ from baton.gateway.fleet.node_report import (
     load_of,
     refuses_for_good,
     seconds_of,
+    shared_store,
     to_view,
 )
 from baton.gateway.fleet.pair_choice import Candidate
@@ -79,6 +80,7 @@ class FleetNode:
         self.revision = ""  # of the node's weights; requests continue only on nodes of their revision; empty: unknown
         # What must be equal where nodes use each other's KV; None: it keeps none outside of its cache.
         self.kept_kind: tuple[object, ...] | None = None
+        self.shared_store = b""  # equal where nodes read each other's KV in one store; empty: it shares none
         self.cached_tokens = 0  # cached part of the prompt for which the node was last chosen
         self._view: NodeView | None = _UNKNOWN  # None: outdated
         self._decode_view: NodeView | None = None
@@ -258,7 +260,7 @@ class FleetNode:
         self.revision = revision_of(status.info.model)
         self.adapters = frozenset(AdapterRef(each.name, each.revision) for each in status.adapters)
         self.status, self.incarnation = status, status.info.incarnation
-        self.kept_kind = kept_kind(status)
+        self.kept_kind, self.shared_store = kept_kind(status), shared_store(status)
         if self._peers_answered or status.peers != before.peers:
             self._take_peers({peer.incarnation: peer for peer in status.peers if peer.incarnation})
             self._peers_answered = False

@@ -50,6 +50,11 @@ def kept_kind(status: node_status_pb2.NodeStatus) -> tuple[object, ...] | None:
     return revision_of(info.model), info.model.content_digest, *kind
 
 
+def shared_store(status: node_status_pb2.NodeStatus) -> bytes:
+    """What nodes must have in common to read each other's KV in one store; empty: the node shares none."""
+    return next((store.shared for store in status.stores if store.shared), b"")
+
+
 def seconds_of(reported: float) -> float:
     """A number that a node reported; 0 if it is negative, infinite or NaN."""
     return reported if 0 <= reported < math.inf else 0.0

@@ -11,6 +11,23 @@ from baton.gateway.fleet.router import NodeView, PossiblePull
 MUCH_MORE_TOKENS = 128
 
 
+def with_shared_read(view: NodeView, most: int) -> NodeView:
+    """The view with the read of KV that the store which the node shares with others is likely to have.
+
+    Args:
+        most: leading tokens of the prompt that one of these nodes has.
+    """
+    if view.costs is None or most < view.cached_tokens + MUCH_MORE_TOKENS:
+        return view
+    stop = most // ENTRY_TOKENS * ENTRY_TOKENS
+    tokens, compute_s = stop - view.cached_tokens, view.prompt_s(view.cached_tokens, stop)
+    state_tokens = view.state_bytes / view.kv_bytes_per_token if view.kv_bytes_per_token else 0.0
+    read_s = (tokens + state_tokens) * view.read_token_s
+    if read_s >= compute_s:  # then the node does not read it
+        return view
+    return view.with_pull(PossiblePull(stop, tokens, read_s, compute_s, "the shared store"))
+
+
 def with_possible_pull(view: NodeView, most: int, source: str) -> NodeView:
     """The view with the pull that the node would begin, by the costs that it has measured.
 

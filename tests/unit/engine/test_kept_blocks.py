@@ -1,6 +1,7 @@
 """What followers of a cache see of the stores outside of it: blocks in host memory, and blocks below it."""
 
 from array import array
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,12 +24,17 @@ def block_chain(block_size: int, salt: str = "") -> KeyChain:
     return KeyChain(identity="m", cache_salt=salt, block_size=block_size)
 
 
+def take(steps: Iterator[None]) -> None:
+    for _ in steps:
+        pass
+
+
 @pytest.mark.parametrize("block_size", [16, 48, 64, 80, 128, 512])
 def test_entries_that_a_store_had_at_its_start_are_the_blocks_that_were_saved(block_size: int) -> None:
     saved, found = KeptBlocks(block_size), KeptBlocks(block_size)
     for salt in ("", "a tenant"):
         saved.kept(entries(salt), block_chain(block_size, salt), TOKENS)
-    found.found(sorted((*entries(), *entries("a tenant")), key=lambda key: key.number))
+    take(found.found(sorted((*entries(), *entries("a tenant")), key=lambda key: key.number)))
     assert set(found.cached_keys()) == set(saved.cached_keys())
     assert found._by_entry == saved._by_entry
     assert all(found.is_below(key.digest) for key in found.cached_keys())
@@ -38,14 +44,14 @@ def test_entries_that_a_store_had_at_its_start_are_the_blocks_that_were_saved(bl
 def test_entries_without_the_beginning_of_their_sequence_are_not_seen() -> None:
     found = KeptBlocks(16)
     keys = entries()
-    found.found((*keys[1:3], keys[0], keys[4]))
+    take(found.found((*keys[1:3], keys[0], keys[4])))
     assert [found.has(key) for key in keys] == [True, False, False, False, False, False]
 
 
 def test_what_is_known_already_stays_where_it_is() -> None:
     kept = KeptBlocks(16)
     kept.kept(entries()[:2], block_chain(16), TOKENS)
-    kept.found(entries()[:3])
+    take(kept.found(entries()[:3]))
     below = [kept.is_below(kept._by_entry[key.block.digest][0].digest) for key in entries()[:3]]
     assert below == [False, False, True]
 
@@ -85,7 +91,18 @@ def test_followers_see_again_what_moves_and_what_is_lost() -> None:
 def test_only_so_many_blocks_below_host_memory_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_blocks, "_BELOW_MAX", 3)
     kept = KeptBlocks(16)
-    kept.found(entries())
+    take(kept.found(entries()))
     assert [kept.has(key) for key in entries()] == [False, False, False, True, True, True]
     kept.kept(entries()[:3], block_chain(16), TOKENS)
     assert all(kept.has(key) for key in entries())
+
+
+def test_what_is_lost_while_found_entries_are_added_is_not_added() -> None:
+    kept, keys = KeptBlocks(16), entries()
+    steps = kept.found(keys)
+    for _ in range(3):
+        next(steps)
+    kept.lost([keys[1].block.digest, keys[4].block.digest])
+    take(steps)
+    assert [kept.has(key) for key in keys] == [True, False, True, True, False, False]
+    assert kept._lost_since == []

@@ -393,3 +393,27 @@ def test_a_pull_of_a_model_with_recurrent_states_costs_the_bytes_of_one_too(head
     assert fleet.prefills["p2"].view().state_bytes == 8 * head_dim
     assert long_picked(fleet) == picked
     assert fleet.kept_elsewhere(fleet.prefills["p2"], long_prompt()) == KeptPrefix("p1", 11, 384)
+
+
+@pytest.mark.parametrize(
+    ("of_p1", "of_p2", "read_token_s", "picked"),
+    [
+        pytest.param(b"one", b"one", 1e-5, "p2", id="one-store"),
+        pytest.param(b"one", b"other", 1e-5, "p1", id="two-stores"),
+        pytest.param(b"", b"one", 1e-5, "p1", id="not-shared"),
+        pytest.param(b"one", b"one", 1.0, "p1", id="slower-than-computing"),
+    ],
+)
+def test_a_prompt_that_one_node_keeps_may_be_read_by_all_that_share_its_store(
+    of_p1: bytes, of_p2: bytes, read_token_s: float, picked: str
+) -> None:
+    fleet = pulling_fleet(None)
+    for address, shared in (("p1", of_p1), ("p2", of_p2)):
+        report = node_status_pb2.NodeStatus()
+        report.CopyFrom(fleet.prefills[address].status)
+        report.stores.add(name="mooncake", shared=shared, reads_total=100, read_s_total=6400 * read_token_s)
+        fleet.status_received(PREFILL, address, report, 0.0)
+    assert long_picked(fleet) == picked
+    placement = fleet.place(long_prompt(), 0.0)
+    assert placement is not None
+    assert ("from the shared store" in placement.prefill_pull) == (picked == "p2")

@@ -12,7 +12,7 @@ from baton.node.pull_messages import (
     check_worker_addresses,
     entry_keys,
     pull_job,
-    state_search,
+    searched_entries,
     wanted_entries,
     wanted_job,
 )
@@ -68,16 +68,14 @@ def test_entries_a_state_or_both_survive_their_message(job: PullJob) -> None:
     assert pull_job(wanted_job(job)) == job
 
 
-def test_a_message_that_leaves_nothing_to_send_or_asks_for_no_state_is_refused() -> None:
+def test_a_message_that_leaves_nothing_to_send_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="the caller has 6 of the entries"):
         pull_job(wanted_entries(5, KEYS, held=6))
     with pytest.raises(InvalidRequest, match="the caller has 7 of the entries"):
         pull_job(wanted_entries(5, KEYS, held=7, with_state=True))
     with pytest.raises(InvalidRequest, match="the caller has 7 of the entries"):
-        state_search(pb.WantedState(entries=wanted_entries(5, KEYS, held=7), every=1))
-    with pytest.raises(InvalidRequest, match="after every 0 entries"):
-        state_search(pb.WantedState(entries=wanted_entries(5, KEYS)))
-    assert state_search(pb.WantedState(entries=wanted_entries(5, KEYS, held=6), every=2)) == (KEYS, 6)
+        searched_entries(pb.EntrySearch(entries=wanted_entries(5, KEYS, held=7), every=1))
+    assert searched_entries(pb.EntrySearch(entries=wanted_entries(5, KEYS, held=6), every=2)) == (KEYS, 6)
 
 
 @given(st.binary(max_size=300))

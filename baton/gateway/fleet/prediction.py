@@ -134,7 +134,7 @@ def _steps(costs: StepCosts, rows: int, keys: int, start: int, tokens: int) -> L
 
 
 def slower_s(node: NodeView, wanted: RoutedRequest) -> float:
-    """How much longer a typical prompt takes on a prefill node while it decodes one more request.
+    """How much longer a typical prompt takes on a prefill node while it decodes one more request, beyond one step.
 
     Infinite if its costs are unknown or streams would leave no time.
     """
@@ -142,7 +142,8 @@ def slower_s(node: NodeView, wanted: RoutedRequest) -> float:
     steps = local_steps(node, tokens, wanted, joining=1)
     if steps is None:
         return math.inf
-    return max(0.0, math.ceil(tokens / steps.slice_tokens) * steps.step_s - node.prompt_s(0, tokens))
+    later_s = math.ceil(tokens / steps.slice_tokens) * steps.step_s - node.prompt_s(0, tokens)
+    return max(0.0, later_s - steps.step_s)
 
 
 def leaves_time_for_prompts(node: NodeView, wanted: RoutedRequest) -> bool:

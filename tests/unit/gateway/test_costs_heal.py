@@ -117,7 +117,7 @@ def test_idle_nodes_with_costs_from_a_busy_machine_are_tried_again(wrong: float)
 
 def test_idle_nodes_with_profiles_from_a_busy_start_are_tried_again_and_then_chosen_by_what_they_measure() -> None:
     cluster = _Cluster({"p1": 1.0, "p2": 10.0, "d1": 10.0, "d2": 10.0}, profiled=True)
-    cluster.run(rate=4, seconds=400)
+    cluster.run(rate=10, seconds=400)
     for name, node in cluster.nodes.items():
         last = sum(start_s > 300 for start_s, _ in node.served)
         assert last >= 30, name

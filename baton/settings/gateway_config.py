@@ -225,12 +225,6 @@ class PickerSettings(ProcessSettings):
         description="port of each gateway's host where /metrics is read, its --metrics-listen; default: its own HTTP "
         "port, which works without TLS and keys only",
     )
-    fallbacks: int = Field(
-        1,
-        ge=0,
-        le=16,
-        description="further gateways that each answer names for retries; 0 for a proxy that takes one address only",
-    )
     sheddable: str = Field(
         "",
         description="names of the InferenceObjectives, comma-separated, whose requests are refused with 429 while at "
@@ -240,6 +234,7 @@ class PickerSettings(ProcessSettings):
     client_tls_key: Path | None = Field(None, description="PEM file with the key of client_tls_cert")
 
     resolve_s: float = internal(_RESOLVE_S, "interval at which names of gateways are resolved and files read again")
+    fallbacks: int = internal(1, "further gateways that each answer names for retries")
     poll_s: float = internal(0.25, "interval between polls of one gateway's load and readiness")
     stale_s: float = internal(3.0, "a gateway that has not answered for that long gets no requests")
     shed_waiting: int = internal(

@@ -59,7 +59,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "latency and load",
         ("ttft_ms", "tpot_ms", "gap_factor", "ttft_factor", "refuse_late", "max_queue_s", "max_concurrent_requests",
-         "request_timeout_s", "response_store_mib", "balance_roles", "sheddable", "fallbacks", "pool_metrics_port"),
+         "request_timeout_s", "response_store_mib", "balance_roles", "sheddable", "pool_metrics_port"),
     ),
     (
         "several ranks",
@@ -93,6 +93,7 @@ RENAMED = MappingProxyType({"adapter_directory": "adapter", "num_blocks": "kv_ca
 REPLACED = MappingProxyType(
     {
         "adapter_experts": "leave it out: a node has room for experts if it finds an adapter of experts at its start",
+        "fallbacks": "leave it out: proxies take a list of gateways since version 0.4 of the endpoint picker protocol",
         "host_rank": "set NODE_RANK",
         "leader_address": "set MASTER_ADDR and MASTER_PORT",
         "num_hosts": "set NNODES",

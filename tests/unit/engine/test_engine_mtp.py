@@ -145,5 +145,5 @@ async def test_a_prefix_from_the_cache_has_the_layers_kv(good: Path) -> None:
             rates.append((events.guesses[1] - before[1]) / (events.guesses[0] - before[0]))
         assert events.started["r1"].cached_tokens >= 64
     assert events.ids("r0") == events.ids("r1")
-    assert rates[1] == pytest.approx(rates[0], abs=0.02)
+    assert rates[1] == pytest.approx(rates[0], abs=0.1)
     assert rates[0] > 0.8

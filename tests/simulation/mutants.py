@@ -162,8 +162,8 @@ def _renewal_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
 def _split_counts_a_block_too_many(patch: pytest.MonkeyPatch) -> None:
     admit = DecodeTask._admit
 
-    def mutated(self: DecodeTask, first: TokenOutput | None, now_s: float) -> DecodeCommand:
-        command = admit(self, first, now_s)
+    def mutated(self: DecodeTask, first: TokenOutput | None, guesses: tuple[int, ...], now_s: float) -> DecodeCommand:
+        command = admit(self, first, guesses, now_s)
         if isinstance(command, PrefillHere):
             return replace(command, received_tokens=command.received_tokens + self._rules.block_size)
         return command

@@ -1,6 +1,7 @@
 """Conversion between a node's plain values and protocol messages, in both directions. Pure."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from baton.core.costs import StepCosts
 from baton.core.errors import PeerRefused
@@ -120,6 +121,16 @@ def _is_known(spec: pb.CacheSpec) -> bool:
 
 
 def _to_spec(spec: pb.CacheSpec) -> KVCacheSpec:
+    return replace(
+        _to_part(spec),
+        index=_to_part(spec.index) if spec.HasField("index") else None,
+        state=_to_part(spec.state) if spec.HasField("state") else None,
+        draft=_to_part(spec.draft) if spec.HasField("draft") else None,
+    )
+
+
+def _to_part(spec: pb.CacheSpec) -> KVCacheSpec:
+    """The spec without further parts, which a part does not have."""
     return KVCacheSpec(
         kind=_KINDS_BACK[spec.kind],
         num_layers=spec.num_layers,
@@ -127,9 +138,6 @@ def _to_spec(spec: pb.CacheSpec) -> KVCacheSpec:
         head_dim=spec.head_dim,
         dtype=spec.dtype,
         windows=tuple(spec.windows),
-        index=_to_spec(spec.index) if spec.HasField("index") else None,
-        state=_to_spec(spec.state) if spec.HasField("state") else None,
-        draft=_to_spec(spec.draft) if spec.HasField("draft") else None,
     )
 
 

@@ -35,6 +35,7 @@ _OURS = NodeDescription(
         dtype="float32",
         index=KVCacheSpec(KVKind.MLA, num_layers=4, num_kv_heads=1, head_dim=8, dtype="float32"),
         state=KVCacheSpec(KVKind.STATE, num_layers=2, num_kv_heads=4, head_dim=32, dtype="float32"),
+        draft=KVCacheSpec(KVKind.GQA, num_layers=1, num_kv_heads=2, head_dim=64, dtype="float32"),
     ),
     shape=KVCacheShape(KVCacheLayout["NHD"], 16, 64, state_slots=4),
     wire_oldest=WIRE_OLDEST,

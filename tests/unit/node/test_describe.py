@@ -15,7 +15,9 @@ from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
 KV = KVCacheSpec(KVKind.GQA, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16", windows=(0, 4))
 INDEX = KVCacheSpec(KVKind.MLA, num_layers=2, num_kv_heads=1, head_dim=6, dtype="bfloat16")
 STATE = KVCacheSpec(KVKind.STATE, num_layers=3, num_kv_heads=8, head_dim=10, dtype="float32")
-SPECS = [KV, replace(KV, index=INDEX), replace(KV, state=STATE), replace(KV, index=INDEX, state=STATE)]
+DRAFT = replace(KV, num_layers=1, windows=())
+WHOLE = replace(KV, index=INDEX, draft=DRAFT, state=STATE)
+SPECS = [KV, replace(KV, index=INDEX), replace(KV, state=STATE), replace(KV, draft=DRAFT), WHOLE]
 
 
 def description(spec: KVCacheSpec) -> NodeDescription:
@@ -42,6 +44,13 @@ def test_every_part_of_a_cache_is_described(spec: KVCacheSpec) -> None:
     assert from_info(info) == description(spec)
 
 
+def test_parts_of_parts_are_not_looked_at() -> None:
+    info = info_of(WHOLE)
+    for part in (info.cache_spec.index, info.cache_spec.draft, info.cache_spec.state):
+        part.draft.kind = 17  # type: ignore[assignment]
+    assert from_info(info) == description(WHOLE)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -49,10 +58,11 @@ def test_every_part_of_a_cache_is_described(spec: KVCacheSpec) -> None:
         lambda spec: setattr(spec.index, "kind", pb.KV_KIND_GQA),
         lambda spec: setattr(spec.state, "kind", pb.KV_KIND_UNSPECIFIED),
         lambda spec: setattr(spec.state, "kind", 17),
+        lambda spec: setattr(spec.draft, "kind", pb.KV_KIND_STATE),
     ],
 )
 def test_a_part_of_a_kind_that_it_cannot_have_is_refused(change: Callable[[pb.CacheSpec], None]) -> None:
-    info = info_of(SPECS[3])
+    info = info_of(WHOLE)
     change(info.cache_spec)
     with pytest.raises(PeerRefused, match="this version does not know"):
         from_info(info)

@@ -33,7 +33,7 @@ _LOADS = 4
 # be faster than computing.
 _FIND_S = 0.5
 _LOAD_S = 5.0
-# Entries that a store has at its start: 16,384 of them took 0.17 s of CPU time, of which each step takes so many.
+# Entries that a store has at its start: 16,384 of them took 0.17 s of CPU time, so each step takes this many.
 _FOUND_AT_ONCE = 64
 # A root that is dropped is not loaded for so long, because other nodes may still have its entries in stores that this
 # one shares with them. Longer than a gateway waits for their drops.
@@ -161,7 +161,7 @@ class TieredPrefixes:
         return True
 
     async def _pull_state(self, wanted: WantedPrefix, kept: KeptPrefix, stop: int) -> bool:
-        """The same for a model with recurrent states, of which only a prefix with its state is of use."""
+        """The same for a model with recurrent states, where a prefix is of use only with its state."""
         assert self._source is not None
         start, states = wanted.starts[0], wanted.states
         keys = wanted.entries(start, max(start, stop))

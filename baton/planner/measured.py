@@ -17,8 +17,8 @@ LLAMA_8B_H200 = StepCosts(
 
 # Where nodes and gateways of that model served, each on a host of two H200s.
 SERVED_HOST = HostTimes(
-    hop_s=7.3e-3,  # served.md: 31.3 ms for 1,024 tokens alone, of which the step takes 24.0 ms
-    hand_over_s=3.4e-3,  # exposed_gpu.md: the second token comes 4.4 ms late, 1 ms of which is `link_latency_s`
+    hop_s=7.3e-3,  # served.md: 31.3 ms for 1,024 tokens alone, less the 24.0 ms of the step
+    hand_over_s=3.4e-3,  # exposed_gpu.md: the second token comes 4.4 ms late, less 1 ms of `link_latency_s`
     lead_s=2.5e-3,  # served.md: late steps were queued 1.6 to 3.4 ms after the device had run dry
     mixed_s=0.5e-3,  # prompt_steps.md: 0.1 and 1.0 ms more than the step costs say
     later_token_s=2e-6,  # exposed_gpu.md and engine.md: 1.6 us in chunks of 2048 tokens, 5.6 us in chunks of 1024

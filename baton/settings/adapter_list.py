@@ -21,7 +21,7 @@ class AdapterList(NamedTuple):
 
 
 def read_adapters(given: str) -> AdapterList:
-    """Reads a list of `name=directory`, of which one entry may be a directory without a name.
+    """Reads a list of `name=directory`. One entry may be a directory without a name.
 
     Raises:
         ValueError: a name is wrong, a directory is missing, or two have no name.

@@ -1,7 +1,7 @@
 """Time per token of an engine whose model guesses with its own MTP layer, on recorded outputs.
 
-Weights are random, so the layer's guesses are too. They are replaced by the recorded tokens, each of which is right
-with the same chance if the ones before it are. Steps and guesses compute and cost what they always do. On a GPU the
+Weights are random, so the layer's guesses are too. They are replaced by the recorded tokens: each is right with
+the same chance if the ones before it are. Steps and guesses compute and cost what they always do. On a GPU the
 shape is DeepSeek-V3's in fp8, with few of its layers: each pass of the layer is a larger part of a step than it is
 with all 61.
 """

@@ -159,7 +159,7 @@ async def test_every_kind_of_request_has_the_outputs_of_a_node_without_guesses(c
 
 
 async def test_texts_that_end_an_output_may_lie_across_guesses(cluster: Cluster) -> None:
-    """The stop string begins within a token and ends within another one, all of which are guessed."""
+    """The stop string begins within a token and ends within another one, and all of them are guessed."""
     (prompt,) = twice(40)
     async with AsyncClient(cluster.gateways[False].address) as plain:
         whole = await plain.complete(prompt, GREEDY)

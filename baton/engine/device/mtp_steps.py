@@ -13,9 +13,9 @@ the prefix cache may go on otherwise, and guesses a little worse from there; tha
 
 All passes are queued outside of graphs, while the device computes the step.
 
-A row with drafts is several rows here (`unfolded`), of which only the one with the last kept draw leads on. The device
-finds out which one it is, and only that one writes KV beyond its own position: the others would write to positions
-whose tokens are known.
+A row with drafts is several rows here (`unfolded`), and only the one with the last kept draw leads on. The device finds
+out which one it is, and only that one writes KV beyond its own position: the others would write to positions whose
+tokens are known.
 
 Suffixes: T token of the step, S row that is sampled, A sampled row that is still guessing, D hidden channel, V
 vocabulary, G row with drafts, M most draws of such a row, P pass of the layer.

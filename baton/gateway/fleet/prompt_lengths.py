@@ -19,7 +19,7 @@ class PromptLengths:
         self._squares = 0.0
 
     def add(self, tokens: int) -> None:
-        """Records a prompt of which so many tokens must be computed."""
+        """Records a prompt with so many tokens to be computed."""
         self._tokens += _NEWEST * (tokens - self._tokens)
         self._squares += _NEWEST * (tokens * tokens - self._squares)
 

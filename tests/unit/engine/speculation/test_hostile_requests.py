@@ -48,7 +48,7 @@ class Hostile:
     """Requests whose outputs depend on what is guessed, next to honest ones.
 
     Attributes:
-        wrong: guesses that steps have taken in vain.
+        wrong: taken guesses that were wrong.
         plain_s, guessed_s: predicted time of all steps without guesses, and with those that were taken.
     """
 

@@ -268,8 +268,8 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         return _sum_totals(await all_done(rank.close_lease(number) for rank in lease.ranks))
 
     def close_filled(self, number: int) -> LeaseTotals | None:
-        """Ends a lease whose tokens have all arrived at every rank. Nothing writes to its blocks any more, because no token is
-        written twice; so this waits for no rank. Returns None and changes nothing if tokens are missing."""
+        """Ends a lease whose tokens have all arrived at every rank. No token is written twice, so nothing writes to its
+        blocks any more, and this waits for no rank. Returns None and changes nothing if tokens are missing."""
         lease = self._leases.get(number)
         if lease is None or not lease.is_filled:
             return None

@@ -147,7 +147,7 @@ class HostRows:
 
     def _write(self, places: list[int], rows: list[BatchRow]) -> None:
         fields, max_rows, places_C = self.fields, len(self._rows), np.array(places)
-        _, tokens, starts, blocks, samples, sources, _, adapters, state_slots, *_, state_next = zip(*rows, strict=True)
+        _, tokens, starts, blocks, samples, sources, _, adapters, state_slots, *_ = zip(*rows, strict=True)
         sources_C = [
             max_rows + place if source is None else source for place, source in zip(places, sources, strict=True)
         ]
@@ -159,7 +159,7 @@ class HostRows:
         fields["token_source"][places_C] = sources_C
         fields["adapters"][places_C] = adapters
         fields["state_slots"][places_C] = state_slots
-        fields["state_next"][places_C] = state_next
+        fields["state_next"][places_C] = [row.state_next for row in rows]
         fields["positions"][places_C] = self.num_computed[places_C] = starts_C
         fields["seq_lens"][places_C] = starts_C + 1
         fields["slot_mapping"][places_C] = blocks_C * self._block_size + offsets_C

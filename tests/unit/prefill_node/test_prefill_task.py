@@ -160,8 +160,7 @@ def test_layers_at_different_tokens_are_sent_one_job_after_the_other() -> None:
 
 def test_guesses_go_to_the_decode_node_with_the_first_token() -> None:
     node = machine()
-    first = send(play(node, called(), step(chunk(8), sampled(), TokensGuessed("1", (7, 9))))).job
-    (message,) = hand_overs(play(node, Sent(1, segments_of(first))))
+    (message,) = hand_overs(play(node, called(), step(chunk(8), sampled(), TokensGuessed("1", (7, 9)))))
     assert list(message.guesses) == [7, 9]
 
 

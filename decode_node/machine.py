@@ -221,16 +221,17 @@ class DecodeMachine:
         """The engine's request for a gateway's message.
 
         Raises:
-            Draining: this node takes no new request, or none whose KV comes from elsewhere: its gateway may not know
-                yet that it has become a prefill node.
-            InvalidRequest: the key is in use, or a sampling parameter is out of range.
+            Draining: this node takes no new request, or it has become a prefill node and its gateway does not know yet.
+            InvalidRequest: the key is in use, a sampling parameter is out of range, or the prompt's KV would have to
+                come from elsewhere to a node that gives no leases.
         """
         if self._draining:
             raise Draining(f"{self.rules.name} is draining", cure="send the request to another decode node")
         if (session, submit.key) in self._by_key:
             raise InvalidRequest(f"request {submit.key} is here already", field="key", value=submit.key)
         if not self.rules.gives_leases and not requested_local_reason(submit):
-            raise Draining(
+            refusal = InvalidRequest if submit.to_prefill_node else Draining
+            raise refusal(
                 f"{self.rules.name} is a prefill node, which decodes only requests whose prompt it computes itself",
                 field="placement",
                 value=placement_name(submit.placement),

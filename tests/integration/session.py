@@ -71,6 +71,7 @@ class Session:
         policy: pb.LocalPolicy.ValueType = pb.LOCAL_POLICY_PREFER,
         max_queue_s: float = DEADLINE_S,
         output: Sequence[int] = (),
+        to_prefill_node: bool = False,
     ) -> Submitted:
         key = next(self._keys)
         request = self._requests[key] = Submitted(key)
@@ -83,6 +84,7 @@ class Session:
             placement=placement,
             prefill_available=True,
             max_queue_s=max_queue_s,
+            to_prefill_node=to_prefill_node,
         )
         self.send(pb.SessionRequest(submit=submit))
         return request

@@ -158,11 +158,12 @@ async def test_a_request_that_needs_a_hand_over_is_refused(
     cluster: Cluster, opened: Session, placement: pb.Placement.ValueType, policy: pb.LocalPolicy.ValueType
 ) -> None:
     name = (await status(cluster.prefill)).info.name
-    refused = opened.submit(range(10, 50), GREEDY, placement=placement, policy=policy)
-    await refused.released()
-    assert refused.kinds == ["failed", "released"]
-    assert isinstance(refused.error, InvalidRequest)
-    assert f"{name} is a prefill node" in str(refused.error)
+    for knows_role, kind in ((True, InvalidRequest), (False, Draining)):
+        refused = opened.submit(range(10, 50), GREEDY, placement=placement, policy=policy, to_prefill_node=knows_role)
+        await refused.released()
+        assert refused.kinds == ["failed", "released"]
+        assert isinstance(refused.error, kind)
+        assert f"{name} is a prefill node" in str(refused.error)
 
 
 async def test_messages_about_leases_change_nothing(cluster: Cluster, opened: Session, reference: Reference) -> None:

@@ -82,6 +82,7 @@ class NodeMessages:
             tpot_s=due.tpot_s,
             gap_factor=self._objective.gap_factor,
             ttft_factor=self._objective.ttft_factor,
+            to_prefill_node=placement.decode.also_prefills,
             kept_elsewhere=None if kept_elsewhere is None else kept_prefix_to_proto(kept_elsewhere),
             traceparent=self._request.traceparent,
         )

@@ -86,6 +86,7 @@ class Scene:
         priority: int = 0,
         prompt_logprobs: int | None = None,
         traceparent: str = "",
+        to_prefill_node: bool = False,
     ) -> list[Command]:
         submit = pb.SubmitRequest(
             key=key,
@@ -100,6 +101,7 @@ class Scene:
             max_queue_s=max_queue_s,
             priority=priority,
             traceparent=traceparent,
+            to_prefill_node=to_prefill_node,
         )
         return self.on(SessionMessage(session, pb.SessionRequest(submit=submit)))
 

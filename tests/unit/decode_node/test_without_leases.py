@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from baton.core.errors import Draining, Overloaded
+from baton.core.errors import Draining, InvalidRequest, Overloaded
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import from_detail
 from decode_node.commands import Reserve
@@ -20,16 +20,25 @@ def scene() -> Scene:
     return Scene(gives_leases=False)
 
 
+@pytest.mark.parametrize("knows_role", [True, False])
 @pytest.mark.parametrize("cached_tokens", [0, 96])
-def test_every_request_is_computed_here_or_refused_and_none_gets_a_lease(scene: Scene, cached_tokens: int) -> None:
+def test_every_request_is_computed_here_or_refused_and_none_gets_a_lease(
+    scene: Scene, cached_tokens: int, knows_role: bool
+) -> None:
+    """A gateway that does not know the role yet tries another node; one that knows it has made a mistake."""
     kinds = itertools.product(POLICIES, PLACEMENTS, (True, False))
     taken = []
     for key, (policy, placement, available) in enumerate(kinds, start=1):
-        wanted = {"policy": policy, "placement": placement, "prefill_available": available}
+        wanted = {
+            "policy": policy,
+            "placement": placement,
+            "prefill_available": available,
+            "to_prefill_node": knows_role,
+        }
         commands = scene.submit(key, **wanted)  # type: ignore[arg-type]
         if names(commands) == ["Send failed", "Send released"]:
             error = from_detail(sent(commands)[0].failed.error)
-            assert isinstance(error, Draining), "gateways try another node, because the role may be new"
+            assert isinstance(error, InvalidRequest if knows_role else Draining)
             assert (error.field, error.allowed) == ("placement", ("PLACEMENT_LOCAL",))
             assert "decode-0 is a prefill node" in str(error)
             continue

@@ -19,6 +19,9 @@ from torch import Tensor
 from baton.engine.sampling.masks import Masks, keep_allowed
 from baton.engine.sampling.row import SampleRow
 
+# A repetition penalty may be any finite number, and logits are float32.
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 class Edit(NamedTuple):
     """`apply(logits_RV, *arrays)` with the arrays on the logits' device."""
@@ -71,7 +74,7 @@ def _penalties(rows: Sequence[SampleRow], pending_R: Tensor | None) -> Edit | No
         np.array(penalised),
         np.concatenate([np.frombuffer(row.history, np.int32) for row in rows_P]),
         np.stack((lengths_P, starts_P, starts_P + [row.prompt_tokens for row in rows_P])),
-        np.array(factors, np.float32).T,
+        np.array(factors).clip(max=_LARGEST).astype(np.float32).T,
     )
     return Edit(arrays, partial(_penalise, pending_R=pending_R))
 

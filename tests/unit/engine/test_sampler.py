@@ -111,6 +111,9 @@ ROWS = {
     "min_p": row(ResolvedSampling(seed=5, min_p=0.2, temperature=1.5)),
     "top_k, top_p, min_p": row(ResolvedSampling(seed=6, top_k=9, top_p=0.8, min_p=0.1, temperature=3.0), index=5),
     "repetition": row(ResolvedSampling(temperature=0.0, repetition_penalty=2.5), prompt=PROMPT, output=OUTPUT),
+    "repetition beyond float32": row(
+        ResolvedSampling(temperature=0.0, repetition_penalty=1e300), prompt=PROMPT, output=OUTPUT
+    ),
     "repetition below 1": row(ResolvedSampling(seed=7, repetition_penalty=0.4), prompt=PROMPT, output=OUTPUT),
     "presence": row(ResolvedSampling(seed=8, presence_penalty=-2.0), prompt=PROMPT, output=OUTPUT),
     "frequency": row(ResolvedSampling(seed=9, frequency_penalty=-2.0), prompt=PROMPT, output=OUTPUT),

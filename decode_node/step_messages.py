@@ -15,7 +15,7 @@ def step_messages(
     """Makes the messages of a step, by session. Also returns the requests that have finished with it.
 
     Args:
-        tasks: the node's requests by their ids in the engine; tokens of others, and of those that are ending, are left
+        tasks: the node's requests by their ids in the engine. Tokens of other requests, and of ending ones, are left
             out.
     """
     messages: dict[int, pb.SessionResponse] = {}

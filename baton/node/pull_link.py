@@ -122,8 +122,8 @@ class PullLink:
         So a pull that would bring nothing costs a question, and no entry leaves to make room for it.
 
         Args:
-            every: up to the last one only after which it has the recurrent state, of those that are a multiple of so
-                many entries from the sequence's beginning. 0: no state is wanted.
+            every: states are kept after each so many entries from the sequence's beginning. Then only entries up to the
+                last such state of the other node count. 0: no state is wanted.
 
         Raises:
             BatonError: as for `pull`.

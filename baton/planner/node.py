@@ -325,7 +325,7 @@ class SimulatedNode:
         heappush(self._ending, (self._steps + job.output - 1, self._order, job))
 
     def _slices(self, work: StepWork, now_s: float) -> list[tuple[PlanJob, int]]:
-        """The prompt tokens of the next step, by request, of those that were here by `now_s`."""
+        """The prompt tokens of the next step, by request; requests that came after `now_s` get none."""
         self._put_late_ones_last(now_s)
         budget = self.spec.step_tokens - self._rows
         bound = self._bound(work, now_s)

@@ -120,7 +120,7 @@ class KeptBlocks:
             self._note(key.digest, key)
 
     def _move(self, digest: bytes, *, is_below: bool) -> None:
-        """Records where an entry is, of those that are known."""
+        """Records where a known entry is now; does nothing for others."""
         if digest not in self._by_entry or (digest in self._below) == is_below:
             return
         if is_below:

@@ -5,9 +5,9 @@ MOST_GUESSES = 16
 # Guesses must bring so many times the tokens a second of the plain step, because costs and chances are predicted to
 # within a few percent. With 1.03, two of twelve loads on an H200 were 2.7 % slower with guesses than without.
 LEAST_GAIN = 1.08
-# For how long a device waits for the host because of guesses, until a node has measured it, as (rows, seconds): an H200
-# waited 2.7, 3.9 and 7 ms for steps of about 14, 75 and 227 rows of Llama-3.1-8B, in which 1, 8 and 32 requests were
-# guessed for.
+# For how long a device waits for the host because of guesses, until a node has measured it, as (rows, seconds).
+# Estimated for an H200 and Llama-3.1-8B from times per token with 1, 8 and 32 requests: the number of steps comes from
+# a replay of the same guesses, and their time on the device from the cost model. See bench/results/guesses_gpu.md.
 ASSUMED_WAITS = ((1, 0.0023), (256, 0.0082))
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from baton.cli.processes import Running
-from baton.engine.engine import Engine
+from baton.engine.step_loop import StepLoop
 from tests.warm import launch_warm
 
 
@@ -38,14 +38,14 @@ class PausedSteps:
 
 
 def _pause_engine(allowances: Connection, prepare: Callable[[], None] | None) -> None:
-    """Makes the engine of this process start only steps that are allowed."""
+    """Makes the step loop of this process start only steps that are allowed."""
     if prepare is not None:
         prepare()
 
-    launch_next = Engine._launch_next
-    allowed: dict[Engine, float] = {}
+    launch_next = StepLoop._launch_next
+    allowed: dict[StepLoop, float] = {}
 
-    def launch_allowed(self: Engine) -> bool:
+    def launch_allowed(self: StepLoop) -> bool:
         if self not in allowed:
             allowed[self] = 0.0
             asyncio.get_running_loop().add_reader(allowances.fileno(), receive, self)
@@ -54,12 +54,12 @@ def _pause_engine(allowances: Connection, prepare: Callable[[], None] | None) ->
         allowed[self] -= 1
         return True
 
-    def receive(engine: Engine) -> None:
+    def receive(steps: StepLoop) -> None:
         try:
-            allowed[engine] = allowances.recv()
+            allowed[steps] = allowances.recv()
         except EOFError:  # the test process has ended
-            allowed[engine] = math.inf
+            allowed[steps] = math.inf
             asyncio.get_running_loop().remove_reader(allowances.fileno())
-        engine._wake.set()
+        steps.wake()
 
-    Engine._launch_next = launch_allowed  # type: ignore[method-assign]
+    StepLoop._launch_next = launch_allowed  # type: ignore[method-assign]

@@ -1,32 +1,29 @@
-"""The asyncio side of one engine: owns the scheduler and the run loop, and passes each step's events to a callback.
+"""The requests of one engine: takes, admits and ends them at any time, and passes each step's events to a callback.
 
-All methods belong to the event loop's thread and return at once, also while steps run. The device thread exchanges
-only batches and results with it.
+All methods belong to the event loop's thread and return at once, also while steps run. When steps are launched is the
+matter of the step loop, which is woken when requests come or go.
 """
 
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
-from baton.core.errors import BatonError, Cancelled, InternalError
 from baton.core.kv_entries import DroppedEntries, StoreChanges
 from baton.core.types import AdapterRef, FinishReason, Grammar, TokenOutput
 from baton.engine.adapters import AdapterSlots
-from baton.engine.device.device_thread import DeviceThread, ExpertCounts, LayersDone, Outcome, StepComputed, StepRunner
+from baton.engine.device.device_thread import ExpertCounts, StepRunner
 from baton.engine.events import StepEvents
-from baton.engine.launch_pace import LaunchPace
 from baton.engine.prefix_tier import PrefixSource, PrefixTier
-from baton.engine.punctual_timer import PunctualTimer
 from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
 from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.speculation.speculator import Speculator
+from baton.engine.step_loop import StepLoop
 from baton.engine.tiered_prefixes import TieredPrefixes
 from baton.grammar.compiler import GrammarCompiler
 from baton.models.adapters.adapter import Adapter
@@ -84,33 +81,18 @@ class Engine:
             None if tier is None else TieredPrefixes(tier, source, self._scheduler, on_room=self._room_freed)
         )
         self.adapters = AdapterSlots(num_adapters, self._scheduler.uses_adapter)
-        self._device = DeviceThread(runner, clock=clock, on_outcome=self._receive)
         self._clock = clock
-        self._on_step = on_step
         self._on_room = on_room
-        self._pace = LaunchPace()
-        self._timer: PunctualTimer | None = None  # fires when the next launch is due
-        self._outcomes: deque[Outcome] = deque()  # not processed yet
-        self._ended_s: float | None = None  # when the last step's end was seen
-        self._wake = asyncio.Event()
-        self._step_over = asyncio.Event()  # a new one for each step
-        self._over: BatonError | None = None  # why the engine takes no more requests
-        self._error: Exception | None = None  # of a turn outside of the run loop, which ends with it
-        self._loop: asyncio.Task[None] | None = None
+        self._steps = StepLoop(runner, self._scheduler, self._prefixes, clock=clock, on_step=on_step)
 
     async def __aenter__(self) -> "Engine":
-        await self._device.start()
-        self._timer = PunctualTimer(self._advance)
-        self._loop = asyncio.create_task(self._run(), name="engine")
+        await self._steps.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._loop is not None, "exit comes after entry"
-        self._over = self._over or Cancelled("the engine is closing", cure="try another node")
-        self._wake.set()
-        await self._loop
+        await self._steps.close()
 
     @property
     def max_context_tokens(self) -> int:
@@ -137,11 +119,11 @@ class Engine:
             Overloaded: too many requests wait already, or it cannot meet its deadline and has `refuse_late`.
             UnknownModel: its adapter is not loaded.
         """
-        self._check_alive()
+        self._steps.check_alive()
         request = self._with_slot(request)
         self._prepare_grammar(request)
         self._scheduler.submit(request, self._clock())
-        self._wake.set()
+        self._steps.wake()
 
     def reserve(self, request: EngineRequest, *, arriving_tokens: int = 0) -> Reservation:
         """Holds all blocks of a request whose KV comes from elsewhere, until `admit`, `prefill_here` or `abort`.
@@ -155,7 +137,7 @@ class Engine:
             Overloaded: no room now.
             UnknownModel: its adapter is not loaded.
         """
-        self._check_alive()
+        self._steps.check_alive()
         request = self._with_slot(request)
         self._prepare_grammar(request)
         return self._scheduler.reserve(request, self._clock(), arriving_tokens=arriving_tokens)
@@ -185,7 +167,7 @@ class Engine:
             InvalidRequest: `first` is not the request's next token.
         """
         reason = self._scheduler.admit(request_id, first, guesses)
-        self._wake.set()
+        self._steps.wake()
         return reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], *, received_tokens: int = 0) -> None:
@@ -201,7 +183,7 @@ class Engine:
             InvalidRequest: `output` does not continue what the request had, or `received_tokens` cannot be right.
         """
         self._scheduler.prefill_here(request_id, output, self._clock(), received_tokens=received_tokens)
-        self._wake.set()
+        self._steps.wake()
 
     async def compile_grammar(self, grammar: Grammar) -> None:
         """Compiles a request's grammar on another thread, so that no step waits for it.
@@ -218,7 +200,7 @@ class Engine:
         Returns:
             The number of tokens that were read.
         """
-        if self._prefixes is None or self._over is not None:
+        if self._prefixes is None or self._steps.is_over:
             return 0
         try:
             return await self._prefixes.prefetch(request)
@@ -245,7 +227,7 @@ class Engine:
         Raises:
             BatonError: the engine ends.
         """
-        self._check_alive()
+        self._steps.check_alive()
         known = {*self.adapters.known, *adapters}
         roots = frozenset(self._scheduler.root(cache_salt, adapter) for adapter in (None, *known))
         num_blocks = self._scheduler.drop_roots(roots)
@@ -270,13 +252,13 @@ class Engine:
         Raises:
             Overloaded: no slot is free.
         """
-        self._check_alive()
+        self._steps.check_alive()
         reference = AdapterRef(name, adapter.revision)
         if reference in self.adapters.loaded:
             return reference
         slot = self.adapters.take()
         try:
-            await self._device.load_adapter(slot, adapter)
+            await self._steps.device.load_adapter(slot, adapter)
         except BaseException:
             self.adapters.failed(slot)
             raise
@@ -285,14 +267,14 @@ class Engine:
 
     async def expert_counts(self) -> ExpertCounts:
         """The tokens that each expert's places have had since the start. Steps go on meanwhile."""
-        self._check_alive()
-        return await self._device.expert_counts()
+        self._steps.check_alive()
+        return await self._steps.device.expert_counts()
 
     async def abort(self, request_id: str) -> None:
         """Ends the request in any phase. Returns when its blocks are free; no later event names it."""
         while self._scheduler.abort(request_id):
-            await self._step_over.wait()
-        self._wake.set()
+            await self._steps.step_ended()
+        self._steps.wake()
 
     def load(self) -> EngineLoad:
         return self._scheduler.load()
@@ -301,108 +283,8 @@ class Engine:
         """Leaked blocks: owned by no request, or by one that `knows` rejects."""
         return self._scheduler.leaked_blocks(knows)
 
-    async def _run(self) -> None:
-        try:
-            await self._steps()
-        except Exception as error:  # noqa: BLE001  every request fails with it below
-            _log.exception("the engine's loop failed")
-            self._over = _internal("the engine failed", error)
-        assert self._timer is not None, "entry makes it"
-        self._timer.close()
-        await self._device.close()
-        assert self._over is not None, "the loop ends only when this is set"
-        last = self._scheduler.fail_all(self._over)
-        if self._prefixes is not None:
-            await self._prefixes.close()
-        self._step_over.set()
-        if last.failed:
-            self._on_step(last)
-
-    async def _steps(self) -> None:
-        """Takes turns whenever requests come or go, until the engine is over and no step is in flight."""
-        while self._over is None or self._scheduler.steps_in_flight:
-            self._wake.clear()
-            if self._error is not None:
-                raise self._error
-            if not self._take_turn():
-                await self._wake.wait()
-
-    def _advance(self) -> None:
-        """Takes turns at once, because a step has ended or the next launch is due. To wake the run loop instead would
-        let everything else that is ready on the event loop go first."""
-        if self._over is None and self._error is None:
-            try:
-                while self._take_turn():
-                    pass
-                return
-            except Exception as error:  # noqa: BLE001  the run loop ends with it
-                self._error = error
-        self._wake.set()
-
-    def _take_turn(self) -> bool:
-        """Ends a step, launches one, and only then passes events on: the next step is launched before the running one
-        ends, so the device never waits. Returns whether anything has happened."""
-        events = self._next_events()
-        launched = self._over is None and self._is_due() and self._launch_next()
-        refused = self._scheduler.take_refused()
-        if events is not None:
-            self._on_step(events)
-        if refused is not None:
-            self._on_step(refused)
-        if self._prefixes is not None:
-            self._prefixes.save_finished()
-        return launched or events is not None
-
-    def _is_due(self) -> bool:
-        """Whether the next step should be launched now. If not, the timer fires when it should."""
-        assert self._timer is not None, "entry makes it"
-        due_s = self._pace.due_s
-        if due_s is None or self._scheduler.steps_in_flight != 1 or (delay_s := due_s - self._clock()) <= 0:
-            self._timer.stop()
-            return True
-        self._timer.start(delay_s)
-        return False
-
-    def _launch_next(self) -> bool:
-        now = self._clock()
-        begun_s = self._pace.begin(now=now) if self._scheduler.steps_in_flight else now
-        batch = self._scheduler.schedule(now)
-        if batch is None:
-            return False
-        self._device.launch(batch)
-        self._pace.launched(begun_s)
-        if self._scheduler.steps_in_flight == 1:
-            self._pace.started(now, self._scheduler.predicted_s, now=now)
-        return True
-
-    def _next_events(self) -> StepEvents | None:
-        """The next events of the oldest step in flight. Returns None if the device has reported nothing new."""
-        if not self._outcomes:
-            return None
-        outcome = self._outcomes.popleft()
-        if isinstance(outcome, LayersDone):
-            return self._scheduler.layers_computed(outcome.layer_stop, outcome.index_stop)
-        self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
-        if isinstance(outcome, StepComputed):
-            waited_s = None if self._ended_s is None else outcome.ended_s - self._ended_s - outcome.seconds
-            read = outcome.scores, outcome.pools, outcome.guessed
-            events = self._scheduler.complete(outcome.tokens, outcome.seconds, *read, waited_s=waited_s)
-        else:
-            _log.error("an engine step failed", exc_info=outcome.error)
-            events = self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)
-        self._ended_s = outcome.ended_s
-        if self._scheduler.steps_in_flight:
-            self._pace.started(outcome.ended_s, self._scheduler.predicted_s, now=self._clock())
-        self._step_over.set()
-        self._step_over = asyncio.Event()
-        return events
-
-    def _receive(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        self._advance()
-
     def _room_freed(self) -> None:
-        self._wake.set()
+        self._steps.wake()
         if self._on_room is not None:
             self._on_room()
 
@@ -420,16 +302,6 @@ class Engine:
 
         def wake(_: object) -> None:
             with suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(self._wake.set)
+                loop.call_soon_threadsafe(self._steps.wake)
 
         self._grammars.prepare(grammar).add_done_callback(wake)
-
-    def _check_alive(self) -> None:
-        if self._over is not None:
-            raise self._over
-
-
-def _internal(message: str, cause: Exception) -> InternalError:
-    error = InternalError(f"{message}: {type(cause).__name__}: {cause}", cure="see the node's log")
-    error.__cause__ = cause
-    return error

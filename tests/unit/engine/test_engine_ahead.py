@@ -223,9 +223,9 @@ async def test_a_request_admitted_while_a_step_runs_joins_the_next_one(
         clock=lambda: 0.0 if threading.current_thread().name == "device" else now[0],
     ) as engine:
         for _ in range(20):  # earlier steps that took as long as predicted, with launches that took no time
-            engine._pace.launched(0.0)
-            engine._pace.started(0.0, 1000.0, now=0.0)
-            engine._pace.ended(launched_s=0.0, ended_s=1000.0)
+            engine._steps._pace.launched(0.0)
+            engine._steps._pace.started(0.0, 1000.0, now=0.0)
+            engine._steps._pace.ended(launched_s=0.0, ended_s=1000.0)
         engine.submit(request("a", prompt_of(5), greedy(3)))
         assert await launched() == [{"a"}]
         engine.reserve(request("b", prompt_of(6, seed=1), greedy(9)))
@@ -238,7 +238,7 @@ async def test_a_request_admitted_while_a_step_runs_joins_the_next_one(
         assert await launched() == [{"a"}, {"a", "b"}]
         engine.submit(request("c", prompt_of(4, seed=2), greedy(9)))
         now[0] = 1990.0  # that step nears its predicted end
-        engine._wake.set()
+        engine._steps.wake()
         assert await launched() == [{"a"}, {"a", "b"}, {"a", "b", "c"}]
         assert len(events.steps) == 1
         ended.release(50)

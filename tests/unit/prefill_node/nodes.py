@@ -63,8 +63,8 @@ def pause_steps(node: Node) -> Callable[[float], None]:
 
     However long gRPC takes to deliver a message about a call, the call is then where the test wants it.
     """
-    engine, allowed = node.engine, 0.0
-    launch_next = engine._launch_next
+    steps, allowed = node.engine._steps, 0.0
+    launch_next = steps._launch_next
 
     def launch_allowed() -> bool:
         nonlocal allowed
@@ -76,9 +76,9 @@ def pause_steps(node: Node) -> Callable[[float], None]:
     def allow(count: float) -> None:
         nonlocal allowed
         allowed = count
-        engine._wake.set()
+        steps.wake()
 
-    engine._launch_next = launch_allowed  # type: ignore[method-assign]
+    steps._launch_next = launch_allowed  # type: ignore[method-assign]
     return allow
 
 

@@ -1,13 +1,11 @@
 """One Prefill call from its ticket to its end: compute, send, hand over; or stop, become quiet, report. Pure.
 
+What is sent, and in which jobs, is the matter of `call_sends`.
 The call's blocks are freed only when all its segments are sent, or when nothing of its lease is in flight any more.
 """
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from itertools import chain, groupby
 
 from baton.core.errors import BatonError, InvalidRequest
 from baton.core.types import DEFAULT_OBJECTIVE
@@ -33,9 +31,9 @@ from baton.rpc.convert import (
 )
 from baton.rpc.convert_node import keep_time_from_proto, kept_prefix_from_proto
 from baton.rpc.error_detail import to_detail
-from kvtransfer.records import SendJob
-from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, SegmentPiece
-from prefill_node.commands import Abort, Command, EndCall, Prefetch, Respond, SendKV, SendToPeer, StopSending, Submit
+from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS
+from prefill_node.call_sends import CallSends
+from prefill_node.commands import Abort, Command, EndCall, Prefetch, Respond, SendToPeer, StopSending, Submit
 from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, Prefetched, SendFailed, Sent, StopFailed
 
 EngineEvent = (
@@ -92,18 +90,9 @@ class PrefillTask:
             priority=request.priority,
             kept_elsewhere=kept_prefix_from_proto(request.kept_elsewhere),
         )
-        self._layer_groups = -(-spec.num_layers // called.layers_per_group)
         self._called_s = self._started_s = now_s
-        self._times: list[pb.SentPart] | None = [] if request.traceparent else None  # not reported yet
-        self._send_started_s = now_s
-        self._block_ids: tuple[int, ...] = ()
-        self._owner: int | None = None
-        self._state_slot = -1  # of the state after the ticket's last token, once it is computed
-        self._unsent = Unsent(spec, token_start=self.ticket.token_start, token_stop=self.ticket.token_stop)
-        self._pieces: deque[SegmentPiece] = deque()  # taken from `_unsent`, and sent one after the other
-        self._sending: SegmentPiece | None = None  # the last one that was given to the transport
-        self._send_under_way = False
-        self._segments: list[Segment] = []
+        self._is_traced = bool(request.traceparent)
+        self._sends = CallSends(called, spec=spec, now_s=now_s)
         self._scored: PromptScored | None = None
         self._guesses: tuple[int, ...] = ()  # for the tokens after the first
         self._sampled: TokenSampled | None = None
@@ -150,18 +139,12 @@ class PrefillTask:
                     queue_s=queue_s, cached_tokens=cached_tokens, loaded_tokens=loaded_tokens
                 )
                 return [self._respond(pb.PrefillEvent(scheduled=scheduled), self._started_s)]
-            case LayersComputed(token_stop=token_stop, block_ids=block_ids):
-                self._owner = event.owner
-                self._unsent.computed(token_stop, layer_stop=event.layer_stop, index_stop=event.index_stop)
-                return self._send_computed(block_ids, now_s)
-            case ChunkComputed(token_stop=token_stop, block_ids=block_ids):
-                self._owner = event.owner
-                if token_stop == self.ticket.token_stop:
-                    self._state_slot = event.state_slot
+            case LayersComputed():
+                return [*self._sends.computed(event, now_s)]
+            case ChunkComputed(token_stop=token_stop):
                 progress = pb.PrefillProgress(computed_tokens=token_stop)
                 responded = self._respond(pb.PrefillEvent(progress=progress), now_s)
-                self._unsent.computed(token_stop)
-                commands = [*self._send_computed(block_ids, now_s), responded]
+                commands: list[Command] = [*self._sends.computed(event, now_s), responded]
                 if self._split and token_stop >= self.ticket.token_stop:
                     commands += self._computed(now_s)
                 return commands
@@ -178,64 +161,12 @@ class PrefillTask:
                 responded = self._respond(pb.PrefillEvent(first_token=first_token), now_s)
                 return [responded, *self._computed(now_s)]
             case Sent(segments=segments):
-                return self._job_sent(segments, now_s)
+                self._sends.sent(segments, now_s)
+                return [*self._sends.next(now_s)] or self._end_if_sent(now_s)
             case EngineRefused(error=error) | RequestFailed(error=error) | SendFailed(error=error):
                 return self.fail(error)
             case _:
                 return []
-
-    def _send_computed(self, block_ids: tuple[int, ...], now_s: float) -> list[Command]:
-        self._block_ids = block_ids
-        return self._send_next(now_s)
-
-    def _send_next(self, now_s: float) -> list[Command]:
-        """The next job, unless one is under way. What is computed meanwhile is sent together."""
-        if self._send_under_way:
-            return []
-        if not self._pieces:
-            self._pieces.extend(self._unsent.take())
-        if not self._pieces:
-            return []
-        self._send_under_way = True
-        self._send_started_s = now_s
-        self._sending = self._pieces.popleft()
-        return [SendKV(self.call, self._job(self._sending))]
-
-    def _job(self, piece: SegmentPiece) -> SendJob:
-        return SendJob(
-            peer=self.peer.number,
-            sender_number=self.peer.sender_number,
-            lease=self.lease,
-            incarnation=self.ticket.lease.incarnation,
-            # Every link of a peer counts its own segments, from a number that no link has used for this lease.
-            first_segment=max((segment.number + 1 for segment in self._segments), default=0),
-            token_start=piece.token_start,
-            token_stop=piece.token_stop,
-            resume_at=self.ticket.resume_at,
-            block_ids=self._block_ids,
-            layers=piece.layers,
-            key=self.ticket.lease.key,
-            state_slot=self._state_slot,
-            owner=self._owner,
-            owner_there=self.ticket.owner_rank if self.ticket.HasField("owner_rank") else None,
-        )
-
-    def _job_sent(self, segments: Sequence[Segment], now_s: float) -> list[Command]:
-        self._send_under_way = False
-        self._segments += segments
-        if self._times is not None and self._sending is not None:
-            self._times.append(self._sent_part(self._sending, segments, now_s))
-        return self._send_next(now_s) or self._end_if_sent(now_s)
-
-    def _sent_part(self, piece: SegmentPiece, segments: Sequence[Segment], now_s: float) -> pb.SentPart:
-        return pb.SentPart(
-            started_s=self._send_started_s - self._called_s,
-            ended_s=now_s - self._called_s,
-            token_start=piece.token_start,
-            token_stop=piece.token_stop,
-            segments=len(segments),
-            bytes=sum(segment.payload_bytes for segment in segments),
-        )
 
     def _computed(self, now_s: float) -> list[Command]:
         """Hands over, now that nothing more is computed. Segments may still be in flight: the decode node waits for all
@@ -257,30 +188,17 @@ class PrefillTask:
 
     def _end_if_sent(self, now_s: float) -> list[Command]:
         """Ends the call if all KV is sent: once the last computation is over, an idle sender has sent everything."""
-        if self._computed_s is None or self._send_under_way:
+        if self._computed_s is None or self._sends.under_way:
             return []
         commands: list[Command] = [] if self._handed_over else [self._hand_over(now_s)]
         self.phase = PrefillPhase.FREEING
-        sent = pb.PrefillEvent(sent=self._sent_event(self._computed_s - self._started_s))
-        return [*commands, self._respond(sent, now_s), Abort(self.call)]
-
-    def _sent_event(self, prefill_s: float) -> pb.PrefillSent:
-        return pb.PrefillSent(
-            tokens_sent=self.ticket.token_stop - self.ticket.token_start,
-            bytes_sent=sum(segment.payload_bytes for segment in self._segments),
-            segments=len(self._segments),
-            transport=self.peer.transport,
-            segment_bytes=max((segment.payload_bytes for segment in self._segments), default=0),
-            kv_converted=self.peer.kv_converted,
-            layer_groups=self._layer_groups,
-            prefill_s=prefill_s if self._split else None,
-        )
+        sent = self._sends.summary(self._computed_s - self._started_s if self._split else None)
+        return [*commands, self._respond(pb.PrefillEvent(sent=sent), now_s), Abort(self.call)]
 
     def _respond(self, event: pb.PrefillEvent, at_s: float) -> Respond:
-        if self._times is not None:
+        if self._is_traced:
             event.at_s = at_s - self._called_s
-            event.parts.extend(self._times)
-            self._times.clear()
+            event.parts.extend(self._sends.take_parts())
         return Respond(self.call, event)
 
     # ---- stopping: nothing of the lease may be in flight when the peer gets `Quiet` and the blocks are freed
@@ -355,42 +273,3 @@ def _first_token(event: TokenSampled, scored: PromptScored | None, *, prefill_s:
     if scored is not None:
         add_prompt_logprobs(first_token, scored.logprobs)
     return first_token
-
-
-class Unsent:
-    """Tracks which KV of the tokens [token_start, token_stop) is computed and not sent yet, by layer.
-
-    Of a state only the cell after the last token counts.
-
-    Args:
-        spec: numbers the layers of all parts in one sequence.
-    """
-
-    def __init__(self, spec: KVCacheSpec, *, token_start: int, token_stop: int) -> None:
-        self._token_stop = token_stop
-        self._index_start = spec.num_layers
-        self._taken = [part.first_kept(token_start, token_stop) for part in spec.parts for _ in range(part.num_layers)]
-        self._computed = self._taken[:]
-
-    def computed(self, token_stop: int, *, layer_stop: int | None = None, index_stop: int = 0) -> None:
-        """Records that the cache holds all tokens before `token_stop`, and the state after them.
-
-        Computing a prompt again after a preemption takes nothing back.
-
-        Args:
-            layer_stop: only the layers before this one hold them; None: all layers of all parts do.
-            index_stop: with `layer_stop`, the number of an index's layers that also hold them.
-        """
-        token_stop = min(token_stop, self._token_stop)
-        index = range(self._index_start, self._index_start + index_stop)
-        for layer in range(len(self._computed)) if layer_stop is None else chain(range(layer_stop), index):
-            self._computed[layer] = max(self._computed[layer], token_stop)
-
-    def take(self) -> list[SegmentPiece]:
-        """Takes all that is computed and was not taken before. Neighbouring layers with equal ranges share a piece."""
-        ranges = list(zip(self._taken, self._computed, strict=True))
-        self._taken = self._computed[:]
-        alike = [(tokens, list(layers)) for tokens, layers in groupby(range(len(ranges)), key=ranges.__getitem__)]
-        return [
-            SegmentPiece(range(layers[0], layers[-1] + 1), *tokens) for tokens, layers in alike if tokens[0] < tokens[1]
-        ]

@@ -219,7 +219,7 @@ def _ends_before_sent(patch: pytest.MonkeyPatch) -> None:
     end = PrefillTask._end_if_sent
 
     def mutated(self: PrefillTask, now_s: float) -> list[PrefillCommand]:
-        self._send_under_way = False
+        self._sends.under_way = False
         return end(self, now_s)
 
     patch.setattr(PrefillTask, "_end_if_sent", mutated)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.segments import SegmentPiece
-from prefill_node.prefill_task import Unsent
+from prefill_node.call_sends import Unsent
 
 LAYERS = 4
 SPEC = KVCacheSpec(KVKind.GQA, LAYERS, num_kv_heads=2, head_dim=4, dtype="float32")

@@ -132,7 +132,7 @@ class Device:
         blocks = _Blocks(sizes.num_blocks, self.cache.renew)
         self.cache.counts = blocks.counts
         # The scheduler makes its block manager itself.
-        self.scheduler._blocks._pools = (blocks,)
+        self.scheduler._blocks._pools = self.scheduler._blocks.search._pools = (blocks,)
         self._launched: deque[Batch] = deque()
         self._drawn: list[TokenOutput | None] = []  # of the last completed step
         self._sequences: dict[str, _Sequence] = {}

@@ -103,7 +103,7 @@ class Prompts:
             return
         decoding = self._roster.decoding()
         decodes = StepWork(len(decoding), sum(each.num_tokens for each in decoding))
-        if is_late(state, self._pace(decodes), start=self._blocks.num_cached(state), now=now):
+        if is_late(state, self._pace(decodes), start=self._blocks.search.num_cached(state), now=now):
             self.num_refused += 1
             raise self._too_late()
 
@@ -164,7 +164,7 @@ class Prompts:
             others: running requests that must find a row in the step.
         """
         place = self._blocks.place(state, self._blocks.room(self._roster.decoders()))
-        start = self._blocks.num_cached(state) if place is None else self._blocks.tokens_in(place.cached)
+        start = self._blocks.search.num_cached(state) if place is None else self._blocks.search.num_tokens(place.cached)
         if is_late(state, pace, start=start, now=now):
             self._fall_back(state)
             return True  # with the next one

@@ -1,22 +1,22 @@
 """Counts the blocks that requests need, and assigns, registers and frees them. Pure.
 
+`prefix_search` knows the keys of blocks, and finds the cached ones.
+
 With attention data parallelism each rank has a pool of blocks, and a request has all of its blocks in one pool.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from baton.core.block_keys import KeyChain, adapted_identity
 from baton.core.kv_entries import ENTRY_TOKENS
 from baton.core.pools import blocks_for, take_from_roomiest
-from baton.engine.request import EngineRequest, IntArray, ModelFacts, Reservation, int_array
+from baton.engine.request import ModelFacts, Reservation
 from baton.engine.scheduling.block_manager import BlockManager
 from baton.engine.scheduling.entry_plans import LoadPlan, WantedPrefix
 from baton.engine.scheduling.offload import Offload
+from baton.engine.scheduling.prefix_search import PrefixSearch
 from baton.engine.scheduling.prefixes import PooledPrefixes, PrefixCache
 from baton.engine.scheduling.request_states import RequestStates
 from baton.engine.scheduling.state import RequestState
@@ -43,18 +43,17 @@ class RequestBlocks:
         offloads: whether there are stores outside of the cache. Not with recurrent states and several owners.
 
     Attributes:
+        search: finds what the cache has of a sequence.
         offload: its entries for the stores outside of the cache; None: there are no such stores.
         states: the recurrent states of the requests, which are assigned together with blocks.
         queried_tokens, hit_tokens: tokens looked up in the prefix cache so far, and tokens found there.
     """
 
     def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int = 1, offloads: bool = False) -> None:
-        self._identity = facts.identity
         self._block_size = facts.block_size
         self._prefix_cache = prefix_cache
         self._aligned = align_tokens > 1
         self._align_blocks = math.lcm(align_tokens, facts.block_size) // facts.block_size
-        self._window_blocks = self._blocks_for(max(0, facts.window_tokens - 1))
         self._window_tokens = facts.window_tokens
         self._pools = tuple(BlockManager(facts.num_blocks) for _ in range(facts.num_owners))
         self.states = RequestStates(
@@ -74,6 +73,15 @@ class RequestBlocks:
                 block_size=facts.block_size,
                 has_owners=facts.num_owners > 1,
             )
+        self.search = PrefixSearch(
+            facts,
+            self._pools,
+            self.states,
+            self.offload,
+            prefix_cache=prefix_cache,
+            align_blocks=self._align_blocks,
+            prompts_only=self._aligned,
+        )
 
     @property
     def prefixes(self) -> PrefixCache:
@@ -100,52 +108,10 @@ class RequestBlocks:
         """Blocks that requests hold; one that two of them share counts twice."""
         return sum(pool.num_references for pool in self._pools)
 
-    def keys(self, request: EngineRequest) -> KeyChain:
-        identity = adapted_identity(self._identity, request.adapter)
-        return KeyChain(identity=identity, cache_salt=request.cache_salt, block_size=self._block_size)
-
     def needed(self, state: RequestState) -> int:
         """Number of blocks that the request must hold before it may run: for its known tokens and the first decoded
         one."""
         return self._blocks_for(state.prefill_stop if state.prefill_only else state.num_tokens + 1)
-
-    def _cached(self, state: RequestState, pool: BlockManager) -> list[int]:
-        """The pool's cached blocks for the start of the request, up to `RequestState.reusable_tokens`. The state after
-        the last one is known."""
-        return self._matched(state, pool, partial(self.states.resumes_after, state) if self.states.unit else None)
-
-    def _matched(
-        self,
-        state: RequestState,
-        pool: BlockManager,
-        ends_after: Callable[[int], bool] | None,
-        *,
-        stop: int | None = None,
-    ) -> list[int]:
-        """The cached blocks that begin with the request's tokens.
-
-        Args:
-            stop: blocks end before this token.
-        """
-        if not self._prefix_cache:
-            return []
-        most = self._reusable_tokens(state) if stop is None else min(self._reusable_tokens(state), stop - 1)
-        return pool.match(
-            state.keys,
-            state.tokens,
-            most // self._block_size,
-            window_blocks=self._window_blocks,
-            multiple=self._align_blocks,
-            ends_after=ends_after,
-        )
-
-    def tokens_in(self, blocks: list[int]) -> int:
-        return len(blocks) * self._block_size
-
-    def num_cached(self, state: RequestState) -> int:
-        """Number of the request's leading tokens that need not be computed, in the pool that has most of them
-        cached."""
-        return self.tokens_in(max((self._cached(state, pool) for pool in self._pools), key=len))
 
     def reservation(self, state: RequestState) -> Reservation:
         """The reservation of the request's blocks, with the KV that they expect from elsewhere."""
@@ -164,6 +130,11 @@ class RequestBlocks:
             state.owner,
             state.restart_at,
         )
+
+    @property
+    def split_multiple(self) -> int:
+        """A part of a prompt that is computed elsewhere has a multiple of this many tokens."""
+        return self._align_blocks * self._block_size
 
     def fill(self, state: RequestState) -> None:
         """Records that the KV of all the request's tokens has arrived, as its reservation asks."""
@@ -211,10 +182,10 @@ class RequestBlocks:
             return None
         best, most = None, -1
         for number, pool in enumerate(self._pools):
-            cached = self._cached(state, pool)
+            cached = self.search.resumable(state, pool)
             resumed = len(cached)
             if arriving_tokens is not None and self.states.unit:
-                cached = max(cached, self._matched(state, pool, None, stop=arriving_tokens), key=len)
+                cached = max(cached, self.search.matched(state, pool, None, stop=arriving_tokens), key=len)
             held_anew = pool.num_free - pool.num_free_without(cached)
             left = room[number] - held_anew - (self.needed(state) - len(cached))
             if left >= 0 and left + len(cached) > most:
@@ -224,7 +195,7 @@ class RequestBlocks:
     def take(self, state: RequestState, place: OwnerPlace) -> None:
         """Gives the request all blocks that it needs; the cached ones come first."""
         pool, cached = self._pools[place.pool], place.cached
-        known_blocks = len(self._matched(state, pool, None)) if self.states.unit else 0
+        known_blocks = len(self.search.matched(state, pool, None)) if self.states.unit else 0
         blocks = pool.take(cached, self.needed(state) - len(cached))
         state.hold(
             blocks,
@@ -237,7 +208,7 @@ class RequestBlocks:
         self.states.take(state, place.resumed, known_blocks)
         if self._prefix_cache:
             self.queried_tokens += state.num_tokens
-            self.hit_tokens += self.tokens_in(cached)
+            self.hit_tokens += self.search.num_tokens(cached)
 
     def restart(self, state: RequestState) -> bool:
         """Lets the request compute its tokens from `restart_at` on here, because no state arrives. It writes to its own
@@ -334,64 +305,11 @@ class RequestBlocks:
         self.states.slots.forget_roots(roots)
         return sum(pool.forget_roots(roots) for pool in self._pools)
 
-    # ---- loading from the stores outside of the cache
-
-    def wanted(self, request: EngineRequest) -> WantedPrefix | None:
-        """The entries that the cache lacks for a request. Returns None if there are none."""
-        if self.offload is None:
-            return None
-        try:
-            tokens = int_array([*request.prompt, *request.output])
-        except OverflowError:  # no vocabulary has such a token: the request is refused when it is submitted
-            return None
-        usable = 0 if request.scores_prompt else len(tokens) - 1
-        if request.pool is not None:
-            usable = request.pool.start
-        if self._aligned:
-            usable = min(usable, len(request.prompt))
-        stop = usable // ENTRY_TOKENS
-        if not stop:
-            return None
-        keys = self.keys(request)
-        runs = [self._run(pool, keys, tokens, usable) for pool in self._pools]
-        starts = tuple(self.offload.loads.first_missing(self.tokens_in(run)) for run in runs)
-        likely = max(range(len(starts)), key=lambda pool: (starts[pool], self._pools[pool].num_free))
-        wanted = WantedPrefix(tokens, keys, self.offload.entry_keys(request), starts, stop, likely_pool=likely)
-        if self.states.unit:
-            return self._with_states(wanted, len(runs[0]))
-        return None if min(starts) >= stop else wanted
-
-    def _with_states(self, wanted: WantedPrefix, num_cached: int) -> WantedPrefix | None:
-        """The same, where a prefix is of use only with the state after it. Returns None if the cache has the last one
-        that the request can use."""
-        unit = self.states.unit // ENTRY_TOKENS
-        has_state = {number for number in range(unit, wanted.stop + 1, unit) if self._has_state(wanted, number)}
-        resumed = max(
-            (number for number in has_state if number * ENTRY_TOKENS <= num_cached * self._block_size), default=0
-        )
-        after = range(resumed + unit, wanted.stop + 1, unit)
-        if not after:
-            return None
-        return replace(wanted, states=after, stop=after[-1], known=frozenset(has_state.intersection(after)))
-
-    def _has_state(self, wanted: WantedPrefix, entries: int) -> bool:
-        last_block = wanted.keys.key(entries * ENTRY_TOKENS // self._block_size - 1, wanted.tokens)
-        return self.states.slots.has(last_block)
-
     def begin_load(self, wanted: WantedPrefix, pool: int, *, stop: int, spare: int) -> LoadPlan | None:
         """See `EntryLoads.begin`."""
         assert self.offload is not None
-        cached = self._run(self._pools[pool], wanted.keys, wanted.tokens, wanted.stop * ENTRY_TOKENS)
+        cached = self.search.run(self._pools[pool], wanted.keys, wanted.tokens, wanted.stop * ENTRY_TOKENS)
         return self.offload.loads.begin(wanted, pool, cached=cached, stop=stop, spare=spare)
-
-    def _run(self, pool: BlockManager, keys: KeyChain, tokens: IntArray, stop: int) -> list[int]:
-        """The pool's cached blocks for a sequence's tokens before `stop`."""
-        return pool.match(keys, tokens, stop // self._block_size, window_blocks=self._window_blocks)
-
-    @property
-    def split_multiple(self) -> int:
-        """A part of a prompt that is computed elsewhere has a multiple of this many tokens."""
-        return self._align_blocks * self._block_size
 
     def end(self, state: RequestState) -> None:
         """Gives the blocks of a request back that ends. Those whose KV is being saved become free later."""
@@ -410,9 +328,6 @@ class RequestBlocks:
     def _give_back(self, state: RequestState) -> None:
         self._pools[state.pool].give_back(state.drop_blocks())
         self.states.give_back(state)
-
-    def _reusable_tokens(self, state: RequestState) -> int:
-        return min(state.reusable_tokens, state.prompt_tokens) if self._aligned else state.reusable_tokens
 
     def _blocks_for(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self._block_size)

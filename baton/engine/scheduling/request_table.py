@@ -145,7 +145,7 @@ class RequestTable:
             request,
             place=QueuePlace.of(request, arrival=self.roster.arrivals, now=now),
             queued_at=now,
-            keys=self.blocks.keys(request),
+            keys=self.blocks.search.keys(request),
             eos_token_ids=self._facts.eos_token_ids,
             max_context_tokens=self.max_context_tokens,
         )

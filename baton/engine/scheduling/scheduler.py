@@ -339,7 +339,7 @@ class Scheduler:
 
     def wanted(self, request: EngineRequest) -> WantedPrefix | None:
         """The entries that the cache lacks for a request that arrives. Returns None if there are none."""
-        return self._blocks.wanted(request)
+        return self._blocks.search.wanted(request)
 
     def begin_load(self, wanted: WantedPrefix, pool: int, *, stop: int) -> LoadPlan | None:
         """Holds blocks for the wanted entries before `stop` that the cache still lacks, as far as there is room next to

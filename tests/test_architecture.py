@@ -141,6 +141,7 @@ PURE_MODULES = {
     "baton.gateway.fleet.cache_union",
     "baton.gateway.fleet.discovery.endpoint_slices",
     "baton.gateway.fleet.node_table",
+    "baton.gateway.fleet.node_view",
     "baton.gateway.fleet.prefix_index",
     "baton.gateway.fleet.router",
     "kvtransfer.leases",

@@ -13,10 +13,11 @@ from typing import Any
 
 from baton.core.pull_costs import predicted_pull_s
 from baton.core.types import DEFAULT_OBJECTIVE, LocalPolicy, Objective, Slo
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.placement import Placement, Route, place
 from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS
 from baton.gateway.fleet.prediction import prompt_s
-from baton.gateway.fleet.router import NodeView, RoutedRequest
+from baton.gateway.fleet.router import RoutedRequest
 from baton.load.goals import Goal
 from baton.load.workload import PlannedRequest
 from baton.planner.host import HostTimes

@@ -12,10 +12,10 @@ from math import inf
 
 from baton.core.block_keys import BlockNumbers
 from baton.gateway.fleet.backlog import Backlog
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.possible_pulls import with_possible_pull
 from baton.gateway.fleet.prefix_index import PrefixIndex
 from baton.gateway.fleet.prompt_lengths import PromptLengths
-from baton.gateway.fleet.router import NodeView
 from baton.planner.job import PlanJob
 from baton.planner.node import SimulatedNode
 from baton.planner.prefix_cache import SimulatedChanges

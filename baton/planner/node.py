@@ -17,7 +17,7 @@ from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, ASSUMED_PULL, PullCosts
 from baton.core.types import DEFAULT_OBJECTIVE, Objective, Slo
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound, StreamBound
-from baton.gateway.fleet.router import NodeView
+from baton.gateway.fleet.node_view import NodeView
 from baton.planner.guesses import NO_GUESSES, Guesses
 from baton.planner.host import NO_HOST_TIME, HostTimes
 from baton.planner.job import PlanJob

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from itertools import count
 
 from baton.core.types import LocalPolicy
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.placement import Placement, Route, place
-from baton.gateway.fleet.router import NodeView, RoutedRequest
+from baton.gateway.fleet.router import RoutedRequest
 from baton.planner.cluster import Choose
 
 

@@ -14,8 +14,9 @@ from baton.core.sampling import SamplingParams
 from baton.core.types import Grammar, GrammarKind, LocalPolicy, Path
 from baton.engine.step_meter import StepMeter
 from baton.gateway.fleet import fleet
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.placement import Placement, Route, place
-from baton.gateway.fleet.router import NodeView, RoutedRequest
+from baton.gateway.fleet.router import RoutedRequest
 from tests.integration.cluster import (
     DEADLINE_S,
     LLAMA,

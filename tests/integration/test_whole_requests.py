@@ -8,8 +8,9 @@ from baton.client.operators import OperatorClient
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path
 from baton.gateway.fleet import fleet
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.placement import Placement, Route, place
-from baton.gateway.fleet.router import NodeView, RoutedRequest, usable_decodes
+from baton.gateway.fleet.router import RoutedRequest, usable_decodes
 from baton.protos.v1 import node_status_pb2
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, status, until_status
 from tests.integration.generation import Result, generate

@@ -16,17 +16,12 @@ from baton.gateway.fleet.affinity import Affinity, OwnAffinity, SharedAffinity
 from baton.gateway.fleet.fleet_node import FleetNode, settled
 from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
 from baton.gateway.fleet.placement import Placement, place
 from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS, with_possible_pull, with_shared_read
 from baton.gateway.fleet.prompt_lengths import PromptLengths
-from baton.gateway.fleet.router import (
-    NodeView,
-    RoutedRequest,
-    least_pooling,
-    pick_prefill,
-    usable_prefills,
-)
+from baton.gateway.fleet.router import RoutedRequest, least_pooling, pick_prefill, usable_prefills
 from baton.gateway.fleet.shortlist import ALL_UP_TO, Candidates, shortlist
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.convert_node import ranks_from_proto

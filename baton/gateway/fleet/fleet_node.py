@@ -28,9 +28,9 @@ from baton.gateway.fleet.node_report import (
     shared_store,
     to_view,
 )
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.pair_choice import Candidate
 from baton.gateway.fleet.prediction import prompt_s
-from baton.gateway.fleet.router import NodeView
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import role_name
 from baton.rpc.convert_node import costs_from_proto, describe_loading

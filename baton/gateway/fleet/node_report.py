@@ -8,7 +8,7 @@ import math
 from baton.core.costs import StepCosts
 from baton.core.kv_entries import ENTRY_TOKENS
 from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, ASSUMED_READ_BYTES_PER_S, PullCosts
-from baton.gateway.fleet.router import NodeView
+from baton.gateway.fleet.node_view import NodeView
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert_node import kept_bytes
 from baton.rpc.revisions import revision_of

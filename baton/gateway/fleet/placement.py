@@ -17,6 +17,7 @@ from enum import Enum
 from heapq import nsmallest
 
 from baton.core.types import LocalPolicy
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.prediction import (
     LocalSteps,
     hand_over_s,
@@ -27,7 +28,7 @@ from baton.gateway.fleet.prediction import (
     slower_s,
     transfer_s,
 )
-from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_decode, pick_pair, usable_decodes
+from baton.gateway.fleet.router import RoutedRequest, pick_decode, pick_pair, usable_decodes
 
 # Share of the TTFT that a first token from a prefill node may take before other routes are tried.
 _PRESSED = 0.25

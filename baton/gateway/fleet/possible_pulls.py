@@ -5,7 +5,7 @@
 
 from baton.core.kv_entries import ENTRY_TOKENS
 from baton.core.pull_costs import predicted_pull_s
-from baton.gateway.fleet.router import NodeView, PossiblePull
+from baton.gateway.fleet.node_view import NodeView, PossiblePull
 
 # Nodes decide by their own measurements whether to pull KV, but none would pull less than this.
 MUCH_MORE_TOKENS = 128

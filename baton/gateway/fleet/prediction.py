@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, replace
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
-from baton.gateway.fleet.router import OUTPUT_TOKENS, NodeView, RoutedRequest, decode_s
+from baton.gateway.fleet.node_view import NodeView
+from baton.gateway.fleet.router import OUTPUT_TOKENS, RoutedRequest, decode_s
 
 # A step that contains prompt tokens is planned to take this share of the streams' TPOT, and the streams' own work at
 # most `_DECODE_USED` of such a step.

@@ -13,7 +13,7 @@ from baton.core.types import LocalPolicy
 from baton.gateway.core.request import Outputs, Request
 from baton.gateway.core.shared_counters import Count, SharedCounters
 from baton.gateway.fleet.fleet_node import FleetNode
-from baton.gateway.fleet.router import NodeView
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.request.connections import Connections
 from baton.gateway.request.driver import Write
 from baton.gateway.request.machine import RequestMachine

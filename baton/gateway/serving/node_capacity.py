@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import ceil, inf, sqrt
 
 from baton.core.costs import StepCosts, StepWork
-from baton.gateway.fleet.router import NodeView
+from baton.gateway.fleet.node_view import NodeView
 
 REPORT_S = 0.1  # nodes report about so often: no prompt node idles, and nothing changes, before the next report
 _AHEAD_SHARE = 0.25  # of the seats: the least that may be on its way, since short outputs end many per report

@@ -9,7 +9,7 @@ from itertools import count
 
 from baton.core.costs import StepCosts, StepWork
 from baton.core.errors import Overloaded
-from baton.gateway.fleet.router import NodeView
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.serving.admission import Admission
 from baton.gateway.serving.admission_pace import AdmissionRequest
 from baton.gateway.serving.node_capacity import CapacityReader, ClusterCapacity

@@ -7,8 +7,9 @@ import pytest
 from baton.core.costs import StepCosts
 from baton.core.types import AdapterRef, LocalPolicy
 from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.placement import Placement
-from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_pair
+from baton.gateway.fleet.router import RoutedRequest, pick_pair
 from baton.gateway.fleet.watch_pace import WatchPace
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert_node import costs_to_proto

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from baton.core.costs import StepCosts
-from baton.gateway.fleet.router import NodeView
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.serving.node_capacity import CapacityReader, enough_rows
 
 COSTS = StepCosts(((1, 0.010), (64, 0.030), (256, 0.080)))

@@ -6,9 +6,10 @@ import pytest
 
 from baton.core.costs import StepWork
 from baton.core.types import LocalPolicy, Objective, Slo
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.placement import Placement, Route, place
 from baton.gateway.fleet.prediction import local_steps
-from baton.gateway.fleet.router import NodeView, RoutedRequest
+from baton.gateway.fleet.router import RoutedRequest
 from baton.planner.measured import LLAMA_8B_H200 as COSTS
 
 DECODE = NodeView(

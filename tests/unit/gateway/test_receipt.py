@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from baton.core.types import Path
+from baton.gateway.fleet.node_view import NodeView, PossiblePull
 from baton.gateway.fleet.placement import Placement, Route
-from baton.gateway.fleet.router import NodeView, PossiblePull
 from baton.gateway.request.receipt import ReceiptDraft
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
 

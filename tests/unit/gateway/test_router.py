@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.types import LocalPolicy
-from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_decode, pick_prefill
+from baton.gateway.fleet.node_view import NodeView
+from baton.gateway.fleet.router import RoutedRequest, pick_decode, pick_prefill
 
 REVISION = "ours"
 

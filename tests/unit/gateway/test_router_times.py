@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from baton.core.costs import StepCosts, StepWork
 from baton.core.types import LocalPolicy, Slo
-from baton.gateway.fleet.router import NodeView, RoutedRequest, decode_s, pick_decode, pick_prefill
+from baton.gateway.fleet.node_view import NodeView
+from baton.gateway.fleet.router import RoutedRequest, decode_s, pick_decode, pick_prefill
 from tests.unit.gateway.test_router import address, node
 
 FAST = StepCosts(((64, 0.005), (2048, 0.05)), key_s=1e-8, pair_s=1e-9, decode_row_s=1e-5)

@@ -1,7 +1,7 @@
 """A scheduler whose steps have guesses, over a model on the host."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from baton.core.costs import StepWork
@@ -187,6 +187,33 @@ class World:
         while self.launch() or self.in_flight:
             if self.in_flight == 2 or not self.launch():
                 self.end_step()
+
+
+def run_in_any_order(
+    world: World, requests: Sequence[EngineRequest], chosen: Random, *, disturb: Callable[[], object] | None = None
+) -> set[str]:
+    """Submits the requests while steps run, launches and ends steps as `chosen` draws, and returns when all have ended.
+
+    Args:
+        disturb: called now and then; None: a running request is aborted instead.
+
+    Returns:
+        The aborted requests.
+    """
+    waiting, aborted = deque(requests), set[str]()
+    while waiting or world.in_flight or world.launch():
+        if waiting and chosen.random() < 0.4:
+            world.submit(waiting.popleft())
+        if chosen.random() < 0.02:
+            if disturb is not None:
+                disturb()
+            elif running := sorted(set(world.sequences) - set(world.ended) - aborted):
+                aborted.add(running[0])
+                world.scheduler.abort(running[0])
+        world.launch()
+        if world.in_flight and chosen.random() < 0.7:
+            world.end_step()
+    return aborted
 
 
 def any_request(number: int, chosen: Random, *, shared: Sequence[int]) -> EngineRequest:

@@ -1,8 +1,8 @@
 """Steps with guessed tokens: the same tokens as without, whatever is guessed, and no block is lost."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -17,7 +17,7 @@ from baton.engine.request import EngineLimits, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.speculation.depth import Draft
 from baton.engine.speculation.speculator import Speculating, Speculator
-from tests.unit.engine.guessing import EOS, NUM_TOKENS, Told, World, any_request, expected_output
+from tests.unit.engine.guessing import EOS, NUM_TOKENS, Told, World, any_request, expected_output, run_in_any_order
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, finish, request
 
@@ -31,16 +31,7 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
     world = World(told, model, num_blocks=chosen.choice((14, 26, 60)), state_slots=chosen.choice((0, 0, 9, 24)))
     shared = [chosen.randrange(NUM_TOKENS) for _ in range(12)]
     requests = [any_request(number, chosen, shared=shared) for number in range(14)]
-    waiting, aborted = deque(requests), set[str]()
-    while waiting or world.in_flight or world.launch():
-        if waiting and chosen.random() < 0.4:
-            world.submit(waiting.popleft())
-        if chosen.random() < 0.02 and (running := sorted(set(world.sequences) - set(world.ended) - aborted)):
-            aborted.add(running[0])
-            world.scheduler.abort(running[0])
-        world.launch()
-        if world.in_flight and chosen.random() < 0.7:
-            world.end_step()
+    aborted = run_in_any_order(world, requests, chosen)
     world.run_all()
     for one in requests:
         output = world.sequences[one.request_id][len(one.prompt) :]
@@ -77,15 +68,8 @@ def test_what_a_node_guesses_gives_the_tokens_of_decoding(seed: int) -> None:
     requests = [
         replace(any_request(number, chosen, shared=shared), cache_salt="ab"[number % 2]) for number in range(20)
     ]
-    waiting = deque(requests)
-    while waiting or world.in_flight or world.launch():
-        if waiting and chosen.random() < 0.4:
-            world.submit(waiting.popleft())
-        if chosen.random() < 0.02:
-            world.scheduler.drop_roots(frozenset([world.scheduler.root("a", None)]))
-        world.launch()
-        if world.in_flight and chosen.random() < 0.7:
-            world.end_step()
+    drop = partial(world.scheduler.drop_roots, frozenset([world.scheduler.root("a", None)]))
+    run_in_any_order(world, requests, chosen, disturb=drop)
     for one in requests:
         expected = expected_output(model, one)[: world.scheduler.max_context_tokens - len(one.prompt)]
         assert world.sequences[one.request_id][len(one.prompt) :] == expected

@@ -1,6 +1,5 @@
 """Steps after which the model's own layer guesses: the same tokens as without, and guesses for other nodes."""
 
-from collections import deque
 from random import Random
 
 import pytest
@@ -11,7 +10,7 @@ from baton.engine.batch import Guessed
 from baton.engine.request import EngineLimits, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.speculation.speculator import Speculator
-from tests.unit.engine.guessing import NUM_TOKENS, World, any_request, expected_output
+from tests.unit.engine.guessing import NUM_TOKENS, World, any_request, expected_output, run_in_any_order
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, VOCAB_SIZE, Meter, request
 
@@ -28,16 +27,7 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
     world = World(speculator, model, num_blocks=num_blocks, requests=seats, layer_errors=errors)
     shared = [chosen.randrange(NUM_TOKENS) for _ in range(12)]
     requests = [any_request(number, chosen, shared=shared) for number in range(16)]
-    waiting, aborted = deque(requests), set[str]()
-    while waiting or world.in_flight or world.launch():
-        if waiting and chosen.random() < 0.4:
-            world.submit(waiting.popleft())
-        if chosen.random() < 0.02 and (running := sorted(set(world.sequences) - set(world.ended) - aborted)):
-            aborted.add(running[0])
-            world.scheduler.abort(running[0])
-        world.launch()
-        if world.in_flight and chosen.random() < 0.7:
-            world.end_step()
+    aborted = run_in_any_order(world, requests, chosen)
     for one in requests:
         output = world.sequences[one.request_id][len(one.prompt) :]
         expected = expected_output(model, one)

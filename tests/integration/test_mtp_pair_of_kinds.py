@@ -16,7 +16,7 @@ from tests.integration.generation import generate
 from tests.integration.test_mtp_pair import DRAWN, GREEDY, PROMPTS, VOCABULARY
 from tests.unit.models.tiny_mtp import save_with_good_layer
 
-KINDS = ["qwen3-next"]
+KINDS = ["qwen3-next", "mimo"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,6 +25,7 @@ class MTPForm:
         projection: their name of the projection of both, side by side, to one hidden state.
         last_norm: their name of the norm before the head.
         hidden_first: the projection reads the hidden state before the embedding.
+        before_last_norm: the layer reads the model's hidden state before its last norm, not after it.
     """
 
     layer: str
@@ -33,6 +34,7 @@ class MTPForm:
     projection: str
     last_norm: str
     hidden_first: bool = False
+    before_last_norm: bool = False
 
     def prefixes(self, num_layers: int) -> dict[str, str]:
         """Returns prefixes of our module paths, with those of checkpoints. The first match counts."""
@@ -61,12 +63,23 @@ _QWEN = MTPForm(
     projection="mtp.fc",
     last_norm="mtp.norm",
 )
+_FIRST_OF_MIMO = "model.mtp_layers.0."
+_MIMO = MTPForm(
+    layer=_FIRST_OF_MIMO,
+    embedding_norm=f"{_FIRST_OF_MIMO}token_layernorm",
+    hidden_norm=f"{_FIRST_OF_MIMO}hidden_layernorm",
+    projection=f"{_FIRST_OF_MIMO}input_proj",
+    last_norm=f"{_FIRST_OF_MIMO}final_layernorm",
+    hidden_first=True,
+    before_last_norm=True,
+)
 _FORMS: Mapping[str, MTPForm] = MappingProxyType(
     {
         "DeepseekV3ForCausalLM": _DEEPSEEK,
         "Glm4MoeForCausalLM": _DEEPSEEK,
         "Glm4MoeLiteForCausalLM": _DEEPSEEK,
         "KimiK25ForConditionalGeneration": _DEEPSEEK,
+        "MiMoForCausalLM": _MIMO,
         "Qwen3NextForCausalLM": _QWEN,
         "Qwen3_5ForCausalLM": _QWEN,
         "Qwen3_5ForConditionalGeneration": _QWEN,

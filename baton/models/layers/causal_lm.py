@@ -205,6 +205,12 @@ class CausalLM(ExchangingModule):
         cap = self.config.final_logits_soft_cap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 
+    def states_to_draft_from(self, hidden_TD: Tensor) -> Tensor:
+        """Returns what the MTP layer reads of the hidden states that `compute` returned."""
+        assert self.mtp is not None, "the config says whether there is such a layer"
+        assert isinstance(self.model.norm, RMSNorm)
+        return self.mtp.read(hidden_TD, self.model.norm)
+
     def compute_drafts(
         self,
         next_ids_T: Tensor,
@@ -218,8 +224,8 @@ class CausalLM(ExchangingModule):
 
         Args:
             next_ids_T: the token after each position.
-            hidden_TD: the model's hidden states at the positions, or those that this method returned for the positions
-                before them.
+            hidden_TD: the model's hidden states at the positions (`states_to_draft_from`), or those that this method
+                returned for the positions before them.
             kv_cache: the model's.
         """
         assert self.mtp is not None, "the config says whether there is such a layer"

@@ -32,7 +32,8 @@ class MTPLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: nn.Module, *, norm: type[RMSNorm], dtype: torch.dtype) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
-        self.hidden_first = mtp_form(config).hidden_first
+        form = mtp_form(config)
+        self.hidden_first, self.before_last_norm = form.hidden_first, form.before_last_norm
         self.enorm = norm(size, eps=eps, dtype=dtype)
         self.hnorm = norm(size, eps=eps, dtype=dtype)
         # NOTE: torch's own class, because checkpoints with quantized weights leave this projection in bfloat16.
@@ -40,6 +41,20 @@ class MTPLayer(nn.Module):
         self.layer = layer
         self.shared_head = nn.Module()
         self.shared_head.norm = norm(size, eps=eps, dtype=dtype)
+
+    def read(self, hidden_TD: Tensor, last_norm: RMSNorm) -> Tensor:
+        """Returns what the layer reads of the model's hidden states [T,D].
+
+        For a layer that reads the states before the model's last norm, this undoes the norm's weights. The length of a
+        state stays 1, which changes nothing, because the layer begins with a norm of its own.
+
+        Args:
+            hidden_TD: states after the model's last norm.
+        """
+        if not self.before_last_norm:
+            return hidden_TD
+        weight_D = last_norm.weight + last_norm.weight_offset
+        return hidden_TD / weight_D.masked_fill(weight_D == 0, torch.inf)  # a channel without weight is lost
 
     def forward(
         self,
@@ -53,7 +68,7 @@ class MTPLayer(nn.Module):
 
         Args:
             embedded_TD: the embedding of each position's next token.
-            hidden_TD: hidden states of the model after its last norm, or those that this layer returned.
+            hidden_TD: hidden states of the model (`read`), or those that this layer returned.
             kv_cache: the layer's own.
         """
         halves = self.enorm(embedded_TD), self.hnorm(hidden_TD)

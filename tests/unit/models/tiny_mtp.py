@@ -26,6 +26,7 @@ class Published:
         own: the names of the other modules by DeepSeek-V3's; None: those, with the prefix of the layer within.
         hidden_first: the projection reads the hidden state first.
         offset: what is added to the stored weights of norms.
+        before_last_norm: the layer reads hidden states before the model's last norm.
         copies: whether copies of the embedding and the head are stored too.
     """
 
@@ -33,6 +34,7 @@ class Published:
     own: dict[str, str] | None = None
     hidden_first: bool = False
     offset: float = 0.0
+    before_last_norm: bool = False
     copies: bool = True
 
     def prefix(self, num_layers: int) -> str:
@@ -58,11 +60,26 @@ _QWEN = Published(
     offset=1.0,
     copies=False,
 )
+_MIMO = Published(
+    layer="model.mtp_layers.0.",
+    own={
+        "enorm": "model.mtp_layers.0.token_layernorm",
+        "hnorm": "model.mtp_layers.0.hidden_layernorm",
+        "eh_proj": "model.mtp_layers.0.input_proj",
+        "shared_head.norm": "model.mtp_layers.0.final_layernorm",
+    },
+    hidden_first=True,
+    before_last_norm=True,
+    copies=False,
+)
+# Architectures that transformers lacks: its own model of the same layers.
+_SAME_LAYERS = {"mimo": ("qwen2", "MiMoForCausalLM")}
 # The families that are not stored as DeepSeek-V3 is, and the fields by which their last layer attends to all tokens.
-_PUBLISHED = {"qwen3-next": _QWEN, "qwen3.5": _QWEN, "qwen3.5-moe": _QWEN}
+_PUBLISHED = {"qwen3-next": _QWEN, "qwen3.5": _QWEN, "qwen3.5-moe": _QWEN, "mimo": _MIMO}
 _HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "full_attention"]}
 _GOOD: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"num_hidden_layers": 4, "first_k_dense_replace": 0},
+    "mimo": {"num_hidden_layers": 4},
     "qwen3-next": {
         "num_hidden_layers": 4,
         "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
@@ -93,6 +110,15 @@ class MTPReference:
         """The model's hidden states after its last norm [T,D]."""
         found: Tensor = self.decoder(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
         return found
+
+    @torch.inference_mode()
+    def read(self, tokens: list[int]) -> Tensor:
+        """What the MTP layer reads of the model's hidden states [T,D]."""
+        self.decoder.norm = torch.nn.Identity() if self.published.before_last_norm else self.norm
+        try:
+            return self.hidden(tokens)
+        finally:
+            self.decoder.norm = self.norm
 
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor) -> Tensor:
@@ -126,7 +152,7 @@ class MTPReference:
 
     def guesses(self, tokens: list[int], count: int) -> list[int]:
         """The tokens that the layer guesses after these, each the most likely one."""
-        hidden_TD, following = self.hidden(tokens[:-1]), tokens[1:]
+        hidden_TD, following = self.read(tokens[:-1]), tokens[1:]
         guesses: list[int] = []
         for _ in range(count):
             drafted_TD = self.drafted(following, hidden_TD)
@@ -142,7 +168,11 @@ def save_with_mtp(name: str, directory: Path, *, changed: dict[str, Any] | None 
     Args:
         changed: fields of the config with other values; `num_hidden_layers` counts the MTP layer.
     """
-    whole = save_tiny(name, directory, changed=_CHANGED.get(name, {}) | (changed or {}))
+    same, architecture = _SAME_LAYERS.get(name, (name, ""))
+    whole = save_tiny(same, directory, changed=_CHANGED.get(name, {}) | (changed or {}))
+    if architecture:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [architecture]}))
     num_layers, size = whole.config.num_hidden_layers - 1, whole.config.hidden_size
     own, published = _own_tensors(size), _PUBLISHED.get(name, DEEPSEEK)
     take_last_layer(directory, num_layers, own, published)

@@ -4,7 +4,7 @@ import logging
 
 from baton.models.checkpoint.checkpoint import read_checkpoint
 from baton.models.config.model_config import ModelConfig
-from baton.models.config.mtp import why_no_mtp, with_mtp
+from baton.models.config.mtp import LAYER, mtp_form, why_no_mtp, with_mtp
 from baton.models.layers.parallel import TensorParallel
 from baton.settings.node_config import NodeSettings
 
@@ -16,9 +16,8 @@ def with_draft_layer(config: ModelConfig, settings: NodeSettings, parallel: Tens
     if settings.speculation == "off" or not config.mtp_layers:
         return config
     problem = why_no_mtp(config)
-    prefix = f"model.layers.{config.num_layers}."
     if not problem and settings.load_format == "safetensors":
-        stored = read_checkpoint(settings.model)
+        stored, prefix = read_checkpoint(settings.model), mtp_form(config).prefixes(config.num_layers)[LAYER]
         if not any(name.removeprefix("language_model.").startswith(prefix) for name in stored):
             problem = "the files have no tensors of it, as those that transformers saves"
     if not problem and parallel.own_attention:

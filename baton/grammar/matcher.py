@@ -52,6 +52,7 @@ class Matcher:
         self._words = words
         # Tokens at the end of the output that the library has not taken: those that end the sequence.
         self._num_ends = 0
+        self._has_taken_end = False  # whether the library has taken such a token, as a part of the grammar
 
     @property
     def words(self) -> int:
@@ -92,6 +93,8 @@ class Matcher:
             if _BROKEN not in str(self._state.get_error()):
                 self.check()
             raise refusal(f"token {token_id} breaks the grammar of the output", value=token_id)
+        else:
+            self._has_taken_end |= token_id in self._eos_token_ids
         if clock is not None:
             self.budget.charge_token(clock() - started_s)
             self.budget.check()
@@ -100,12 +103,15 @@ class Matcher:
         """Takes back the newest tokens of the output. Their time stays charged.
 
         Returns:
-            Whether this matcher can be used further: after an error in the grammar it cannot.
+            Whether this matcher can be used further. It cannot after an error in the grammar, nor where the grammar
+            itself names a token that ends the sequence: the library does not take that back whole.
         """
         ends = min(num_tokens, self._num_ends)
         self._num_ends -= ends
         taken = num_tokens - ends
-        return not self._state.is_error() and (not taken or bool(self._state.rollback(taken)))
+        if not taken:
+            return not self._state.is_error()
+        return not (self._has_taken_end or self._state.is_error()) and bool(self._state.rollback(taken))
 
     def check(self) -> None:
         """Checks that the grammar can still be followed.

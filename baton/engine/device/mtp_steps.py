@@ -110,7 +110,8 @@ class MTPSteps:
         drawn_S = draws.tokens.index_select(0, places_S).to(torch.int64)
         next_ids_T.index_copy_(0, last_d_S, drawn_S.clamp_(min=0))  # NO_TOKEN of a row that has failed
         common, positions_T = batch.common(copied)
-        metadata, hidden_TD = self._builder.build(0, common), hidden_TD[: len(next_ids_T)]
+        metadata = self._builder.build(0, common)
+        hidden_TD = self._model.states_to_draft_from(hidden_TD[: len(next_ids_T)])
         drafted_TD = self._model.compute_drafts(next_ids_T, hidden_TD, positions_T, self._cache, metadata)
         return drafted_TD.index_select(0, last_d_S)
 

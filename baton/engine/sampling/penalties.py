@@ -19,8 +19,8 @@ from torch import Tensor
 from baton.engine.sampling.masks import Masks, keep_allowed
 from baton.engine.sampling.row import SampleRow
 
-# A repetition penalty may be any finite number, and logits are float32.
-_LARGEST = float(np.finfo(np.float32).max)
+# A repetition penalty may be any number above 0, and logits are float32. Logits up to 3e8 stay finite.
+_REPETITION_LOW, _LARGEST = 1e-30, float(np.finfo(np.float32).max)
 
 
 class Edit(NamedTuple):
@@ -68,7 +68,12 @@ def _penalties(rows: Sequence[SampleRow], pending_R: Tensor | None) -> Edit | No
     lengths_P = np.array([len(row.history) for row in rows_P])
     starts_P = lengths_P.cumsum() - lengths_P
     factors = [
-        (row.params.repetition_penalty, row.params.frequency_penalty, row.params.presence_penalty) for row in rows_P
+        (
+            max(row.params.repetition_penalty, _REPETITION_LOW),
+            row.params.frequency_penalty,
+            row.params.presence_penalty,
+        )
+        for row in rows_P
     ]
     arrays = (
         np.array(penalised),

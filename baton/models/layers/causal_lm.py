@@ -17,11 +17,12 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import ModelConfig
+from baton.models.config.mtp import mtp_form
 from baton.models.kernels.adapter_products import AdapterRows
 from baton.models.layers.embedding import Embedding
 from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import Linear
-from baton.models.layers.mtp import MTPLayer, mtp_prefixes
+from baton.models.layers.mtp import MTPLayer
 from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import ParallelModule, TensorParallel
 from baton.models.layers.rotary import Rotary
@@ -88,7 +89,8 @@ class CausalLM(ExchangingModule):
 
     Args:
         norm: the norm after the last layer; None: an RMS norm.
-        mtp_layer: the decoder layer within the MTP layer, if the config `drafts`.
+        mtp_layer: the decoder layer within the MTP layer, if the config `drafts`. The other norms of the MTP layer are
+            of the same class as `norm`.
 
     Attributes:
         adapter_rows: the adapters of the current step, for the hooks of `AdapterBank`.
@@ -127,13 +129,16 @@ class CausalLM(ExchangingModule):
         labels = config.num_labels
         self.score = Linear(config.hidden_size, labels, dtype=dtype) if labels else None
         assert config.drafts == (mtp_layer is not None), "the family's class makes the layer"
-        self.mtp = None if mtp_layer is None else MTPLayer(config, mtp_layer, dtype=dtype)
+        self.mtp: MTPLayer | None = None
+        if mtp_layer is not None:
+            assert isinstance(norm, RMSNorm), "no family with an MTP layer has another norm"
+            self.mtp = MTPLayer(config, mtp_layer, norm=type(norm), dtype=dtype)
 
     @property
     def prefixes(self) -> Mapping[str, str]:
         """`checkpoint_prefixes` of this model, with those of its MTP layer."""
         own = self.checkpoint_prefixes
-        return own if self.mtp is None else mtp_prefixes(self.config.num_layers) | dict(own)
+        return own if self.mtp is None else mtp_form(self.config).prefixes(self.config.num_layers) | dict(own)
 
     def adapters_of(self, slots_T: Tensor | None) -> AdapterRows | None:
         """Returns the adapters of a step's tokens, for its context. It may launch kernels; a torch kernel must follow
@@ -200,6 +205,12 @@ class CausalLM(ExchangingModule):
         cap = self.config.final_logits_soft_cap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 
+    def states_to_draft_from(self, hidden_TD: Tensor) -> Tensor:
+        """Returns what the MTP layer reads of the hidden states that `compute` returned."""
+        assert self.mtp is not None, "the config says whether there is such a layer"
+        assert isinstance(self.model.norm, RMSNorm)
+        return self.mtp.read(hidden_TD, self.model.norm)
+
     def compute_drafts(
         self,
         next_ids_T: Tensor,
@@ -213,8 +224,8 @@ class CausalLM(ExchangingModule):
 
         Args:
             next_ids_T: the token after each position.
-            hidden_TD: the model's hidden states at the positions, or those that this method returned for the positions
-                before them.
+            hidden_TD: the model's hidden states at the positions (`states_to_draft_from`), or those that this method
+                returned for the positions before them.
             kv_cache: the model's.
         """
         assert self.mtp is not None, "the config says whether there is such a layer"

@@ -56,7 +56,7 @@ class Built:
         assert list(guessed) == self.reference.guesses(tokens, len(guessed)), name
 
 
-@pytest.fixture(scope="module", params=["deepseek-v3", "glm4-moe"])
+@pytest.fixture(scope="module", params=["deepseek-v3", "glm4-moe", "mimo"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(request.param, tmp_path_factory.mktemp("mtp"))
 

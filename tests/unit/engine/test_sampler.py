@@ -114,6 +114,9 @@ ROWS = {
     "repetition beyond float32": row(
         ResolvedSampling(temperature=0.0, repetition_penalty=1e300), prompt=PROMPT, output=OUTPUT
     ),
+    "repetition near 0": row(
+        ResolvedSampling(temperature=0.0, repetition_penalty=1e-300), prompt=PROMPT, output=OUTPUT
+    ),
     "repetition below 1": row(ResolvedSampling(seed=7, repetition_penalty=0.4), prompt=PROMPT, output=OUTPUT),
     "presence": row(ResolvedSampling(seed=8, presence_penalty=-2.0), prompt=PROMPT, output=OUTPUT),
     "frequency": row(ResolvedSampling(seed=9, frequency_penalty=-2.0), prompt=PROMPT, output=OUTPUT),

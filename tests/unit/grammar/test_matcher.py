@@ -154,6 +154,18 @@ def test_a_matcher_that_has_failed_cannot_go_back(compiler: GrammarCompiler, tok
     assert not matcher.take_back(1)
 
 
+@pytest.mark.parametrize("grammar", ["start: /a+/ <|endoftext|>", 'start: /a+/ <|endoftext|> "b"?'])
+def test_an_end_that_the_grammar_itself_names_needs_a_new_matcher_to_be_taken_back(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str
+) -> None:
+    matcher = after(compiler, tokenizer, Grammar(GrammarKind.LARK, grammar), "a")
+    assert not matcher.is_accepting
+    assert EOS in allowed(matcher)[0]
+    matcher.consume(EOS)
+    assert matcher.take_back(0)
+    assert not matcher.take_back(1)
+
+
 def test_a_mask_says_which_tokens_it_allows() -> None:
     mask = np.zeros(3, np.int32)
     for token_id in (0, 31, 32, 63, 95):

@@ -108,7 +108,8 @@ class PagedDriver:
         if following is not None:
             next_ids = [[*tokens[1:], following[request]] for request, tokens in batch.items()]
             next_ids_T = torch.tensor([token for tokens in next_ids for token in tokens], device=self.device)
-            drafted_TD = self.model.compute_drafts(next_ids_T, hidden_TD, positions_T, self.cache, context.metadata)
+            read_TD = self.model.states_to_draft_from(hidden_TD)
+            drafted_TD = self.model.compute_drafts(next_ids_T, read_TD, positions_T, self.cache, context.metadata)
             self._keep_drafted(batch, drafted_TD, lengths)
         return dict(zip(batch, torch.split(logits_TV, lengths), strict=True))
 

@@ -13,7 +13,7 @@ from baton.load.lengths import Lognormal, Uniform
 from baton.load.workload import LengthSpan, Synthetic
 from baton.planner.cluster import ClusterSpec, SimulatedOutcome, simulate
 from baton.planner.measured import LLAMA_8B_H200
-from baton.planner.node import NodeSpec
+from baton.planner.node_spec import NodeSpec
 
 NODE = NodeSpec(LLAMA_8B_H200, step_tokens=2048)
 _CHAT = "chat", Synthetic(Lognormal(250, 0.8), Lognormal(200, 0.8))

@@ -18,7 +18,7 @@ from baton.load.goals import Goal
 from baton.load.traces import read_trace
 from baton.load.workload import LengthSpan, PlannedRequest, TraceReplay
 from baton.planner.cluster import Choose, ClusterSpec, SimulatedOutcome, simulate
-from baton.planner.node import NodeSpec
+from baton.planner.node_spec import NodeSpec
 from baton.planner.rivals import in_turn, shortest_queue
 from bench.curves import Panel, draw_panels
 from bench.table import Row

@@ -180,8 +180,12 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.path.read_text(), filename=str(self.path))
 
-    def imports(self) -> Iterator[str]:
+    @cached_property
+    def imports(self) -> tuple[str, ...]:
         """Every module that it names in an import, at the top or inside of a function."""
+        return tuple(self._imports())
+
+    def _imports(self) -> Iterator[str]:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
@@ -239,7 +243,7 @@ def test_imports_go_one_way() -> None:
     wrong = [
         f"{module.name} imports {name}"
         for module in MODULES
-        for name in module.imports()
+        for name in module.imports
         if name.partition(".")[0] in PACKAGES | TOOLS
         and (name.partition(".")[0] in TOOLS or room_of(name) not in MAY_IMPORT[module.room] | {module.room})
     ]
@@ -262,7 +266,7 @@ def test_the_pure_modules_import_nothing_impure() -> None:
         f"{name}: {reached} imports {imported}"
         for name in sorted(pure)
         for reached in sorted(_reached(graph, name) | {name})
-        for imported in modules[reached].imports()
+        for imported in modules[reached].imports
         if imported.partition(".")[0] in IMPURE
     ]
     assert wrong == []
@@ -270,7 +274,7 @@ def test_the_pure_modules_import_nothing_impure() -> None:
 
 def _our_imports(module: Module) -> Iterator[str]:
     """The modules in MODULES that it imports."""
-    return (name for name in module.imports() if name in MODULE_NAMES and name != module.name)
+    return (name for name in module.imports if name in MODULE_NAMES and name != module.name)
 
 
 def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
@@ -349,7 +353,7 @@ def test_grpc_is_used_only_where_processes_meet() -> None:
         f"{module.name} imports {name}"
         for module in MODULES
         if module.room not in GRPC_IN
-        for name in module.imports()
+        for name in module.imports
         if name.partition(".")[0] in GRPC or name.endswith("_pb2_grpc")
     ]
     assert wrong == []
@@ -539,7 +543,7 @@ def test_importing_touches_no_device_no_variable_and_no_thread() -> None:
     """I7."""
     ours = [module.name for module in MODULES]
     theirs = sorted(
-        {name for module in MODULES for name in module.imports() if _is_third_party(name)}
+        {name for module in MODULES for name in module.imports if _is_third_party(name)}
         # Submodules that third-party modules load on first use.
         | {"google.protobuf.internal.builder", "torch.nn.functional"}
     )

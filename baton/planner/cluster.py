@@ -23,7 +23,8 @@ from baton.load.workload import PlannedRequest
 from baton.planner.host import HostTimes
 from baton.planner.job import PlanJob
 from baton.planner.known import Known
-from baton.planner.node import NodeSpec, SimulatedNode
+from baton.planner.node import SimulatedNode
+from baton.planner.node_spec import NodeSpec
 
 Choose = Callable[[Sequence[NodeView], Sequence[NodeView], RoutedRequest], Placement | None]
 

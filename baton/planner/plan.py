@@ -18,7 +18,7 @@ from baton.planner.cluster import ClusterSpec, SimulatedOutcome
 from baton.planner.goodput import Goodput, Measure, find_goodput
 from baton.planner.guesses import NO_GUESSES, Guesses
 from baton.planner.measured import SERVED_HOST
-from baton.planner.node import NodeSpec
+from baton.planner.node_spec import NodeSpec
 from baton.planner.sizing import STEP_SIZES, Demand, decode_step_tokens, demand, prefill_nodes, prefill_step_tokens
 
 # Of the states of a request, those at the ends of its prompt and of its answer are kept.

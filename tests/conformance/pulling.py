@@ -7,9 +7,11 @@ import signal
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 import torch
 
 from baton.core import pull_costs
@@ -31,7 +33,7 @@ from kvtransfer.ranked import RankedTransfer
 from kvtransfer.settings import OpenStore, TransferSettings
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.transfer import KVTransfer
-from tests.conformance.kv import DEADLINE_S, make_cache, tokens_of
+from tests.conformance.kv import DEADLINE_S, eventually, make_cache, tokens_of
 from tests.conformance.ranked_nodes import held_by, of_rank
 from tests.unit.kvtransfer.offloading import blocks_of, keys_of
 
@@ -261,8 +263,8 @@ class PullingNode:
         await asyncio.wrap_future(thread.call(call))
 
 
-def an_owner() -> PullingNode:
-    return PullingNode(OWNER, KVCacheLayout.NHD, 16)
+def an_owner(spec: KVCacheSpec = SPEC, ranks: NodeRanks = ONE_RANK, places: int = 3 * ENTRIES) -> PullingNode:
+    return PullingNode(OWNER, KVCacheLayout.NHD, 16, spec=spec, ranks=ranks, places=places)
 
 
 def a_reader_elsewhere() -> PullingNode:
@@ -271,9 +273,28 @@ def a_reader_elsewhere() -> PullingNode:
     return a_reader()
 
 
-def a_reader() -> PullingNode:
+def a_reader(spec: KVCacheSpec = SPEC, ranks: NodeRanks = ONE_RANK, places: int = 3 * ENTRIES) -> PullingNode:
     """A node of another layout and block size than the owner."""
-    return PullingNode(READER, KVCacheLayout.HND, 32)
+    return PullingNode(READER, KVCacheLayout.HND, 32, spec=spec, ranks=ranks, places=places)
+
+
+def lift_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets pulls wait as long as it takes, and tries a failed one again at once."""
+    monkeypatch.setattr(pulls, "PULL_S_MIN", DEADLINE_S)
+    monkeypatch.setattr(pull_costs, "PULL_S_MAX", DEADLINE_S)
+    monkeypatch.setattr(pulls, "_BACK_OFF_S", 0.0)
+    monkeypatch.setattr(pull_link, "_OPEN_S", DEADLINE_S)
+    monkeypatch.setattr(pull_link, "_ARRIVE_S", DEADLINE_S)
+    monkeypatch.setattr(pull_costs, "UNMEASURED_TOKENS", 64)
+    monkeypatch.setattr(pull_costs, "SHARE", float("inf"))
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+async def until_stopped(pid: int) -> None:
+    await eventually(lambda: is_stopped(pid))
 
 
 def _state_keys(tiers: EntryTiers, after: int) -> tuple[EntryKey, ...]:

@@ -37,6 +37,9 @@ from tests.conformance.pulling import (
     a_reader_elsewhere,
     an_owner,
     computed,
+    is_stopped,
+    lift_limits,
+    until_stopped,
 )
 from tests.unit.kvtransfer.offloading import MemoryStore, blocks_of, keys_of
 from tests.unit.security.settings import TlsSettings
@@ -44,14 +47,7 @@ from tests.unit.security.settings import TlsSettings
 
 @pytest.fixture(autouse=True)
 def _no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pulls wait as long as it takes, and a failed one is tried again at once."""
-    monkeypatch.setattr(pulls, "PULL_S_MIN", DEADLINE_S)
-    monkeypatch.setattr(pull_costs, "PULL_S_MAX", DEADLINE_S)
-    monkeypatch.setattr(pulls, "_BACK_OFF_S", 0.0)
-    monkeypatch.setattr(pull_link, "_OPEN_S", DEADLINE_S)
-    monkeypatch.setattr(pull_link, "_ARRIVE_S", DEADLINE_S)
-    monkeypatch.setattr(pull_costs, "UNMEASURED_TOKENS", 64)
-    monkeypatch.setattr(pull_costs, "SHARE", float("inf"))
+    lift_limits(monkeypatch)
 
 
 @asynccontextmanager
@@ -65,14 +61,6 @@ async def owner_elsewhere() -> AsyncIterator[tuple[Child, KeptPrefix]]:
 async def until_only_the_link_is_held(reader: PullingNode, links: int = 0) -> None:
     await eventually(lambda: len(reader.held()) == links)
     assert all(each.startswith("link") for each in reader.held())
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-async def until_stopped(pid: int) -> None:
-    await eventually(lambda: is_stopped(pid))
 
 
 async def test_entries_of_another_process_arrive_bit_for_bit_in_another_layout_and_block_size() -> None:

@@ -10,15 +10,20 @@ from functools import partial
 import pytest
 import torch
 
-from baton.core import pull_costs
 from baton.core.kv_entries import NodeRanks
-from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
-from baton.node import pull_link, pulls
-from tests.conformance.kv import DEADLINE_S, as_bytes, eventually
+from tests.conformance import pulling
+from tests.conformance.kv import as_bytes, eventually
 from tests.conformance.kv_child import child
-from tests.conformance.pulling import ENTRIES, KEYS, OWNER, READER, PullingNode, computed, computed_state
-from tests.conformance.test_kv_pulls import until_stopped
+from tests.conformance.pulling import (
+    ENTRIES,
+    KEYS,
+    PullingNode,
+    computed,
+    computed_state,
+    lift_limits,
+    until_stopped,
+)
 
 # A piece has several layers of the state; or some heads of one layer, because a layer is larger than an entry.
 STATE = KVCacheSpec(KVKind.STATE, num_layers=3, num_kv_heads=8, head_dim=2000, dtype="float32")
@@ -27,25 +32,12 @@ LARGE = replace(SPEC, state=replace(STATE, head_dim=20_000))
 # Fewer kv heads than ranks: some links carry a part of the state, and no KV or some layers of it.
 FEW_HEADS = replace(LARGE, num_kv_heads=2)
 ONE, TWO, FOUR = NodeRanks(1), NodeRanks(2), NodeRanks(4)
+an_owner, a_reader = partial(pulling.an_owner, places=120), partial(pulling.a_reader, places=120)
 
 
 @pytest.fixture(autouse=True)
 def _no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pulls wait as long as it takes, and a failed one is tried again at once."""
-    monkeypatch.setattr(pulls, "PULL_S_MIN", DEADLINE_S)
-    monkeypatch.setattr(pull_costs, "PULL_S_MAX", DEADLINE_S)
-    monkeypatch.setattr(pulls, "_BACK_OFF_S", 0.0)
-    monkeypatch.setattr(pull_link, "_OPEN_S", DEADLINE_S)
-    monkeypatch.setattr(pull_link, "_ARRIVE_S", DEADLINE_S)
-    monkeypatch.setattr(pull_costs, "UNMEASURED_TOKENS", 64)
-
-
-def an_owner(spec: KVCacheSpec, ranks: NodeRanks, places: int = 120) -> PullingNode:
-    return PullingNode(OWNER, KVCacheLayout.NHD, 16, spec=spec, ranks=ranks, places=places)
-
-
-def a_reader(spec: KVCacheSpec, ranks: NodeRanks, places: int = 120) -> PullingNode:
-    return PullingNode(READER, KVCacheLayout.HND, 32, spec=spec, ranks=ranks, places=places)
+    lift_limits(monkeypatch)
 
 
 async def assert_loads(reader: PullingNode, after: int) -> None:

@@ -10,16 +10,12 @@ from functools import partial
 import pytest
 import torch
 
-from baton.core import pull_costs
 from baton.core.kv_entries import NodeRanks
-from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
-from baton.node import pull_link, pulls
 from kvtransfer.entry_links import entry_links
-from tests.conformance.kv import DEADLINE_S, as_bytes, eventually
+from tests.conformance.kv import as_bytes, eventually
 from tests.conformance.kv_child import child
-from tests.conformance.pulling import ENTRIES, KEYS, OWNER, READER, SPEC, PullingNode, computed
-from tests.conformance.test_kv_pulls import until_stopped
+from tests.conformance.pulling import ENTRIES, KEYS, SPEC, a_reader, an_owner, computed, lift_limits, until_stopped
 
 MLA = KVCacheSpec(KVKind.MLA, num_layers=5, num_kv_heads=1, head_dim=96, dtype="bfloat16")
 ONE, TWO, FOUR = NodeRanks(1), NodeRanks(2), NodeRanks(4)
@@ -43,22 +39,7 @@ UNLIKE = [
 
 @pytest.fixture(autouse=True)
 def _no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pulls wait as long as it takes, and a failed one is tried again at once."""
-    monkeypatch.setattr(pulls, "PULL_S_MIN", DEADLINE_S)
-    monkeypatch.setattr(pull_costs, "PULL_S_MAX", DEADLINE_S)
-    monkeypatch.setattr(pulls, "_BACK_OFF_S", 0.0)
-    monkeypatch.setattr(pull_link, "_OPEN_S", DEADLINE_S)
-    monkeypatch.setattr(pull_link, "_ARRIVE_S", DEADLINE_S)
-    monkeypatch.setattr(pull_costs, "UNMEASURED_TOKENS", 64)
-    monkeypatch.setattr(pull_costs, "SHARE", float("inf"))
-
-
-def an_owner(spec: KVCacheSpec, ranks: NodeRanks) -> PullingNode:
-    return PullingNode(OWNER, KVCacheLayout.NHD, 16, spec=spec, ranks=ranks)
-
-
-def a_reader(spec: KVCacheSpec, ranks: NodeRanks) -> PullingNode:
-    return PullingNode(READER, KVCacheLayout.HND, 32, spec=spec, ranks=ranks)
+    lift_limits(monkeypatch)
 
 
 def equals_computed(found: torch.Tensor, entries: int, spec: KVCacheSpec) -> bool:

@@ -1,9 +1,11 @@
 """The table of metrics keeps Prometheus' rules, counting is exact, and the page reads back as what was counted."""
 
 import re
+from collections.abc import Iterable
 
 import pytest
 from prometheus_client import parser
+from prometheus_client.samples import Sample
 
 from baton.core import errors
 from baton.core.errors import BatonError
@@ -71,8 +73,15 @@ def test_a_reader_may_want_some_metrics_only() -> None:
     assert value(text, "baton_requests_total", outcome="failed") == 0
 
 
+def samples_of(text: str) -> list[Sample]:
+    return [sample for family in parser.text_string_to_metric_families(text) for sample in family.samples]
+
+
 def value(text: str, name: str, **labels: str) -> float:
-    samples = [sample for family in parser.text_string_to_metric_families(text) for sample in family.samples]
+    return value_in(samples_of(text), name, **labels)
+
+
+def value_in(samples: Iterable[Sample], name: str, **labels: str) -> float:
     (found,) = [each.value for each in samples if each.name == name and labels.items() <= each.labels.items()]
     return float(found)
 
@@ -97,11 +106,12 @@ def test_series_do_not_share_cells() -> None:
             tally.counter(metric.name, *labels).add(number)
         else:
             tally.histogram(metric.name, *labels).observe(1e9, number)
-    text = text_of(ProcessRole.GATEWAY, tally)
+    samples = samples_of(text_of(ProcessRole.GATEWAY, tally))
     for number, (metric, labels, _) in enumerate(tally.layout.series(), 1):
         name = metric.name if metric.kind is MetricKind.COUNTER else f"{metric.name}_count"
         shown = ["m" if label == SERVED_MODEL else label for label in labels]
-        assert value(text, name, **dict(zip((each.name for each in metric.labels), shown, strict=True))) == number
+        named = dict(zip((each.name for each in metric.labels), shown, strict=True))
+        assert value_in(samples, name, **named) == number
 
 
 def test_a_figure_stands_for_the_cell_of_its_series() -> None:

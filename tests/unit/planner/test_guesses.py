@@ -14,7 +14,7 @@ from baton.load.workload import LengthSpan, Synthetic
 from baton.planner.cluster import ClusterSpec, Simulation
 from baton.planner.goodput import Measure
 from baton.planner.guesses import NO_GUESSES, Guesses, measured_guesses, parse_guesses
-from baton.planner.node import NodeSpec
+from baton.planner.node_spec import NodeSpec
 from baton.planner.plan import NodeKind, Question, find_plan
 from baton.planner.report import commands, to_json
 

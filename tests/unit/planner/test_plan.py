@@ -19,7 +19,7 @@ from baton.planner.cluster import ClusterSpec
 from baton.planner.command import parse_seconds
 from baton.planner.goodput import Measure, find_goodput
 from baton.planner.known_costs import Lengths, kind_by_roofline, read_costs
-from baton.planner.node import NodeSpec
+from baton.planner.node_spec import NodeSpec
 from baton.planner.plan import NOTHING, NodeKind, Plan, Question, find_plan
 from baton.planner.report import commands, render, to_json, verdict
 from baton.planner.roofline import GPUS

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Semaphore, Thread
+from threading import Thread
 
 import psutil
 import pytest
@@ -26,6 +26,7 @@ DEADLINE_S = 60.0
 # Its calls do what their first key says.
 CLIENT = """
 import os, time
+from pathlib import Path
 
 class MooncakeDistributedStore:
     def setup(self, *_):
@@ -36,6 +37,7 @@ class MooncakeDistributedStore:
 
     def batch_is_exist(self, keys):
         if keys[0] == "hang":
+            Path(__file__).with_name("hanging").touch()
             time.sleep(600)
         if keys[0] == "end":
             os._exit(1)
@@ -175,22 +177,23 @@ def test_a_caller_gets_a_lane_as_soon_as_one_is_idle(client: Path, master: int) 
 
 
 @pytest.mark.parametrize("key", ["lost", "end"])
-def test_a_lost_master_or_process_ends_the_calls_of_all_lanes(process: MooncakeProcess, key: str) -> None:
+def test_a_lost_master_or_process_ends_the_calls_of_all_lanes(process: MooncakeProcess, client: Path, key: str) -> None:
     outcomes: list[object] = []
 
     def hang() -> None:
         try:
             with process.lane() as lane:
                 assert lane is not None
-                started.release()
                 outcomes.append(lane.call("has", ["hang"], DEADLINE_S))
         except OSError as error:
             outcomes.append(error)
 
-    started = Semaphore(0)
     other = Thread(target=hang)
     other.start()
-    assert started.acquire(timeout=DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
+    while not (client / "hanging").exists():  # its call has reached the process
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     with pytest.raises(ConnectionError):
         call(process, "a", key) if key == "lost" else call(process, key)
     other.join(DEADLINE_S)

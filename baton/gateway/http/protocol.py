@@ -1,11 +1,12 @@
 """uvicorn's HTTP/1.1 protocol with limits on headers and times. Malformed requests get an error in OpenAI's shape."""
 
 import asyncio
+import select
 from typing import Any
 
 import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from baton.core.errors import BatonError
 from baton.gateway.http.errors import HttpRefusal, openai_error, status_of
@@ -14,6 +15,8 @@ from baton.gateway.http.head import check_head
 HEADER_BYTES_MAX = 64 << 10
 # Longest wait for a request's whole headers on an open connection, and then for each piece of its body.
 REQUEST_S = 60.0
+# How often a connection is looked at that is not read, because requests on it wait for answers to earlier ones.
+LOOK_S = 1.0
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -26,6 +29,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed_bytes = 0
         self._refused = False
         self._timeout: asyncio.TimerHandle | None = None
+        self._unanswered: list[RequestResponseCycle] = []
+        self._look: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -34,6 +39,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_waiting()
+        if self._look is not None:
+            self._look.cancel()
+        # NOTE: uvicorn itself ends only the newest request. Those before it would run on for nobody.
+        for cycle in self._unanswered:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._unanswered.clear()
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -70,6 +84,10 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._in_headers, self._unparsed_bytes = False, 0
+        self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
+        self._unanswered.append(self.cycle)
+        if self.pipeline and self._look is None:
+            self._look = self.loop.call_later(LOOK_S, self._look_for_end)
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:
@@ -121,6 +139,19 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._timeout is not None:
             self._timeout.cancel()
             self._timeout = None
+
+    def _look_for_end(self) -> None:
+        """Ends a connection that the client has closed, while requests wait on it: until their turn nothing is read, so
+        nothing else shows it."""
+        self._look = None
+        if not self.pipeline or self.transport.is_closing():
+            return
+        connection = select.poll()
+        connection.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        if connection.poll(0):
+            self.transport.abort()
+        else:
+            self._look = self.loop.call_later(LOOK_S, self._look_for_end)
 
     def _refuse_headers(self) -> None:
         allowed = (f"up to {HEADER_BYTES_MAX} bytes",)

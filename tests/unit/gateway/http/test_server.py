@@ -300,6 +300,18 @@ async def test_a_client_that_leaves_before_the_answer_cancels_its_request(door: 
     await door.cancelled()
 
 
+@pytest.mark.parametrize("size", [10, 200_000])
+async def test_a_client_that_leaves_while_a_further_request_waits_cancels_its_request(
+    door: HttpGateway, size: int
+) -> None:
+    wire = await door.stream({})
+    wire.send("POST", "/v1/completions", b" " * size, content_type="application/json")
+    wire.send("GET", "/health")
+    await wire.writer.drain()
+    wire.writer.close()
+    await door.cancelled()
+
+
 async def test_a_client_that_leaves_within_its_body_is_forgotten(door: HttpGateway) -> None:
     wire = await door.connect()
     wire.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")

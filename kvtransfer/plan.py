@@ -149,6 +149,9 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
     mismatches += _spec_mismatches(ours.spec, theirs.spec, _SPEC_CURES)
     for name, cure in _PART_CURES.items():
         mismatches += _part_mismatches(name, getattr(ours.spec, name), getattr(theirs.spec, name), cure)
+    if ours.spec.draft is not None and theirs.spec.draft is not None:
+        indices = ours.spec.draft.index, theirs.spec.draft.index
+        mismatches += _part_mismatches("draft.index", *indices, _PART_CURES["index"])
     converts = receiver is not None and ours.spec.dtype != theirs.spec.dtype
     if receiver is None or (converts and ours.batch_invariant and theirs.batch_invariant):
         mismatches.append(_dtype_mismatch(ours, theirs, converts=converts))

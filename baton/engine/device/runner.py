@@ -242,7 +242,7 @@ class ModelRunner:
         return graphs.size_for(batch.shared_rows)
 
     def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, Tensor | None]:
-        """Returns what is drawn, and the rows' hidden states if a layer reads them."""
+        """Returns what is drawn, and the hidden states of this rank's rows if a layer reads them."""
         assert self._graphs is not None
         buffers = self._graphs.buffers
         logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
@@ -295,15 +295,16 @@ class ModelRunner:
             shares=inputs.shares,
         )
         hidden_TD = self.model.compute(inputs.token_ids_T, inputs.positions_T, self._cache, context)
+        own_TD = hidden_TD if exchange is None else exchange.own(hidden_TD)
         read = self._read_states(hidden_TD, inputs.starts, batch)
         if not inputs.sampled:
-            return self._drawing.draw_none(), read, hidden_TD
+            return self._drawing.draw_none(), read, own_TD
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
         sampled_rows = [rows[index] for index in inputs.sampled]
         pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
         places_S = inputs.sampled_S if keeps_tokens else None
         parts, failed = self._drawing.draw(inputs.sampled, sampled_rows, logits_SV, pending_S, places_S)
-        return Drawn(None, parts, failed), read, hidden_TD
+        return Drawn(None, parts, failed), read, own_TD
 
     def _warm_up(self) -> None:
         """Compiles kernels, also the one that applies the masks of grammars."""

@@ -1,11 +1,13 @@
 """MTP layers of checkpoints over the paged cache: their logits equal a plain reference, in pieces of any length."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.core.errors import ConfigError
@@ -28,6 +30,7 @@ from tests.unit.models.tiny_mtp import MTPReference, save_with_mtp, take_last_la
 FAMILIES = (
     *("deepseek-v3", "deepseek-v3-yarn", "glm4-moe", "glm4-moe-lite"),
     *("qwen3-next", "qwen3.5", "qwen3.5-moe", "mimo"),
+    *("deepseek-v32", "glm-moe-dsa-shared-selection"),
 )
 TOKENS = 24
 
@@ -106,10 +109,13 @@ def test_the_layer_is_left_out_unless_it_is_asked_for(pair: Pair) -> None:
 
 def test_its_kv_is_a_part_of_the_cache(pair: Pair) -> None:
     spec = kv_cache_spec(pair.config, "float32")
-    assert spec.draft == replace(kv_cache_spec(read_config(pair.directory), "float32"), num_layers=1, state=None)
-    states = [] if spec.state is None else [spec.state.num_layers]
-    assert [len(layers) for layers in spec.part_layers] == [spec.num_layers, 1, *states]
-    assert spec.bytes_per_token == (spec.num_layers + 1) * spec.bytes_per_token_layer
+    index = None if spec.index is None else replace(spec.index, num_layers=1)
+    plain = kv_cache_spec(read_config(pair.directory), "float32")
+    assert spec.draft == replace(plain, num_layers=1, index=index, state=None)
+    expected = spec, spec.index, spec.draft, index, spec.state
+    assert list(spec.parts) == [part for part in expected if part is not None]
+    more_bytes = 0 if index is None else index.bytes_per_token
+    assert spec.bytes_per_token == plain.bytes_per_token + spec.bytes_per_token_layer + more_bytes
     assert [each.spec for each in PagedDriver(pair.model, pair.backend).cache.parts] == list(spec.parts)
 
 
@@ -127,19 +133,35 @@ def test_a_checkpoint_that_lacks_a_tensor_of_the_layer_is_refused(tmp_path: Path
     [
         ("llama-llama3-tied", "no layers for multi-token prediction"),
         ("deepseek-v2", "no layers for multi-token prediction"),
-        ("deepseek-v32", "sparse attention"),
         ("nemotron-h", "NemotronHForCausalLM"),
     ],
 )
 def test_other_models_say_why_they_have_no_such_layer(name: str, reason: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     config = read_config(tmp_path)
-    if reason == "sparse attention":
-        config = replace(config, mtp_layers=1, architecture="DeepseekV3ForCausalLM")
-    elif reason == config.architecture:
+    if reason == config.architecture:
         config = replace(config, mtp_layers=1)
     assert reason in why_no_mtp(config)
     assert with_mtp(config) is config
+
+
+def test_a_multimodal_checkpoint_has_the_layer_next_to_its_language_model(tmp_path: Path) -> None:
+    """Qwen3.5 with pictures, as published: only the language model's own tensors have its prefix."""
+    reference = save_with_mtp("qwen3.5", tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = {re.sub(r"^model\.", "model.language_model.", name): each for name, each in load_file(path).items()}
+    assert any(name.startswith("mtp.layers.0.") for name in stored)
+    save_file(stored, path, metadata={"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    nested = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(nested | {"tie_word_embeddings": False}))
+    config = with_mtp(read_config(tmp_path))
+    assert config.drafts
+    backend, tokens = backend_for(config), tokens_of(4, 13)
+    driver = PagedDriver(load_model(tmp_path, config, backend=backend, dtype="float32", device="cpu"), backend)
+    driver.step({"r": tokens[:-1]}, following={"r": tokens[-1]})
+    expected_TD = reference.drafted(tokens[1:], reference.read(tokens[:-1]))
+    assert_equal(driver.drafted["r"], reference.logits(expected_TD))
 
 
 @pytest.mark.parametrize("whole_experts", [False, True])

@@ -12,7 +12,7 @@ from baton.engine.same_model import check_same_head
 from baton.kvcache.spec import KV_CACHE_DTYPES
 from baton.models.checkpoint.checkpoint import read_checkpoint
 from baton.models.config.model_config import GQAConfig, ModelConfig
-from baton.models.config.mtp import why_no_mtp, with_mtp
+from baton.models.config.mtp import LAYER, mtp_form, why_no_mtp, with_mtp
 from baton.models.families.dense.eagle_config import read_head
 from baton.models.families.table import family_of
 from baton.models.layers.causal_lm import CausalLM
@@ -34,9 +34,8 @@ def with_draft_layer(config: ModelConfig, settings: NodeSettings, parallel: Tens
     if settings.speculation == "off" or not config.mtp_layers:
         return config
     problem = why_no_mtp(config)
-    prefix = f"model.layers.{config.num_layers}."
     if not problem and settings.load_format == "safetensors":
-        stored = read_checkpoint(settings.model)
+        stored, prefix = read_checkpoint(settings.model), mtp_form(config).prefixes(config.num_layers)[LAYER]
         if not any(name.removeprefix("language_model.").startswith(prefix) for name in stored):
             problem = "the files have no tensors of it, as those that transformers saves"
     if not problem and parallel.own_attention:

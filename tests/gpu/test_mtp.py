@@ -44,7 +44,7 @@ def steps_of(
 
 
 @pytest.mark.parametrize("graphs", [None, GRAPHS], ids=["eager", "captured"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe", "qwen3-next"])
 def test_guesses_are_those_on_the_cpu(name: str, graphs: GraphSettings | None, tmp_path: Path) -> None:
     save_with_mtp(name, tmp_path)
     ours, expected = steps_of(tmp_path, "cuda", graphs), steps_of(tmp_path, "cpu", None)

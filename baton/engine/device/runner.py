@@ -248,7 +248,7 @@ class ModelRunner:
         logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
         return self._drawing.draw_padded(buffers, logits_RV, batch, slot), buffers.hidden
 
-    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ReadStates, Tensor]:
+    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ReadStates, Tensor | None]:
         assert self._prompts is not None
         buffers = self._prompts.buffers
         logits_RV = self._prompts.launch(batch.shared_rows, size, step=batch.step, slot=slot)
@@ -273,7 +273,7 @@ class ModelRunner:
             pool_states(self.model, hidden_TD, starts, pools) if pools else None,
         )
 
-    def _launch_eagerly(self, batch: Batch, *, keeps_tokens: bool) -> tuple[Drawn, ReadStates, Tensor]:
+    def _launch_eagerly(self, batch: Batch, *, keeps_tokens: bool) -> tuple[Drawn, ReadStates, Tensor | None]:
         """Queues the step outside of graphs.
 
         Args:
@@ -296,7 +296,7 @@ class ModelRunner:
             shares=inputs.shares,
         )
         hidden_TD = self.model.compute(inputs.token_ids_T, inputs.positions_T, self._cache, context)
-        states_TD = self.model.draft_states(hidden_TD)
+        states_TD = None if self._mtp is None else self.model.draft_states(hidden_TD)
         read = self._read_states(hidden_TD, inputs.starts, batch)
         if not inputs.sampled:
             return self._drawing.draw_none(), read, states_TD

@@ -46,6 +46,7 @@ FEATURES: Mapping[str, ModelFeatures] = MappingProxyType(
         ),
         "Mistral3ForConditionalGeneration": ModelFeatures("its language model is Mistral or Ministral"),
         "Qwen2ForCausalLM": ModelFeatures("biases on q, k and v", "sliding window in some layers, where switched on"),
+        "MiMoForCausalLM": ModelFeatures("biases on q, k and v", "sliding window in some layers, where switched on"),
         "Qwen3ForCausalLM": ModelFeatures(
             "norms on queries and keys", "sliding window in some layers, where switched on"
         ),

@@ -43,7 +43,13 @@ from baton.models.families.dense.layer_norm_config import (
     read_opt,
     read_starcoder2,
 )
-from baton.models.families.dense.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from baton.models.families.dense.llama_config import (
+    read_llama,
+    read_mimo_dense,
+    read_mistral,
+    read_qwen2,
+    read_qwen3,
+)
 from baton.models.families.dense.phi3_config import read_phi3
 from baton.models.families.dense.phi3_small_config import read_phi3_small
 from baton.models.families.dense.stablelm_config import read_stablelm
@@ -110,6 +116,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Ministral3ForCausalLM": Family(read_ministral3, _LLAMA),
         "Mistral3ForConditionalGeneration": Family(read_mistral3, _LLAMA, text_config=True),
         "Qwen2ForCausalLM": Family(read_qwen2, _LLAMA),
+        "MiMoForCausalLM": Family(read_mimo_dense, _LLAMA),
         "Qwen3ForCausalLM": Family(read_qwen3, _LLAMA),
         "Qwen2VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
         "Qwen2_5_VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),

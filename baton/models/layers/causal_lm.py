@@ -17,12 +17,13 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import ModelConfig
+from baton.models.config.mtp import mtp_form
 from baton.models.kernels.adapter_products import AdapterRows
 from baton.models.layers.eagle import EagleHead, ReadStates
 from baton.models.layers.embedding import Embedding
 from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import Linear
-from baton.models.layers.mtp import MTPLayer, mtp_prefixes
+from baton.models.layers.mtp import MTPLayer
 from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import ParallelModule, TensorParallel
 from baton.models.layers.rotary import Rotary
@@ -89,7 +90,8 @@ class CausalLM(ExchangingModule):
 
     Args:
         norm: the norm after the last layer; None: an RMS norm.
-        mtp_layer: the decoder layer within the MTP layer, if the config `drafts`.
+        mtp_layer: the decoder layer within the MTP layer, if the config `drafts`. The other norms of the MTP layer are
+            of the same class as `norm`.
 
     Attributes:
         adapter_rows: the adapters of the current step, for the hooks of `AdapterBank`.
@@ -132,7 +134,10 @@ class CausalLM(ExchangingModule):
         labels = config.num_labels
         self.score = Linear(config.hidden_size, labels, dtype=dtype) if labels else None
         assert config.drafts == (mtp_layer is not None), "the family's class makes the layer"
-        self.mtp = None if mtp_layer is None else MTPLayer(config, mtp_layer, dtype=dtype)
+        self.mtp: MTPLayer | None = None
+        if mtp_layer is not None:
+            assert isinstance(norm, RMSNorm), "no family with an MTP layer has another norm"
+            self.mtp = MTPLayer(config, mtp_layer, norm=type(norm), dtype=dtype)
         self.eagle: EagleHead | None = None
         self._read: ReadStates | None = None
         self._draft_states_TD: Tensor | None = None
@@ -141,7 +146,7 @@ class CausalLM(ExchangingModule):
     def prefixes(self) -> Mapping[str, str]:
         """`checkpoint_prefixes` of this model, with those of its MTP layer."""
         own = self.checkpoint_prefixes
-        return own if self.mtp is None else mtp_prefixes(self.config.num_layers) | dict(own)
+        return own if self.mtp is None else mtp_form(self.config).prefixes(self.config.num_layers) | dict(own)
 
     def adapters_of(self, slots_T: Tensor | None) -> AdapterRows | None:
         """Returns the adapters of a step's tokens, for its context. It may launch kernels; a torch kernel must follow
@@ -224,13 +229,17 @@ class CausalLM(ExchangingModule):
 
     def draft_states(self, hidden_TD: Tensor) -> Tensor:
         """Returns the states [T,D] of the step that `compute` has just computed, from which the layer that drafts reads
-        them. They can be taken once.
+        them. Those of an EAGLE-3 head can be taken once.
 
         Args:
-            hidden_TD: what `compute` returned, which is what an MTP layer reads.
+            hidden_TD: what `compute` returned.
         """
+        if self.mtp is not None:
+            assert isinstance(self.model.norm, RMSNorm)
+            return self.mtp.read(hidden_TD, self.model.norm)
         states_TD, self._draft_states_TD = self._draft_states_TD, None
-        return hidden_TD if states_TD is None else states_TD
+        assert states_TD is not None, "the config says whether there is such a layer"
+        return states_TD
 
     def compute_drafts(
         self,

@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction (MTP) that checkpoints in DeepSeek-V3's form bring, which drafts tokens.
+"""The layer for multi-token prediction (MTP) that some checkpoints bring, which drafts tokens.
 
 At position i it reads the model's hidden state after token i and the embedding of token i + 1, and predicts token
 i + 2 with the model's own head. Its KV for position i therefore depends on token i + 1; it is a part of the cache of
@@ -16,34 +16,45 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import ModelConfig
+from baton.models.config.mtp import mtp_form
 from baton.models.layers.norms import RMSNorm
-
-# Our paths of the layer's modules, and how checkpoints name them after the model's last layer. The first match counts.
-_PREFIXES = (("mtp.layer.", ""), ("mtp.", ""))
-
-
-def mtp_prefixes(num_layers: int) -> dict[str, str]:
-    """Returns the prefixes of module paths, and those of the layer's tensors in checkpoints."""
-    return {ours: f"model.layers.{num_layers}.{theirs}" for ours, theirs in _PREFIXES}
 
 
 class MTPLayer(nn.Module):
-    """One MTP layer. Checkpoints also store copies of the embedding and the head under its name, which are not read.
+    """One MTP layer. Its modules have DeepSeek-V3's names. Checkpoints also store copies of the embedding and the head
+    under its name, which are not read.
 
     Args:
         layer: the decoder layer within, in the form of the model's last layer; the first layer of its cache.
+        norm: class of its norms.
     """
 
-    def __init__(self, config: ModelConfig, layer: nn.Module, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: nn.Module, *, norm: type[RMSNorm], dtype: torch.dtype) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
-        self.enorm = RMSNorm(size, eps=eps, dtype=dtype)
-        self.hnorm = RMSNorm(size, eps=eps, dtype=dtype)
+        form = mtp_form(config)
+        self.hidden_first, self.before_last_norm = form.hidden_first, form.before_last_norm
+        self.enorm = norm(size, eps=eps, dtype=dtype)
+        self.hnorm = norm(size, eps=eps, dtype=dtype)
         # NOTE: torch's own class, because checkpoints with quantized weights leave this projection in bfloat16.
         self.eh_proj = nn.Linear(2 * size, size, bias=False, dtype=dtype)
         self.layer = layer
         self.shared_head = nn.Module()
-        self.shared_head.norm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.shared_head.norm = norm(size, eps=eps, dtype=dtype)
+
+    def read(self, hidden_TD: Tensor, last_norm: RMSNorm) -> Tensor:
+        """Returns what the layer reads of the model's hidden states [T,D].
+
+        For a layer that reads the states before the model's last norm, this undoes the norm's weights. The length of a
+        state stays 1, which changes nothing, because the layer begins with a norm of its own.
+
+        Args:
+            hidden_TD: states after the model's last norm.
+        """
+        if not self.before_last_norm:
+            return hidden_TD
+        weight_D = last_norm.weight + last_norm.weight_offset
+        return hidden_TD / weight_D.masked_fill(weight_D == 0, torch.inf)  # a channel without weight is lost
 
     def forward(
         self,
@@ -57,11 +68,11 @@ class MTPLayer(nn.Module):
 
         Args:
             embedded_TD: the embedding of each position's next token.
-            hidden_TD: hidden states of the model after its last norm, or those that this layer returned.
+            hidden_TD: hidden states of the model (`read`), or those that this layer returned.
             kv_cache: the layer's own.
         """
-        joined_TX = torch.cat((self.enorm(embedded_TD), self.hnorm(hidden_TD)), dim=-1)
-        stream_TD = self.eh_proj(joined_TX)
+        halves = self.enorm(embedded_TD), self.hnorm(hidden_TD)
+        stream_TD = self.eh_proj(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))
         update_TD = self.layer(stream_TD, None, rotation, kv_cache, metadata)
         norm = self.shared_head.norm
         assert isinstance(norm, RMSNorm)

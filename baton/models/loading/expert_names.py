@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from baton.models.checkpoint.checkpoint import StoredTensor
 
-_LAYER = r"^(model\.layers\.\d+)\."
+_LAYER = r"^((?:model|mtp)\.layers\.\d+)\."
 _RENAMED = tuple(
     (re.compile(_LAYER + theirs), rf"\1.{ours}")
     for theirs, ours in (

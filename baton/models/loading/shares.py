@@ -11,6 +11,7 @@ from baton.core.errors import ConfigError
 from baton.models.checkpoint.names import renamed
 from baton.models.checkpoint.share import Share
 from baton.models.config.model_config import ModelConfig
+from baton.models.config.mtp import LAYER, mtp_form
 from baton.models.config.quantization.config import FP8_BLOCK, Fp8Config, Granularity
 from baton.models.config.quantization.int8_config import Int8Config
 from baton.models.config.quantization.packed_config import PackedConfig, StoredPart
@@ -47,6 +48,8 @@ class Shares:
         prefixes: Mapping[str, str] = resolve_name(family_of(config.architecture).model).checkpoint_prefixes
         # Most tensors of any module are under `model.`, so they keep their names.
         self._prefixes = {theirs: ours for ours, theirs in prefixes.items() if theirs != "model."}
+        if config.drafts:
+            self._prefixes = {mtp_form(config).prefixes(config.num_layers)[LAYER]: LAYER} | self._prefixes
 
     def of(self, name: str) -> Share | None:
         """Returns the rank's share of a tensor; None if the rank holds all of it."""
@@ -61,7 +64,7 @@ class Shares:
 
     def elsewhere(self, name: str) -> bool:
         """Whether the tensor belongs to an expert of another rank."""
-        match = _EXPERT_OF_LAYER.search(name)
+        match = _EXPERT_OF_LAYER.search(renamed(name, self._prefixes))
         if self._experts is None or match is None:
             return False
         mtp = len(self._experts) - 1

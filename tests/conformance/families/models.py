@@ -179,9 +179,13 @@ def cases() -> dict[str, Case]:
 _PUBLISHED_NAMES: Mapping[str, str] = MappingProxyType(
     {"MPTForCausalLM": "mpt", "PhiMoEForCausalLM": "phimoe", "ExaoneMoEForCausalLM": "exaone-moe"}
 )
-# Language models of architectures, where they have other names.
+# The same models by other names, alone or within multimodal models.
 _NESTED: Mapping[str, str] = MappingProxyType(
-    {"Mistral3ForConditionalGeneration": "ministral3", "KimiK25ForConditionalGeneration": "kimi-k2"}
+    {
+        "Mistral3ForConditionalGeneration": "ministral3",
+        "KimiK25ForConditionalGeneration": "kimi-k2",
+        "MiMoForCausalLM": "qwen2",
+    }
 )
 
 

@@ -68,7 +68,7 @@ class Built:
         assert list(guessed) == self.reference.guesses(tokens, len(guessed)), name
 
 
-@pytest.fixture(scope="module", params=["deepseek-v3", "glm4-moe", "eagle-llama", "eagle-gpt-oss"])
+@pytest.fixture(scope="module", params=["deepseek-v3", "glm4-moe", "mimo", "eagle-llama", "eagle-gpt-oss"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(request.param, tmp_path_factory.mktemp("mtp"))
 
@@ -145,7 +145,7 @@ def test_drawn_tokens_are_guessed_with_the_draws_of_their_places(model: Built, g
     for _ in range(5):
         driver.step("a")
         tokens = [*PROMPTS["a"], *driver.ids("a")]
-        hidden_TD = model.reference.drafted(tokens[1:], model.reference.hidden(tokens[:-1]))
+        hidden_TD = model.reference.drafted(tokens[1:], model.reference.read(tokens[:-1]))
         params = ResolvedSampling(max_tokens=1000, **DRAWN)
         row = SampleRow(params, len(driver.ids("a")), (), int_array(), 0)
         drawn = sample(model.reference.logits(hidden_TD[-1:]).clone(), [row]).chosen_R.tolist()

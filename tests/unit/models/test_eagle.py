@@ -73,7 +73,7 @@ class Pair:
 
     def expected(self, tokens: list[int]) -> Tensor:
         """Logits of the head at all places but the last, whose next token is not known."""
-        return self.reference.logits(self.reference.drafted(tokens[1:], self.reference.hidden(tokens[:-1])))
+        return self.reference.logits(self.reference.drafted(tokens[1:], self.reference.read(tokens[:-1])))
 
 
 @pytest.fixture(scope="module", params=KINDS)

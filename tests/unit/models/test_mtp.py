@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import ConfigError
-from baton.models.config.mtp import why_no_mtp, with_mtp
+from baton.models.config.mtp import mtp_form, why_no_mtp, with_mtp
 from baton.models.families.reader import read_config
 from baton.models.layers.parallel import TensorParallel, with_experts_placed
 from baton.models.loading.identity import config_digest
@@ -25,7 +25,10 @@ from tests.unit.models.test_quantization import DEEPSEEK
 from tests.unit.models.tiny import save_tiny
 from tests.unit.models.tiny_mtp import MTPReference, save_with_mtp, take_last_layer
 
-FAMILIES = ("deepseek-v3", "deepseek-v3-yarn", "glm4-moe", "glm4-moe-lite")
+FAMILIES = (
+    *("deepseek-v3", "deepseek-v3-yarn", "glm4-moe", "glm4-moe-lite"),
+    *("qwen3-next", "qwen3.5", "qwen3.5-moe", "mimo"),
+)
 TOKENS = 24
 
 
@@ -45,7 +48,7 @@ class Pair:
     def expected(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
         """Logits of the model and of its MTP layer at all places but the last, whose next token is not known."""
         hidden_TD = self.reference.hidden(tokens[:-1])
-        drafted_TD = self.reference.drafted(tokens[1:], hidden_TD)
+        drafted_TD = self.reference.drafted(tokens[1:], self.reference.read(tokens[:-1]))
         return self.reference.logits(hidden_TD), self.reference.logits(drafted_TD)
 
 
@@ -71,7 +74,7 @@ def test_logits_equal_the_reference_in_pieces_of_any_length(pair: Pair, piece: i
 def test_its_own_hidden_state_drafts_further_tokens(pair: Pair) -> None:
     """The second draft's place has the layer's own hidden state of the place before, and the first draft."""
     tokens = tokens_of(3, TOKENS + 1)
-    hidden_TD = pair.reference.hidden(tokens[:-1])
+    hidden_TD = pair.reference.read(tokens[:-1])
     first_TD = pair.reference.drafted(tokens[1:], hidden_TD)
     draft = int(pair.reference.logits(first_TD[-1]).argmax())
     second_TD = pair.reference.drafted([*tokens[1:], draft], torch.cat((hidden_TD, first_TD[-1:])))
@@ -103,10 +106,11 @@ def test_the_layer_is_left_out_unless_it_is_asked_for(pair: Pair) -> None:
 
 def test_its_kv_is_a_part_of_the_cache(pair: Pair) -> None:
     spec = kv_cache_spec(pair.config, "float32")
-    assert spec.draft == replace(kv_cache_spec(read_config(pair.directory), "float32"), num_layers=1)
-    assert [len(layers) for layers in spec.part_layers] == [spec.num_layers, 1]
+    assert spec.draft == replace(kv_cache_spec(read_config(pair.directory), "float32"), num_layers=1, state=None)
+    states = [] if spec.state is None else [spec.state.num_layers]
+    assert [len(layers) for layers in spec.part_layers] == [spec.num_layers, 1, *states]
     assert spec.bytes_per_token == (spec.num_layers + 1) * spec.bytes_per_token_layer
-    assert [each.spec for each in PagedDriver(pair.model, pair.backend).cache.blockwise] == list(spec.parts)
+    assert [each.spec for each in PagedDriver(pair.model, pair.backend).cache.parts] == list(spec.parts)
 
 
 def test_a_checkpoint_that_lacks_a_tensor_of_the_layer_is_refused(tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ def test_a_checkpoint_that_lacks_a_tensor_of_the_layer_is_refused(tmp_path: Path
         ("llama-llama3-tied", "no layers for multi-token prediction"),
         ("deepseek-v2", "no layers for multi-token prediction"),
         ("deepseek-v32", "sparse attention"),
-        ("qwen3-next", "Qwen3NextForCausalLM"),
+        ("nemotron-h", "NemotronHForCausalLM"),
     ],
 )
 def test_other_models_say_why_they_have_no_such_layer(name: str, reason: str, tmp_path: Path) -> None:
@@ -132,6 +136,8 @@ def test_other_models_say_why_they_have_no_such_layer(name: str, reason: str, tm
     config = read_config(tmp_path)
     if reason == "sparse attention":
         config = replace(config, mtp_layers=1, architecture="DeepseekV3ForCausalLM")
+    elif reason == config.architecture:
+        config = replace(config, mtp_layers=1)
     assert reason in why_no_mtp(config)
     assert with_mtp(config) is config
 
@@ -139,6 +145,8 @@ def test_other_models_say_why_they_have_no_such_layer(name: str, reason: str, tm
 @pytest.mark.parametrize("whole_experts", [False, True])
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
 def test_ranks_hold_their_parts_of_the_layer(pair: Pair, load_format: str, whole_experts: bool) -> None:
+    whole_experts = whole_experts and pair.config.moe is not None
+
     def views(parallel: TensorParallel) -> dict[str, Tensor]:
         model = load_model(
             pair.directory,
@@ -150,8 +158,8 @@ def test_ranks_hold_their_parts_of_the_layer(pair: Pair, load_format: str, whole
             parallel=parallel,
         )
         assert model.mtp is not None
-        prefix = f"model.layers.{pair.config.num_layers}."
-        return {path: view for path, view in checkpoint_views(model).items() if path.startswith(prefix)}
+        prefixes = tuple(mtp_form(pair.config).prefixes(pair.config.num_layers).values())
+        return {path: view for path, view in checkpoint_views(model).items() if path.startswith(prefixes)}
 
     whole, held_by = views(TensorParallel()), dict[str, set[int]]()
     for rank in range(2):
@@ -167,7 +175,7 @@ def test_ranks_hold_their_parts_of_the_layer(pair: Pair, load_format: str, whole
             assert torch.equal(view, torch.cat(parts, 0 if share is None else share.dim)), path
     assert held_by.keys() == whole.keys(), "every tensor is on a rank"
     experts = {path: ranks for path, ranks in held_by.items() if ".experts." in path}
-    assert experts
+    assert bool(experts) == (pair.config.moe is not None)
     assert all(len(ranks) == (1 if whole_experts else 2) for ranks in experts.values())
 
 

@@ -43,7 +43,7 @@ class EagleReference:
         self.tensors = tensors
 
     @torch.inference_mode()
-    def hidden(self, tokens: list[int]) -> Tensor:
+    def read(self, tokens: list[int]) -> Tensor:
         """The states [T,D] that the head reads after the tokens: `hidden_states` has what each layer reads."""
         found = self.model.model(torch.tensor([tokens]), use_cache=False, output_hidden_states=True).hidden_states
         return linear(torch.cat([found[index][0] for index in READS], -1), self.tensors["fc.weight"])
@@ -74,7 +74,7 @@ class EagleReference:
 
     def guesses(self, tokens: list[int], count: int) -> list[int]:
         """The tokens that the head guesses after these, each the most likely one."""
-        states_TD, following = self.hidden(tokens[:-1]), tokens[1:]
+        states_TD, following = self.read(tokens[:-1]), tokens[1:]
         guesses: list[int] = []
         for _ in range(count):
             drafted_TD = self.drafted(following, states_TD)

@@ -1,9 +1,10 @@
-"""Reads config.json of Llama, Mistral, Qwen2 and Qwen3, which Llama's file computes."""
+"""Reads config.json of Llama, Mistral, Qwen2, Qwen3 and MiMo-7B, which Llama's file computes."""
 
+from dataclasses import replace
 from typing import Annotated
 
 from baton.models.config.decoder import RotaryFields
-from baton.models.config.fields import Count, CountOrZero, Cure, Size, Table
+from baton.models.config.fields import Count, CountOrZero, Cure, LayersOrZero, Size, Table
 from baton.models.config.file import ConfigFile
 from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.llama_switches import LlamaSwitches
@@ -81,6 +82,15 @@ class _QwenFields(LlamaLikeFields):
 def read_qwen2(file: ConfigFile) -> ModelConfig:
     fields = _QwenFields.read(file)
     return fields.llama_like(fields.gqa(windows=fields.windows(), qkv_bias=True, output_bias=False))
+
+
+class _MiMoFields(_QwenFields):
+    num_nextn_predict_layers: LayersOrZero = 0
+
+
+def read_mimo_dense(file: ConfigFile) -> ModelConfig:
+    """Reads config.json of MiMo-7B, which is Qwen2 with layers for multi-token prediction."""
+    return replace(read_qwen2(file), mtp_layers=_MiMoFields.read(file).num_nextn_predict_layers)
 
 
 def read_qwen3(file: ConfigFile) -> ModelConfig:

@@ -13,6 +13,7 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig
+from baton.models.config.mtp import mtp_config
 from baton.models.families.dense.gemma import GemmaRMSNorm
 from baton.models.families.dense.llama import LlamaAttention
 from baton.models.families.hybrid.delta_config import DeltaSwitches
@@ -93,12 +94,11 @@ class Qwen3NextLayer(ParallelModule):
         super().__init__()
         switches, recurrent = config.switches, config.recurrent
         assert isinstance(switches, DeltaSwitches)
-        assert recurrent is not None
         size, eps = config.hidden_size, config.norm_eps
         place = config.cache_layer(layer_index)
         self.linear_attn: GatedDeltaNet | None = None
         self.self_attn: LlamaAttention | None = None
-        if recurrent.layers[layer_index]:
+        if recurrent is not None and recurrent.layers[layer_index]:
             self.linear_attn = GatedDeltaNet(
                 size, switches, num_heads=recurrent.num_heads, layer_index=place, norm_eps=eps, dtype=dtype
             )
@@ -120,11 +120,16 @@ class Qwen3NextLayer(ParallelModule):
         rotation: Rotation,
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
-        rows: StateRows,
+        rows: StateRows | None = None,
     ) -> Tensor:
-        """Does what `DecoderLayer.forward` does."""
+        """Does what `DecoderLayer.forward` does.
+
+        Args:
+            rows: for layers with states.
+        """
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         if self.linear_attn is not None:
+            assert rows is not None
             mixed_TD = self.linear_attn(normed_TD, kv_cache, rows)
         else:
             assert self.self_attn is not None
@@ -142,7 +147,12 @@ class Qwen3NextForCausalLM(CausalLM):
             for index in range(config.num_layers)
         ]
         norm = GemmaRMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        super().__init__(config, layers, dtype=dtype, norm=norm)
+        mtp_layer = None
+        if config.drafts:
+            own = mtp_config(config)
+            assert isinstance(own.attention, GQAConfig)
+            mtp_layer = Qwen3NextLayer(own, own.attention, layer_index=0, backend=backend, dtype=dtype)
+        super().__init__(config, layers, dtype=dtype, norm=norm, mtp_layer=mtp_layer)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None

@@ -1,0 +1,51 @@
+"""Models of other kinds that guess with their own MTP layer, on a prefill node and a decode node.
+
+Their tokens are those without guesses, and the decode node's first step guesses.
+"""
+
+import asyncio
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.core.types import Path as RequestPath
+from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
+from tests.integration.generation import generate
+from tests.integration.test_mtp_pair import DRAWN, GREEDY, PROMPTS, VOCABULARY
+from tests.unit.models.tiny_mtp import save_with_good_layer
+
+KINDS = ["qwen3-next", "mimo"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_tokens_are_those_without_guesses_from_the_first_step_on(
+    start: Machines, kind: str, tmp_path: Path
+) -> None:
+    save_with_good_layer(tmp_path, kind, changed={"vocab_size": VOCABULARY})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(LLAMA / name, tmp_path)
+    node: Flags = {"model": tmp_path, "num_blocks": 256, "max_batch_tokens": 32}
+    guessing: Flags = {**node, "speculation": "always"}
+    prefill, decode, alone = start.nodes(
+        ("prefill", guessing), ("decode", {**guessing, "block_size": 32, "kv_cache_layout": "BLNC"}), ("decode", node)
+    )
+    pair = start.gateway([prefill], [decode], model=tmp_path, local_policy="strict")
+    plain = start.gateway([], [alone], model=tmp_path, local_policy="local")
+    for params in (GREEDY, DRAWN):
+        expected = await asyncio.gather(*(generate(plain, prompt, params) for prompt in PROMPTS))
+        results = await asyncio.gather(*(generate(pair, prompt, params) for prompt in PROMPTS))
+        assert [each.token_ids for each in results] == [each.token_ids for each in expected]
+        assert not any(each.proof.drafted_tokens for each in expected)
+        assert all(each.proof.path is RequestPath.REMOTE and each.proof.drafted_tokens for each in results)
+        if params is GREEDY:
+            drafted, accepted = (
+                sum(getattr(each.proof, count) for each in results) for count in ("drafted_tokens", "accepted_tokens")
+            )
+            assert accepted > 0.6 * drafted, "without the prompt's KV of the layer a third is right"
+    for prompt in PROMPTS:
+        result = await generate(pair, prompt, replace(GREEDY, max_tokens=3), cache_salt="first")
+        assert result.proof.path is RequestPath.REMOTE
+        assert result.proof.drafted_tokens == 1, "no more fits, and none would be known without the hand-over"
+    await until_status(decode, nothing_held)

@@ -137,7 +137,7 @@ def build_runner(
             config.max_context_tokens,
             config.max_position_embeddings,
         )
-    config = with_draft_layer(config, settings, parallel)
+    config = with_draft_layer(config, settings)
     parallel = plan_experts(parallel, config, settings)
     dtype = resolve_dtype(config, settings.dtype, device_type=device.type)
     kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]

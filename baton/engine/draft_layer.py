@@ -23,7 +23,7 @@ from baton.settings.node_config import NodeSettings
 _log = logging.getLogger(__name__)
 
 
-def with_draft_layer(config: ModelConfig, settings: NodeSettings, parallel: TensorParallel) -> ModelConfig:
+def with_draft_layer(config: ModelConfig, settings: NodeSettings) -> ModelConfig:
     """Returns the config with the layer that drafts tokens, if the node guesses tokens and has such a layer.
 
     Raises:
@@ -38,8 +38,6 @@ def with_draft_layer(config: ModelConfig, settings: NodeSettings, parallel: Tens
         stored, prefix = read_checkpoint(settings.model), mtp_form(config).prefixes(config.num_layers)[LAYER]
         if not any(name.removeprefix("language_model.").startswith(prefix) for name in stored):
             problem = "the files have no tensors of it, as those that transformers saves"
-    if not problem and parallel.own_attention:
-        problem = "ranks with attention data parallelism do not draft with it"
     if not problem:
         return with_mtp(config)
     _log.warning("the checkpoint's layer for multi-token prediction is not used: %s", problem)

@@ -1,4 +1,4 @@
-"""Models of other kinds that guess with their own MTP layer, on a prefill node and a decode node.
+"""Models and ranks of other kinds that guess with an MTP layer, on a prefill node and a decode node.
 
 Their tokens are those without guesses, and the decode node's first step guesses.
 """
@@ -16,12 +16,21 @@ from tests.integration.generation import generate
 from tests.integration.test_mtp_pair import DRAWN, GREEDY, PROMPTS, VOCABULARY
 from tests.unit.models.tiny_mtp import save_with_good_layer
 
-KINDS = ["qwen3-next", "mimo"]
+RANKS: Flags = {"tensor_parallel_size": 2}
+OWN: Flags = {**RANKS, "expert_parallel": True, "attention_data_parallel": True}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("qwen3-next", {}),
+        pytest.param("qwen3-next", RANKS, marks=pytest.mark.slow),
+        ("mimo", {}),
+        pytest.param("deepseek-v3", OWN, marks=pytest.mark.slow),
+    ],
+)
 async def test_tokens_are_those_without_guesses_from_the_first_step_on(
-    start: Machines, kind: str, tmp_path: Path
+    start: Machines, kind: str, flags: Flags, tmp_path: Path
 ) -> None:
     save_with_good_layer(tmp_path, kind, changed={"vocab_size": VOCABULARY})
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -29,7 +38,9 @@ async def test_tokens_are_those_without_guesses_from_the_first_step_on(
     node: Flags = {"model": tmp_path, "num_blocks": 256, "max_batch_tokens": 32}
     guessing: Flags = {**node, "speculation": "always"}
     prefill, decode, alone = start.nodes(
-        ("prefill", guessing), ("decode", {**guessing, "block_size": 32, "kv_cache_layout": "BLNC"}), ("decode", node)
+        ("prefill", {**guessing, **flags}),
+        ("decode", {**guessing, "block_size": 32, "kv_cache_layout": "BLNC", **flags}),
+        ("decode", node),
     )
     pair = start.gateway([prefill], [decode], model=tmp_path, local_policy="strict")
     plain = start.gateway([], [alone], model=tmp_path, local_policy="local")

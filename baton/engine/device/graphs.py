@@ -87,6 +87,9 @@ def owned_decode_step(
     shares = TokenShares.equal(size, owned.parallel.size)
     context = StepContext(metadata, slots_T=owned.slot_mapping[:size], shares=shares)
     hidden_AD = model.compute(token_ids_A, owned.positions[:size], cache, context)
+    if buffers.hidden is not None:
+        assert model.exchange is not None
+        buffers.hidden[:size].copy_(model.draft_states(model.exchange.own(hidden_AD)))
     logits_RV = model.compute_logits(hidden_AD.index_select(0, owned.places[:num_rows]))
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:num_rows])
     return logits_RV

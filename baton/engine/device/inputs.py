@@ -195,8 +195,15 @@ class RowPlaces(NamedTuple):
     shares: TokenShares | None
 
 
-def place_rows(rows: Sequence[BatchRow], exchange: TokenExchange | None) -> RowPlaces:
-    lengths = [len(row.token_ids) for row in rows]
+def place_rows(
+    rows: Sequence[BatchRow], exchange: TokenExchange | None, lengths: Sequence[int] | None = None
+) -> RowPlaces:
+    """Places the rows of a step, or of a pass over other numbers of tokens of the same rows.
+
+    Args:
+        lengths: number of tokens of each row; None: its own.
+    """
+    lengths = [len(row.token_ids) for row in rows] if lengths is None else lengths
     if exchange is None:
         starts = np.array([0, *accumulate(lengths)], np.int64)
         return RowPlaces(rows, is_idle=False, starts=starts[:-1], num_places=int(starts[-1]), shares=None)

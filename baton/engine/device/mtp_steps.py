@@ -18,8 +18,12 @@ A row with drafts is several rows here (`unfolded`), and only the one with the l
 out which one it is, and only that one writes KV beyond its own position: the others would write to positions whose
 tokens are known.
 
-Suffixes: T token of the step, S row that is sampled, A sampled row that is still guessing, D hidden channel, V
-vocabulary, G row with drafts, M most draws of such a row, P pass of the layer.
+With attention data parallelism each rank computes the layer for its own rows, and gets the hidden states of all rows,
+because all ranks draw the guesses together. Ranks make the same passes with the same rows; one without rows in a pass
+computes a placeholder.
+
+Suffixes: T token of this rank's rows, X place of a token of any rank, S row that is sampled, A sampled row that is
+still guessing, D hidden channel, V vocabulary, G row with drafts, M most draws of such a row, P pass of the layer.
 """
 
 from collections.abc import Sequence
@@ -35,13 +39,14 @@ from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
 from attention.metadata import HostBatch, plan_batch
 from baton.engine.batch import BatchRow
-from baton.engine.device.inputs import TABLE_MULTIPLE
+from baton.engine.device.inputs import TABLE_MULTIPLE, RowPlaces, place_rows
 from baton.engine.device.unfolded import Unfolded
 from baton.engine.request import int_array
 from baton.engine.sampling.row import SampleRow
 from baton.engine.sampling.sampler import sample
 from baton.kvcache.cache import PagedKVCache
 from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.token_exchange import TokenShares
 
 _NONE = -1
 _NO_HISTORY = int_array()
@@ -101,19 +106,23 @@ class MTPSteps:
         last tokens.
 
         Args:
-            states_TD: the states that the layer reads (`CausalLM.draft_states`), of the step's tokens first.
+            states_TD: what `CausalLM.draft_states` returned, with this rank's tokens of the step first.
         """
         rows = draws.rows
-        batch = self._plan(rows, [len(row.token_ids) for row in rows], [row.token_start for row in rows])
-        last_S = batch.query_start_loc_R[1:].astype(np.int64)[draws.sampled] - 1
-        arrays = *batch.to_copy, _next_tokens(rows), last_S, np.array(draws.places, np.int64)
-        *copied, next_ids_T, last_d_S, places_S = to_device(arrays, self._device)
+        lengths = [len(row.token_ids) for row in rows]
+        batch, places = self._plan(rows, lengths, [row.token_start for row in rows])
+        last_S = (places.starts + np.array(lengths, np.int64))[draws.sampled] - 1
+        next_ids_X = _next_tokens(rows, places)
+        arrays = *batch.to_copy, next_ids_X, last_S, np.array(draws.places, np.int64)
+        *copied, next_ids_d_X, last_d_S, places_S = to_device(arrays, self._device)
         drawn_S = draws.tokens.index_select(0, places_S).to(torch.int64)
-        next_ids_T.index_copy_(0, last_d_S, drawn_S.clamp_(min=0))  # NO_TOKEN of a row that has failed
+        next_ids_d_X.index_copy_(0, last_d_S, drawn_S.clamp_(min=0))  # NO_TOKEN of a row that has failed
         common, positions_T = batch.common(copied)
-        metadata, states_TD = self._builder.build(0, common), states_TD[: len(next_ids_T)]
-        drafted_TD = self._model.compute_drafts(next_ids_T, states_TD, positions_T, self._cache, metadata)
-        return drafted_TD.index_select(0, last_d_S)
+        metadata, states_TD = self._builder.build(0, common), states_TD[: len(positions_T)]
+        drafted_XD = self._model.compute_drafts(
+            next_ids_d_X, states_TD, positions_T, self._cache, metadata, places.shares
+        )
+        return drafted_XD.index_select(0, last_d_S)
 
     def guess(self, draws: StepDraws, drafted_SD: Tensor, count: int) -> GuessesOnHost:
         """Queues the guesses after each sampled row, and their copy to the host.
@@ -143,14 +152,31 @@ class MTPSteps:
             guessed_PS = on_host.copy_(guessed_PS, non_blocking=True)
         return GuessesOnHost(draws.sampled, guessed_PS)
 
-    def _plan(self, rows: Sequence[BatchRow], lengths: Sequence[int], starts: Sequence[int]) -> HostBatch:
-        return plan_batch(
-            query_lens=lengths,
-            context_lens=starts,
-            block_tables=[row.block_ids for row in rows],
+    def _plan(
+        self, rows: Sequence[BatchRow], lengths: Sequence[int], starts: Sequence[int]
+    ) -> tuple[HostBatch, RowPlaces]:
+        """Plans a pass over the next tokens of each row: the batch of this rank's rows, and all rows' places.
+
+        Args:
+            lengths, starts: number of tokens of each row, and the position of the first one.
+        """
+        places = place_rows(rows, self._model.exchange, lengths)
+        own = self._own(rows)
+        batch = plan_batch(
+            query_lens=[lengths[index] for index in own] or [1],
+            context_lens=[starts[index] for index in own] or [0],
+            block_tables=[row.block_ids for row in places.own],
             block_size=self._block_size,
             width_multiple=TABLE_MULTIPLE,
         )
+        return replace(batch, slots_T=np.full_like(batch.slots_T, _NONE)) if places.is_idle else batch, places
+
+    def _own(self, rows: Sequence[BatchRow]) -> Sequence[int]:
+        """The rows whose attention this rank computes, by their places among these rows."""
+        exchange = self._model.exchange
+        if exchange is None:
+            return range(len(rows))
+        return [index for index, row in enumerate(rows) if row.owner == exchange.parallel.rank]
 
     def _reaches(self, row: BatchRow, passed: int) -> bool:
         """Whether the row's blocks have a slot for one more pass after `passed` ones."""
@@ -160,13 +186,32 @@ class MTPSteps:
         self, rows: Sequence[BatchRow], hidden_AD: Tensor, guessed_A: Tensor, passed: int, leads_A: Tensor | None
     ) -> Tensor:
         """Queues the layer's pass over the newest guess of each row, at the position after that of the last pass."""
-        batch = self._plan(rows, [1] * len(rows), [row.token_stop + passed - 1 for row in rows])
-        common, positions_A = batch.common(to_device(batch.to_copy, self._device))
-        if leads_A is not None:
-            common = replace(common, slot_mapping=common.slot_mapping.masked_fill(~leads_A, _NONE))
+        batch, places = self._plan(rows, [1] * len(rows), [row.token_stop + passed - 1 for row in rows])
         next_ids_A = guessed_A.to(torch.int64).clamp_(min=0)
+        if places.shares is None:
+            copied = to_device(batch.to_copy, self._device)
+            return self._compute(batch, copied, next_ids_A, hidden_AD, leads_A, None)
+        own = np.array(self._own(rows) or [0], np.int64)  # a rank without rows computes anything
+        *copied, own_T, places_A = to_device((*batch.to_copy, own, places.starts), self._device)
+        next_ids_X = next_ids_A.new_zeros(places.num_places).index_copy_(0, places_A, next_ids_A)
+        leads_T = None if leads_A is None else leads_A.index_select(0, own_T)
+        read_TD = hidden_AD.index_select(0, own_T)
+        return self._compute(batch, copied, next_ids_X, read_TD, leads_T, places.shares).index_select(0, places_A)
+
+    def _compute(
+        self,
+        batch: HostBatch,
+        copied: Sequence[Tensor],
+        next_ids_X: Tensor,
+        read_TD: Tensor,
+        leads_T: Tensor | None,
+        shares: TokenShares | None,
+    ) -> Tensor:
+        common, positions_T = batch.common(copied)
+        if leads_T is not None:
+            common = replace(common, slot_mapping=common.slot_mapping.masked_fill(~leads_T, _NONE))
         metadata = self._builder.build(0, common)
-        return self._model.compute_drafts(next_ids_A, hidden_AD, positions_A, self._cache, metadata)
+        return self._model.compute_drafts(next_ids_X, read_TD, positions_T, self._cache, metadata, shares)
 
     def _draw(self, hidden_AD: Tensor, rows: Sequence[BatchRow], count: int) -> Tensor:
         """Draws a guess for each row from the layer's logits, with the random numbers by which the model's token in
@@ -201,14 +246,15 @@ class MTPSteps:
         return leads_S.index_copy_(0, rows_d, leads_GM.reshape(-1).index_select(0, real_d))
 
 
-def _next_tokens(rows: Sequence[BatchRow]) -> NDArray[np.int64]:
-    """The token after each token of the rows. A sampled row's last one is drawn by the step. Its own token stands in
-    for it, and also where nobody knows the next token, as at the end of a prompt that is pooled."""
-    following: list[NDArray[np.int64]] = []
-    for row in rows:
-        following.append(np.array(row.token_ids[1:], np.int64))
-        following.append(np.array([row.next_token if row.next_token >= 0 else row.token_ids[-1]], np.int64))
-    return np.concatenate(following)
+def _next_tokens(rows: Sequence[BatchRow], places: RowPlaces) -> NDArray[np.int64]:
+    """The token after each token of the rows, in their places. A sampled row's last one is drawn by the step. Its own
+    token stands in for it, and also where nobody knows the next token, as at the end of a prompt that is pooled."""
+    following_X = np.zeros(places.num_places, np.int64)
+    for row, start in zip(rows, places.starts.tolist(), strict=True):
+        last = start + len(row.token_ids) - 1
+        following_X[start:last] = row.token_ids[1:]
+        following_X[last] = row.next_token if row.next_token >= 0 else row.token_ids[-1]
+    return following_X
 
 
 def _sample_row(row: BatchRow, count: int) -> SampleRow:

@@ -242,7 +242,7 @@ class ModelRunner:
         return graphs.size_for(batch.shared_rows)
 
     def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, Tensor | None]:
-        """Returns what is drawn, and the states that the layer that drafts reads, if there is one."""
+        """Returns what is drawn, and the states of this rank's rows for the layer that drafts, if there is one."""
         assert self._graphs is not None
         buffers = self._graphs.buffers
         logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
@@ -296,7 +296,9 @@ class ModelRunner:
             shares=inputs.shares,
         )
         hidden_TD = self.model.compute(inputs.token_ids_T, inputs.positions_T, self._cache, context)
-        states_TD = None if self._mtp is None else self.model.draft_states(hidden_TD)
+        states_TD = None
+        if self._mtp is not None:
+            states_TD = self.model.draft_states(hidden_TD if exchange is None else exchange.own(hidden_TD))
         read = self._read_states(hidden_TD, inputs.starts, batch)
         if not inputs.sampled:
             return self._drawing.draw_none(), read, states_TD

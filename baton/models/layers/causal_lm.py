@@ -28,7 +28,7 @@ from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import ParallelModule, TensorParallel
 from baton.models.layers.rotary import Rotary
 from baton.models.layers.step_context import StepContext
-from baton.models.layers.token_exchange import ExchangingModule, TokenExchange
+from baton.models.layers.token_exchange import ExchangingModule, TokenExchange, TokenShares
 
 
 class DecoderLayer(ExchangingModule):
@@ -248,15 +248,20 @@ class CausalLM(ExchangingModule):
         positions_T: Tensor,
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
+        shares: TokenShares | None = None,
     ) -> Tensor:
         """Computes hidden states [T,D] of the layer that drafts, and writes its KV. `compute_draft_logits` turns them
         into logits of the tokens after the next ones.
+
+        With attention data parallelism, the next tokens and the returned states cover all ranks' tokens, as in
+        `compute`; everything else covers this rank's own tokens.
 
         Args:
             next_ids_T: the token after each position.
             states_TD: what `draft_states` returned for the positions, or what this method returned for the positions
                 before them.
             kv_cache: the model's.
+            shares: number of tokens of each rank; None: all ranks have all of them.
         """
         assert kv_cache.draft is not None
         self.adapter_rows = None  # no adapter has parts for this layer
@@ -267,9 +272,11 @@ class CausalLM(ExchangingModule):
             return drafted_TD
         assert self.mtp is not None, "the config says whether there is such a layer"
         assert self.rotary is not None
+        if self.exchange is not None and shares is not None:
+            self.exchange.shares = shares
         embedded_TD = self.model.embed_tokens(next_ids_T)
         drafted_TD = self.mtp(embedded_TD, states_TD, self.rotary(positions_T), kv_cache.draft, metadata)
-        return drafted_TD
+        return self.of_all_ranks(drafted_TD)
 
     def compute_draft_logits(self, drafted_RD: Tensor) -> Tensor:
         """Returns logits [R,V] in float32 of what `compute_drafts` returned."""

@@ -52,7 +52,7 @@ class TokenExchange:
 
     Attributes:
         parallel: the ranks.
-        shares: the current step's shares; `CausalLM.compute` sets them.
+        shares: the current step's shares; `CausalLM.compute` and `CausalLM.compute_drafts` set them.
     """
 
     def __init__(self, parallel: TensorParallel) -> None:
@@ -72,6 +72,11 @@ class TokenExchange:
             padded_TD[:count] = own_TD
             own_TD = padded_TD
         return self.parallel.all_gather(own_TD).flatten(0, 1)
+
+    def own(self, all_AD: Tensor) -> Tensor:
+        """Returns this rank's tokens [T, D] of all ranks'; a view."""
+        rank = self.parallel.rank
+        return all_AD.narrow(0, self.shares.start(rank), self.shares.counts[rank])
 
     def sum_own(self, part_AD: Tensor) -> Tensor:
         """Returns the sum over ranks for this rank's tokens only, [T, D]. It may overwrite its argument."""

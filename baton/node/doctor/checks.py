@@ -75,7 +75,7 @@ def cache_bytes_of(settings: DecodeSettings) -> int:
         config = read_config(settings.model).for_context(settings.max_context_tokens)
         dtype = resolve_dtype(config, settings.dtype, device_type="cpu")
         parallel = TensorParallel(0, ranks)
-        rank_config = local_config(with_draft_layer(config, settings, parallel), parallel)
+        rank_config = local_config(with_draft_layer(config, settings), parallel)
     except (ImportError, ConfigError):
         return smallest
     spec = kv_cache_spec(rank_config, dtype, KV_CACHE_DTYPES[settings.kv_cache_dtype])

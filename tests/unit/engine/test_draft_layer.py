@@ -11,7 +11,6 @@ import pytest
 from baton.engine.build import build_runner
 from baton.engine.draft_layer import with_draft_layer
 from baton.models.families.reader import read_config
-from baton.models.layers.parallel import SINGLE, TensorParallel
 from baton.settings.node_config import NodeSettings
 from tests.unit.models.tiny import save_tiny
 from tests.unit.models.tiny_mtp import save_with_mtp
@@ -28,9 +27,8 @@ def settings(directory: Path, **given: Any) -> NodeSettings:
     return NodeSettings.model_validate({"model": directory, "device": "cpu"} | given)
 
 
-def drafts(directory: Path, speculation: str, parallel: TensorParallel = SINGLE) -> bool:
-    given = settings(directory, speculation=speculation)
-    return with_draft_layer(read_config(directory), given, parallel).drafts
+def drafts(directory: Path, speculation: str) -> bool:
+    return with_draft_layer(read_config(directory), settings(directory, speculation=speculation)).drafts
 
 
 @pytest.mark.parametrize(("speculation", "wanted"), [("off", False), ("auto", True), ("always", True)])
@@ -58,13 +56,6 @@ def test_files_without_the_layer_are_served_without_it(tmp_path: Path, caplog: p
         assert not drafts(tmp_path, "auto")
     assert "the files have no tensors of it" in caplog.text
     build_runner(settings(tmp_path, speculation="auto", num_blocks=8))
-
-
-def test_attention_data_parallelism_leaves_it_out(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    parallel = TensorParallel(0, 2, whole_experts=True, own_attention=True)
-    with caplog.at_level(logging.WARNING):
-        assert not drafts(model, "auto", parallel)
-    assert "attention data parallelism" in caplog.text
 
 
 def test_a_model_without_such_a_layer_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

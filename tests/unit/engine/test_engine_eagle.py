@@ -14,7 +14,6 @@ from baton.engine.request import EngineRequest
 from baton.engine.speculation.speculator import Speculator
 from baton.models.adapters.adapter import read_adapter
 from baton.models.families.reader import read_config
-from baton.models.layers.parallel import SINGLE
 from baton.settings.node_config import NodeSettings
 from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
 from tests.unit.engine.test_engine_mtp import LayerOnly, answered, built_of, engine_of
@@ -140,7 +139,7 @@ def test_blocks_with_the_kv_of_one_head_are_others_than_those_of_another(good: S
 def refused(directory: Path, **given: Any) -> ConfigError:
     settings = NodeSettings.model_validate({"model": directory, "device": "cpu"} | given)
     with pytest.raises(ConfigError) as found:
-        with_draft_layer(read_config(directory), settings, SINGLE)
+        with_draft_layer(read_config(directory), settings)
     assert found.value.field == "draft_head"
     assert found.value.allowed
     assert "--draft-head" in found.value.cure

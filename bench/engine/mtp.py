@@ -118,7 +118,7 @@ def rows_of(
     batches = BATCHES if torch.cuda.is_available() else BATCHES[:2]
     # What no guess from the text finds, so all guesses are the layer's.
     requests = recorded()["unlike files"]
-    off = dict(_measured(model, None, requests, batches, None, progress))
+    off = dict(_measured(model, head, requests, batches, None, progress))
     for chance in _CHANCES:
         for batch, (auto_ms, kept) in _measured(model, head, requests, batches, chance, progress):
             work, goal = f"{chance:.0%} right, batch {batch}", goals.get((chance, batch))
@@ -144,11 +144,11 @@ def _measured(
         load_format="dummy",
         device="cuda" if torch.cuda.is_available() else "cpu",
         speculation="off" if chance is None else "auto",
-        draft_head=head,
+        draft_head=None if chance is None else head,
         max_context_tokens=4096,
     )
     built = calibrate(build_runner(settings), settings)
-    load = f"{'mtp' if head is None else 'eagle'} {'off' if chance is None else f'{chance:.0%} right'}"
+    load = f"{'MTP layer' if head is None else 'EAGLE-3 head'} {'off' if chance is None else f'{chance:.0%} right'}"
     for batch in batches:
         times, checked = [], list[DraftsChecked]()
         speculator = None if chance is None else Speculator()

@@ -107,8 +107,8 @@ serialized `Segment`, whose fields all have a fixed size:
 {_message(lease_pb2.Segment)}
 - **Ranges.** `layer_stop`, `token_stop` and `head_stop` are exclusive.
 - **Parts.** Layers are numbered consecutively over all parts of a cache: KV, then the index of sparse attention, then
-  KV of layers that draft tokens, then the state of recurrent layers. A segment lies in one part. Each part has its own
-  heads, which the ranks split. Only the first part is converted to another dtype.
+  KV of layers that draft tokens and their own index, then the state of recurrent layers. A segment lies in one part.
+  Each part has its own heads, which the ranks split. Only the first part is converted to another dtype.
 - **Tokens.** Index and drafts' KV have the same tokens as KV. A state is sent once for each lease, at the last token
   that it contains, so a state of another length is refused.
 - **Digest.** The digest is the sum, modulo 2^64, of the payload's digest, which

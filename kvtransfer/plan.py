@@ -152,9 +152,8 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
     mismatches += _spec_mismatches(ours.spec, theirs.spec, _SPEC_CURES)
     for name, cure in _PART_CURES.items():
         mismatches += _part_mismatches(name, getattr(ours.spec, name), getattr(theirs.spec, name), cure)
-    if ours.spec.draft is not None and theirs.spec.draft is not None and ours.draft_digest != theirs.draft_digest:
-        heads = ours.draft_digest or "none", theirs.draft_digest or "none"
-        mismatches.append(Mismatch("draft_digest", *heads, _SAME_HEAD))
+    if ours.spec.draft is not None and theirs.spec.draft is not None:
+        mismatches += _draft_mismatches(ours, theirs)
     converts = receiver is not None and ours.spec.dtype != theirs.spec.dtype
     if receiver is None or (converts and ours.batch_invariant and theirs.batch_invariant):
         mismatches.append(_dtype_mismatch(ours, theirs, converts=converts))
@@ -203,6 +202,17 @@ def _part_mismatches(name: str, ours: KVCacheSpec | None, theirs: KVCacheSpec | 
         here, there = ("none" if spec is None else f"{spec.num_layers} layers" for spec in (ours, theirs))
         return [Mismatch(name, here, there, cure)]
     return _spec_mismatches(ours, theirs, {**_SPEC_CURES, "dtype": _SAME_DTYPE}, prefix=f"{name}.")
+
+
+def _draft_mismatches(ours: NodeDescription, theirs: NodeDescription) -> list[Mismatch]:
+    """The mismatches of layers that draft, in what is not a field of their KV."""
+    assert ours.spec.draft is not None
+    assert theirs.spec.draft is not None
+    found = _part_mismatches("draft.index", ours.spec.draft.index, theirs.spec.draft.index, _PART_CURES["index"])
+    if ours.draft_digest != theirs.draft_digest:
+        heads = ours.draft_digest or "none", theirs.draft_digest or "none"
+        found.append(Mismatch("draft_digest", *heads, _SAME_HEAD))
+    return found
 
 
 def _receiver(ours: NodeDescription, theirs: NodeDescription) -> NodeDescription | None:

@@ -109,7 +109,16 @@ def load_draft_head(
     Args:
         backend: for the head's attention.
     """
+    head = config.eagle
+    assert head is not None
     assert settings.draft_head is not None
+    _log.info(
+        "the EAGLE-3 head in %s guesses %d of %d tokens from the inputs of layers %s",
+        settings.draft_head,
+        head.draft_vocab_size,
+        config.vocab_size,
+        ", ".join(map(str, head.reads)),
+    )
     load_head(
         settings.draft_head,
         model,

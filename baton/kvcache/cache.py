@@ -61,12 +61,14 @@ class PagedKVCache:
     @property
     def parts(self) -> "tuple[PagedKVCache, ...]":
         """This cache and its further parts, in the order of `KVCacheSpec.parts`."""
-        return self, *(part for part in (self.index, self.draft, self.state) if part is not None)
+        further = (part for part in (self.index, self.draft, self.state) if part is not None)
+        return self, *(each for part in further for each in part.parts)
 
     @property
     def blockwise(self) -> "tuple[PagedKVCache, ...]":
         """The parts that share this cache's blocks: itself first."""
-        return self, *(part for part in (self.index, self.draft) if part is not None)
+        further = (part for part in (self.index, self.draft) if part is not None)
+        return self, *(each for part in further for each in part.blockwise)
 
     def layer(self, index: int) -> Tensor:
         """[K, B, N, H, C] of one layer: a view, so writing to it writes to the cache."""

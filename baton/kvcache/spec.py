@@ -47,7 +47,7 @@ class KVCacheSpec:
             has a window.
         index: spec of the keys by which sparse attention selects tokens, of kind MLA; they lie in the same blocks,
             token for token.
-        draft: spec of the KV of layers that draft tokens, in the same blocks.
+        draft: spec of the KV of layers that draft tokens, in the same blocks. It may have an index of its own.
         state: spec of the state of each request, not of each token: num_kv_heads heads of head_dim numbers for each
             recurrent layer. Its `num_layers` counts only recurrent layers, and this spec's does not count them.
     """
@@ -65,7 +65,8 @@ class KVCacheSpec:
     @property
     def parts(self) -> "tuple[KVCacheSpec, ...]":
         """This spec, then those of its further parts, in the order in which layers are numbered on the wire."""
-        return self, *(part for part in (self.index, self.draft, self.state) if part is not None)
+        further = (part for part in (self.index, self.draft, self.state) if part is not None)
+        return self, *(each for part in further for each in part.parts)
 
     @property
     def part_layers(self) -> tuple[range, ...]:

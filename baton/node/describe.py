@@ -119,6 +119,7 @@ def _is_known(spec: pb.CacheSpec) -> bool:
         and (not spec.HasField("index") or spec.index.kind == pb.KV_KIND_MLA)
         and (not spec.HasField("state") or spec.state.kind == pb.KV_KIND_STATE)
         and (not spec.HasField("draft") or spec.draft.kind in (pb.KV_KIND_GQA, pb.KV_KIND_MLA))
+        and (not spec.draft.HasField("index") or spec.draft.index.kind == pb.KV_KIND_MLA)
     )
 
 
@@ -127,12 +128,17 @@ def _to_spec(spec: pb.CacheSpec) -> KVCacheSpec:
         _to_part(spec),
         index=_to_part(spec.index) if spec.HasField("index") else None,
         state=_to_part(spec.state) if spec.HasField("state") else None,
-        draft=_to_part(spec.draft) if spec.HasField("draft") else None,
+        draft=_to_draft(spec.draft) if spec.HasField("draft") else None,
     )
 
 
+def _to_draft(spec: pb.CacheSpec) -> KVCacheSpec:
+    """The spec of layers that draft tokens, which has no further part but an index."""
+    return replace(_to_part(spec), index=_to_part(spec.index) if spec.HasField("index") else None)
+
+
 def _to_part(spec: pb.CacheSpec) -> KVCacheSpec:
-    """The spec without further parts, which a part does not have."""
+    """The spec without further parts."""
     return KVCacheSpec(
         kind=_KINDS_BACK[spec.kind],
         num_layers=spec.num_layers,

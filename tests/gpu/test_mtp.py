@@ -53,7 +53,9 @@ def steps_of(
 
 
 @pytest.mark.parametrize("graphs", [None, GRAPHS], ids=["eager", "captured"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe", "qwen3-next", "eagle-llama", "eagle-gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", "deepseek-v32", "glm4-moe", "qwen3-next", "mimo", "eagle-llama", "eagle-gpt-oss"]
+)
 def test_guesses_are_those_on_the_cpu(name: str, graphs: GraphSettings | None, tmp_path: Path) -> None:
     if name.startswith("eagle-"):
         save_with_head(name.removeprefix("eagle-"), tmp_path, tmp_path / "head")

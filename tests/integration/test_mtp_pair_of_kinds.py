@@ -20,6 +20,13 @@ RANKS: Flags = {"tensor_parallel_size": 2}
 OWN: Flags = {**RANKS, "expert_parallel": True, "attention_data_parallel": True}
 
 
+def save_with_tokenizer(directory: Path, kind: str) -> None:
+    """Saves a model with a good MTP layer, and the tokenizer of a demo model."""
+    save_with_good_layer(directory, kind, changed={"vocab_size": VOCABULARY})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(LLAMA / name, directory)
+
+
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
@@ -27,14 +34,14 @@ OWN: Flags = {**RANKS, "expert_parallel": True, "attention_data_parallel": True}
         pytest.param("qwen3-next", RANKS, marks=pytest.mark.slow),
         ("mimo", {}),
         pytest.param("deepseek-v3", OWN, marks=pytest.mark.slow),
+        ("deepseek-v32", {}),
+        pytest.param("deepseek-v32", RANKS, marks=pytest.mark.slow),
     ],
 )
 async def test_tokens_are_those_without_guesses_from_the_first_step_on(
     start: Machines, kind: str, flags: Flags, tmp_path: Path
 ) -> None:
-    save_with_good_layer(tmp_path, kind, changed={"vocab_size": VOCABULARY})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(LLAMA / name, tmp_path)
+    save_with_tokenizer(tmp_path, kind)
     node: Flags = {"model": tmp_path, "num_blocks": 256, "max_batch_tokens": 32}
     guessing: Flags = {**node, "speculation": "always"}
     prefill, decode, alone = start.nodes(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig
+from baton.models.config.model_config import GQAConfig, ModelConfig
 
 # Our path of the decoder layer within the MTP layer, as a prefix.
 LAYER = "mtp.layer."
@@ -76,6 +76,8 @@ _MIMO = MTPForm(
 _FORMS: Mapping[str, MTPForm] = MappingProxyType(
     {
         "DeepseekV3ForCausalLM": _DEEPSEEK,
+        "DeepseekV32ForCausalLM": _DEEPSEEK,
+        "GlmMoeDsaForCausalLM": _DEEPSEEK,
         "Glm4MoeForCausalLM": _DEEPSEEK,
         "Glm4MoeLiteForCausalLM": _DEEPSEEK,
         "KimiK25ForConditionalGeneration": _DEEPSEEK,
@@ -106,9 +108,7 @@ def why_no_mtp(config: ModelConfig) -> str:
     if not config.mtp_layers:
         return "its checkpoint has no layers for multi-token prediction"
     if config.architecture not in _FORMS:
-        return f"the MTP layers of {config.architecture} are not supported"
-    if isinstance(attention, MLAConfig) and attention.index is not None:
-        return "MTP layers with sparse attention are not supported"
+        return f"the MTP layers of {config.architecture} are not supported, only those of {', '.join(_FORMS)}"
     if isinstance(attention, GQAConfig) and any(attention.sliding_windows):
         return "MTP layers with sliding windows are not supported"
     return ""
@@ -117,10 +117,13 @@ def why_no_mtp(config: ModelConfig) -> str:
 def mtp_config(config: ModelConfig) -> ModelConfig:
     """Returns the model of one layer that the MTP layer is, without its own norms and projection. It comes after the
     model's last layer, so it has experts if any layer has. Its attention sees all tokens, also in models whose other
-    layers keep recurrent states."""
+    layers keep recurrent states. With sparse attention it has an indexer of its own, also where layers of the model
+    share their selection."""
     attention, moe = config.attention, config.moe
     if isinstance(attention, GQAConfig):
         attention = replace(attention, sliding_windows=attention.sliding_windows[-1:])
+    elif attention.index is not None:
+        attention = replace(attention, index=replace(attention.index, layers=(True,)))
     return replace(
         config,
         num_layers=1,

@@ -314,6 +314,18 @@ def test_nodes_with_different_heads_that_draft_are_refused_with_the_cure() -> No
         assert "--draft-head" in mismatch.cure
 
 
+def test_another_index_of_the_layers_that_draft_is_refused() -> None:
+    drafting = replace(NODE, spec=replace(SPEC, draft=replace(DRAFT, index=INDEX)))
+    assert agree(drafting, drafting).spec == drafting.spec
+    for index, field in ((None, "draft.index"), (replace(INDEX, head_dim=5), "draft.index.head_dim")):
+        other = replace(drafting, spec=replace(SPEC, draft=replace(DRAFT, index=index)))
+        with pytest.raises(PlanRefused) as refused:
+            agree(drafting, other)
+        (mismatch,) = refused.value.mismatches
+        assert mismatch.field == field
+        assert mismatch.cure
+
+
 def test_each_part_is_dealt_out_by_its_own_heads() -> None:
     links = links_between(replace(WHOLE, tensor_parallel_size=1), replace(WHOLE, tensor_parallel_size=4))
     assert list(links) == [RankPair(0, rank) for rank in range(4)]

@@ -28,6 +28,7 @@ from tests.unit.models.tiny_mtp import MTPReference, save_with_mtp, take_last_la
 FAMILIES = (
     *("deepseek-v3", "deepseek-v3-yarn", "glm4-moe", "glm4-moe-lite"),
     *("qwen3-next", "qwen3.5", "qwen3.5-moe", "mimo"),
+    *("deepseek-v32", "glm-moe-dsa-shared-selection"),
 )
 TOKENS = 24
 
@@ -106,10 +107,13 @@ def test_the_layer_is_left_out_unless_it_is_asked_for(pair: Pair) -> None:
 
 def test_its_kv_is_a_part_of_the_cache(pair: Pair) -> None:
     spec = kv_cache_spec(pair.config, "float32")
-    assert spec.draft == replace(kv_cache_spec(read_config(pair.directory), "float32"), num_layers=1, state=None)
-    states = [] if spec.state is None else [spec.state.num_layers]
-    assert [len(layers) for layers in spec.part_layers] == [spec.num_layers, 1, *states]
-    assert spec.bytes_per_token == (spec.num_layers + 1) * spec.bytes_per_token_layer
+    index = None if spec.index is None else replace(spec.index, num_layers=1)
+    plain = kv_cache_spec(read_config(pair.directory), "float32")
+    assert spec.draft == replace(plain, num_layers=1, index=index, state=None)
+    expected = spec, spec.index, spec.draft, index, spec.state
+    assert list(spec.parts) == [part for part in expected if part is not None]
+    more_bytes = 0 if index is None else index.bytes_per_token
+    assert spec.bytes_per_token == plain.bytes_per_token + spec.bytes_per_token_layer + more_bytes
     assert [each.spec for each in PagedDriver(pair.model, pair.backend).cache.parts] == list(spec.parts)
 
 
@@ -127,16 +131,13 @@ def test_a_checkpoint_that_lacks_a_tensor_of_the_layer_is_refused(tmp_path: Path
     [
         ("llama-llama3-tied", "no layers for multi-token prediction"),
         ("deepseek-v2", "no layers for multi-token prediction"),
-        ("deepseek-v32", "sparse attention"),
         ("nemotron-h", "NemotronHForCausalLM"),
     ],
 )
 def test_other_models_say_why_they_have_no_such_layer(name: str, reason: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     config = read_config(tmp_path)
-    if reason == "sparse attention":
-        config = replace(config, mtp_layers=1, architecture="DeepseekV3ForCausalLM")
-    elif reason == config.architecture:
+    if reason == config.architecture:
         config = replace(config, mtp_layers=1)
     assert reason in why_no_mtp(config)
     assert with_mtp(config) is config

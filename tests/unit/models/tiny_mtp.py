@@ -79,13 +79,20 @@ _PUBLISHED = {"qwen3-next": _QWEN, "qwen3.5": _QWEN, "qwen3.5-moe": _QWEN, "mimo
 _HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "full_attention"]}
 _GOOD: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"num_hidden_layers": 4, "first_k_dense_replace": 0},
+    "deepseek-v32": {"num_hidden_layers": 4, "first_k_dense_replace": 0},
     "mimo": {"num_hidden_layers": 4},
     "qwen3-next": {
         "num_hidden_layers": 4,
         "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
     },
 }
-_CHANGED: dict[str, dict[str, Any]] = dict.fromkeys(("qwen3-next", "qwen3.5", "qwen3.5-moe"), _HYBRID)
+_CHANGED: dict[str, dict[str, Any]] = dict.fromkeys(("qwen3-next", "qwen3.5", "qwen3.5-moe"), _HYBRID) | {
+    "glm-moe-dsa-shared-selection": {
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "indexer_types": ["full", "shared", "shared", "full"],
+    }
+}
 
 
 class MTPReference:
@@ -232,7 +239,7 @@ def take_last_layer(
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
-    for types in config.keys() & {"mlp_layer_types", "layer_types"}:
+    for types in config.keys() & {"mlp_layer_types", "layer_types", "indexer_types"}:
         config[types] = config[types][:num_layers]
     path.write_text(json.dumps(config))
 

@@ -18,6 +18,7 @@ STATE = KVCacheSpec(KVKind.STATE, num_layers=3, num_kv_heads=8, head_dim=10, dty
 DRAFT = replace(KV, num_layers=1, windows=())
 WHOLE = replace(KV, index=INDEX, draft=DRAFT, state=STATE)
 SPECS = [KV, replace(KV, index=INDEX), replace(KV, state=STATE), replace(KV, draft=DRAFT), WHOLE]
+SPECS.append(replace(WHOLE, draft=replace(DRAFT, index=INDEX)))
 
 
 def description(spec: KVCacheSpec) -> NodeDescription:
@@ -45,7 +46,7 @@ def test_every_part_of_a_cache_is_described(spec: KVCacheSpec) -> None:
     assert from_info(info) == description(spec)
 
 
-def test_parts_of_parts_are_not_looked_at() -> None:
+def test_parts_of_parts_are_not_looked_at_except_the_index_of_a_draft() -> None:
     info = info_of(WHOLE)
     for part in (info.cache_spec.index, info.cache_spec.draft, info.cache_spec.state):
         part.draft.kind = 17  # type: ignore[assignment]
@@ -60,6 +61,7 @@ def test_parts_of_parts_are_not_looked_at() -> None:
         lambda spec: setattr(spec.state, "kind", pb.KV_KIND_UNSPECIFIED),
         lambda spec: setattr(spec.state, "kind", 17),
         lambda spec: setattr(spec.draft, "kind", pb.KV_KIND_STATE),
+        lambda spec: setattr(spec.draft.index, "kind", pb.KV_KIND_GQA),
     ],
 )
 def test_a_part_of_a_kind_that_it_cannot_have_is_refused(change: Callable[[pb.CacheSpec], None]) -> None:

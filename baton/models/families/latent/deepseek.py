@@ -138,5 +138,8 @@ class DeepseekForCausalLM(CausalLM):
         mtp_layer = None
         if config.drafts:
             own = mtp_config(config)
-            mtp_layer = DeepseekLayer(own, mla, layer_index=0, backend=backend, dtype=dtype, selection=Selection())
+            assert isinstance(own.attention, MLAConfig)
+            mtp_layer = DeepseekLayer(
+                own, own.attention, layer_index=0, backend=backend, dtype=dtype, selection=Selection()
+            )
         super().__init__(config, layers, dtype=dtype, mtp_layer=mtp_layer)

@@ -29,6 +29,7 @@ BENCHMARKS = (
     ("guesses", "Guessed tokens on recorded outputs", "bench.engine.guesses"),
     ("host_time", "Host time of a decode node", "bench.host_time"),
     ("mtp", "Guesses of a model's own layer", "bench.engine.mtp"),
+    ("eagle", "Guesses of an EAGLE-3 head", "bench.engine.eagle"),
     ("http_door", "A streamed token's cost at the gateway", "bench.http_door"),
     ("tracing", "What traces cost a gateway", "bench.tracing_served"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
@@ -63,6 +64,7 @@ EITHER = frozenset(
         "guesses",
         "host_time",
         "mtp",
+        "eagle",
     }
 )
 PLOTS = (

@@ -43,6 +43,7 @@ class NodeDescription:
         shape: of each rank's cache.
         converted_kv_dtypes: dtypes of senders' caches that this node receives converted to its own.
         attention_data_parallel: each rank has the whole KV of its own requests.
+        draft_digest: of the EAGLE-3 head whose KV is in the part `draft`; empty without one.
     """
 
     architecture: str
@@ -58,6 +59,7 @@ class NodeDescription:
     converted_kv_dtypes: tuple[str, ...] = ()
     attention_data_parallel: bool = False
     content_digest: str = ""
+    draft_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class WirePlan:
 
 _SAME_CHECKPOINT = "serve the same checkpoint on both nodes"
 _DAMAGED = "one copy of the weights is damaged or edited: compare its files with their publisher's, and copy it again"
+_SAME_HEAD = "give both nodes the same --draft-head"
 _SAME_DTYPE = "start both nodes with the same --dtype and --kv-cache-dtype"
 _NOT_INVARIANT = "or both without BATON_BATCH_INVARIANT (--batch-invariant)"
 _CONVERT = "or the decode node with BATON_KV_CONVERT_FROM (--kv-convert-from) set to the prefill node's kv dtype"
@@ -126,8 +129,8 @@ _SPEC_CURES = {
 }
 _PART_CURES = {
     "index": f"{_SAME_CHECKPOINT}, with the same version of the package",
-    "draft": "give both nodes the same --speculation; where one node's log says why it has no layer that drafts "
-    "tokens, give the other one --speculation off",
+    "draft": "give both nodes the same --speculation and --draft-head; where one node's log says why it has no layer "
+    "that drafts tokens, give the other one --speculation off",
     "state": f"{_SAME_CHECKPOINT}, with the same version of the package",
 }
 
@@ -150,8 +153,7 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
     for name, cure in _PART_CURES.items():
         mismatches += _part_mismatches(name, getattr(ours.spec, name), getattr(theirs.spec, name), cure)
     if ours.spec.draft is not None and theirs.spec.draft is not None:
-        indices = ours.spec.draft.index, theirs.spec.draft.index
-        mismatches += _part_mismatches("draft.index", *indices, _PART_CURES["index"])
+        mismatches += _draft_mismatches(ours, theirs)
     converts = receiver is not None and ours.spec.dtype != theirs.spec.dtype
     if receiver is None or (converts and ours.batch_invariant and theirs.batch_invariant):
         mismatches.append(_dtype_mismatch(ours, theirs, converts=converts))
@@ -200,6 +202,17 @@ def _part_mismatches(name: str, ours: KVCacheSpec | None, theirs: KVCacheSpec | 
         here, there = ("none" if spec is None else f"{spec.num_layers} layers" for spec in (ours, theirs))
         return [Mismatch(name, here, there, cure)]
     return _spec_mismatches(ours, theirs, {**_SPEC_CURES, "dtype": _SAME_DTYPE}, prefix=f"{name}.")
+
+
+def _draft_mismatches(ours: NodeDescription, theirs: NodeDescription) -> list[Mismatch]:
+    """The mismatches of layers that draft, in what is not a field of their KV."""
+    assert ours.spec.draft is not None
+    assert theirs.spec.draft is not None
+    found = _part_mismatches("draft.index", ours.spec.draft.index, theirs.spec.draft.index, _PART_CURES["index"])
+    if ours.draft_digest != theirs.draft_digest:
+        heads = ours.draft_digest or "none", theirs.draft_digest or "none"
+        found.append(Mismatch("draft_digest", *heads, _SAME_HEAD))
+    return found
 
 
 def _receiver(ours: NodeDescription, theirs: NodeDescription) -> NodeDescription | None:

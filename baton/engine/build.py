@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from baton.engine.device.step_costs import (
     served_steps,
     step_sizes,
 )
-from baton.engine.draft_layer import with_draft_layer
+from baton.engine.draft_layer import draft_digest, load_draft_head, with_draft_layer
 from baton.engine.expert_plan import check_same_plan, plan_experts
 from baton.engine.request import ModelFacts
 from baton.engine.same_model import check_same_config, check_same_files, hashing_content
@@ -161,8 +162,8 @@ def build_runner(
     # Until a profile sets the number of blocks, the cache is assumed to hold the longest sequence.
     num_blocks = sizes.num_blocks or -(-config.max_context_tokens // settings.block_size)
     shape = KVCacheShape(layout.get_kv_cache_layout(), settings.block_size, num_blocks, sizes.state_slots)
-    needs = attention_needs(
-        rank_config,
+    needs_of = partial(
+        attention_needs,
         dtype=dtype,
         device=device,
         shape=shape,
@@ -171,8 +172,9 @@ def build_runner(
         max_num_tokens=sizes.max_batch_tokens,
         batch_invariant=settings.batch_invariant,
     )
-    backend = select_backend(needs, forced=settings.attention_backend)
+    backend = select_backend(needs_of(rank_config), forced=settings.attention_backend)
     identity = model_identity(settings.model, config, load_format=settings.load_format)
+    identity = replace(identity, draft_digest=draft_digest(config, settings, parallel, device))
     tokenizer = tokenizer_json(settings.model)
     check_same_files(parallel, settings.model, identity, tokenizer, device)
     with allocating("the weights"), hashing_content(parallel, settings, device) as content:
@@ -188,9 +190,16 @@ def build_runner(
             parallel=parallel,
             progress=progress,
         )
+        if rank_config.eagle is not None:
+            head_backend = select_backend(needs_of(rank_config.eagle.layer), forced=settings.attention_backend)
+            load_draft_head(
+                model, config, settings, backend=head_backend, dtype=dtype, device=device, parallel=parallel
+            )
         identity = replace(identity, content_digest=content())
     known_by = f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}"
-    known_by += " draft" if config.drafts else ""  # blocks without that part are others
+    known_by += (
+        f" draft{identity.draft_digest}" if config.has_draft_layer else ""
+    )  # blocks without that part are others
     facts = _facts(config, spec, shape, known_by, num_owners=parallel.num_owners)
 
     adapters: AdapterBank | None = None
@@ -309,7 +318,7 @@ def _facts(
         window_tokens=max(spec.windows, default=0),
         state_slots=shape.state_slots,
         num_owners=num_owners,
-        drafts=config.drafts,
+        drafts=config.has_draft_layer,
     )
 
 

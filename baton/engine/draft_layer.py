@@ -1,17 +1,36 @@
-"""Decides whether a node loads its checkpoint's layer for multi-token prediction (MTP), which drafts tokens."""
+"""Decides which layer drafts tokens on a node: that of an EAGLE-3 head, the checkpoint's own for multi-token prediction
+(MTP), or none."""
 
 import logging
+from pkgutil import resolve_name
 
+import torch
+
+from attention.backend import AttentionBackend
+from baton.core.errors import ConfigError
+from baton.engine.same_model import check_same_head
+from baton.kvcache.spec import KV_CACHE_DTYPES
 from baton.models.checkpoint.checkpoint import read_checkpoint
-from baton.models.config.model_config import ModelConfig
+from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.config.mtp import LAYER, mtp_form, why_no_mtp, with_mtp
+from baton.models.families.dense.eagle_config import read_head
+from baton.models.families.table import family_of
+from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.parallel import TensorParallel
+from baton.models.loading.draft_head import head_digest, load_head
 from baton.settings.node_config import NodeSettings
 
 _log = logging.getLogger(__name__)
 
 
 def with_draft_layer(config: ModelConfig, settings: NodeSettings) -> ModelConfig:
-    """Returns the config with its MTP layer, if the node guesses tokens and can use the layer."""
+    """Returns the config with the layer that drafts tokens, if the node guesses tokens and has such a layer.
+
+    Raises:
+        ConfigError: the settings name a head that the node cannot use.
+    """
+    if settings.draft_head is not None:
+        return _with_head(config, settings)
     if settings.speculation == "off" or not config.mtp_layers:
         return config
     problem = why_no_mtp(config)
@@ -23,3 +42,92 @@ def with_draft_layer(config: ModelConfig, settings: NodeSettings) -> ModelConfig
         return with_mtp(config)
     _log.warning("the checkpoint's layer for multi-token prediction is not used: %s", problem)
     return config
+
+
+def _with_head(config: ModelConfig, settings: NodeSettings) -> ModelConfig:
+    directory = settings.draft_head
+    assert directory is not None
+    if settings.speculation == "off":
+        raise ConfigError(
+            f"draft_head is {directory}, and speculation is off",
+            field="draft_head",
+            value=str(directory),
+            allowed=("none",),
+            cure="give --speculation auto too, or leave out --draft-head",
+        )
+    if problem := _why_no_head(config):
+        raise ConfigError(
+            f"draft_head is {directory}, and an EAGLE-3 head cannot draft for {config.architecture}: {problem}",
+            field="draft_head",
+            value=str(directory),
+            allowed=("none",),
+            cure="leave out --draft-head",
+        )
+    head = read_head(directory, config, has_weights=settings.load_format == "safetensors")
+    return config.with_head(head)
+
+
+def _why_no_head(config: ModelConfig) -> str:
+    """Returns why no EAGLE-3 head can read the model's hidden states; empty if one can."""
+    if not isinstance(config.attention, GQAConfig):
+        return "it has latent attention, and a head has keys and values of heads"
+    if config.recurrent is not None:
+        return "it has recurrent layers"
+    if config.headless:
+        return "it has no language model head"
+    if not resolve_name(family_of(config.architecture).model).shows_stream:
+        return "its layers do not show the hidden states that a head reads"
+    return ""
+
+
+def draft_digest(config: ModelConfig, settings: NodeSettings, parallel: TensorParallel, device: torch.device) -> str:
+    """Returns the digest of the node's EAGLE-3 head; empty without one. All ranks call it together.
+
+    Raises:
+        ConfigError: the ranks have different heads.
+    """
+    if config.eagle is None:
+        return ""
+    assert settings.draft_head is not None
+    digest = head_digest(settings.draft_head, config.eagle, load_format=settings.load_format)
+    check_same_head(parallel, settings.draft_head, digest, device)
+    return digest
+
+
+def load_draft_head(
+    model: CausalLM,
+    config: ModelConfig,
+    settings: NodeSettings,
+    *,
+    backend: AttentionBackend,
+    dtype: str,
+    device: torch.device,
+    parallel: TensorParallel,
+) -> None:
+    """Gives a loaded model the EAGLE-3 head of its config.
+
+    Args:
+        backend: for the head's attention.
+    """
+    head = config.eagle
+    assert head is not None
+    assert settings.draft_head is not None
+    _log.info(
+        "the EAGLE-3 head in %s guesses %d of %d tokens from the inputs of layers %s",
+        settings.draft_head,
+        head.draft_vocab_size,
+        config.vocab_size,
+        ", ".join(map(str, head.reads)),
+    )
+    load_head(
+        settings.draft_head,
+        model,
+        config,
+        backend=backend,
+        dtype=dtype,
+        device=device,
+        kv_dtype=KV_CACHE_DTYPES[settings.kv_cache_dtype],
+        load_format=settings.load_format,
+        batch_invariant=settings.batch_invariant,
+        parallel=parallel,
+    )

@@ -53,6 +53,15 @@ def check_same_files(
     _check(parallel, model, "tokenizers", hashlib.sha256(content).hexdigest(), device)
 
 
+def check_same_head(parallel: TensorParallel, head: Path, digest: str, device: torch.device) -> None:
+    """Checks that all ranks read the same head that drafts tokens.
+
+    Raises:
+        ConfigError: the ranks have different heads.
+    """
+    _check(parallel, head, "heads that draft tokens", digest, device)
+
+
 @contextmanager
 def hashing_content(
     parallel: TensorParallel, settings: NodeSettings, device: torch.device

@@ -352,6 +352,7 @@ def _describe(identity: ModelIdentity, built: BuiltRunner, settings: NodeSetting
         config_digest=identity.config_digest,
         weights_digest=identity.weights_digest,
         content_digest=identity.content_digest,
+        draft_digest=identity.draft_digest,
         spec=built.model_spec,
         shape=shape,
         wire_oldest=wire_oldest(built.model_spec, attention_data_parallel=built.parallel.num_owners > 1),

@@ -192,5 +192,6 @@ def _origin(settings: NodeSettings, built: BuiltRunner) -> bytes:
         built.config.max_context_tokens,
         settings.batch_invariant,
         device if exact else "",
+        *((identity.draft_digest,) if identity.draft_digest else ()),
     )
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()

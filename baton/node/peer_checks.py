@@ -43,6 +43,7 @@ _TEXTS = (
     "cache_spec.dtype",
     "cache_shape.layout",
     "cache_identity",
+    "draft_digest",
 )
 _CURE = "use the same version on both nodes"
 

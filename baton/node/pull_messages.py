@@ -165,6 +165,7 @@ def _differences(ours: node_status_pb2.NodeInfo, theirs: node_status_pb2.NodeInf
         ("config_digest", ours.model.config_digest, theirs.model.config_digest),
         ("weights_digest", ours.model.weights_digest, theirs.model.weights_digest),
         ("content_digest", ours.model.content_digest, theirs.model.content_digest),
+        ("draft_digest", ours.draft_digest, theirs.draft_digest),
         ("KV dtype", ours.cache_spec.dtype, theirs.cache_spec.dtype),
         ("tensor_parallel_size", ours.tensor_parallel_size, theirs.tensor_parallel_size),
         ("batch_invariant", ours.batch_invariant, theirs.batch_invariant),

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 
 from baton.core.errors import ConfigError
 from baton.kvcache.spec import DTYPE_BYTES
-from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig, RecurrentConfig
+from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig
 from baton.models.config.quantization.config import Quantization
 from baton.models.config.quantization.mxfp4_config import MXFP4_BLOCK, Mxfp4Config
+from baton.models.config.recurrent import RecurrentConfig
 from baton.planner import layer_sizes
 
 _STATE_NUMBER_BYTES = 4  # states are in float32

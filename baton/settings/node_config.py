@@ -148,6 +148,11 @@ class NodeSettings(CommonSettings):
         "nodes then both need, and compute several of them in one step; no token changes. auto: where the measured "
         "costs of steps say that it is faster; always: wherever something can be guessed",
     )
+    draft_head: Path | None = Field(
+        None,
+        description="directory of an EAGLE-3 head for the model, which guesses next tokens, instead of the "
+        "checkpoint's own layer; the same on prefill and decode nodes. Needs speculation",
+    )
     max_context_tokens: int | None = Field(
         None,
         ge=2,

@@ -54,7 +54,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "steps",
         ("max_batch_tokens", "max_batch_requests", "attention_backend", "cuda_graphs", "batch_invariant",
-         "speculation", "also_decodes"),
+         "speculation", "draft_head", "also_decodes"),
     ),
     (
         "latency and load",

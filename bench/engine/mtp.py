@@ -99,24 +99,36 @@ class _GuessingStep(RecordedStep):
 
 def run(progress: Callable[[str], None]) -> Iterator[Row]:
     """The rows of this benchmark."""
-    on_gpu = torch.cuda.is_available()
-    batches = BATCHES if on_gpu else BATCHES[:2]
+    config = json.loads((CONFIGS / "deepseek-v3-4-layers" / "config.json").read_text())
+    config |= _ON_GPU if torch.cuda.is_available() else _ON_CPU
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        yield from rows_of(Path(directory), None, _GOALS, progress)
+
+
+def rows_of(
+    model: Path, head: Path | None, goals: Mapping[tuple[float, int], float], progress: Callable[[str], None]
+) -> Iterator[Row]:
+    """Measures a model that guesses with its own layer, or with a head.
+
+    Args:
+        model, head: directories with a config.json each; all weights are random.
+        goals: how many times as fast, by the chance of a guess and the batch.
+    """
+    batches = BATCHES if torch.cuda.is_available() else BATCHES[:2]
     # What no guess from the text finds, so all guesses are the layer's.
     requests = recorded()["unlike files"]
-    with TemporaryDirectory() as directory:
-        config = json.loads((CONFIGS / "deepseek-v3-4-layers" / "config.json").read_text())
-        config |= _ON_GPU if on_gpu else _ON_CPU
-        (Path(directory) / "config.json").write_text(json.dumps(config))
-        off = dict(_measured(Path(directory), requests, batches, None, progress))
-        for chance in _CHANCES:
-            for batch, (auto_ms, kept) in _measured(Path(directory), requests, batches, chance, progress):
-                work, goal = f"{chance:.0%} right, batch {batch}", _GOALS.get((chance, batch))
-                yield Row("time per token", work, auto_ms, "ms", "off", off[batch][0], goal=goal, less_is_better=True)
-                yield Row("guessed tokens that were kept", work, kept, "%")
+    off = dict(_measured(model, head, requests, batches, None, progress))
+    for chance in _CHANCES:
+        for batch, (auto_ms, kept) in _measured(model, head, requests, batches, chance, progress):
+            work, goal = f"{chance:.0%} right, batch {batch}", goals.get((chance, batch))
+            yield Row("time per token", work, auto_ms, "ms", "off", off[batch][0], goal=goal, less_is_better=True)
+            yield Row("guessed tokens that were kept", work, kept, "%")
 
 
 def _measured(
     directory: Path,
+    head: Path | None,
     requests: Sequence[Recorded],
     batches: Sequence[int],
     chance: float | None,
@@ -132,15 +144,17 @@ def _measured(
         load_format="dummy",
         device="cuda" if torch.cuda.is_available() else "cpu",
         speculation="off" if chance is None else "auto",
+        draft_head=None if chance is None else head,
         max_context_tokens=4096,
     )
     built = calibrate(build_runner(settings), settings)
+    load = f"{'MTP layer' if head is None else 'EAGLE-3 head'} {'off' if chance is None else f'{chance:.0%} right'}"
     for batch in batches:
         times, checked = [], list[DraftsChecked]()
         speculator = None if chance is None else Speculator()
         wrap = None if chance is None else _wrapping(chance)
         for number in range(ROUNDS):
-            progress(f"mtp {'off' if chance is None else f'{chance:.0%} right'}: batch {batch}, round {number + 1}")
+            progress(f"{load}: batch {batch}, round {number + 1}")
             asked = [requests[(number * batch + index) % len(requests)] for index in range(batch)]
             times.append(asyncio.run(token_ms(built, asked, speculator, checked, wrap=wrap)))
         drafted, accepted = sum(each.drafted for each in checked), sum(each.accepted for each in checked)

@@ -1,4 +1,5 @@
-"""Guesses of an MTP layer on a GPU, after captured steps and after others, are those on the CPU, in float32."""
+"""Guesses of an MTP layer or an EAGLE-3 head on a GPU, after captured steps and after others, are those on the CPU, in
+float32."""
 
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from baton.engine.device.graphs import GraphSettings
 from baton.settings.node_config import NodeSettings
 from tests.unit.engine.driver import Driver, runner_of
 from tests.unit.engine.tiny import prompt_of
+from tests.unit.models.tiny_eagle import save_with_head
 from tests.unit.models.tiny_mtp import save_with_mtp
 
 pytestmark = pytest.mark.gpu
@@ -25,8 +27,15 @@ def steps_of(
     directory: Path, device: str, graphs: GraphSettings | None
 ) -> list[dict[str, tuple[list[int], list[int]]]]:
     """Runs prompts in chunks, decodes, and decodes with drafts."""
+    head = directory / "head"
     settings = NodeSettings(
-        model=directory, num_blocks=256, block_size=16, device=device, dtype="float32", speculation="always"
+        draft_head=head if head.exists() else None,
+        model=directory,
+        num_blocks=256,
+        block_size=16,
+        device=device,
+        dtype="float32",
+        speculation="always",
     )
     runner = runner_of(build_runner(settings), graphs=graphs)
     runner.prepare()
@@ -44,9 +53,14 @@ def steps_of(
 
 
 @pytest.mark.parametrize("graphs", [None, GRAPHS], ids=["eager", "captured"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v32", "glm4-moe", "qwen3-next", "mimo"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", "deepseek-v32", "glm4-moe", "qwen3-next", "mimo", "eagle-llama", "eagle-gpt-oss"]
+)
 def test_guesses_are_those_on_the_cpu(name: str, graphs: GraphSettings | None, tmp_path: Path) -> None:
-    save_with_mtp(name, tmp_path)
+    if name.startswith("eagle-"):
+        save_with_head(name.removeprefix("eagle-"), tmp_path, tmp_path / "head")
+    else:
+        save_with_mtp(name, tmp_path)
     ours, expected = steps_of(tmp_path, "cuda", graphs), steps_of(tmp_path, "cpu", None)
     equal = total = 0
     for step, other in zip(ours, expected, strict=True):

@@ -40,7 +40,7 @@ class DecodeBuffers:
         new_block: [N] int32, the one block that the row gets with this step.
         new_block_place: [N] int64, its flat index in the table; for a row without a new block, in the last row.
         sampling: for `choose_tokens`.
-        hidden: [N, D], where a step leaves the hidden states of this rank's rows for the layer that drafts tokens;
+        hidden: [N, D], where a step leaves the states of this rank's rows that the layer that drafts tokens reads;
             None: there is none.
     """
 

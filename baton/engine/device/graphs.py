@@ -89,7 +89,7 @@ def owned_decode_step(
     hidden_AD = model.compute(token_ids_A, owned.positions[:size], cache, context)
     if buffers.hidden is not None:
         assert model.exchange is not None
-        buffers.hidden[:size].copy_(model.exchange.own(hidden_AD))
+        buffers.hidden[:size].copy_(model.draft_states(model.exchange.own(hidden_AD)))
     logits_RV = model.compute_logits(hidden_AD.index_select(0, owned.places[:num_rows]))
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:num_rows])
     return logits_RV
@@ -118,7 +118,7 @@ def decode_step(
     context = StepContext(metadata, slots_T=buffers.slot_mapping[:size], adapters=rows, states=states)
     hidden_RD = model.compute(token_ids, buffers.positions[:size], cache, context)
     if buffers.hidden is not None:
-        buffers.hidden[:size].copy_(hidden_RD)
+        buffers.hidden[:size].copy_(model.draft_states(hidden_RD))
     logits_RV = model.compute_logits(hidden_RD)
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:size])
     return logits_RV
@@ -149,7 +149,7 @@ class DecodeGraphs:
             max_context_tokens=settings.max_context_tokens,
             block_size=cache.shape.block_size,
             device=self._device,
-            hidden=None if model.mtp is None else (model.config.hidden_size, model.model.embed_tokens.weight.dtype),
+            hidden=(model.config.hidden_size, model.model.embed_tokens.weight.dtype) if model.drafts else None,
         )
         self._owned: OwnedBuffers | None = None
         if model.exchange is not None:

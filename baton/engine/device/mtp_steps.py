@@ -1,6 +1,7 @@
-"""Runs the MTP layer after a step: keeps its KV complete, and guesses tokens where the batch asks for guesses.
+"""Runs the layer that drafts tokens after a step: keeps its KV complete, and guesses tokens where the batch asks for
+guesses. The layer is an MTP layer (`baton.models.layers.mtp`) or an EAGLE-3 head (`baton.models.layers.eagle`).
 
-The layer's KV of a position depends on the token after it (`baton.models.layers.mtp`). So it is computed at the end of
+The layer's KV of a position depends on the token after it. So it is computed at the end of
 the step, when the rows' tokens are drawn, for the same tokens and into the same slots as the model's own KV. That takes
 one pass of one layer in every step, and leaves no hole, however few steps guess.
 
@@ -91,21 +92,21 @@ class GuessesOnHost:
 
 
 class MTPSteps:
-    """The passes of one model's MTP layer, for the thread that launches its steps."""
+    """The passes of the layer that drafts for one model, for the thread that launches its steps."""
 
     def __init__(self, model: CausalLM, backend: AttentionBackend, cache: PagedKVCache) -> None:
         self._model = model
-        self._builder = backend.builder
+        self._builder = (backend if model.eagle is None else model.eagle.backend).builder
         self._cache = cache
         self._device = cache.view.device
         self._block_size = cache.shape.block_size
 
-    def write_kv(self, draws: StepDraws, hidden_TD: Tensor) -> Tensor:
+    def write_kv(self, draws: StepDraws, states_TD: Tensor) -> Tensor:
         """Queues the layer's pass over all tokens of a step. Returns its hidden states [S,D] after the sampled rows'
         last tokens.
 
         Args:
-            hidden_TD: the model's hidden states, of this rank's tokens of the step first.
+            states_TD: what `CausalLM.draft_states` returned, with this rank's tokens of the step first.
         """
         rows = draws.rows
         lengths = [len(row.token_ids) for row in rows]
@@ -117,10 +118,9 @@ class MTPSteps:
         drawn_S = draws.tokens.index_select(0, places_S).to(torch.int64)
         next_ids_d_X.index_copy_(0, last_d_S, drawn_S.clamp_(min=0))  # NO_TOKEN of a row that has failed
         common, positions_T = batch.common(copied)
-        metadata = self._builder.build(0, common)
-        read_TD = self._model.states_to_draft_from(hidden_TD[: len(positions_T)])
+        metadata, states_TD = self._builder.build(0, common), states_TD[: len(positions_T)]
         drafted_XD = self._model.compute_drafts(
-            next_ids_d_X, read_TD, positions_T, self._cache, metadata, places.shares
+            next_ids_d_X, states_TD, positions_T, self._cache, metadata, places.shares
         )
         return drafted_XD.index_select(0, last_d_S)
 
@@ -216,7 +216,7 @@ class MTPSteps:
     def _draw(self, hidden_AD: Tensor, rows: Sequence[BatchRow], count: int) -> Tensor:
         """Draws a guess for each row from the layer's logits, with the random numbers by which the model's token in
         that place will be drawn: logits that are nearly the model's then give the model's token. Returns int32."""
-        return sample(self._model.compute_logits(hidden_AD), [_sample_row(row, count) for row in rows]).chosen_R
+        return sample(self._model.compute_draft_logits(hidden_AD), [_sample_row(row, count) for row in rows]).chosen_R
 
     def _leads(self, draws: StepDraws) -> Tensor | None:
         """Whether each sampled row has its request's last kept draw, [S] bool. Returns None if all have."""

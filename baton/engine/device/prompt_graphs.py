@@ -53,6 +53,8 @@ class PromptGraphs:
 
     Attributes:
         buffers: shared by all sizes.
+        draft_states: [T, D], where a step leaves the states that the layer that drafts tokens reads; None: there is no
+            such layer.
         sizes: captured numbers of tokens, smallest first.
         head_sizes: captured numbers of rows to sample, smallest first.
     """
@@ -82,6 +84,7 @@ class PromptGraphs:
             hidden_size=model.config.hidden_size,
             dtype=model.model.embed_tokens.weight.dtype,
         )
+        self.draft_states = torch.zeros_like(self.buffers.hidden) if model.drafts else None
         self.sizes: list[int] = []
         self.head_sizes: list[int] = []
         self._bodies: dict[int, Body] = {}
@@ -212,6 +215,8 @@ class PromptGraphs:
         context = StepContext(metadata, slots_T=buffers.slot_mapping[:size], adapters=adapters, states=states)
         hidden_TD = self._model.compute(token_ids_T, buffers.positions[:size], self._cache, context)
         buffers.hidden[:size].copy_(hidden_TD)
+        if self.draft_states is not None:
+            self.draft_states[:size].copy_(self._model.draft_states(hidden_TD))
 
     def _sample(self, size: int) -> Tensor:
         """The head: samples the rows' next tokens. Returns logits [R, V]."""

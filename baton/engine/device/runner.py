@@ -91,7 +91,7 @@ class ModelRunner:
                 self._prompts = PromptGraphs(
                     model, backend, cache, graphs, decodes=self._graphs.buffers, marks=self._marks
                 )
-        self._mtp = None if model.mtp is None else MTPSteps(model, backend, cache)
+        self._mtp = MTPSteps(model, backend, cache) if model.drafts else None
         self.grammars = GrammarRows(grammars, self._device)
         self._is_prepared = False
         self._unfolded_before = False  # the last step
@@ -180,22 +180,22 @@ class ModelRunner:
             marked = self._marks.every(batch.layers_per_group, on_mark)
         if (size := self._size(self._graphs, batch)) is not None:
             launch = "decode_graph"
-            drawn, hidden_TD = self._launch_decodes(batch, size, slot)
+            drawn, states_TD = self._launch_decodes(batch, size, slot)
         elif (size := self._size(self._prompts, batch)) is not None:
             launch = "prompt_graph"
             with marked:
-                drawn, read, hidden_TD = self._launch_prompts(batch, size, slot)
+                drawn, read, states_TD = self._launch_prompts(batch, size, slot)
         else:
             launch = "eager"
             with marked:
-                drawn, read, hidden_TD = self._launch_eagerly(batch, keeps_tokens=unfolded is None)
+                drawn, read, states_TD = self._launch_eagerly(batch, keeps_tokens=unfolded is None)
         if self._cache.state is not None:
             copy_states(self._cache.state, batch.copies)
         guesses: GuessesOnHost | None = None
-        if self._mtp is None or hidden_TD is None:
+        if self._mtp is None or states_TD is None:
             slot.timer.stop()
         else:
-            guesses = self._launch_mtp(self._mtp, batch, hidden_TD, slot, unfolded, eager=launch == "eager")
+            guesses = self._launch_mtp(self._mtp, batch, states_TD, slot, unfolded, eager=launch == "eager")
         self.launches[launch] += 1
         return LaunchedStep(num_rows, drawn, slot, self._slots, read, unfolded, guesses)
 
@@ -203,18 +203,18 @@ class ModelRunner:
         self,
         mtp: MTPSteps,
         batch: Batch,
-        hidden_TD: Tensor,
+        states_TD: Tensor,
         slot: StepSlot,
         unfolded: Unfolded | None,
         *,
         eager: bool,
     ) -> GuessesOnHost | None:
-        """Queues the passes of the MTP layer after a step, and stops the step's timers."""
+        """Queues the passes of the layer that drafts after a step, and stops the step's timers."""
         rows = batch.rows
         sampled = [place for place, row in enumerate(rows) if row.sample is not None]
         tokens, places = (self._drawing.drawn_S, range(len(sampled))) if eager else (self._drawing.tokens_N, sampled)
         draws = StepDraws(rows, tokens, places, unfolded)
-        drafted_SD = mtp.write_kv(draws, hidden_TD)
+        drafted_SD = mtp.write_kv(draws, states_TD)
         slot.timer.stop()
         if not batch.guesses or not sampled:
             return None
@@ -242,21 +242,22 @@ class ModelRunner:
         return graphs.size_for(batch.shared_rows)
 
     def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, Tensor | None]:
-        """Returns what is drawn, and the hidden states of this rank's rows if a layer reads them."""
+        """Returns what is drawn, and the states of this rank's rows for the layer that drafts, if there is one."""
         assert self._graphs is not None
         buffers = self._graphs.buffers
         logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
         return self._drawing.draw_padded(buffers, logits_RV, batch, slot), buffers.hidden
 
-    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ReadStates, Tensor]:
+    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ReadStates, Tensor | None]:
         assert self._prompts is not None
         buffers = self._prompts.buffers
         logits_RV = self._prompts.launch(batch.shared_rows, size, step=batch.step, slot=slot)
         starts = [0, *accumulate(len(row.token_ids) for row in batch.shared_rows)]
         read = self._read_states(buffers.hidden[:size], starts, batch)
         if logits_RV is None:
-            return self._drawing.draw_none(), read, buffers.hidden
-        return self._drawing.draw_padded(buffers.decodes, logits_RV, batch, slot), read, buffers.hidden
+            return self._drawing.draw_none(), read, self._prompts.draft_states
+        drawn = self._drawing.draw_padded(buffers.decodes, logits_RV, batch, slot)
+        return drawn, read, self._prompts.draft_states
 
     def _read_states(self, hidden_TD: Tensor, starts: Sequence[int], batch: Batch) -> ReadStates:
         """Queues what the step reads from hidden states besides tokens.
@@ -272,7 +273,7 @@ class ModelRunner:
             pool_states(self.model, hidden_TD, starts, pools) if pools else None,
         )
 
-    def _launch_eagerly(self, batch: Batch, *, keeps_tokens: bool) -> tuple[Drawn, ReadStates, Tensor]:
+    def _launch_eagerly(self, batch: Batch, *, keeps_tokens: bool) -> tuple[Drawn, ReadStates, Tensor | None]:
         """Queues the step outside of graphs.
 
         Args:
@@ -295,16 +296,18 @@ class ModelRunner:
             shares=inputs.shares,
         )
         hidden_TD = self.model.compute(inputs.token_ids_T, inputs.positions_T, self._cache, context)
-        own_TD = hidden_TD if exchange is None else exchange.own(hidden_TD)
+        states_TD = None
+        if self._mtp is not None:
+            states_TD = self.model.draft_states(hidden_TD if exchange is None else exchange.own(hidden_TD))
         read = self._read_states(hidden_TD, inputs.starts, batch)
         if not inputs.sampled:
-            return self._drawing.draw_none(), read, own_TD
+            return self._drawing.draw_none(), read, states_TD
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
         sampled_rows = [rows[index] for index in inputs.sampled]
         pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
         places_S = inputs.sampled_S if keeps_tokens else None
         parts, failed = self._drawing.draw(inputs.sampled, sampled_rows, logits_SV, pending_S, places_S)
-        return Drawn(None, parts, failed), read, own_TD
+        return Drawn(None, parts, failed), read, states_TD
 
     def _warm_up(self) -> None:
         """Compiles kernels, also the one that applies the masks of grammars."""

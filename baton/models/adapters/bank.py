@@ -33,7 +33,7 @@ RANK_MULTIPLE = 16
 # The head, and OPT's projection before it.
 _OF_LOGITS = ("lm_head", "project_out")
 # Adapters have no parts for the layer that drafts tokens.
-_MTP = "mtp."
+_DRAFT_LAYERS = ("mtp.", "eagle.")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class AdapterBank:
         """Hooks products into routed experts; returns the layers of all experts, including other ranks'."""
         shapes: dict[str, LayerShape] = {}
         for path, module in self._model.named_modules():
-            if type(module) is not Experts or module.down_proj.dtype != dtype or path.startswith(_MTP):
+            if type(module) is not Experts or module.down_proj.dtype != dtype or path.startswith(_DRAFT_LAYERS):
                 continue
             adapted = AdaptedExperts(
                 module, self._current_rows, count=self.count, rank=rank, batch_invariant=self._batch_invariant
@@ -188,7 +188,7 @@ def _adaptable(model: CausalLM) -> Iterator[tuple[str, Linear]]:
     their rows are not a step's tokens, and so are layers whose weights latent attention splits, and the MTP layer."""
     taken_apart = {id(module.kv_b_proj) for module in model.modules() if isinstance(module, MLAAttention)}
     for path, module in model.named_modules():
-        left_out = path in _OF_LOGITS or path.startswith(_MTP) or id(module) in taken_apart
+        left_out = path in _OF_LOGITS or path.startswith(_DRAFT_LAYERS) or id(module) in taken_apart
         if isinstance(module, Linear) and not left_out:
             yield path, module
 

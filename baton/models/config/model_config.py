@@ -10,6 +10,7 @@ from typing import Self
 
 from attention.blocksparse import BlocksparseParams
 from baton.models.config.quantization.config import Quantization
+from baton.models.config.recurrent import RecurrentConfig
 from baton.models.config.rope import LongRopeScaling, RopeConfig, YarnScaling
 
 
@@ -135,37 +136,6 @@ class MLAConfig:
     latent_multiplier: float = 1.0
 
 
-@dataclass(frozen=True)
-class RecurrentConfig:
-    """Layers that keep a state instead of KV. The family's `switches` define their computation.
-
-    Attributes:
-        layers: whether each layer keeps a state.
-        num_heads: number of equal parts by which ranks split the state.
-        head_channels: number of float32 values of one part in one layer.
-        has_kv: whether each layer has KV, for models with layers that have neither a state nor KV (an MLP alone) or
-            both. () if exactly the layers without a state have KV.
-        num_groups: groups of neighbouring heads that share some of their inputs; 0: heads share none.
-        ranks_per_group: number of ranks that have parts of one group of heads.
-    """
-
-    layers: tuple[bool, ...]
-    num_heads: int
-    head_channels: int
-    has_kv: tuple[bool, ...] = ()
-    num_groups: int = 0
-    ranks_per_group: int = 1
-
-    @property
-    def num_layers(self) -> int:
-        return sum(self.layers)
-
-    @property
-    def kv_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has KV."""
-        return self.has_kv or tuple(not keeps for keeps in self.layers)
-
-
 class TopKMethod(StrEnum):
     """The method that chooses a token's experts.
 
@@ -229,6 +199,33 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class EagleConfig:
+    """An EAGLE-3 head (arXiv 2503.01840) and how it fits its model.
+
+    Attributes:
+        layer: the head's decoder layer as a Llama model of one layer, with the vocabulary and the context of the model
+            that it drafts for.
+        draft_vocab_size: number of tokens that it can draft.
+        reads: the three layers of the model whose inputs it reads, in ascending order.
+        norm_before_residual: the normed state, instead of the state itself, enters the layer's residual stream.
+        own_embedding: it has an embedding of its own; without one it uses the model's.
+        maps_tokens: it has a table (`d2t`) from its tokens to the model's; without one they have the same numbers.
+    """
+
+    layer: "ModelConfig"
+    draft_vocab_size: int
+    reads: tuple[int, ...]
+    norm_before_residual: bool = False
+    own_embedding: bool = False
+    maps_tokens: bool = True
+
+    @property
+    def attention(self) -> GQAConfig:
+        assert isinstance(self.layer.attention, GQAConfig), "the layer is Llama's"
+        return self.layer.attention
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One checkpoint's architecture.
 
@@ -240,6 +237,7 @@ class ModelConfig:
         final_logits_soft_cap: the model's logits become cap * tanh(logit / cap).
         mtp_layers: number of layers for multi-token prediction that checkpoints store after the last layer.
         drafts: the first of these is loaded, to draft tokens.
+        eagle: the EAGLE-3 head that drafts tokens instead; None: there is none.
         quantization: None if weights are not quantized.
         intermediate_sizes: of each layer's dense MLP, if they differ; intermediate_size is then the largest.
         switches: values that only this family has, in a frozen dataclass of its own.
@@ -275,6 +273,16 @@ class ModelConfig:
     headless: bool = False
     num_labels: int = 0
     drafts: bool = False
+    eagle: EagleConfig | None = None
+
+    def with_head(self, head: EagleConfig) -> Self:
+        """Returns this model, drafting with an EAGLE-3 head and not with a layer of its own."""
+        return replace(self, eagle=head, drafts=False)
+
+    @property
+    def has_draft_layer(self) -> bool:
+        """Whether a layer that drafts tokens is loaded, the checkpoint's own or an EAGLE-3 head's."""
+        return self.drafts or self.eagle is not None
 
     @property
     def attentions_per_layer(self) -> int:

@@ -19,6 +19,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import ModelConfig
 from baton.models.config.mtp import mtp_form
 from baton.models.kernels.adapter_products import AdapterRows
+from baton.models.layers.eagle import EagleHead, ReadStates
 from baton.models.layers.embedding import Embedding
 from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import Linear
@@ -102,9 +103,13 @@ class CausalLM(ExchangingModule):
         expert_counts: counters of experts' tokens, if ranks hold whole experts.
         vocab_size: of the whole model.
         rotary: None if the config has no rotary embedding.
+        shows_stream: the layers take the residual stream and the update of the layer before as their first arguments,
+            so an EAGLE-3 head can read them.
+        eagle: the EAGLE-3 head that drafts for the model; `use_head` sets it.
     """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    shows_stream: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -133,6 +138,9 @@ class CausalLM(ExchangingModule):
         if mtp_layer is not None:
             assert isinstance(norm, RMSNorm), "no family with an MTP layer has another norm"
             self.mtp = MTPLayer(config, mtp_layer, norm=type(norm), dtype=dtype)
+        self.eagle: EagleHead | None = None
+        self._read: ReadStates | None = None
+        self._draft_states_TD: Tensor | None = None
 
     @property
     def prefixes(self) -> Mapping[str, str]:
@@ -169,6 +177,8 @@ class CausalLM(ExchangingModule):
             self.expert_counts.slots_T = slots_T
         self.adapter_rows = context.adapters
         hidden_TD: Tensor = self(token_ids_T, positions_T, kv_cache, context)
+        if self.eagle is not None and self._read is not None:
+            self._draft_states_TD = self.eagle.combine(self._read.take())
         return hidden_TD
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
@@ -205,43 +215,72 @@ class CausalLM(ExchangingModule):
         cap = self.config.final_logits_soft_cap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 
-    def states_to_draft_from(self, hidden_TD: Tensor) -> Tensor:
-        """Returns what the MTP layer reads of the hidden states that `compute` returned."""
-        assert self.mtp is not None, "the config says whether there is such a layer"
-        assert isinstance(self.model.norm, RMSNorm)
-        return self.mtp.read(hidden_TD, self.model.norm)
+    @property
+    def drafts(self) -> bool:
+        """Whether the model has a layer that drafts tokens: an MTP layer, or an EAGLE-3 head."""
+        return self.mtp is not None or self.eagle is not None
+
+    def use_head(self, head: EagleHead) -> None:
+        """Drafts with an EAGLE-3 head from now on. Call it once, after the model is loaded."""
+        assert self.mtp is None, "the config drafts with one of them"
+        assert self.shows_stream, "the caller has checked it"
+        self.eagle = head
+        self._read = ReadStates(self.model.layers, head.head.reads)
+
+    def draft_states(self, hidden_TD: Tensor) -> Tensor:
+        """Returns the states [T,D] of the step that `compute` has just computed, from which the layer that drafts reads
+        them. Those of an EAGLE-3 head can be taken once.
+
+        Args:
+            hidden_TD: what `compute` returned.
+        """
+        if self.mtp is not None:
+            assert isinstance(self.model.norm, RMSNorm)
+            return self.mtp.read(hidden_TD, self.model.norm)
+        states_TD, self._draft_states_TD = self._draft_states_TD, None
+        assert states_TD is not None, "the config says whether there is such a layer"
+        return states_TD
 
     def compute_drafts(
         self,
         next_ids_T: Tensor,
-        hidden_TD: Tensor,
+        states_TD: Tensor,
         positions_T: Tensor,
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
         shares: TokenShares | None = None,
     ) -> Tensor:
-        """Computes the MTP layer's hidden states [T,D] and writes its KV. `compute_logits` turns them into logits of
-        the tokens after the next ones.
+        """Computes hidden states [T,D] of the layer that drafts, and writes its KV. `compute_draft_logits` turns them
+        into logits of the tokens after the next ones.
 
         With attention data parallelism, the next tokens and the returned states cover all ranks' tokens, as in
         `compute`; everything else covers this rank's own tokens.
 
         Args:
             next_ids_T: the token after each position.
-            hidden_TD: the model's hidden states at the positions (`states_to_draft_from`), or those that this method
-                returned for the positions before them.
+            states_TD: what `draft_states` returned for the positions, or what this method returned for the positions
+                before them.
             kv_cache: the model's.
             shares: number of tokens of each rank; None: all ranks have all of them.
         """
+        assert kv_cache.draft is not None
+        self.adapter_rows = None  # no adapter has parts for this layer
+        drafted_TD: Tensor
+        if self.eagle is not None:
+            embedded_TD = (self.eagle.embed_tokens or self.model.embed_tokens)(next_ids_T)
+            drafted_TD = self.eagle(embedded_TD, states_TD, positions_T, kv_cache.draft, metadata)
+            return drafted_TD
         assert self.mtp is not None, "the config says whether there is such a layer"
         assert self.rotary is not None
         if self.exchange is not None and shares is not None:
             self.exchange.shares = shares
-        assert kv_cache.draft is not None
-        self.adapter_rows = None  # no adapter has parts for this layer
         embedded_TD = self.model.embed_tokens(next_ids_T)
-        drafted_TD: Tensor = self.mtp(embedded_TD, hidden_TD, self.rotary(positions_T), kv_cache.draft, metadata)
+        drafted_TD = self.mtp(embedded_TD, states_TD, self.rotary(positions_T), kv_cache.draft, metadata)
         return self.of_all_ranks(drafted_TD)
+
+    def compute_draft_logits(self, drafted_RD: Tensor) -> Tensor:
+        """Returns logits [R,V] in float32 of what `compute_drafts` returned."""
+        return self.compute_logits(drafted_RD) if self.eagle is None else self.eagle.compute_logits(drafted_RD)
 
     def classify(self, hidden_RD: Tensor) -> Tensor:
         """Returns the outputs [R,N] of the classification head, which every rank has whole."""

@@ -109,6 +109,11 @@ class TensorParallel:
 SINGLE = TensorParallel()
 
 
+def of_layer(parallel: TensorParallel) -> TensorParallel:
+    """Returns the rank for a layer without experts, such as an EAGLE-3 head's, whose heads all ranks share."""
+    return replace(parallel, whole_experts=False, own_attention=False, placement=None)
+
+
 class ParallelModule(nn.Module):
     """A module whose forward combines the ranks' results.
 

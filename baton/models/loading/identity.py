@@ -25,7 +25,7 @@ _ALWAYS_HASHED = {
 }
 
 # Fields that say what a node makes of a checkpoint.
-_NEVER_HASHED = {"ModelConfig": {"drafts"}}
+_NEVER_HASHED = {"ModelConfig": {"drafts", "eagle"}}
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class ModelIdentity:
     Attributes:
         weights_digest: over names, shapes, dtypes and samples; every release has it.
         content_digest: over every byte of the weights; empty until it is known.
+        draft_digest: of an EAGLE-3 head that drafts for the model; empty without one.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelIdentity:
     config_digest: str
     weights_digest: str
     content_digest: str = ""
+    draft_digest: str = ""
 
 
 def model_identity(directory: Path, config: ModelConfig, *, load_format: str = "safetensors") -> ModelIdentity:
@@ -55,8 +57,8 @@ def model_identity(directory: Path, config: ModelConfig, *, load_format: str = "
     Raises:
         ConfigError: the weights cannot be read.
     """
-    weights_digest = "dummy" if load_format == "dummy" else _weights_digest(directory)
-    return ModelIdentity(model_name(directory), config.architecture, config_digest(config), weights_digest)
+    weights = "dummy" if load_format == "dummy" else weights_digest(directory)
+    return ModelIdentity(model_name(directory), config.architecture, config_digest(config), weights)
 
 
 def config_digest(config: ModelConfig) -> str:
@@ -65,14 +67,14 @@ def config_digest(config: ModelConfig) -> str:
 
     A new field needs a default that keeps the behaviour of releases without it. Never rename or remove fields.
     """
-    return hashlib.sha256(json.dumps(_plain(config), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(plain_values(config), sort_keys=True).encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     """Converts a value to JSON's types."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in _hashed(value)}
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+        return {field.name: plain_values(getattr(value, field.name)) for field in _hashed(value)}
+    return [plain_values(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _hashed(value: Any) -> Iterator[Field[Any]]:
@@ -86,7 +88,8 @@ def _hashed(value: Any) -> Iterator[Field[Any]]:
             yield field
 
 
-def _weights_digest(directory: Path) -> str:
+def weights_digest(directory: Path) -> str:
+    """Returns a digest of the checkpoint's tensors, over names, shapes, dtypes and samples."""
     digest = hashlib.sha256()
     for name, tensor in read_checkpoint(directory).items():
         digest.update(json.dumps([name, tensor.dtype, tensor.shape]).encode())

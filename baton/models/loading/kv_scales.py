@@ -68,10 +68,10 @@ def without_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
 
 def kv_scales(model: nn.Module) -> tuple[float, ...]:
     """Returns the scales of a model's fp8 cache, layer by layer: of keys and values, or of latents. Empty for other
-    caches. The host waits for the device. KV of an MTP layer is never converted, so its scales are left out."""
+    caches. The host waits for the device. A layer that drafts tokens is left out, because its KV is never converted."""
     by_layer: dict[int, tuple[float, ...]] = {}
     for path, layer in _attention_layers(model):
-        if layer.scales is None or path.startswith("mtp."):
+        if layer.scales is None or path.startswith(("mtp.", "eagle.")):
             continue
         _, k_scale, v_scale = layer.scales.tensors
         if isinstance(layer, MLAAttention):

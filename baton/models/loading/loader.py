@@ -142,7 +142,7 @@ def load_model(
             fill_at_random(model)
         else:
             whole = _build(config, backend=backend, dtype=TORCH_DTYPES[dtype], device="meta")
-            fill_part_at_random(whole, partial(_take_shares, model, shares), device)
+            fill_part_at_random(whole, partial(take_shares, model, shares), device)
         fill_scales(weight_scales)
     else:
         views = checkpoint_views(model)
@@ -156,7 +156,7 @@ def load_model(
         weight_scales = weight_scale_views(model, stored, checkpoint_name)
         views |= kv_scales | weight_scales
         check_tensors(stored, views, shares, config, directory)
-        parts = [part for name, view in views.items() for part in _cut(stored[name], view, shares.of(name))]
+        parts = [part for name, view in views.items() for part in cut(stored[name], view, shares.of(name))]
         read_into(parts, progress)
         check_scales(kv_scales)
         if tied_head is not None:
@@ -236,10 +236,10 @@ def checkpoint_views(model: CausalLM) -> dict[str, Tensor]:
 
 def _checkpoint_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
-        yield from _module_views(path, module)
+        yield from module_views(path, module)
 
 
-def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields (name in the checkpoint, memory that it fills) for each of the module's own parameters."""
     match module:
         case FusedLinear():
@@ -252,7 +252,7 @@ def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}", parameter.data
 
 
-def _cut(stored: StoredTensor, view: Tensor, share: Share | None) -> Iterator[tuple[StoredTensor, Tensor]]:
+def cut(stored: StoredTensor, view: Tensor, share: Share | None) -> Iterator[tuple[StoredTensor, Tensor]]:
     """Yields the stored tensor, or the rank's parts of it, each with the memory that it fills."""
     if share is None:
         yield stored, view
@@ -270,10 +270,10 @@ def _held(view: Tensor, share: Share) -> Iterator[tuple[range, Tensor]]:
     view.narrow(share.dim, filled, view.shape[share.dim] - filled).zero_()
 
 
-def _take_shares(model: CausalLM, shares: Shares, path: str, whole: nn.Module) -> None:
+def take_shares(model: nn.Module, shares: Shares, path: str, whole: nn.Module) -> None:
     """Copies to `model` the rank's part of the parameters of `whole`, the whole model's module at `path`."""
-    views = dict(_module_views(path, model.get_submodule(path)))
-    for name, tensor in _module_views(path, whole):
+    views = dict(module_views(path, model.get_submodule(path)))
+    for name, tensor in module_views(path, whole):
         if shares.elsewhere(name):
             continue
         share = shares.of(name)

@@ -5,13 +5,15 @@ from dataclasses import replace
 
 from attention.blocksparse import BlocksparseParams
 from baton.core.errors import ConfigError
-from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm, RecurrentConfig
+from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
+from baton.models.config.recurrent import RecurrentConfig
 from baton.models.layers.parallel import (
     TensorParallel,
     channel_block,
     channels,
     experts,
     kv_heads,
+    of_layer,
     padded_rows,
     query_heads,
 )
@@ -60,7 +62,13 @@ def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
         moe=None if moe is None else _local_moe(moe, parallel, block),
         recurrent=_local_recurrent(config.recurrent, parallel),
         vocab_size=padded_rows(config.vocab_size, parallel),
+        eagle=None if config.eagle is None else replace(config.eagle, layer=_local_layer(config.eagle.layer, parallel)),
     )
+
+
+def _local_layer(layer: ModelConfig, parallel: TensorParallel) -> ModelConfig:
+    """Returns the rank's part of an EAGLE-3 head's layer, which has no experts."""
+    return local_config(layer, of_layer(parallel))
 
 
 def _check_own_attention(config: ModelConfig, *, whole_experts: bool) -> None:

@@ -44,7 +44,10 @@ def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCach
     """Returns what the cache keeps of a request for a model in `dtype`. `kv_dtype` is the cache's dtype; "" means
     `dtype`."""
     spec = _kv_cache_spec(config, dtype, kv_dtype)
-    return replace(spec, draft=_kv_cache_spec(mtp_config(config), dtype, kv_dtype)) if config.drafts else spec
+    if not config.has_draft_layer:
+        return spec
+    layer = mtp_config(config) if config.eagle is None else config.eagle.layer
+    return replace(spec, draft=_kv_cache_spec(layer, dtype, kv_dtype))
 
 
 def _kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str) -> KVCacheSpec:

@@ -1,5 +1,5 @@
-"""The guesses of a model's MTP layer after steps of any kind, outside of graphs and in the buffers of graphs, are those
-of a plain reference that computes the whole sequence at once.
+"""The guesses of a model's MTP layer, or of an EAGLE-3 head, after steps of any kind, outside of graphs and in the
+buffers of graphs, are those of a plain reference that computes the whole sequence at once.
 
 The cache is full of NaN, so a slot that is read before it is written shows.
 """
@@ -21,6 +21,7 @@ from baton.engine.sampling.sampler import sample
 from baton.settings.node_config import NodeSettings
 from tests.unit.engine.driver import Driver, runner_of
 from tests.unit.engine.tiny import prompt_of
+from tests.unit.models.tiny_eagle import EagleReference, save_with_head
 from tests.unit.models.tiny_mtp import MTPReference, save_with_mtp
 
 BLOCK_SIZE = 16  # most steps have room for further guesses in their last block
@@ -32,12 +33,23 @@ PROMPTS = {"a": prompt_of(9), "b": prompt_of(21, seed=1), "c": prompt_of(14, see
 
 
 class Built:
-    """A tiny model with an MTP layer, and the reference."""
+    """A tiny model with an MTP layer or a head, and the reference."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        self.reference: MTPReference = save_with_mtp(name, directory)
+        self.reference: MTPReference | EagleReference
+        family, head = name.removeprefix("eagle-"), None
+        if name == family:
+            self.reference = save_with_mtp(name, directory)
+        else:
+            head = directory / "head"
+            self.reference = save_with_head(family, directory, head)
         settings = NodeSettings(
-            model=directory, num_blocks=64, block_size=BLOCK_SIZE, device="cpu", speculation="always"
+            model=directory,
+            draft_head=head,
+            num_blocks=64,
+            block_size=BLOCK_SIZE,
+            device="cpu",
+            speculation="always",
         )
         self.built: BuiltRunner = build_runner(settings)
 
@@ -56,7 +68,7 @@ class Built:
         assert list(guessed) == self.reference.guesses(tokens, len(guessed)), name
 
 
-@pytest.fixture(scope="module", params=["deepseek-v3", "glm4-moe", "mimo"])
+@pytest.fixture(scope="module", params=["deepseek-v3", "glm4-moe", "mimo", "eagle-llama", "eagle-gpt-oss"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(request.param, tmp_path_factory.mktemp("mtp"))
 
@@ -133,7 +145,7 @@ def test_drawn_tokens_are_guessed_with_the_draws_of_their_places(model: Built, g
     for _ in range(5):
         driver.step("a")
         tokens = [*PROMPTS["a"], *driver.ids("a")]
-        hidden_TD = model.reference.drafted(tokens[1:], model.reference.hidden(tokens[:-1]))
+        hidden_TD = model.reference.drafted(tokens[1:], model.reference.read(tokens[:-1]))
         params = ResolvedSampling(max_tokens=1000, **DRAWN)
         row = SampleRow(params, len(driver.ids("a")), (), int_array(), 0)
         drawn = sample(model.reference.logits(hidden_TD[-1:]).clone(), [row]).chosen_R.tolist()

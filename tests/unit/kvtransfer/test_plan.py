@@ -302,6 +302,18 @@ def test_nodes_of_which_one_drafts_are_refused_with_the_cure() -> None:
         agree(drafting, replace(drafting, wire_oldest=5, wire_newest=6))
 
 
+def test_nodes_with_different_heads_that_draft_are_refused_with_the_cure() -> None:
+    drafting = replace(NODE, spec=replace(SPEC, draft=DRAFT), wire_oldest=wire_oldest(replace(SPEC, draft=DRAFT)))
+    ours, theirs = replace(drafting, draft_digest="a"), replace(drafting, draft_digest="b")
+    assert agree(ours, ours).spec.draft == DRAFT
+    for other, shown in ((theirs, "b"), (drafting, "none")):
+        with pytest.raises(PlanRefused) as refused:
+            agree(ours, other)
+        (mismatch,) = refused.value.mismatches
+        assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("draft_digest", "a", shown)
+        assert "--draft-head" in mismatch.cure
+
+
 def test_another_index_of_the_layers_that_draft_is_refused() -> None:
     drafting = replace(NODE, spec=replace(SPEC, draft=replace(DRAFT, index=INDEX)))
     assert agree(drafting, drafting).spec == drafting.spec

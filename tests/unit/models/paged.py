@@ -74,7 +74,7 @@ class PagedDriver:
 
         Args:
             adapters: int32, the slot of each token's adapter.
-            following: of each request the token after these, for the MTP layer, whose logits are in `drafted` then.
+            following: of each request the token after these, whose drafted logits are in `drafted` then.
         """
         starts = [self.computed.get(request, 0) for request in batch]
         for (request, tokens), start in zip(batch.items(), starts, strict=True):
@@ -108,14 +108,16 @@ class PagedDriver:
         if following is not None:
             next_ids = [[*tokens[1:], following[request]] for request, tokens in batch.items()]
             next_ids_T = torch.tensor([token for tokens in next_ids for token in tokens], device=self.device)
-            read_TD = self.model.states_to_draft_from(hidden_TD)
-            drafted_TD = self.model.compute_drafts(next_ids_T, read_TD, positions_T, self.cache, context.metadata)
+            states_TD, eagle = self.model.draft_states(hidden_TD), self.model.eagle
+            metadata = context.metadata if eagle is None else eagle.backend.builder.build(0, common)
+            drafted_TD = self.model.compute_drafts(next_ids_T, states_TD, positions_T, self.cache, metadata)
             self._keep_drafted(batch, drafted_TD, lengths)
         return dict(zip(batch, torch.split(logits_TV, lengths), strict=True))
 
     @torch.inference_mode()
     def continue_drafts(self, tokens: Mapping[str, int]) -> None:
-        """Computes the MTP layer at the place after the last one of each request, where nothing else is computed yet.
+        """Computes the layer that drafts at the place after the last one of each request, where nothing else is
+        computed yet.
 
         Args:
             tokens: of each request the token two places after its last one.
@@ -132,12 +134,13 @@ class PagedDriver:
         )
         next_ids_R = torch.tensor(list(tokens.values()), device=self.device)
         hidden_RD = torch.stack([self._drafted_states[request][-1] for request in tokens])
-        metadata = self.backend.builder.build(0, common)
+        backend = self.backend if self.model.eagle is None else self.model.eagle.backend
+        metadata = backend.builder.build(0, common)
         drafted_RD = self.model.compute_drafts(next_ids_R, hidden_RD, positions_T, self.cache, metadata)
         self._keep_drafted(tokens, drafted_RD, [1] * len(tokens))
 
     def _keep_drafted(self, requests: Iterable[str], drafted_TD: Tensor, lengths: list[int]) -> None:
         names = list(requests)
         self._drafted_states = dict(zip(names, torch.split(drafted_TD, lengths), strict=True))
-        drafted_TV = self.model.compute_logits(drafted_TD)
+        drafted_TV = self.model.compute_draft_logits(drafted_TD)
         self.drafted = dict(zip(names, torch.split(drafted_TV, lengths), strict=True))

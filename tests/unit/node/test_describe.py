@@ -24,7 +24,8 @@ SPECS.append(replace(WHOLE, draft=replace(DRAFT, index=INDEX)))
 def description(spec: KVCacheSpec) -> NodeDescription:
     slots = 9 if spec.state else 0
     shape = KVCacheShape(KVCacheLayout.HND, 16, 64, slots)
-    return NodeDescription("A", "c", "w", spec, shape, wire_oldest(spec), WIRE_NEWEST, "1.0")
+    digest = "d" if spec.draft else ""
+    return NodeDescription("A", "c", "w", spec, shape, wire_oldest(spec), WIRE_NEWEST, "1.0", draft_digest=digest)
 
 
 def info_of(spec: KVCacheSpec) -> pb.NodeInfo:

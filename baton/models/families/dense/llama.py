@@ -40,6 +40,7 @@ class LlamaAttention(ParallelModule):
 
     Args:
         norm: class of the norms of queries and keys, for models that have them.
+        input_size: channels of the input; None: those of the output.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LlamaAttention(ParallelModule):
         backend: AttentionBackend,
         dtype: torch.dtype,
         norm: type[RMSNorm] = RMSNorm,
+        input_size: int | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = gqa.num_heads, gqa.num_kv_heads, gqa.head_dim
@@ -59,7 +61,7 @@ class LlamaAttention(ParallelModule):
         self.output_gate = gqa.output_gate
         q_and_gate = self.q_size * (2 if gqa.output_gate else 1)
         parts = (("q_proj", q_and_gate), ("k_proj", self.kv_size), ("v_proj", self.kv_size))
-        self.qkv_proj = FusedLinear(hidden_size, parts, dtype=dtype, bias=gqa.qkv_bias)
+        self.qkv_proj = FusedLinear(input_size or hidden_size, parts, dtype=dtype, bias=gqa.qkv_bias)
         self.o_proj = Linear(self.q_size, hidden_size, dtype=dtype, bias=gqa.output_bias)
         self.qk_norm_of = gqa.qk_norm_of
         norms, turned = make_norms(gqa, norm, eps=norm_eps, dtype=dtype), gqa.qk_norm_of is QKNorm.TURNED_HEAD
@@ -168,6 +170,8 @@ def make_mlp(config: ModelConfig, layer_index: int, *, dtype: torch.dtype) -> nn
 
 
 class LlamaForCausalLM(CausalLM):
+    shows_stream: ClassVar[bool] = True
+
     def __init__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> None:
         gqa = config.attention
         assert isinstance(gqa, GQAConfig)

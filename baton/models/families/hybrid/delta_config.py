@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from baton.models.config.fields import Count, CountOrZero, Fraction, Heads, Integers, Size
 from baton.models.config.file import ConfigFile
-from baton.models.config.model_config import ModelConfig, RecurrentConfig
+from baton.models.config.model_config import ModelConfig
+from baton.models.config.recurrent import RecurrentConfig
 from baton.models.families.moe.moe_config import RoutedFields
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 from baton.models.config.decoder import RotaryFields
 from baton.models.config.fields import Count, Heads, Integers, LayersOrZero, Positive, Size
 from baton.models.config.file import ConfigFile
-from baton.models.config.model_config import ModelConfig, MoEConfig, RecurrentConfig, Scoring, TopKMethod
+from baton.models.config.model_config import ModelConfig, MoEConfig, Scoring, TopKMethod
+from baton.models.config.recurrent import RecurrentConfig
 
 _MOST_TIMES = 1024  # wider than the model
 

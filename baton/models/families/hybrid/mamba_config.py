@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 from baton.models.config.decoder import DecoderFields
 from baton.models.config.fields import AtLeastZero, Count, CountOrZero, Fraction, Heads, Integers, Positive, Size, Texts
 from baton.models.config.file import ConfigFile
-from baton.models.config.model_config import ModelConfig, MoEConfig, RecurrentConfig, Scoring, TopKMethod
+from baton.models.config.model_config import ModelConfig, MoEConfig, Scoring, TopKMethod
+from baton.models.config.recurrent import RecurrentConfig
 from baton.models.families.dense.llama_config import LlamaLikeFields
 from baton.models.families.moe.moe_config import RoutedFields
 

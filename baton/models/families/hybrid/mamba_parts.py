@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
-from baton.models.config.model_config import RecurrentConfig
+from baton.models.config.recurrent import RecurrentConfig
 from baton.models.families.dense.llama import LlamaAttention
 from baton.models.families.hybrid.mamba_config import MambaSwitches
 from baton.models.kernels.recurrent.state_rows import StateRows

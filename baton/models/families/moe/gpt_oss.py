@@ -4,6 +4,8 @@ The attention is Llama's. Shapes: T token, D hidden channel, K chosen expert of 
 of some expert.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -175,6 +177,8 @@ class GptOssLayer(DecoderLayer):
 
 
 class GptOssForCausalLM(CausalLM):
+    shows_stream: ClassVar[bool] = True
+
     def __init__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> None:
         gqa = config.attention
         assert isinstance(gqa, GQAConfig)

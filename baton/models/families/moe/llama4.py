@@ -5,6 +5,8 @@ Shapes: T token, D hidden channel, H query head, K kv head or chosen expert, X h
 C head channel, E expert, I intermediate channel, R row.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
@@ -184,6 +186,8 @@ class Llama4Layer(ParallelModule):
 
 
 class Llama4ForCausalLM(CausalLM):
+    shows_stream: ClassVar[bool] = True
+
     def __init__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> None:
         gqa, switches = config.attention, config.switches
         assert isinstance(gqa, GQAConfig)

@@ -3,6 +3,8 @@
 Shapes: T token, D hidden channel, H query head, K kv head, C channel of a key, V channel of a value.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -88,6 +90,8 @@ class MiMoLayer(DecoderLayer):
 
 
 class MiMoV2FlashForCausalLM(CausalLM):
+    shows_stream: ClassVar[bool] = True
+
     def __init__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> None:
         gqa = config.attention
         assert isinstance(gqa, GQAConfig)

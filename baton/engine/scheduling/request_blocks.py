@@ -13,7 +13,7 @@ from typing import NamedTuple
 from baton.core.block_keys import KeyChain, adapted_identity
 from baton.core.kv_entries import ENTRY_TOKENS
 from baton.core.pools import blocks_for, take_from_roomiest
-from baton.engine.request import EngineRequest, IntArray, ModelFacts, Reservation, int_array
+from baton.engine.request import EngineRequest, IntArray, ModelFacts, Reservation
 from baton.engine.scheduling.block_manager import BlockManager
 from baton.engine.scheduling.entry_plans import LoadPlan, WantedPrefix
 from baton.engine.scheduling.offload import Offload
@@ -101,8 +101,12 @@ class RequestBlocks:
         return sum(pool.num_references for pool in self._pools)
 
     def keys(self, request: EngineRequest) -> KeyChain:
+        """The keys of the request's blocks, in a chain that its output may extend."""
+        return self._given_keys(request).copy()
+
+    def _given_keys(self, request: EngineRequest) -> KeyChain:
         identity = adapted_identity(self._identity, request.adapter)
-        return KeyChain(identity=identity, cache_salt=request.cache_salt, block_size=self._block_size)
+        return request.chains.of(identity=identity, cache_salt=request.cache_salt, block_size=self._block_size)
 
     def needed(self, state: RequestState) -> int:
         """Number of blocks that the request must hold before it may run: for its known tokens and the first decoded
@@ -341,7 +345,7 @@ class RequestBlocks:
         if self.offload is None:
             return None
         try:
-            tokens = int_array([*request.prompt, *request.output])
+            tokens = request.tokens
         except OverflowError:  # no vocabulary has such a token: the request is refused when it is submitted
             return None
         usable = 0 if request.scores_prompt else len(tokens) - 1
@@ -352,14 +356,18 @@ class RequestBlocks:
         stop = usable // ENTRY_TOKENS
         if not stop:
             return None
-        keys = self.keys(request)
+        keys = self._given_keys(request)
         runs = [self._run(pool, keys, tokens, usable) for pool in self._pools]
         starts = tuple(self.offload.loads.first_missing(self.tokens_in(run)) for run in runs)
         likely = max(range(len(starts)), key=lambda pool: (starts[pool], self._pools[pool].num_free))
-        wanted = WantedPrefix(tokens, keys, self.offload.entry_keys(request), starts, stop, likely_pool=likely)
+        entry_keys = self.offload.given_entry_keys(request)
+        wanted = WantedPrefix(tokens, keys, entry_keys, starts, stop, likely_pool=likely)
         if self.states.unit:
             return self._with_states(wanted, len(runs[0]))
-        return None if min(starts) >= stop else wanted
+        if min(starts) >= stop:
+            return None
+        entry_keys.add_known(tokens, stop, self.offload.kept.entry_keys)
+        return wanted
 
     def _with_states(self, wanted: WantedPrefix, num_cached: int) -> WantedPrefix | None:
         """The same, where a prefix is of use only with the state after it. Returns None if the cache has the last one

@@ -27,6 +27,7 @@ BENCHMARKS = (
     ("kept_kv", "KV from host memory and files", "bench.kept_kv"),
     ("speculation", "Guessed tokens on real text", "bench.speculation"),
     ("guesses", "Guessed tokens on recorded outputs", "bench.engine.guesses"),
+    ("cached_prompt", "Host time of a cached prompt", "bench.cached_prompt"),
     ("host_time", "Host time of a decode node", "bench.host_time"),
     ("mtp", "Guesses of a model's own layer", "bench.engine.mtp"),
     ("eagle", "Guesses of an EAGLE-3 head", "bench.engine.eagle"),

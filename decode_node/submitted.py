@@ -1,5 +1,6 @@
 """Reads a gateway's message about a new request. Pure."""
 
+from baton.core.token_ids import token_array
 from baton.core.types import DEFAULT_OBJECTIVE
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S
@@ -12,14 +13,14 @@ def engine_request(engine_id: str, submit: pb.SubmitRequest, now_s: float) -> En
     """The engine's request for a gateway's message that comes now.
 
     Raises:
-        InvalidRequest: a sampling parameter is out of range.
+        InvalidRequest: a sampling parameter or a token id is out of range.
     """
     # A first token is useless once its client has given up. A longer budget says nothing about the first token.
     soon = submit.HasField("budget_s") and submit.budget_s < DEFAULT_TTFT_S
     gives_up_s = now_s + submit.budget_s if soon else None
     return EngineRequest(
         request_id=engine_id,
-        prompt=tuple(submit.prompt_token_ids),
+        prompt=token_array(submit.prompt_token_ids, field="prompt"),
         output=tuple(submit.output_token_ids),
         sampling=resolved_sampling_from_proto(submit.sampling),
         cache_salt=submit.cache_salt,

@@ -7,6 +7,7 @@ from collections import deque
 from baton.core.errors import BatonError, Draining, InternalError, InvalidRequest
 from baton.core.logs import enter_request
 from baton.core.sampling import ResolvedSampling
+from baton.core.token_ids import token_array
 from baton.engine.events import StepEvents
 from baton.engine.pooling import PoolSpan
 from baton.engine.request import EngineRequest
@@ -83,7 +84,7 @@ class PoolDriver:
         span = PoolSpan(prompt.token_start, prompt.token_stop, tuple(prompt.logits_of), prompt.classify)
         return EngineRequest(
             request_id="",
-            prompt=tuple(prompt.token_ids),
+            prompt=token_array(prompt.token_ids, field="prompt"),
             sampling=_SAMPLING,
             cache_salt=request.cache_salt,
             prefill_only=True,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from enum import Enum, auto
 
 from baton.core.errors import BatonError, InvalidRequest
+from baton.core.token_ids import token_array
 from baton.core.types import DEFAULT_OBJECTIVE
 from baton.engine.events import (
     ChunkComputed,
@@ -58,7 +59,7 @@ class PrefillTask:
         prefetches: whether stores outside of the cache may have some of the prompt.
 
     Raises:
-        InvalidRequest: a sampling parameter is out of its range.
+        InvalidRequest: a sampling parameter or a token id is out of its range.
     """
 
     def __init__(self, called: Called, *, spec: KVCacheSpec, now_s: float, prefetches: bool = False) -> None:
@@ -73,7 +74,7 @@ class PrefillTask:
         sampling = resolved_sampling_from_proto(request.sampling)
         self._request = EngineRequest(
             request_id=str(called.call),
-            prompt=tuple(request.prompt_token_ids),
+            prompt=token_array(request.prompt_token_ids, field="prompt"),
             output=tuple(request.output_token_ids),
             sampling=replace(sampling, grammar=None, prompt_logprobs=None) if self._split else sampling,
             cache_salt=request.cache_salt,

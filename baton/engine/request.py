@@ -1,10 +1,12 @@
 """The input and status of an engine: requests, reservations, limits, load. Plain values."""
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, Self, TypeAlias
 
+from baton.core.block_keys import KeyChains
 from baton.core.errors import ConfigError
 from baton.core.kv_entries import KeepTime, KeptPrefix
 from baton.core.sampling import ResolvedSampling
@@ -17,7 +19,7 @@ from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 IntArray: TypeAlias = "array[int]"
 
 
-def int_array(values: tuple[int, ...] | list[int] = ()) -> IntArray:
+def int_array(values: Sequence[int] = ()) -> IntArray:
     return array("i", values)
 
 
@@ -59,6 +61,7 @@ class EngineRequest:
     """One sequence to compute.
 
     Args:
+        prompt: an `IntArray` where it is long, because that is copied and checked as a whole.
         output: tokens that the client already has. They are prefilled after the prompt, and the next token's index is
             `len(output)`.
         cache_salt: only requests with the same salt share cached blocks.
@@ -83,10 +86,11 @@ class EngineRequest:
         kept_elsewhere: a node that has more of the sequence than this one; None: none is known.
         adapter: the node must have it; None: the base model.
         adapter_slot: where the device has the adapter; set by the engine.
+        chains: the keys of its blocks.
     """
 
     request_id: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     sampling: ResolvedSampling
     output: tuple[int, ...] = ()
     cache_salt: str = ""
@@ -106,6 +110,13 @@ class EngineRequest:
     kept_elsewhere: KeptPrefix | None = None
     adapter: AdapterRef | None = None
     adapter_slot: int = -1
+    # NOTE: not an argument, so that `replace` gives a request with other tokens other chains.
+    chains: KeyChains = field(default_factory=KeyChains, init=False, compare=False, repr=False)
+
+    @property
+    def tokens(self) -> IntArray:
+        """Prompt and output, as a new array."""
+        return int_array(self.prompt) + int_array(self.output)
 
     @property
     def scores_prompt(self) -> bool:

@@ -1,6 +1,9 @@
 """Checks requests, and other nodes' messages about them: ids, lengths, and continued outputs. Pure."""
 
+from collections.abc import Sequence
+
 from baton.core.errors import InvalidRequest
+from baton.core.token_ids import first_outside
 from baton.core.types import TokenOutput
 from baton.engine.request import EngineRequest
 
@@ -110,9 +113,8 @@ def check_first_token(first: TokenOutput, *, index: int, vocab_size: int) -> Non
         )
 
 
-def _check_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> None:
-    if ids and (max(ids) >= vocab_size or min(ids) < 0):
-        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    if (wrong := first_outside(ids, vocab_size)) is not None:
         raise InvalidRequest(
             f"{name} has token id {wrong}", field=name, value=wrong, allowed=(f"0 to {vocab_size - 1}",)
         )

@@ -30,6 +30,7 @@ class BlockManager:
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._roots = [b""] * num_blocks  # of the blocks that have keys
         self._by_digest: dict[bytes, int] = {}
+        self._by_content: dict[tuple[bytes, bytes], BlockKey] = {}  # the same keys by parent and tokens
         self._windowless: set[int] = set()
         self._unreported: set[int] = set()
         self._changes: CacheChanges | None = None
@@ -75,11 +76,14 @@ class BlockManager:
             del blocks[lacking[-1] :]
 
     def _run(self, chain: KeyChain, tokens: IntArray, max_blocks: int) -> list[int]:
+        """The leading blocks of the sequence that are cached. Nothing is hashed for it: a cached block is found by its
+        tokens, which takes a third of the time."""
+        chain.add_known(tokens, max_blocks, self._by_content)
         blocks: list[int] = []
-        for index in range(max_blocks):
-            key = chain.key(index, tokens)
-            block_id = self._by_digest.get(key.digest)
-            if block_id is None or self._keys[block_id] != key:
+        by_digest, keys = self._by_digest, self._keys
+        for key in chain.known_keys(max_blocks):
+            block_id = by_digest.get(key.digest)
+            if block_id is None or keys[block_id] != key:
                 break
             blocks.append(block_id)
         return blocks
@@ -93,7 +97,7 @@ class BlockManager:
 
     def num_free_without(self, cached: Iterable[int]) -> int:
         """How many blocks are free, not counting the given cached blocks."""
-        return len(self._free) - sum(1 for block_id in cached if self._references[block_id] == 0)
+        return len(self._free) - list(map(self._references.__getitem__, cached)).count(0)
 
     def take(self, cached: Sequence[int], num_fresh: int) -> list[int]:
         """Holds the `cached` blocks and `num_fresh` free ones; returns all of them in this order."""
@@ -149,6 +153,7 @@ class BlockManager:
         self._keys[block_id] = key
         self._roots[block_id] = root
         self._by_digest[key.digest] = block_id
+        self._by_content[key.parent, key.tokens] = key
         if windowless:
             self._windowless.add(block_id)
         self._unreported.add(block_id)
@@ -227,6 +232,7 @@ class BlockManager:
         key = self._keys[block_id]
         if key is not None:
             del self._by_digest[key.digest]
+            del self._by_content[key.parent, key.tokens]
             self._keys[block_id] = None
             if self._changes is not None:
                 self._note(key.digest, None)

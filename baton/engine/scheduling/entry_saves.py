@@ -113,6 +113,7 @@ class EntrySaves:
         if stop <= first:
             return
         chain = self._chain_of(state)
+        chain.add_known(state.tokens, stop, self._kept.entry_keys)
         owner = state.pool if self._has_owners else None
         blocks = tuple(state.blocks[: blocks_for(stop * ENTRY_TOKENS, self._block_size)])
         entries = EntryBlocks(entries_of(chain, state.tokens, first, stop), blocks, owner)

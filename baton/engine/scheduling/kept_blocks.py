@@ -19,10 +19,17 @@ _TOKEN_BYTES = 4
 
 class KeptBlocks:
     """Blocks by the entries that end them: a block that begins in one entry and ends in the next counts to the next,
-    because stores evict the end of a sequence first."""
+    because stores evict the end of a sequence first.
+
+    Attributes:
+        entry_keys: keys of entries by parent and tokens, so that a sequence that begins with them need not hash them
+            again. Only keys that this node has computed: those of files and of other nodes are not trusted.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self.entry_keys: dict[tuple[bytes, bytes], BlockKey] = {}
+        self._names: dict[bytes, BlockKey] = {}  # the same keys by digest
         self._by_entry: dict[bytes, tuple[BlockKey, ...]] = {}
         self._roots: dict[bytes, bytes] = {}  # of the same entries
         self._below: dict[bytes, None] = {}  # entries that host memory does not have, the oldest first
@@ -34,6 +41,8 @@ class KeptBlocks:
     def kept(self, entries: Iterable[EntryKey], keys: KeyChain, tokens: IntArray) -> None:
         """The stores have these entries of a sequence, or will have them soon; `keys` are those of its blocks."""
         for entry in entries:
+            self._names[entry.block.digest] = entry.block
+            self.entry_keys[entry.block.parent, entry.block.tokens] = entry.block
             if entry.block.digest in self._by_entry:
                 self._move(entry.block.digest, is_below=False)
                 continue
@@ -79,6 +88,8 @@ class KeptBlocks:
                 lost.add(digest)
             self._roots.pop(digest, None)
             self._below.pop(digest, None)
+            if (name := self._names.pop(digest, None)) is not None:
+                del self.entry_keys[name.parent, name.tokens]
             for key in self._by_entry.pop(digest, ()):
                 self._entries.pop(key.digest, None)
                 if self._keys.pop(key.digest, None) is not None:

@@ -49,9 +49,13 @@ class Offload:
         return self.saves.num_held + self.loads.num_held
 
     def entry_keys(self, request: EngineRequest) -> KeyChain:
-        """The chain of a request's entries."""
+        """The keys of a request's entries, in a chain that its output may extend."""
+        return self.given_entry_keys(request).copy()
+
+    def given_entry_keys(self, request: EngineRequest) -> KeyChain:
+        """The keys of the entries that a request has when it arrives."""
         identity = adapted_identity(self._identity, request.adapter)
-        return KeyChain(identity=identity, cache_salt=request.cache_salt, block_size=ENTRY_TOKENS)
+        return request.chains.of(identity=identity, cache_salt=request.cache_salt, block_size=ENTRY_TOKENS)
 
     def may_have(self, wanted: WantedPrefix) -> bool:
         """Whether an entry was saved or loaded here that continues what is cached. Where blocks have owners it always

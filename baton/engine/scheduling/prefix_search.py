@@ -10,7 +10,7 @@ from functools import partial
 from baton.core.block_keys import KeyChain, adapted_identity
 from baton.core.kv_entries import ENTRY_TOKENS
 from baton.core.pools import blocks_for
-from baton.engine.request import EngineRequest, IntArray, ModelFacts, int_array
+from baton.engine.request import EngineRequest, IntArray, ModelFacts
 from baton.engine.scheduling.block_manager import BlockManager
 from baton.engine.scheduling.entry_plans import WantedPrefix
 from baton.engine.scheduling.offload import Offload
@@ -49,9 +49,12 @@ class PrefixSearch:
         self._prompts_only = prompts_only
 
     def keys(self, request: EngineRequest) -> KeyChain:
-        """The chain of the keys of a request's blocks."""
+        """The keys of the request's blocks, in a chain that its output may extend."""
+        return self._given_keys(request).copy()
+
+    def _given_keys(self, request: EngineRequest) -> KeyChain:
         identity = adapted_identity(self._identity, request.adapter)
-        return KeyChain(identity=identity, cache_salt=request.cache_salt, block_size=self._block_size)
+        return request.chains.of(identity=identity, cache_salt=request.cache_salt, block_size=self._block_size)
 
     def num_tokens(self, blocks: list[int]) -> int:
         return len(blocks) * self._block_size
@@ -97,7 +100,7 @@ class PrefixSearch:
         if self._offload is None:
             return None
         try:
-            tokens = int_array([*request.prompt, *request.output])
+            tokens = request.tokens
         except OverflowError:  # no vocabulary has such a token: the request is refused when it is submitted
             return None
         usable = 0 if request.scores_prompt else len(tokens) - 1
@@ -108,14 +111,18 @@ class PrefixSearch:
         stop = usable // ENTRY_TOKENS
         if not stop:
             return None
-        keys = self.keys(request)
+        keys = self._given_keys(request)
         runs = [self.run(pool, keys, tokens, usable) for pool in self._pools]
         starts = tuple(self._offload.loads.first_missing(self.num_tokens(run)) for run in runs)
         likely = max(range(len(starts)), key=lambda pool: (starts[pool], self._pools[pool].num_free))
-        wanted = WantedPrefix(tokens, keys, self._offload.entry_keys(request), starts, stop, likely_pool=likely)
+        entry_keys = self._offload.given_entry_keys(request)
+        wanted = WantedPrefix(tokens, keys, entry_keys, starts, stop, likely_pool=likely)
         if self._states.unit:
             return self._with_states(wanted, len(runs[0]))
-        return None if min(starts) >= stop else wanted
+        if min(starts) >= stop:
+            return None
+        entry_keys.add_known(tokens, stop, self._offload.kept.entry_keys)
+        return wanted
 
     def _with_states(self, wanted: WantedPrefix, num_cached: int) -> WantedPrefix | None:
         """The wanted entries up to a state, for a model whose prefixes are of use only with the state after them.

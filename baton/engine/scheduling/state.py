@@ -118,7 +118,7 @@ class RequestState:
         self.pooling = None if request.pool is None else PoolSum(request.pool)
         self.keys = keys
         self.phase = RequestPhase.WAITING
-        self.tokens = int_array([*request.prompt, *request.output])
+        self.tokens = request.tokens
         self.blocks: IntArray = int_array()
         self.owner: int | None = None
         self.num_cached = self.restart_at = 0
@@ -255,7 +255,7 @@ class RequestState:
         self.num_computed = self.num_scheduled = num_tokens
 
     def replace_output(self, output: tuple[int, ...]) -> None:
-        self.tokens = int_array([*self.request.prompt, *output])
+        self.tokens = int_array(self.request.prompt) + int_array(output)
         self.prefill_stop = len(self.tokens)
         if output:
             self.due_s, self.place = None, self.place.as_begun()

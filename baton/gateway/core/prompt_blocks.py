@@ -1,5 +1,7 @@
 """The prefix cache block numbers of one prompt. Pure."""
 
+from collections.abc import Sequence
+
 from baton.core.block_keys import BlockNumbers, adapted_identity
 from baton.core.types import AdapterRef
 
@@ -7,7 +9,7 @@ from baton.core.types import AdapterRef
 class PromptBlocks:
     """Block numbers of one request's prompt, computed once for each kind of cache among the nodes."""
 
-    def __init__(self, prompt: list[int], *, cache_salt: str, adapter: AdapterRef | None = None) -> None:
+    def __init__(self, prompt: Sequence[int], *, cache_salt: str, adapter: AdapterRef | None = None) -> None:
         self._prompt = prompt
         self._adapter = adapter
         self._cache_salt = cache_salt

@@ -1,5 +1,6 @@
 """One validated request and the rules for it: plain values, the input of the request's machine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.core.errors import DeadlineExceeded
@@ -8,6 +9,7 @@ from baton.core.sampling import ResolvedSampling
 from baton.core.types import DEFAULT_OBJECTIVE, NO_SLO, AdapterRef, LocalPolicy, Objective, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,15 @@ class Request:
         output: tokens that the client already has; the answer continues after them.
         revision: revision of the weights that computed `output`, the only one that may continue it; empty: any.
         ended: end of an output that is complete with `output`; None: more tokens are due.
+        prompt_message: the prompt as the client has sent it, from which messages to nodes copy it at once; None: the
+            client has sent a text, or more tokens.
         blocks: block numbers of the prompt, shared by all outputs of the request; None: the machine computes them.
         traceparent: asks nodes to report the times of their work; empty: the request is not traced.
         adapter: adapter that the serving nodes must have; None: the base model.
     """
 
     request_id: str
-    prompt: list[int]
+    prompt: Sequence[int]
     sampling: ResolvedSampling
     cache_salt: str
     started_at_s: float
@@ -50,6 +54,7 @@ class Request:
     output: tuple[int, ...] = ()
     revision: str = ""
     ended: OutputEnd | None = None
+    prompt_message: pb.TokenIds | None = field(default=None, compare=False, repr=False)
     blocks: PromptBlocks | None = field(default=None, compare=False)
     traceparent: str = ""
     adapter: AdapterRef | None = None

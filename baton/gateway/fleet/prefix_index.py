@@ -8,7 +8,7 @@ Further masks have the nodes that must load the block first, and those that must
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from baton.core.block_keys import BlockNumbers
+from baton.core.block_keys import BlockNumbers, KnownSlices
 
 _HASHED_AT_ONCE = 64
 _SWEPT_AT_ONCE = 512
@@ -57,6 +57,7 @@ class PrefixIndex:
         self._max_blocks = max_blocks
         self._masks: OrderedDict[int, int] = OrderedDict()  # least recently used first
         self._outside, self._below = _Marks(), _Marks()
+        self._slices = KnownSlices()
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._free_bits: list[int] = []
@@ -110,7 +111,7 @@ class PrefixIndex:
     def look_ahead(self, prompt: BlockNumbers) -> Iterator[None]:
         """Hashes the blocks that `cached_blocks` will need, a few per step, so that other tasks can run in between."""
         hashed = 1
-        while (numbers := prompt.up_to(hashed)) and numbers[-1] in self._masks and hashed < len(prompt):
+        while (numbers := prompt.up_to(hashed, self._slices)) and numbers[-1] in self._masks and hashed < len(prompt):
             yield
             hashed = min(len(prompt), hashed + _HASHED_AT_ONCE)
 
@@ -124,7 +125,7 @@ class PrefixIndex:
         # The first block settles most prompts, so it is hashed alone.
         hashed = 1
         while active and length < count:
-            blocks = prompt.up_to(hashed)[length:hashed]
+            blocks = prompt.up_to(hashed, self._slices)[length:hashed]
             if self._all_have(blocks, active):
                 length += len(blocks)
                 blocks = []

@@ -43,6 +43,8 @@ class NodeMessages:
 
     def __init__(self, request: Request, policy: LocalPolicy, objective: Objective = DEFAULT_OBJECTIVE) -> None:
         self._request = request
+        # protobuf copies one repeated field to another in microseconds, and a list token by token.
+        self._prompt = request.prompt if request.prompt_message is None else request.prompt_message.ids
         self._adapter = None if request.adapter is None else adapter_to_proto(request.adapter)
         self._keep = keep_time_to_proto(request.keep)
         self._policy, self._objective = policy, objective
@@ -61,9 +63,8 @@ class NodeMessages:
         prefill_incarnation: int = 0,
         kept_elsewhere: KeptPrefix | None = None,
     ) -> decode_pb2.SubmitRequest:
-        return decode_pb2.SubmitRequest(
+        message = decode_pb2.SubmitRequest(
             request_id=self._request.request_id,
-            prompt_token_ids=self._request.prompt,
             output_token_ids=output,
             sampling=self._sampling,
             cache_salt=self._request.cache_salt,
@@ -86,6 +87,8 @@ class NodeMessages:
             kept_elsewhere=None if kept_elsewhere is None else kept_prefix_to_proto(kept_elsewhere),
             traceparent=self._request.traceparent,
         )
+        message.prompt_token_ids.extend(self._prompt)
+        return message
 
     def prefill(
         self,
@@ -96,9 +99,8 @@ class NodeMessages:
         refuse_late: bool,
         kept_elsewhere: KeptPrefix | None = None,
     ) -> prefill_pb2.PrefillRequest:
-        return prefill_pb2.PrefillRequest(
+        message = prefill_pb2.PrefillRequest(
             request_id=self._request.request_id,
-            prompt_token_ids=self._request.prompt,
             output_token_ids=output,
             sampling=self._sampling,
             cache_salt=self._request.cache_salt,
@@ -112,3 +114,5 @@ class NodeMessages:
             kept_elsewhere=None if kept_elsewhere is None else kept_prefix_to_proto(kept_elsewhere),
             traceparent=self._request.traceparent,
         )
+        message.prompt_token_ids.extend(self._prompt)
+        return message

@@ -4,7 +4,7 @@ Slow work runs outside the event loop: tokenizing in a thread, chat templates an
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -13,6 +13,7 @@ import orjson
 
 from baton.core.errors import ContextOverflow
 from baton.core.sampling import ResolvedSampling
+from baton.core.token_ids import token_array
 from baton.core.types import AdapterRef
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.core.request import Request, deadline_exceeded
@@ -75,7 +76,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Prompt:
-    token_ids: list[int]
+    token_ids: Sequence[int]
     sampling: ResolvedSampling
     parser: Callable[[str], OutputParser] | None = None
 
@@ -106,6 +107,7 @@ async def prepare(
     if chat is None:
         check_prompt_given(message)
     keep = check_truncation(message)
+    prompt_message: pb.TokenIds | None = None
     is_chat = chat is not None or message.WhichOneof("prompt") == "chat"
     fills_context = is_chat and not message.sampling.HasField("max_tokens")
     sampling = check_sampling(message.sampling, model, max_tokens=max_context_tokens if fills_context else None)
@@ -113,7 +115,9 @@ async def prepare(
         ids = message.token_ids.ids
         kept = len(ids) if keep is None else min(keep, len(ids))
         check_prompt_length(kept, model, max_context_tokens=max_context_tokens)
-        prompt = _Prompt(list(ids if keep is None else ids[-keep:]), sampling)
+        prompt_message = message.token_ids if kept == len(ids) else None
+        last_ids = ids if keep is None else ids[-keep:]
+        prompt = _Prompt(token_array(last_ids, field="prompt", vocab_size=model.vocab_size), sampling)
     elif is_chat:
         prompt = await _in_time(_prompt_of_chat(message, chat, sampling, model, texts, max_context_tokens), call)
     else:
@@ -144,6 +148,7 @@ async def prepare(
         output=output,
         revision=revision,
         ended=end_of(output, sampling, model, max_output=max_output),
+        prompt_message=prompt_message,
         blocks=PromptBlocks(token_ids, cache_salt=message.cache_salt, adapter=adapter),
         traceparent=call.traceparent,
         adapter=adapter,

@@ -182,7 +182,7 @@ def check_truncation(request: pb.GenerateRequest) -> int | None:
     return request.truncate_prompt_tokens
 
 
-def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: int) -> None:
+def check_prompt(prompt: Sequence[int], model: ServedModel, *, max_context_tokens: int) -> None:
     """Checks a prompt's tokens.
 
     Raises:

@@ -1,6 +1,6 @@
 """The gateway's view of the served model: name, limits, tokenizer and chat format, read without weights."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ from pydantic import create_model
 from baton.core.errors import InvalidRequest, UnknownModel
 from baton.core.sampling import SAMPLING_FIELDS, SamplingParams
 from baton.core.sampling_field import Door, Kind
+from baton.core.token_ids import first_outside
 from baton.gateway.text.chat.checkpoint_files import read_checkpoint
 from baton.gateway.text.chat.model import ChatModel
 from baton.gateway.text.chat.renderer import ChatRenderer
@@ -107,14 +108,13 @@ class ServedModel:
             allowed = () if hide_names else (self.name, *adapters)
             raise UnknownModel(f"model {name!r} is not served", field="model", value=name, allowed=allowed)
 
-    def check_token_ids(self, field: str, token_ids: list[int]) -> None:
+    def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
         """Checks that token ids are in the vocabulary.
 
         Raises:
             InvalidRequest: an id is not.
         """
-        if token_ids and max(token_ids) >= self.vocab_size:
-            wrong = next(token_id for token_id in token_ids if token_id >= self.vocab_size)
+        if (wrong := first_outside(token_ids, self.vocab_size)) is not None:
             raise InvalidRequest(
                 f"{field} has token id {wrong}", field=field, value=wrong, allowed=(f"0 to {self.vocab_size - 1}",)
             )

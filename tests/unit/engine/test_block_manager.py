@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.core import block_keys
 from baton.core.block_keys import KeyChain
 from baton.engine.request import int_array
 from baton.engine.scheduling.block_manager import BlockManager
@@ -29,6 +30,22 @@ def test_a_prefix_is_found_block_by_block_up_to_the_first_difference() -> None:
     assert blocks.match(chain(), other, 3) == held[:2]
     assert blocks.match(chain(), int_array(list(range(12))), 3) == held
     assert blocks.match(chain(), int_array(list(range(12))), 1) == held[:1]
+
+
+def test_a_cached_prefix_is_found_without_hashing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, tokens = BlockManager(8), list(range(12))
+    held, other = cache(blocks, tokens, chain()), chain()
+    monkeypatch.setattr(block_keys, "_digest", None)
+    assert blocks.match(other, int_array([*tokens[:8], 99, 9, 10, 11]), 3) == held[:2]
+
+
+def test_a_block_that_left_the_cache_is_not_found_by_its_tokens() -> None:
+    blocks, tokens = BlockManager(3), int_array(list(range(12)))
+    held = cache(blocks, list(tokens), chain())
+    known = chain()
+    assert blocks.match(known, tokens, 3) == held
+    blocks.forget(held[1:2])
+    assert blocks.match(chain(), tokens, 3) == blocks.match(known, tokens, 3) == held[:1]
 
 
 def test_equal_tokens_after_another_parent_are_another_block() -> None:

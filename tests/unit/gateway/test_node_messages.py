@@ -7,6 +7,7 @@ from baton.core.types import LocalPolicy
 from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.request.node_messages import Due, NodeMessages
 from baton.protos.internal.v1 import decode_pb2, lease_pb2
+from baton.protos.v1 import generation_pb2
 from tests.unit.gateway.fleets import SmallFleet, request
 
 REQUEST = replace(
@@ -30,6 +31,14 @@ def test_a_submission_has_the_prompt_and_the_output_so_far() -> None:
     assert (submission.request_id, submission.cache_salt, submission.sampling.seed) == ("r", "salt", 7)
     assert submission.policy == decode_pb2.LOCAL_POLICY_STRICT
     assert (submission.budget_s, submission.max_queue_s, submission.priority) == (9.0, 2.0, -2)
+
+
+def test_a_prompt_that_came_as_ids_is_copied_from_the_client_s_message() -> None:
+    given = replace(REQUEST, prompt_message=generation_pb2.TokenIds(ids=REQUEST.prompt))
+    messages = NodeMessages(given, LocalPolicy.STRICT)
+    submission = messages.submit([], placed(Route.REMOTE), due=DUE, budget_s=9.0, max_queue_s=2.0)
+    prefill = messages.prefill([], lease_pb2.Ticket(), due=DUE, refuse_late=False)
+    assert list(submission.prompt_token_ids) == list(prefill.prompt_token_ids) == list(REQUEST.prompt)
 
 
 def test_a_prefill_has_the_ticket() -> None:

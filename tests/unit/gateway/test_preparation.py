@@ -61,7 +61,7 @@ async def test_a_text_is_tokenized(model: ServedModel) -> None:
 
 async def test_only_the_last_tokens_are_kept_on_request(model: ServedModel) -> None:
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(1, 1000)), truncate_prompt_tokens=4)
-    assert (await prepared(model, message)).request.prompt == [996, 997, 998, 999]
+    assert list((await prepared(model, message)).request.prompt) == [996, 997, 998, 999]
 
 
 async def test_special_tokens_in_a_text_are_tokens(model: ServedModel) -> None:

@@ -84,7 +84,7 @@ def test_a_call_computes_sends_hands_over_frees_and_ends() -> None:
     node = machine()
     (submit,) = node.handle(called(), 0.0)
     assert isinstance(submit, Submit)
-    assert (submit.request.request_id, submit.request.prompt, submit.request.prefill_only) == ("1", PROMPT, True)
+    assert (submit.request.request_id, tuple(submit.request.prompt), submit.request.prefill_only) == ("1", PROMPT, True)
 
     computed = node.handle(step(started(), chunk(8), sampled()), 1.0)
     assert kinds(computed) == [Respond, SendKV, Respond, Respond, SendToPeer]

@@ -24,9 +24,9 @@ from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step_meter import StepMeter
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.core.request import Request
+from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.fleet.prefix_index import PrefixIndex
-from baton.gateway.fleet.router import NodeView
 from baton.gateway.request.node_messages import Due, NodeMessages
 from baton.gateway.serving.preparation import RequestCall, prepare
 from baton.gateway.text.model import ServedModel, read_served_model

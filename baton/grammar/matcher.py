@@ -18,6 +18,8 @@ from baton.grammar.refusal import refusal
 
 Mask = NDArray[np.int32]
 _WORD_BITS = 32
+# More than a step's guesses. Only so far back are states kept.
+_TAKEN_BACK_MAX = 64
 _BROKEN = "doesn't satisfy the grammar"  # a part of the library's message
 # After masks that take longer together, the next ones are timed one by one. Of 64 outputs on 2 cores, they take 1 ms.
 _SLOW_S = 0.004
@@ -52,7 +54,10 @@ class Matcher:
         self._words = words
         # Tokens at the end of the output that the library has not taken: those that end the sequence.
         self._num_ends = 0
-        self._has_taken_end = False  # whether the library has taken such a token, as a part of the grammar
+        # NOTE: a grammar may name a token that ends the sequence, and what the library then takes back it does not take
+        # back whole. So a copy of the state is kept from before each such token, with the number of tokens before it.
+        self._num_taken = 0
+        self._before_ends: list[tuple[int, LLMatcher]] = []
 
     @property
     def words(self) -> int:
@@ -89,29 +94,38 @@ class Matcher:
         started_s = 0.0 if clock is None else clock()
         if token_id in self._eos_token_ids and self.is_accepting:
             self._num_ends += 1
-        elif self.is_ended or not self._state.consume_token(token_id):
+        elif self.is_ended or not self._take(token_id):
             if _BROKEN not in str(self._state.get_error()):
                 self.check()
             raise refusal(f"token {token_id} breaks the grammar of the output", value=token_id)
-        else:
-            self._has_taken_end |= token_id in self._eos_token_ids
         if clock is not None:
             self.budget.charge_token(clock() - started_s)
             self.budget.check()
+
+    def _take(self, token_id: int) -> bool:
+        if token_id in self._eos_token_ids:
+            self._before_ends.append((self._num_taken, self._state.deep_copy()))
+        taken = bool(self._state.consume_token(token_id))
+        self._num_taken += taken
+        while self._before_ends and self._before_ends[0][0] < self._num_taken - _TAKEN_BACK_MAX:
+            del self._before_ends[0]
+        return taken
 
     def take_back(self, num_tokens: int) -> bool:
         """Takes back the newest tokens of the output. Their time stays charged.
 
         Returns:
-            Whether this matcher can be used further. It cannot after an error in the grammar, nor where the grammar
-            itself names a token that ends the sequence: the library does not take that back whole.
+            Whether this matcher can be used further: not after an error in the grammar, nor if too many are taken back.
         """
         ends = min(num_tokens, self._num_ends)
         self._num_ends -= ends
-        taken = num_tokens - ends
-        if not taken:
-            return not self._state.is_error()
-        return not (self._has_taken_end or self._state.is_error()) and bool(self._state.rollback(taken))
+        if self._state.is_error() or num_tokens - ends > _TAKEN_BACK_MAX:
+            return False
+        kept = self._num_taken - (num_tokens - ends)
+        while self._before_ends and self._before_ends[-1][0] >= kept:
+            self._num_taken, self._state = self._before_ends.pop()
+        taken, self._num_taken = self._num_taken - kept, kept
+        return not taken or bool(self._state.rollback(taken))
 
     def check(self) -> None:
         """Checks that the grammar can still be followed.

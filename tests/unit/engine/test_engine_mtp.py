@@ -69,7 +69,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "qwen3-next", "qwen3.5", "good"])
+@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v32", "glm4-moe", "qwen3-next", "good"])
 async def test_every_way_to_draw_gives_the_tokens_of_decoding(family: str, good: Path, tmp_path: Path) -> None:
     if family != "good":
         save_with_mtp(family, tmp_path)

@@ -18,7 +18,7 @@ from tests.unit.engine.tiny import prompt_of
 from tests.unit.models.tiny_mtp import save_with_mtp
 
 RANKS, GUESSES = 2, 3
-FAMILIES = ("deepseek-v3", "glm4-moe-lite")
+FAMILIES = ("deepseek-v3", "deepseek-v32")
 GRAPHS = {"eager": None, "padded": GraphSettings(max_requests=64, max_context_tokens=96)}
 PROMPTS = {f"r{seed}": prompt_of(5 + 8 * seed, seed=seed) for seed in range(3)}
 # The requests of each step. Rank 1 has only r1, so in some steps it has nothing to compute.

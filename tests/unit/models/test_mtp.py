@@ -1,11 +1,13 @@
 """MTP layers of checkpoints over the paged cache: their logits equal a plain reference, in pieces of any length."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.core.errors import ConfigError
@@ -141,6 +143,25 @@ def test_other_models_say_why_they_have_no_such_layer(name: str, reason: str, tm
         config = replace(config, mtp_layers=1)
     assert reason in why_no_mtp(config)
     assert with_mtp(config) is config
+
+
+def test_a_multimodal_checkpoint_has_the_layer_next_to_its_language_model(tmp_path: Path) -> None:
+    """Qwen3.5 with pictures, as published: only the language model's own tensors have its prefix."""
+    reference = save_with_mtp("qwen3.5", tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = {re.sub(r"^model\.", "model.language_model.", name): each for name, each in load_file(path).items()}
+    assert any(name.startswith("mtp.layers.0.") for name in stored)
+    save_file(stored, path, metadata={"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    nested = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(nested | {"tie_word_embeddings": False}))
+    config = with_mtp(read_config(tmp_path))
+    assert config.drafts
+    backend, tokens = backend_for(config), tokens_of(4, 13)
+    driver = PagedDriver(load_model(tmp_path, config, backend=backend, dtype="float32", device="cpu"), backend)
+    driver.step({"r": tokens[:-1]}, following={"r": tokens[-1]})
+    expected_TD = reference.drafted(tokens[1:], reference.read(tokens[:-1]))
+    assert_equal(driver.drafted["r"], reference.logits(expected_TD))
 
 
 @pytest.mark.parametrize("whole_experts", [False, True])

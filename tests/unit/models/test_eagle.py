@@ -25,6 +25,7 @@ from baton.models.loading.identity import config_digest
 from baton.models.loading.loader import load_model, module_views
 from baton.models.loading.local_config import local_config
 from baton.models.loading.needs import kv_cache_spec
+from bench.engine.run import CONFIGS
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.test_equals_transformers import assert_equal, tokens_of
 from tests.unit.models.tiny_eagle import DRAFTED, LAYERS, READS, save_with_head
@@ -174,6 +175,33 @@ def test_a_head_says_which_layers_it_reads_in_two_ways_or_reads_the_usual_ones(l
         whole = json.loads((llama.head / "config.json").read_text()) | {"eagle_aux_hidden_state_layer_ids": None}
         copied(llama.head, tmp_path, whole | fields)
         assert read_head(tmp_path, config).reads == reads
+
+
+def test_a_head_in_the_form_of_llama_3_1_8b_s_is_read(tmp_path: Path) -> None:
+    config = read_config(CONFIGS / "llama-3.1-8b")
+    fields: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+        "draft_vocab_size": 32000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    head = read_head(tmp_path, config, has_weights=False)
+    assert (head.draft_vocab_size, head.reads, head.maps_tokens) == (32000, (2, 16, 29), True)
+    assert not head.norm_before_residual
+    assert (head.attention.num_heads, head.attention.num_kv_heads, head.attention.head_dim) == (32, 8, 128)
+    assert head.layer.rope is not None
+    assert (head.layer.rope.theta, head.layer.rope.scaling) == (10_000.0, None)
+    assert head.layer.max_context_tokens == config.max_context_tokens
 
 
 def copied(head: Path, directory: Path, config: dict[str, Any]) -> None:

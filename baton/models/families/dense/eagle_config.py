@@ -4,6 +4,7 @@ A head is Llama's layer, whatever family it drafts for. It must fit the model: h
 inputs it reads.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from baton.core.errors import ConfigError
@@ -118,8 +119,8 @@ def head_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _layer(file: ConfigFile, config: ModelConfig) -> ModelConfig:
-    """Returns the head's layer as a model of one layer. Its context is the model's: the file has the one that the head
-    was trained with."""
+    """Returns the head's layer as a model of one layer. Its context is the model's: the file has the length of the
+    sequences on which the head was trained, which counts only where its rotary embedding is scaled by it."""
     table = file
     if file.raw("transformer_layer_config") is not None:
         table = file.table("transformer_layer_config")
@@ -127,9 +128,10 @@ def _layer(file: ConfigFile, config: ModelConfig) -> ModelConfig:
         "architectures": ["LlamaForCausalLM"],
         "dtype": config.dtype,
         "eos_token_id": [0],
-        "max_position_embeddings": config.max_context_tokens,
         "tie_word_embeddings": False,
     }
+    if table.raw("max_position_embeddings") is None:
+        known["max_position_embeddings"] = config.max_context_tokens
     fields = _HeadFields.read(table.with_values(known))
     if fields.num_hidden_layers != 1:
         raise fields.refuse("num_hidden_layers", "1")
@@ -137,7 +139,7 @@ def _layer(file: ConfigFile, config: ModelConfig) -> ModelConfig:
     layer = fields.llama_like(fields.gqa(qkv_bias=bias, output_bias=bias))
     if layer.quantization is not None:
         raise fields.refuse("quantization_config", "null", cure="give a head whose weights are not quantized")
-    return layer
+    return replace(layer, max_position_embeddings=config.max_context_tokens)
 
 
 def _reads(directory: Path, file: ConfigFile, fields: _EagleFields, num_layers: int) -> tuple[int, ...]:

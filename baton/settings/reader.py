@@ -23,7 +23,12 @@ from baton.settings.internal import settings_of
 from baton.settings.node_config import LEADER_PORT, DecodeSettings, NodeSettings, PrefillSettings
 
 _PREFIX = "BATON_"
-_ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
+_ROLES = {
+    PrefillSettings: "a prefill node",
+    DecodeSettings: "a decode node",
+    GatewaySettings: "a gateway",
+    PickerSettings: "an endpoint picker",
+}
 SETTINGS = frozenset(name for cls in _ROLES for name in settings_of(cls))
 _REPEATABLE = frozenset({"adapter"})  # several flags mean one value, comma-separated
 _SHOWN_MAX = 200  # characters of a wrong value
@@ -250,6 +255,8 @@ class _Parser(argparse.ArgumentParser):
             older = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
             if (cure := cure_of_older(older, flag)) is not None:
                 self.error(f"{name} is no flag; {cure}")
+            if other := _role_of(older):
+                self.error(f"{name} is a flag of {other}, not of {self.prog}")
             nearest = get_close_matches(name, self._option_string_actions, n=1) if name.startswith("--") else []
             self.error(f"{name} is no flag" + (f"; did you mean {nearest[0]}?" if nearest else ""))
         return given, unknown
@@ -257,6 +264,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         write_line(f"{self.prog}: {shortened(escaped(message), _SHOWN_MAX)}; --help shows all flags")
         raise SystemExit(2)
+
+
+def _role_of(name: str) -> str:
+    """The roles that have this setting, in words; empty: none."""
+    return " or ".join(role for cls, role in _ROLES.items() if name in settings_of(cls))
 
 
 def _parser(cls: type[ProcessSettings], program: str) -> argparse.ArgumentParser:

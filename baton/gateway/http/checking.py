@@ -228,6 +228,8 @@ def _describe(detail: ErrorDetails) -> InvalidRequest:
         return describe(field, value, context)
     wanted = _WANTED.get(kind)
     allowed = wanted.format(**context) if wanted else detail["msg"]
+    if kind == "int_type" and isinstance(detail["input"], float) and abs(detail["input"]) >= 2**63:
+        allowed = "an integer of at most 64 bits"  # the parser of JSON makes larger ones floats
     return InvalidRequest(f"{field or 'the body'} is {value}", field=field, value=value, allowed=(allowed,))
 
 

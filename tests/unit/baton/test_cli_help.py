@@ -84,6 +84,10 @@ def test_every_flag_of_bench_and_plan_is_shown_whole(function: object, capsys: p
     ("arguments", "line"),
     [
         (["--listn", "x"], "decode_node: --listn is no flag; did you mean --listen?; --help shows all flags\n"),
+        (
+            ["--gap-factor=2"],
+            "decode_node: --gap-factor is a flag of a gateway, not of decode_node; --help shows all flags\n",
+        ),
         (["nonsense"], "decode_node: nonsense is no flag; --help shows all flags\n"),
         (["--listen"], "decode_node: argument --listen: expected one argument; --help shows all flags\n"),
     ],

@@ -246,6 +246,13 @@ def test_a_wrong_part_of_a_chat_is_refused_by_its_name(fields: dict[str, Any], w
     assert caught.value.field == wrong
 
 
+def test_an_integer_of_more_bits_than_any_field_has_is_not_called_a_number() -> None:
+    with pytest.raises(InvalidRequest, match=r"seed is .*; allowed: an integer of at most 64 bits"):
+        completion(**parse_object(b'{"seed": 18446744073709551616}'))
+    with pytest.raises(InvalidRequest, match=r"seed is 0\.5; allowed: an integer$"):
+        completion(seed=0.5)
+
+
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(InvalidRequest, match="messages is missing") as caught:
         parse(ChatBody, b"{}")

@@ -282,7 +282,7 @@ def _local_by_policy(decode: NodeView, reason: str, wanted: RoutedRequest) -> Pl
 
 
 def _too_slow(prefill: NodeView, seconds: float, ttft_s: float) -> str:
-    """Says reason a prefill node does not get the prompt."""
+    """Says why a prefill node does not get the prompt."""
     if seconds == math.inf:
         return f"the streams on {prefill.label} leave it no time for prompts"
     return f"{prefill.label} would take {_s(seconds)} of the {_s(ttft_s)} to the first token"

@@ -121,6 +121,20 @@ async def test_a_prefix_of_another_request_has_the_heads_kv(
         assert result.proof.accepted_tokens > 0.7 * result.proof.drafted_tokens
 
 
+async def test_a_prefix_that_comes_back_from_host_memory_has_the_heads_kv(start: Machines, saved: Saved) -> None:
+    """Other prompts take all blocks of the cache between two requests with the same prefix."""
+    (node,) = start.nodes(("decode", {**saved.guessing, "num_blocks": 12, "host_cache_gib": 0.02}))
+    gateway = start.gateway([], [node], model=saved.model, local_policy="local")
+    params, prefix = replace(GREEDY, max_tokens=DISTANCE - 2), PROMPTS[4][:64]
+    await generate(gateway, [*prefix, 5, 9], params)
+    await until_status(node, lambda last: bool(last.stores and last.stores[0].entries))
+    for number in range(1, 5):
+        await generate(gateway, [number + token for token in PROMPTS[4]], params)
+    result = await generate(gateway, [*prefix, 60, 61], params)
+    assert result.proof.decode_loaded_tokens == 64
+    assert result.proof.accepted_tokens > 0.8 * result.proof.drafted_tokens
+
+
 @pytest.mark.slow
 async def test_ranks_guess_together(
     start: Machines, gateways: tuple[Process, Process, Process, Process], saved: Saved

@@ -23,12 +23,14 @@ from baton.settings.internal import settings_of
 from baton.settings.node_config import LEADER_PORT, DecodeSettings, NodeSettings, PrefillSettings
 
 _PREFIX = "BATON_"
-_ROLES = {
-    PrefillSettings: "a prefill node",
-    DecodeSettings: "a decode node",
-    GatewaySettings: "a gateway",
-    PickerSettings: "an endpoint picker",
-}
+_ROLES: Mapping[type[BaseModel], str] = MappingProxyType(
+    {
+        PrefillSettings: "a prefill node",
+        DecodeSettings: "a decode node",
+        GatewaySettings: "a gateway",
+        PickerSettings: "an endpoint picker",
+    }
+)
 SETTINGS = frozenset(name for cls in _ROLES for name in settings_of(cls))
 _REPEATABLE = frozenset({"adapter"})  # several flags mean one value, comma-separated
 _SHOWN_MAX = 200  # characters of a wrong value

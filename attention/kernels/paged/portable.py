@@ -41,7 +41,8 @@ class Tiling:
 def choose_tiling(call: AttentionCall) -> Tiling:
     """Chooses the first shape that fits from a list sorted by speed on an H200."""
     element_bytes = 2 if is_fp8(call.q_THD) else call.q_THD.element_size()
-    rows = max(16, triton.next_power_of_2(call.max_query_len * call.group))
+    # Split calls have few shapes, because an eager step compiles each at its first use.
+    rows = max(16 if call.splits == 1 else 64, triton.next_power_of_2(call.max_query_len * call.group))
     # float32 products are unrolled into registers and spill unless tiles are small.
     block_m = min(rows, 32 if element_bytes > 2 else 128)
     key_channels = sum(split_channels(call.q_THD.shape[-1]))

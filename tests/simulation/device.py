@@ -143,11 +143,11 @@ class Device:
 
     def submit(self, request: EngineRequest, now_s: float) -> None:
         self.scheduler.submit(request, now_s)
-        self._begin(request.request_id, request.prompt + request.output)
+        self._begin(request.request_id, (*request.prompt, *request.output))
 
     def reserve(self, request: EngineRequest, now_s: float) -> Reservation:
         reservation = self.scheduler.reserve(request, now_s)
-        self._begin(request.request_id, request.prompt + request.output)
+        self._begin(request.request_id, (*request.prompt, *request.output))
         return reservation
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
@@ -191,7 +191,7 @@ class Device:
     def _extend(self, request_id: str, output: tuple[int, ...]) -> None:
         state = self.scheduler._roster.find(request_id)
         assert state is not None
-        self._begin(request_id, state.request.prompt + output)
+        self._begin(request_id, (*state.request.prompt, *output))
 
     def _changed(self) -> None:
         """Schedules what can run, after whatever is being done now."""

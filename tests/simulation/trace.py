@@ -47,7 +47,7 @@ def describe(value: object) -> str:
     if isinstance(value, Message):
         text = MessageToString(value, as_one_line=True)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
+        fields = [field for field in dataclasses.fields(value) if field.repr]
         text = ", ".join(f"{field.name}={describe(getattr(value, field.name))}" for field in fields)
         return f"{type(value).__name__}({text})"
     elif isinstance(value, Exception):

@@ -56,6 +56,21 @@ def test_what_is_known_already_stays_where_it_is() -> None:
     assert below == [False, False, True]
 
 
+def test_keys_of_entries_are_known_while_the_stores_have_them_if_they_were_computed_here() -> None:
+    kept, keys = KeptBlocks(16), entries()
+    kept.kept(keys[:3], block_chain(16), TOKENS)
+    take(kept.found(keys[:5]))
+    chain = KeyChain(identity="m", cache_salt="", block_size=ENTRY_TOKENS)
+    chain.add_known(TOKENS, 6, kept.entry_keys)
+    assert chain.known_keys(6) == [key.block for key in keys[:3]]
+    kept.lost([keys[1].block.digest])
+    fewer = KeyChain(identity="m", cache_salt="", block_size=ENTRY_TOKENS)
+    fewer.add_known(TOKENS, 6, kept.entry_keys)
+    assert fewer.known_keys(6) == [keys[0].block]
+    kept.lost_roots(frozenset({keys[0].root}))
+    assert not kept.entry_keys
+
+
 def test_followers_see_again_what_moves_and_what_is_lost() -> None:
     kept = KeptBlocks(16)
     cache = PooledPrefixes((), kept)

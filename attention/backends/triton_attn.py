@@ -239,6 +239,8 @@ def _attend_cache(
         out=out,
         lse_HT=lse_HT,
         work=prefills.work if causal else None,
+        # A window or a chunk leaves few keys to split.
+        splits=prefills.splits if layer.sliding_window is None and layer.attention_chunk_size is None else 1,
     )
 
 

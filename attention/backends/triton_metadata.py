@@ -20,6 +20,7 @@ from attention.kernels.decode.plan import (
     new_partials,
     num_decode_workers,
 )
+from attention.kernels.paged.split import MOST_CAPTURED_TOKENS, SplitLayer, choose_splits
 from attention.kernels.paged.work_list import WorkList, list_work
 from attention.metadata import (
     AttentionMetadata,
@@ -85,13 +86,14 @@ class Decodes(NamedTuple):
 
 class TritonPrefills(NamedTuple):
     """The prefills of a batch: [P + 1], [P] and [P, blocks]. `causal` is as in `CommonAttentionMetadata`. `work` holds
-    their tiles; None where no persistent kernel runs."""
+    their tiles; None where no persistent kernel runs. `splits` is the number of programs that share a tile's keys."""
 
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
     causal: bool
     work: WorkList | None = None
+    splits: int = 1
 
 
 def split_requests(common: CommonAttentionMetadata, num_decodes: int) -> tuple[Decodes, TritonPrefills]:
@@ -161,6 +163,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             )
 
         self._needs, self._num_sms = needs, platform.num_sms
+        self._split_layer = SplitLayer(needs.num_heads, needs.num_kv_heads, needs.head_size, platform.num_sms)
         group = needs.num_heads // needs.num_kv_heads
         lists_work = persistent_prefills is not False and platform.hopper_kernels and not needs.batch_invariant
         self._tile_tokens = max(1, _TILE_ROWS // group) if lists_work else None
@@ -184,6 +187,15 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         many_short = num_prefills >= _LEAST_PROMPTS and prefill_tokens <= _MOST_MEAN_TOKENS * num_prefills
         if self._always_persistent or (fresh and many_short):
             prefills = self._with_work(prefills, common.num_actual_tokens)
+        elif num_prefills and not fresh:
+            prefills = prefills._replace(
+                splits=self._splits(
+                    num_tokens=prefill_tokens,
+                    num_reqs=num_prefills,
+                    batch_tokens=common.num_actual_tokens,
+                    num_keys=int(common.seq_lens_cpu[num_decodes:].max()),
+                )
+            )
         self._plans.fill(decodes.seq_lens)
         if prefix is not None:
             self._rest_plans.fill(prefix.rest.seq_lens[:num_decodes])
@@ -206,11 +218,19 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         decodes = Decodes(batch.decode_seq_lens, batch.decode_table)
         self._plans.fill(decodes.seq_lens)
         prefills = TritonPrefills(batch.query_start_loc, batch.seq_lens, batch.block_table, causal=True)
+        num_tokens = batch.slot_mapping.shape[0]
         if self._always_persistent:
-            prefills = self._with_work(prefills, batch.slot_mapping.shape[0])
+            prefills = self._with_work(prefills, num_tokens)
+        elif num_tokens <= MOST_CAPTURED_TOKENS:
+            # The lengths are not known; short requests leave most of their splits without keys.
+            num_keys = batch.block_table.shape[1] * self._needs.block_size
+            splits = self._splits(
+                num_tokens=num_tokens, num_reqs=len(batch.seq_lens), batch_tokens=num_tokens, num_keys=num_keys
+            )
+            prefills = prefills._replace(splits=splits)
         return TritonAttentionMetadata(
             new_tokens=WriteIndex(batch.slot_mapping, self._needs.block_size),
-            num_actual_tokens=batch.slot_mapping.shape[0],
+            num_actual_tokens=num_tokens,
             query_start_loc=batch.query_start_loc,
             decodes=decodes,
             prefills=prefills,
@@ -219,6 +239,18 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             plans=self._plans,
             prefix=None,
             rest_plans=self._rest_plans,
+        )
+
+    def _splits(self, *, num_tokens: int, num_reqs: int, batch_tokens: int, num_keys: int) -> int:
+        # The number depends on the batch, so keys are not split where results must not depend on it.
+        if self._needs.batch_invariant:
+            return 1
+        return choose_splits(
+            self._split_layer,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            batch_tokens=batch_tokens,
+            num_keys=num_keys,
         )
 
     def _with_work(self, prefills: TritonPrefills, num_tokens: int) -> TritonPrefills:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import torch
 
 from attention.platform import Platform, probe_platform
-from bench.attention import gqa, mla, moves, ragged, selected, sparse
+from bench.attention import gqa, mla, moves, ragged, selected, short_chunks, sparse
 from bench.attention.measure import Ceilings, ceilings
 from bench.table import Row
 
@@ -17,6 +17,7 @@ PARTS: Mapping[str, Callable[[Platform, Ceilings, Progress], Iterator[Row]]] = M
     {
         "gqa": gqa.run,
         "ragged": ragged.run,
+        "short_chunks": short_chunks.run,
         "mla": mla.run,
         "sparse": lambda platform, _, progress: sparse.run(platform, progress),
         "selected": lambda platform, _, progress: selected.run(platform, progress),

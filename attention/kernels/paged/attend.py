@@ -35,6 +35,7 @@ def unified_attention(
     out: Tensor,
     lse_HT: Tensor | None = None,
     work: WorkList | None = None,
+    splits: int = 1,
 ) -> None:
     """Writes `out` [T, H, D] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows are
     unchanged.
@@ -48,6 +49,7 @@ def unified_attention(
             and nothing is read for it. Queries of a request of length 0 get outputs of 0.
         max_query_len: an upper bound; too large a bound costs time.
         work: the tiles of these requests, if a persistent kernel may run them.
+        splits: number of programs that share a tile's keys, see `attention.kernels.paged.split`.
     """
     keys, values = kv_layer.unbind(0)
     _attend(
@@ -78,6 +80,7 @@ def unified_attention(
             out=out,
             lse_HT=lse_HT,
             work=work,
+            splits=splits,
         )
     )
 
@@ -147,7 +150,7 @@ def ragged_attention(
 def _attend(call: AttentionCall) -> None:
     if not call.q_THD.shape[0] or not call.num_reqs:
         return
-    if _may_run_on_hopper(call):
+    if call.splits == 1 and _may_run_on_hopper(call):
         from attention.kernels.paged import hopper, persistent
 
         if call.work is not None and persistent.launch(call, call.work):

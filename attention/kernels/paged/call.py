@@ -110,6 +110,7 @@ class AttentionCall:
     Attributes:
         work: the batch's tiles, for a persistent kernel; None: each tile gets its own program. Without a block table,
             give it only if each request's keys are in the same rows as its queries.
+        splits: number of programs that share a tile's keys.
     """
 
     q_THD: Tensor
@@ -121,6 +122,7 @@ class AttentionCall:
     out: Tensor
     lse_HT: Tensor | None
     work: WorkList | None = None
+    splits: int = 1
 
     @property
     def num_reqs(self) -> int:

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.paged.call import AttentionCall, rows_of, split_channels
+from attention.kernels.paged.call import AttentionCall, LogSumExps, rows_of, split_channels
 from attention.kernels.paged.portable_keys import KeyRows
 from attention.kernels.paged.portable_tile import attend_tile
+from attention.kernels.paged.split import LEAST_KEYS, merge_splits, new_partials
 from baton.kvcache.fp8 import is_fp8
 from baton.tritonlib.launch import interpreted
 
@@ -40,7 +41,8 @@ class Tiling:
 def choose_tiling(call: AttentionCall) -> Tiling:
     """Chooses the first shape that fits from a list sorted by speed on an H200."""
     element_bytes = 2 if is_fp8(call.q_THD) else call.q_THD.element_size()
-    rows = max(16, triton.next_power_of_2(call.max_query_len * call.group))
+    # Split calls have few shapes, because an eager step compiles each at its first use.
+    rows = max(16 if call.splits == 1 else 64, triton.next_power_of_2(call.max_query_len * call.group))
     # float32 products are unrolled into registers and spill unless tiles are small.
     block_m = min(rows, 32 if element_bytes > 2 else 128)
     key_channels = sum(split_channels(call.q_THD.shape[-1]))
@@ -79,7 +81,8 @@ class _Scoring(NamedTuple):
 
 class _Sizes(NamedTuple):
     """Constant sizes. In a tile, `pack` query heads share `block_m` rows. Channels are padded; key channels are split
-    into `block_d` and `block_p`, which may be 0. `block_size` is the cache's, 0 without blocks."""
+    into `block_d` and `block_p`, which may be 0. `block_size` is the cache's, 0 without blocks. If `split`, programs
+    share a tile's keys, each with `least_keys` or more."""
 
     key_size: int
     value_size: int
@@ -92,6 +95,8 @@ class _Sizes(NamedTuple):
     block_p: int
     block_v: int
     block_r: int
+    split: bool
+    least_keys: int
 
 
 class _Types(NamedTuple):
@@ -103,16 +108,26 @@ class _Types(NamedTuple):
 
 
 def launch(call: AttentionCall, tiling: Tiling | None = None) -> None:
+    """Launches the kernel, and the merge of its results if the call's keys are split."""
+    if call.splits == 1:
+        _launch(call, tiling, call.out, call.lse)
+        return
+    out_STHV, lse_SHT = new_partials(call, call.splits)
+    _launch(call, tiling, out_STHV[0], LogSumExps(lse_SHT, *lse_SHT.stride()[1:]))
+    merge_splits(call, out_STHV, lse_SHT)
+
+
+def _launch(call: AttentionCall, tiling: Tiling | None, out_THV: Tensor, lse: LogSumExps) -> None:
     tiling = tiling or choose_tiling(call)
     q_THD, keys, features = call.q_THD, call.keys, call.features
     head_size, value_size = q_THD.shape[-1], keys.values.shape[-1]
     block_d, block_p = split_channels(head_size)
     tiles = call.tiles(tiling.block_m, tiling.pack)
-    attend_tile[(tiles.num_tiles * tiles.num_packs,)](
+    attend_tile[(tiles.num_tiles * tiles.num_packs, call.splits)](
         rows_of(q_THD),
         KeyRows(keys.keys, *keys.keys.stride()[:3]),
         KeyRows(keys.values, *keys.values.stride()[:3]),
-        rows_of(call.out),
+        rows_of(out_THV),
         _Scoring(
             call.scale,
             features.logits_soft_cap,
@@ -122,9 +137,10 @@ def launch(call: AttentionCall, tiling: Tiling | None = None) -> None:
             features.k_scale,
             features.v_scale,
         ),
-        *call.lse,
+        *lse,
         *call.requests,
         *tiles,
+        q_THD.shape[0],
         sizes=_Sizes(
             key_size=head_size,
             value_size=value_size,
@@ -137,6 +153,8 @@ def launch(call: AttentionCall, tiling: Tiling | None = None) -> None:
             block_p=block_p,
             block_v=max(16, triton.next_power_of_2(value_size)),
             block_r=min(256, max(16, triton.next_power_of_2(call.num_reqs))),
+            split=call.splits > 1,
+            least_keys=LEAST_KEYS,
         ),
         mask=call.mask,
         types=_multiplied_as(q_THD.dtype, keys.keys.dtype),

@@ -11,7 +11,16 @@ from attention.kernels.paged.portable_keys import KeyRows, PortableRequestKeys, 
 
 
 @triton.jit(
-    do_not_specialize=["lse_stride_h", "lse_stride_t", "num_reqs", "table_stride", "num_tiles", "num_packs", "section"],
+    do_not_specialize=[
+        "lse_stride_h",
+        "lse_stride_t",
+        "num_reqs",
+        "table_stride",
+        "num_tiles",
+        "num_packs",
+        "section",
+        "num_tokens",
+    ],
     # In a batch with decodes, which come first, these pointers may have any alignment, and a table is as wide as its
     # longest request.
     do_not_specialize_on_alignment=["query_start_ptr", "key_start_ptr", "seq_lens_ptr", "block_table_ptr"],
@@ -34,12 +43,16 @@ def attend_tile(
     num_tiles,
     num_packs,
     section,
+    num_tokens,
     sizes: tl.constexpr,
     mask: tl.constexpr,
     types: tl.constexpr,
 ):
     """Attends for one tile. With a block table, keys are in the cache's blocks; else `key_start_ptr` holds their
     starts.
+
+    If sizes are split, the second axis of the grid divides the tile's keys, and `out` and the log-sum-exps are partial
+    results [splits, num_tokens, ...], one after the other in memory.
 
     Tiles go through few kv heads at a time, so that their keys stay in the L2 cache, and start with a request's last
     queries, which see the most keys.
@@ -115,6 +128,22 @@ def attend_tile(
     full_stop = full_stop // BLOCK_N * BLOCK_N
     full_start = tl.minimum((full_start + BLOCK_N - 1) // BLOCK_N * BLOCK_N, tl.maximum(full_stop, start))
     full_stop = tl.maximum(full_stop, full_start)
+    out_ptr = out.ptr
+    lse_out_ptr = lse.ptr
+    if sizes.split:
+        split = tl.program_id(1)
+        num_splits = tl.num_programs(1)
+        # Each split has whole tiles of keys. Short requests have fewer splits than programs.
+        share = (tl.maximum(stop - start, 0) + num_splits - 1) // num_splits
+        share = tl.maximum((share + BLOCK_N - 1) // BLOCK_N * BLOCK_N, sizes.least_keys)
+        split_start = start + split * share
+        split_stop = split_start + share
+        start = split_start
+        stop = tl.maximum(tl.minimum(stop, split_stop), split_start)
+        full_start = tl.minimum(tl.maximum(full_start, split_start), split_stop)
+        full_stop = tl.minimum(tl.maximum(full_stop, split_start), split_stop)
+        out_ptr += split.to(tl.int64) * num_tokens * out.stride_t
+        lse_out_ptr += split * num_tokens * (tiles.num_packs // PACKS * GROUP)
 
     scale = scoring.scale
     if scoring.q_scale_ptr is not None:
@@ -135,6 +164,9 @@ def attend_tile(
     if scoring.sinks_ptr is not None:
         max_M = tl.load(scoring.sinks_ptr + heads_M, mask=valid_M, other=0.0).to(tl.float32) * 1.4426950408889634
         sum_M = tl.full([BLOCK_M], 1.0, tl.float32)
+        if sizes.split:  # the first split has the sinks
+            max_M = tl.where(split == 0, max_M, float("-inf"))
+            sum_M = tl.where(split == 0, sum_M, 0.0)
     else:
         max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
         sum_M = tl.zeros([BLOCK_M], tl.float32)
@@ -168,14 +200,14 @@ def attend_tile(
     channels_V = tl.arange(0, BLOCK_V)
     out_M = (query_start + tokens_M).to(tl.int64) * out.stride_t + heads_M * out.stride_h
     tl.store(
-        out.ptr + out_M[:, None] + channels_V[None, :],
+        out_ptr + out_M[:, None] + channels_V[None, :],
         (acc_MV * factor_M[:, None]).to(out.ptr.dtype.element_ty),
         mask=valid_M[:, None] & (channels_V < sizes.value_size)[None, :],
     )
     if lse.ptr is not None:
         lse_M = (max_M + tl.log2(total_M)) / 1.4426950408889634
         lse_places_M = heads_M.to(tl.int64) * lse.stride_h + (query_start + tokens_M) * lse.stride_t
-        tl.store(lse.ptr + lse_places_M, lse_M, mask=valid_M)
+        tl.store(lse_out_ptr + lse_places_M, lse_M, mask=valid_M)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import sys
 
 # Of the compiler's own kind, which the interpreter replaces when a kernel is imported: hence another process.
 _SCRIPT = """
+from dataclasses import replace
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -28,7 +29,10 @@ def launch_persistent(call):
     rows, count = torch.zeros(call.q_THD.shape[0] + 1, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     assert persistent.launch(call, WorkList(64, rows, count, call.query_start_loc, num_programs=132))
 
-paged_launches = [portable.launch, launch_list, hopper.launch, launch_persistent]
+def launch_split(call):
+    portable.launch(replace(call, splits=2 + call.num_reqs))
+
+paged_launches = [portable.launch, launch_split, launch_list, hopper.launch, launch_persistent]
 kernels = [decode._decode_kernel, mla_decode_plain._decode, gather._gather_kernel]
 kernels += [blocksparse._prefill_kernel, blocksparse_decode._decode_kernel]
 kernels += [mla_decode_hopper._decode, gathered._decode_gathered, blocksparse_hopper._attend_kernel]

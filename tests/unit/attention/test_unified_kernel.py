@@ -47,9 +47,10 @@ def attend(
     block_size: int = 16,
     order: str = "NHD",
     max_query_len: int | None = None,
+    splits: int = 1,
 ) -> None:
     kv_layer, block_table = paged(batch, block_size=block_size, order=order, features=features)
-    attend_cache(batch, kv_layer, block_table, features, max_query_len=max_query_len)
+    attend_cache(batch, kv_layer, block_table, features, max_query_len=max_query_len, splits=splits)
 
 
 def attend_cache(
@@ -60,6 +61,7 @@ def attend_cache(
     *,
     q_THD: Tensor | None = None,
     max_query_len: int | None = None,
+    splits: int = 1,
 ) -> None:
     unified_attention(
         batch.queries if q_THD is None else q_THD,
@@ -80,6 +82,7 @@ def attend_cache(
         v_scale=features.v_scale,
         out=batch.out_THV,
         lse_HT=batch.lse_HT,
+        splits=splits,
     )
 
 

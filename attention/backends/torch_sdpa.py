@@ -7,6 +7,8 @@ Scores and sums are in float32 for every dtype. Legend: T tokens, H heads, D key
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
@@ -27,7 +29,9 @@ from baton.kvcache.tokens import WriteIndex
 
 @dataclass(frozen=True)
 class _Plan:
-    num_decodes: int
+    """`num_rows`: how many of the batch's first rows are computed as decodes."""
+
+    num_rows: int
     decodes: tuple[DecodeGroup, ...]
     prefills: TorchPrefills
 
@@ -74,6 +78,7 @@ class TorchSDPA:
         features=frozenset(AttentionFeature) - {AttentionFeature.CASCADE},
         cudagraph=False,
         batch_invariant=True,
+        rows_in_order=True,
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
@@ -104,14 +109,14 @@ class TorchSDPA:
             plan = metadata.plans[sight] = self._plan(metadata, sight)
         if plan.decodes:
             attend_decodes(
-                q_THD[: plan.num_decodes],
+                q_THD[: plan.num_rows],
                 kv_layer,
                 plan.decodes,
                 scale=layer.scale,
                 layer=layer,
                 k_scale=k_scale,
                 v_scale=v_scale,
-                out=out[: plan.num_decodes],
+                out=out[: plan.num_rows],
             )
         if plan.prefills.requests:
             attend_prefills(
@@ -128,10 +133,15 @@ class TorchSDPA:
     def _plan(self, metadata: TorchSDPAMetadata, sight: KeyVisibility) -> _Plan:
         common = metadata.common
         block_table, seq_lens = common.block_table_tensor.numpy(), common.seq_lens_cpu.numpy()
+        starts = common.query_start_loc_cpu.numpy()
         num_decodes = 0 if sight.own_keys else metadata.num_decodes
+        num_rows, row_lens, row_table = num_decodes, seq_lens[:num_decodes], block_table[:num_decodes]
+        if self._apart and sight.causal:  # each token of a prompt is computed as a decode, and so has its bits
+            num_decodes, num_rows = len(seq_lens), int(starts[-1])
+            row_lens, row_table = _unfolded(starts, seq_lens, block_table)
         decodes = plan_decodes(
-            seq_lens[:num_decodes],
-            block_table[:num_decodes],
+            row_lens,
+            row_table,
             block_size=self._block_size,
             sliding_window=sight.sliding_window,
             attention_chunk_size=sight.attention_chunk_size,
@@ -140,10 +150,19 @@ class TorchSDPA:
         )
         prefills = plan_prefills(
             sight,
-            common.query_start_loc_cpu[num_decodes:].tolist(),
+            starts[num_decodes:].tolist(),
             seq_lens[num_decodes:].tolist(),
             block_table[num_decodes:],
             block_size=self._block_size,
             mask_dtype=self._dtype,
         )
-        return _Plan(num_decodes, decodes, prefills)
+        return _Plan(num_rows, decodes, prefills)
+
+
+def _unfolded(
+    starts: NDArray[np.int32], seq_lens: NDArray[np.int32], block_table: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The length of the sequence up to each new token, and its blocks, [T] and [T, blocks]."""
+    new_tokens = np.diff(starts)
+    from_last = np.repeat(starts[1:] - 1, new_tokens) - np.arange(starts[-1])
+    return np.repeat(seq_lens, new_tokens) - from_last, np.repeat(block_table, new_tokens, axis=0)

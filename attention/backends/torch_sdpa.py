@@ -7,8 +7,6 @@ Scores and sums are in float32 for every dtype. Legend: T tokens, H heads, D key
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
@@ -20,6 +18,7 @@ from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
+from attention.unfolding import each_token_apart
 from baton.kvcache.cache import TORCH_DTYPES
 from baton.kvcache.fp8 import dequantize
 from baton.kvcache.layout import GQA_LAYOUTS
@@ -29,9 +28,7 @@ from baton.kvcache.tokens import WriteIndex
 
 @dataclass(frozen=True)
 class _Plan:
-    """`num_rows`: how many of the batch's first rows are computed as decodes."""
-
-    num_rows: int
+    num_decodes: int
     decodes: tuple[DecodeGroup, ...]
     prefills: TorchPrefills
 
@@ -109,14 +106,14 @@ class TorchSDPA:
             plan = metadata.plans[sight] = self._plan(metadata, sight)
         if plan.decodes:
             attend_decodes(
-                q_THD[: plan.num_rows],
+                q_THD[: plan.num_decodes],
                 kv_layer,
                 plan.decodes,
                 scale=layer.scale,
                 layer=layer,
                 k_scale=k_scale,
                 v_scale=v_scale,
-                out=out[: plan.num_rows],
+                out=out[: plan.num_decodes],
             )
         if plan.prefills.requests:
             attend_prefills(
@@ -131,17 +128,16 @@ class TorchSDPA:
             )
 
     def _plan(self, metadata: TorchSDPAMetadata, sight: KeyVisibility) -> _Plan:
-        common = metadata.common
+        common, num_decodes = metadata.common, metadata.num_decodes
+        if sight.own_keys:
+            num_decodes = 0
+        elif self._apart and sight.causal:
+            common = each_token_apart(common)
+            num_decodes = common.num_reqs
         block_table, seq_lens = common.block_table_tensor.numpy(), common.seq_lens_cpu.numpy()
-        starts = common.query_start_loc_cpu.numpy()
-        num_decodes = 0 if sight.own_keys else metadata.num_decodes
-        num_rows, row_lens, row_table = num_decodes, seq_lens[:num_decodes], block_table[:num_decodes]
-        if self._apart and sight.causal:  # each token of a prompt is computed as a decode, and so has its bits
-            num_decodes, num_rows = len(seq_lens), int(starts[-1])
-            row_lens, row_table = _unfolded(starts, seq_lens, block_table)
         decodes = plan_decodes(
-            row_lens,
-            row_table,
+            seq_lens[:num_decodes],
+            block_table[:num_decodes],
             block_size=self._block_size,
             sliding_window=sight.sliding_window,
             attention_chunk_size=sight.attention_chunk_size,
@@ -150,19 +146,10 @@ class TorchSDPA:
         )
         prefills = plan_prefills(
             sight,
-            starts[num_decodes:].tolist(),
+            common.query_start_loc_cpu[num_decodes:].tolist(),
             seq_lens[num_decodes:].tolist(),
             block_table[num_decodes:],
             block_size=self._block_size,
             mask_dtype=self._dtype,
         )
-        return _Plan(num_rows, decodes, prefills)
-
-
-def _unfolded(
-    starts: NDArray[np.int32], seq_lens: NDArray[np.int32], block_table: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The length of the sequence up to each new token, and its blocks, [T] and [T, blocks]."""
-    new_tokens = np.diff(starts)
-    from_last = np.repeat(starts[1:] - 1, new_tokens) - np.arange(starts[-1])
-    return np.repeat(seq_lens, new_tokens) - from_last, np.repeat(block_table, new_tokens, axis=0)
+        return _Plan(num_decodes, decodes, prefills)

@@ -64,6 +64,7 @@ def to_info(
         cache_identity=cache_identity,
         also_decodes=also_decodes,
         attention_data_parallel=description.attention_data_parallel,
+        rows_in_order=description.rows_in_order,
     )
 
 
@@ -93,6 +94,7 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
         tensor_parallel_size=info.tensor_parallel_size or 1,
         converted_kv_dtypes=tuple(info.converted_kv_dtypes),
         attention_data_parallel=info.attention_data_parallel,
+        rows_in_order=info.rows_in_order,
     )
 
 

@@ -13,8 +13,8 @@ from tests.device import DEVICE
 from tests.unit.attention.paged import SCALE, Asked, Decodes, decodes
 from tests.unit.attention.test_decode_kernel import ASKED, TILING, TOLERANCE, attend, relative_error
 
-LENGTHS = [53, 16, 1, 90]
-SPLIT_KEYS, MAX_SPLITS = 16, 3
+LENGTHS = [34, 16, 1, 53]
+SPLIT_KEYS, MAX_SPLITS = 16, 2
 
 
 def plan_of(batch: Decodes, asked: Asked, rows: int) -> DecodePlan:
@@ -103,15 +103,15 @@ def test_rows_of_a_prompt_have_the_bits_of_decodes(asked: Asked) -> None:
 def test_any_cut_and_any_neighbours_give_the_same_bits(asked: Asked) -> None:
     batch = decodes(LENGTHS)
     expected = [decoded(batch, request, asked) for request in range(len(LENGTHS))]
-    chunks = [(3, 0, 1), (0, 7, 33), (3, 31, 90), (1, 15, 16), (0, 52, 53), (2, 0, 1), (3, 1, 31), (0, 16, 48)]
+    chunks = [(3, 0, 1), (0, 7, 33), (3, 31, 53), (1, 15, 16), (0, 33, 34), (2, 0, 1), (3, 1, 31), (0, 16, 32)]
     for (request, start, stop), ours in zip(chunks, computed(batch, chunks, asked), strict=True):
         assert torch.equal(ours, expected[request][start:stop])
 
 
-@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (20, 1), (66, 1)])
+@pytest.mark.parametrize("heads", [(3, 3), (20, 1), (66, 1)])
 def test_query_heads_share_kv_heads_in_any_group(heads: tuple[int, int]) -> None:
-    batch = decodes([40], num_heads=heads[0], num_kv_heads=heads[1])
-    (ours,) = computed(batch, [(0, 3, 40)], Asked())
+    batch = decodes([20], num_heads=heads[0], num_kv_heads=heads[1])
+    (ours,) = computed(batch, [(0, 3, 20)], Asked())
     assert torch.equal(ours, decoded(batch, 0, Asked())[3:])
 
 
@@ -125,6 +125,6 @@ def test_any_dtype_is_computed(dtype: torch.dtype, cache_dtype: torch.dtype | No
 
 def test_requests_without_queries_are_padding() -> None:
     batch = decodes(LENGTHS)
-    ours = computed(batch, [(0, 4, 4), (1, 2, 9), (2, 0, 0), (3, 89, 90)], Asked())
+    ours = computed(batch, [(0, 4, 4), (1, 2, 9), (2, 0, 0), (3, 52, 53)], Asked())
     assert torch.equal(ours[1], decoded(batch, 1, Asked())[2:9])
-    assert torch.equal(ours[3], decoded(batch, 3, Asked())[89:])
+    assert torch.equal(ours[3], decoded(batch, 3, Asked())[52:])

@@ -55,6 +55,7 @@ class BackendCapabilities:
         install: command that installs it.
         uniform_layers: all layers must share window, soft cap and scale.
         batch_invariant: on request, a request's result has the same bits alone and in any batch.
+        rows_in_order: then a token has the same bits as a decode and in any chunk of a prompt.
         reasons_against_plans: returns why the package could not plan some batch within a node's limits; None: it always
             can.
     """
@@ -74,6 +75,7 @@ class BackendCapabilities:
     install: str = ""
     uniform_layers: bool = False
     batch_invariant: bool = False
+    rows_in_order: bool = False
     reasons_against_plans: Callable[["AttentionNeeds", Platform], tuple[str, ...]] | None = None
 
 

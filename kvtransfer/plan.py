@@ -33,7 +33,8 @@ def wire_oldest(spec: KVCacheSpec, *, attention_data_parallel: bool = False) -> 
 class NodeDescription:
     """A node as its peers see it.
 
-    Model identity, `spec` and `batch_invariant` must be equal on both ends, and wire ranges must overlap; an unknown
+    Model identity, `spec`, `batch_invariant` and `rows_in_order` must be equal on both ends, and wire ranges must
+    overlap; an unknown
     content digest equals all, because older versions have none. `shape`, `package_version`, `tensor_parallel_size` and
     `attention_data_parallel` may differ. The dtype of `spec` may differ if the receiver accepts conversion and
     neither node is batch-invariant; other parts are never converted.
@@ -44,6 +45,7 @@ class NodeDescription:
         converted_kv_dtypes: dtypes of senders' caches that this node receives converted to its own.
         attention_data_parallel: each rank has the whole KV of its own requests.
         draft_digest: of the EAGLE-3 head whose KV is in the part `draft`; empty without one.
+        rows_in_order: in batch-invariant mode a token has the same bits as a decode and in any chunk of a prompt.
     """
 
     architecture: str
@@ -60,6 +62,7 @@ class NodeDescription:
     attention_data_parallel: bool = False
     content_digest: str = ""
     draft_digest: str = ""
+    rows_in_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,8 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
         mismatches.append(_dtype_mismatch(ours, theirs, converts=converts))
     if ours.batch_invariant != theirs.batch_invariant:
         mismatches.append(_batch_invariant_mismatch(ours, theirs))
+    elif ours.rows_in_order != theirs.rows_in_order:
+        mismatches.append(_order_mismatch(ours, theirs))
     if not mismatches and (mismatch := _ranks_mismatch(ours, theirs)):
         mismatches.append(mismatch)
     wire_version = min(ours.wire_newest, theirs.wire_newest)
@@ -264,6 +269,17 @@ def _batch_invariant_mismatch(ours: NodeDescription, theirs: NodeDescription) ->
         words[ours.batch_invariant],
         words[theirs.batch_invariant],
         "set BATON_BATCH_INVARIANT (--batch-invariant) alike on both nodes",
+    )
+
+
+def _order_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch:
+    """The mismatch of orders: one node computes prompts in the order of decodes, and the other one in chunks."""
+    words = {True: "in the order of decodes", False: "in chunks of a fixed size"}
+    return Mismatch(
+        "rows_in_order",
+        words[ours.rows_in_order],
+        words[theirs.rows_in_order],
+        "use the same version, kind of device and attention backend on both nodes",
     )
 
 

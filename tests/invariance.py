@@ -122,6 +122,18 @@ class Invariant:
         return results
 
 
+def hidden_states(model: Invariant, tokens: Sequence[int], *, chunk: int) -> Tensor:
+    """[T, D], of a sequence that is computed in chunks of this size, alone; in float32."""
+    steps = model.run(Request(tokens, len(tokens), chunk), {})
+    sizes = [min(chunk, len(tokens) - start) for start in range(0, len(tokens), chunk)]
+    return torch.cat([step[: -model.vocab_size].view(rows, -1) for step, rows in zip(steps, sizes, strict=True)])
+
+
+def drawn_tokens(model: Invariant, count: int) -> list[int]:
+    drawn: list[int] = torch.randint(3, model.vocab_size, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+    return drawn
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Numbers of tokens of the compared request, and the longest prompts next to it."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
-from attention.backends.invariance import check_decodes_first
 from attention.backends.mla_prefills import new_workspace
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
@@ -21,6 +20,7 @@ from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.sparse import SparseQueries, best_keys, index_scores, slots_of, sparse_decodes, sparse_prefills
+from attention.unfolding import each_token_apart
 from baton.kvcache.access import gather_tokens
 from baton.kvcache.cache import TORCH_DTYPES
 from baton.kvcache.layout import MLA_LAYOUTS
@@ -50,9 +50,9 @@ class TorchMLABuilder(DecodesFirstBuilder[TorchMLAMetadata]):
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> TorchMLAMetadata:
         del common_prefix_len, fast_build
-        num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
         if self._apart:
-            check_decodes_first(common, num_decodes)
+            common = each_token_apart(common)
+        num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
         return TorchMLAMetadata(
             new_tokens=WriteIndex(common.slot_mapping, self._block_size),
             num_actual_tokens=common.num_actual_tokens,
@@ -94,6 +94,7 @@ class TorchMLA:
         features=frozenset({AttentionFeature.SPARSE}),
         cudagraph=False,
         batch_invariant=True,
+        rows_in_order=True,
     )
     pads_v: ClassVar = False
 

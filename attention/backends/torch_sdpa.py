@@ -18,6 +18,7 @@ from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
+from attention.unfolding import each_token_apart
 from baton.kvcache.cache import TORCH_DTYPES
 from baton.kvcache.fp8 import dequantize
 from baton.kvcache.layout import GQA_LAYOUTS
@@ -74,6 +75,7 @@ class TorchSDPA:
         features=frozenset(AttentionFeature) - {AttentionFeature.CASCADE},
         cudagraph=False,
         batch_invariant=True,
+        rows_in_order=True,
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
@@ -126,9 +128,13 @@ class TorchSDPA:
             )
 
     def _plan(self, metadata: TorchSDPAMetadata, sight: KeyVisibility) -> _Plan:
-        common = metadata.common
+        common, num_decodes = metadata.common, metadata.num_decodes
+        if sight.own_keys:
+            num_decodes = 0
+        elif self._apart and sight.causal:
+            common = each_token_apart(common)
+            num_decodes = common.num_reqs
         block_table, seq_lens = common.block_table_tensor.numpy(), common.seq_lens_cpu.numpy()
-        num_decodes = 0 if sight.own_keys else metadata.num_decodes
         decodes = plan_decodes(
             seq_lens[:num_decodes],
             block_table[:num_decodes],

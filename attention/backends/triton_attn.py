@@ -20,6 +20,7 @@ from attention.backends.triton_metadata import (
 )
 from attention.cascade import SharedPrefix, attend_with_prefix, can_share_prefix
 from attention.kernels.decode.attend import decode_attention
+from attention.kernels.decode.prompts import attend_prompts
 from attention.kernels.paged.attend import ragged_attention, unified_attention
 from attention.kernels.paged.work_list import WorkList
 from attention.layer_checks import check_heads
@@ -48,6 +49,7 @@ class TritonAttention:
         cudagraph=True,
         min_compute_capability=(8, 0),
         batch_invariant=True,
+        rows_in_order=True,
     )
 
     def __init__(
@@ -102,6 +104,7 @@ class TritonAttention:
                 metadata.prefills,
                 metadata.plans,
                 prefill_query_len=metadata.prefill_query_len,
+                in_order=metadata.in_order,
                 own_kv=own_kv,
                 layer=layer,
                 sinks_H=layer.sinks_H,
@@ -149,6 +152,7 @@ def _attend_cascade(
             prefills,
             metadata.rest_plans,
             prefill_query_len=metadata.prefill_query_len,
+            in_order=False,
             own_kv=None,
             layer=layer,
             sinks_H=None,
@@ -178,6 +182,7 @@ def _attend_cache(
     plans: DecodePlans,
     *,
     prefill_query_len: int,
+    in_order: bool,
     own_kv: tuple[Tensor, Tensor] | None,
     layer: AttentionParameters,
     sinks_H: Tensor | None,
@@ -216,6 +221,24 @@ def _attend_cache(
             causal=True,
             layer=layer,
             work=prefills.work,
+            out=out,
+        )
+        return
+    if in_order and causal:
+        attend_prompts(
+            q_THD,
+            kv_layer,
+            query_start_loc=prefills.query_start_loc,
+            seq_lens=prefills.seq_lens,
+            block_table=prefills.block_table,
+            plan=plans.of(layer),
+            scale=layer.scale,
+            logits_soft_cap=layer.logits_soft_cap,
+            alibi_slopes_H=layer.alibi_slopes_H,
+            sinks_H=sinks_H,
+            q_scale=scales.q,
+            k_scale=scales.k,
+            v_scale=scales.v,
             out=out,
         )
         return

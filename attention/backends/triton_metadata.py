@@ -20,6 +20,7 @@ from attention.kernels.decode.plan import (
     new_partials,
     num_decode_workers,
 )
+from attention.kernels.decode.prompts import tile_tokens_of
 from attention.kernels.paged.split import MOST_CAPTURED_TOKENS, SplitLayer, choose_splits
 from attention.kernels.paged.work_list import WorkList, list_work
 from attention.metadata import (
@@ -113,6 +114,7 @@ class TritonAttentionMetadata(AttentionMetadata):
         fresh_prefills: no prefill has context, so the call brings all their keys. Always False where results must not
             depend on the batch, because this flag does.
         prefill_query_len: query length for which the prefills' tiles are chosen: the longest, or more.
+        in_order: prompts have the bits of decodes.
         plans: the split of the decodes.
         prefix: the keys that cascade attention reads once; None without a shared prefix.
         rest_plans: the split of the decodes' keys after that prefix.
@@ -123,6 +125,7 @@ class TritonAttentionMetadata(AttentionMetadata):
     prefills: TritonPrefills
     fresh_prefills: bool
     prefill_query_len: int
+    in_order: bool
     plans: DecodePlans
     prefix: SharedPrefix | None
     rest_plans: DecodePlans
@@ -160,6 +163,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
                 attention_chunk_size=attention_chunk_size,
                 split_keys=SPLIT_KEYS if needs.batch_invariant else None,
                 max_splits=MAX_SPLITS,
+                tile_tokens=tile_tokens_of(needs.num_heads // needs.num_kv_heads),
             )
 
         self._needs, self._num_sms = needs, platform.num_sms
@@ -207,6 +211,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             prefills=prefills,
             fresh_prefills=fresh,
             prefill_query_len=ANY_QUERY_LEN if invariant else common.max_query_len,
+            in_order=invariant,
             plans=self._plans,
             prefix=prefix,
             rest_plans=self._rest_plans,
@@ -236,6 +241,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             prefills=prefills,
             fresh_prefills=False,
             prefill_query_len=ANY_QUERY_LEN if self._needs.batch_invariant else batch.max_query_len,
+            in_order=self._needs.batch_invariant,
             plans=self._plans,
             prefix=None,
             rest_plans=self._rest_plans,

@@ -80,6 +80,7 @@ class BuiltRunner(NamedTuple):
         kv_heads: the model's KV heads on this rank; an MLA model has one, which every rank holds.
         grammars: compiler for the model's tokenizer, already loaded.
         costs: measured costs of served steps; None before `calibrate`.
+        rows_in_order: a token has the same bits as a decode and in any chunk of a prompt.
     """
 
     runner: ModelRunner
@@ -95,6 +96,7 @@ class BuiltRunner(NamedTuple):
     kv_heads: range
     grammars: GrammarCompiler
     costs: StepCosts | None = None
+    rows_in_order: bool = False
     largest: StepLimits | None = None  # what the runner was prepared for; None before `calibrate`
 
 
@@ -258,6 +260,7 @@ def build_runner(
         parallel=parallel,
         kv_heads=kv_heads(model_spec.num_kv_heads, parallel),
         grammars=grammars,
+        rows_in_order=settings.batch_invariant and backend.capabilities.rows_in_order and config.recurrent is None,
     )
 
 

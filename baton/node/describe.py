@@ -65,6 +65,7 @@ def to_info(
         also_decodes=also_decodes,
         attention_data_parallel=description.attention_data_parallel,
         draft_digest=description.draft_digest,
+        rows_in_order=description.rows_in_order,
     )
 
 
@@ -95,6 +96,7 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
         converted_kv_dtypes=tuple(info.converted_kv_dtypes),
         attention_data_parallel=info.attention_data_parallel,
         draft_digest=info.draft_digest,
+        rows_in_order=info.rows_in_order,
     )
 
 

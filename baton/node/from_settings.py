@@ -18,7 +18,8 @@ from kvtransfer.rank_transfer import OnFilled, OnRefused, OnStoresChanged
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
 
-# In batch-invariant mode every node cuts prompts at multiples of this, regardless of its step size.
+# In batch-invariant mode every node whose rows are not in order cuts prompts at multiples of this, regardless of its
+# step size.
 _INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
 
 
@@ -98,7 +99,8 @@ def engine_limits(settings: NodeSettings, built: BuiltRunner, *, max_context_tok
     """The engine's limits in a role. Raises ConfigError if the settings contradict each other."""
     limits = step_limits(built, settings)
     max_batch_tokens, max_batch_requests = limits.max_batch_tokens, limits.max_batch_requests
-    align_tokens = _INVARIANT_CHUNK_TOKENS[built.cache.view.device.type] if settings.batch_invariant else None
+    aligned = settings.batch_invariant and not built.rows_in_order
+    align_tokens = _INVARIANT_CHUNK_TOKENS[built.cache.view.device.type] if aligned else None
     if align_tokens is not None and settings.max_batch_tokens is None:
         # A step size chosen for speed may be too small for a chunk next to decodes.
         max_batch_tokens = max(max_batch_tokens, align_tokens + max_batch_requests - 1)

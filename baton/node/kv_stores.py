@@ -191,6 +191,7 @@ def _origin(settings: NodeSettings, built: BuiltRunner) -> bytes:
         str(built.dtype),
         built.config.max_context_tokens,
         settings.batch_invariant,
+        *((built.rows_in_order,) if settings.batch_invariant else ()),
         device if exact else "",
         *((identity.draft_digest,) if identity.draft_digest else ()),
     )

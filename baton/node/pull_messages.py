@@ -169,6 +169,7 @@ def _differences(ours: node_status_pb2.NodeInfo, theirs: node_status_pb2.NodeInf
         ("KV dtype", ours.cache_spec.dtype, theirs.cache_spec.dtype),
         ("tensor_parallel_size", ours.tensor_parallel_size, theirs.tensor_parallel_size),
         ("batch_invariant", ours.batch_invariant, theirs.batch_invariant),
+        ("rows_in_order", ours.rows_in_order, theirs.rows_in_order),
     )
     found = [f"{name} is {mine} and {other}" for name, mine, other in fields if mine != other]
     return ", ".join(found) or "their devices or dtypes differ"

@@ -22,7 +22,7 @@ from baton.models.kernels.matmul.matmul import (
 from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.demo import build_demo, generate
-from tests.invariance import Invariant, Lengths, differences
+from tests.invariance import Invariant, Lengths, differences, drawn_tokens, hidden_states
 
 pytestmark = pytest.mark.gpu
 
@@ -143,6 +143,16 @@ def test_in_float32_a_row_has_the_same_bits_among_any_number_of_rows() -> None:
         assert torch.equal(multiply_invariant(x[-num_rows:], weight), together[-num_rows:])
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_token_has_the_same_bits_as_a_decode_and_in_any_chunk(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    model = Invariant(tmp_path, device="cuda", dtype="bfloat16", block_size=16, load_format="dummy")
+    tokens = drawn_tokens(model, 1200)
+    decoded = hidden_states(model, tokens, chunk=1)
+    for chunk in (1200, 512, 100, 3):
+        assert torch.equal(hidden_states(model, tokens, chunk=chunk), decoded), chunk
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_request_has_the_same_logits_alone_and_in_any_batch(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
@@ -176,3 +186,21 @@ def test_the_engine_gives_a_request_the_same_logprobs_alone_and_in_any_batch(mod
     together = outputs(prompts)
     for index in range(6):
         assert outputs(prompts[index : index + 1]) == together[index : index + 1], lengths[index]
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
+def test_the_engine_cuts_prompts_anywhere_and_computes_known_tokens_with_them(cuda_graphs: bool) -> None:
+    built = build_demo(DEMO_MODELS / "llama", dtype="bfloat16", cuda_graphs=cuda_graphs, batch_invariant=True)
+    assert built.rows_in_order
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 200, (length,), generator=generator).tolist() for length in (300, 3, 129, 1, 64)]
+
+    def outputs(**more: Any) -> list[Any]:
+        return generate(built, prompts, GREEDY, prefix_cache=False, **more)
+
+    whole = outputs()
+    for step_tokens in (48, 100):
+        assert outputs(max_batch_tokens=step_tokens) == whole
+    for lost in (1, 20):
+        rest = outputs(known=[output.token_ids[:lost] for output in whole])
+        assert [output.logprobs for output in rest] == [output.logprobs[lost:] for output in whole]

@@ -3,14 +3,15 @@
 The plan is made on the device, in tensors, so that a captured CUDA graph follows the lengths of each replay. Legend: R
 requests, W workers, U units, P partial results.
 
-Each request's keys are cut into units of `unit_keys`, counted from the sequence's start; units are longer where the
-plan bounds their number, and units that the query cannot see are left out. All units of the batch, request after
+Each request's keys are cut into units of one length, counted from the sequence's start; units are longer where the plan
+bounds their number, and units that the query cannot see are left out. All units of the batch, request after
 request, are divided among the workers in equal runs, so that a worker's share does not depend on how ragged the batch
 is. A request in several runs leaves a partial result in each, and these are merged afterwards. One worker is as many
 programs as there are kv heads: they read the same blocks at the same time.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,6 +22,9 @@ from baton.core.errors import InternalError
 
 # Stands for "no limit" in a window or a chunk size: no sequence is longer.
 NO_LIMIT = 2**31 - 1
+# Rows of one program, one per query head and token. More would not fit into its registers, so larger groups read keys
+# again.
+MAX_ROWS = 64
 # Bytes of a tile of keys. With three stages, two such tiles of keys and two of values are in flight for each program.
 _TILE_BYTES = 16384
 
@@ -73,25 +77,37 @@ class DecodePartials:
     lse2: Tensor
 
 
+class Units(NamedTuple):
+    """How keys are cut into units; constants of the kernels.
+
+    Args:
+        unit_keys: a multiple of the tiling's tile_keys.
+        in_order: every unit leaves its own partial result, and these are merged one after another, so that a row's
+            result has the same bits alone, in any batch, and within a prompt. Otherwise a worker's share of a request
+            leaves one partial result.
+        max_units: largest number of units that a row's visible keys may have, plus one where the first key is inside a
+            unit. Later rows get units that are a whole number of times longer. 0: no limit.
+        tile_tokens: rows of so many tokens, counted from the sequence's start, have units of one length.
+    """
+
+    unit_keys: int
+    in_order: bool
+    max_units: int
+    tile_tokens: int
+
+
 @dataclass(frozen=True)
 class DecodePlan:
     """The plan of a batch of up to `max_num_reqs` requests, in buffers that `fill` overwrites for each batch.
 
     Attributes:
-        unit_keys: a multiple of the tiling's tile_keys.
-        one_unit_each: every unit leaves its own partial result, so that a request's result has the same bits alone and
-            in any batch; otherwise a worker's share of a request leaves one partial result.
-        max_units: largest number of units that a request's visible keys may have, plus one where the first key is
-            inside a unit. Longer requests get units that are a whole number of times longer. 0: no limit.
         sliding_window, attention_chunk_size: as in `attention.parameters`; they decide which keys are seen.
         unit_starts: [max_num_reqs + 1] int32, where each request's units begin among the batch's.
         first_requests: [W] int32, the request in which each worker begins.
     """
 
     tiling: DecodeTiling
-    unit_keys: int
-    one_unit_each: bool
-    max_units: int
+    units: Units
     sliding_window: int | None
     attention_chunk_size: int | None
     unit_starts: Tensor
@@ -124,8 +140,7 @@ class DecodePlan:
             self.num_workers,
             self.sliding_window or NO_LIMIT,
             self.attention_chunk_size or NO_LIMIT,
-            UNIT_KEYS=self.unit_keys,
-            MAX_UNITS=self.max_units,
+            UNITS=self.units,
             # The value is equal for most batches, so that few kernels are compiled.
             BLOCK_R=max(128, triton.next_power_of_2(num_reqs)),
         )
@@ -159,21 +174,26 @@ def new_decode_plan(
     attention_chunk_size: int | None = None,
     split_keys: int | None = None,
     max_splits: int = 0,
+    tile_tokens: int = 1,
 ) -> DecodePlan:
     """Allocates an empty plan.
 
     Args:
-        split_keys: keys of a request that make one partial result, counted from its start and independent of the rest
-            of the batch; a multiple of the tiling's tile_keys. None: the split that balances the batch best.
-        max_splits: most splits of a request; longer requests have longer splits. 0: any number.
+        split_keys: keys of a row that make one partial result, counted from its sequence's start and independent of
+            the rest of the batch; a multiple of the tiling's tile_keys. None: the split that balances the batch best.
+        max_splits: most splits of a row; later rows have longer splits. 0: any number.
+        tile_tokens: as for `Units`.
     """
     device = partials.out.device
     assert split_keys is None or split_keys % tiling.tile_keys == 0
     return DecodePlan(
         tiling=tiling,
-        unit_keys=split_keys or tiling.tile_keys,
-        one_unit_each=split_keys is not None,
-        max_units=0 if split_keys is None else max_splits,
+        units=Units(
+            unit_keys=split_keys or tiling.tile_keys,
+            in_order=split_keys is not None,
+            max_units=0 if split_keys is None else max_splits,
+            tile_tokens=tile_tokens,
+        ),
         sliding_window=sliding_window,
         attention_chunk_size=attention_chunk_size,
         unit_starts=torch.zeros(max_num_reqs + 1, dtype=torch.int32, device=device),
@@ -189,11 +209,15 @@ def first_visible_key(seq_len, window, chunk):
 
 
 @triton.jit
-def unit_keys_of(seq_len, first_key, UNIT_KEYS: tl.constexpr, MAX_UNITS: tl.constexpr):
-    """Returns the number of keys per unit of a request whose query sees keys from `first_key` on."""
-    unit_keys = UNIT_KEYS + seq_len * 0
-    if MAX_UNITS:
-        unit_keys *= tl.maximum((seq_len - first_key + UNIT_KEYS * MAX_UNITS - 1) // (UNIT_KEYS * MAX_UNITS), 1)
+def unit_keys_of(seq_len, window, chunk, UNITS: tl.constexpr):
+    """Returns the number of keys per unit for the last token of a sequence of this length."""
+    unit_keys = UNITS.unit_keys + seq_len * 0
+    if UNITS.max_units:
+        most = UNITS.unit_keys * UNITS.max_units
+        # Of the last token of its tile, so that a tile's rows agree. No row sees more keys than a window or chunk has.
+        tile_stop = (seq_len + UNITS.tile_tokens - 1) // UNITS.tile_tokens * UNITS.tile_tokens
+        visible = tl.minimum(tl.minimum(tile_stop, window), chunk)
+        unit_keys *= tl.maximum((visible - 1) // most + 1, 1)
     return unit_keys
 
 
@@ -211,8 +235,7 @@ def _plan_kernel(
     num_workers,
     window,
     chunk,
-    UNIT_KEYS: tl.constexpr,
-    MAX_UNITS: tl.constexpr,
+    UNITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Every program computes the whole plan and stores one worker's part of it."""
@@ -220,7 +243,7 @@ def _plan_kernel(
     requests = tl.arange(0, BLOCK_R)
     seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_reqs, other=0)
     first_keys = first_visible_key(seq_lens, window, chunk)
-    unit_keys = unit_keys_of(seq_lens, first_keys, UNIT_KEYS, MAX_UNITS)
+    unit_keys = unit_keys_of(seq_lens, window, chunk, UNITS)
     units = tl.where(seq_lens > 0, (seq_lens + unit_keys - 1) // unit_keys - first_keys // unit_keys, 0)
     stops = tl.cumsum(units, 0)
     start = worker * units_per_worker(tl.sum(units, 0), num_workers)

@@ -46,7 +46,7 @@ def kept_kind(status: node_status_pb2.NodeStatus) -> tuple[object, ...] | None:
     if not status.stores:
         return None
     ranks = info.tensor_parallel_size if info.batch_invariant else 0
-    kind = info.cache_spec.dtype, ranks, info.batch_invariant, info.draft_digest
+    kind = info.cache_spec.dtype, ranks, info.batch_invariant, info.rows_in_order, info.draft_digest
     return revision_of(info.model), info.model.content_digest, *kind
 
 

@@ -123,6 +123,17 @@ def test_one_node_that_is_batch_invariant_and_one_that_is_not_are_refused() -> N
     assert agree(invariant, invariant) == agree(NODE, NODE)
 
 
+def test_a_node_whose_rows_are_in_order_and_one_whose_are_not_are_refused() -> None:
+    chunks = replace(NODE, batch_invariant=True)
+    in_order = replace(chunks, rows_in_order=True)
+    with pytest.raises(PlanRefused) as refused:
+        agree(in_order, chunks)
+    (mismatch,) = refused.value.mismatches
+    assert (mismatch.field, mismatch.ours) == ("rows_in_order", "in the order of decodes")
+    assert "same version" in mismatch.cure
+    agree(in_order, in_order)
+
+
 def test_batch_invariant_nodes_do_not_convert() -> None:
     """A prompt's later chunks would attend to other bits than in one process with the receiver's cache."""
     sender = replace(NODE, batch_invariant=True)

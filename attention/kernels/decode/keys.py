@@ -86,13 +86,15 @@ def loop_of(q_THD: Tensor, kv_layer: Tensor, tiling: DecodeTiling, *, block_g: i
 @triton.jit
 def load_queries(q_ptr, places_G, valid_G, scale, loop: tl.constexpr):
     """Returns the queries at these places, in the type of the product, and the scale of each one's scores."""
-    channels_D = tl.arange(0, loop.block_d)
+    BLOCK_G: tl.constexpr = loop.block_g
+    BLOCK_D: tl.constexpr = loop.block_d
+    channels_D = tl.arange(0, BLOCK_D)
     q_GD = tl.load(
         q_ptr + places_G[:, None] + channels_D[None, :],
         mask=valid_G[:, None] & (channels_D < loop.head_size)[None, :],
         other=0.0,
     )
-    scale_G = tl.full([loop.block_g], 1.0, tl.float32) * scale
+    scale_G = tl.full([BLOCK_G], 1.0, tl.float32) * scale
     if loop.in_half and q_GD.dtype == tl.bfloat16:
         # Powers of two scale a query to about 1, so that it stays in float16's range.
         q_GD = q_GD.to(tl.float32)
@@ -106,16 +108,18 @@ def load_queries(q_ptr, places_G, valid_G, scale, loop: tl.constexpr):
 def attend_keys(queries, keys, limits, start, stop, soft_cap, loop: tl.constexpr):
     """Attends to keys [start, stop). Returns weighted values [G, D], largest scores and sums of weights, [G] each. The
     sum of a row that sees no key is 0."""
+    BLOCK_G: tl.constexpr = loop.block_g
+    BLOCK_D: tl.constexpr = loop.block_d
     TILE_KEYS: tl.constexpr = loop.tile_keys
     BLOCK_SIZE: tl.constexpr = loop.block_size
     INTERPRETED: tl.constexpr = loop.interpreted
     ROWS_DIFFER: tl.constexpr = queries.positions_G is not None
-    in_head_D = tl.arange(0, loop.block_d) < loop.head_size
-    channels_D = tl.arange(0, loop.block_d)
+    channels_D = tl.arange(0, BLOCK_D)
+    in_head_D = channels_D < loop.head_size
     first_key, seq_len = keys.first_key, keys.seq_len
-    acc_GD = tl.zeros([loop.block_g, loop.block_d], tl.float32)
-    max_G = tl.full([loop.block_g], float("-inf"), tl.float32)
-    sum_G = tl.zeros([loop.block_g], tl.float32)
+    acc_GD = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    max_G = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    sum_G = tl.zeros([BLOCK_G], tl.float32)
     keys_N = start + tl.arange(0, TILE_KEYS)
     seen_N = (keys_N >= first_key) & (keys_N < stop)
     blocks_N = tl.load(keys.table_ptr + keys_N // BLOCK_SIZE, mask=seen_N, other=0)

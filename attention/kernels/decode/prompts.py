@@ -142,6 +142,8 @@ def _prompt_kernel(
 ):
     """Attends for one tile and one kv head, or for a part of the rows that read it."""
     TOKENS: tl.constexpr = UNITS.tile_tokens
+    BLOCK_G: tl.constexpr = LOOP.block_g
+    BLOCK_D: tl.constexpr = LOOP.block_d
     request, query_start, query_len, tile = _find_tile(
         query_start_ptr, num_reqs, tl.num_programs(0) - 1 - tl.program_id(0), TOKENS, BLOCK_R
     )
@@ -151,7 +153,7 @@ def _prompt_kernel(
     if (query_len <= 0) | (tile_start >= seq_len):
         return
     kv_head = tl.program_id(1) // group_blocks
-    members_G = tl.program_id(1) % group_blocks * LOOP.block_g + tl.arange(0, LOOP.block_g)
+    members_G = tl.program_id(1) % group_blocks * BLOCK_G + tl.arange(0, BLOCK_G)
     heads_G = kv_head * GROUP + members_G % GROUP
     positions_G = tile_start + members_G // GROUP
     valid_G = (members_G < GROUP * TOKENS) & (positions_G >= context) & (positions_G < seq_len)
@@ -175,7 +177,7 @@ def _prompt_kernel(
     table_ptr = block_table_ptr + request.to(tl.int64) * stride_table_r
     keys = HeadKeys(k_ptr + head, v_ptr + head, stride_kv_b, stride_kv_n, table_ptr, first_key, key_stop)
 
-    acc_GD, max_lse2_G, total_G = no_partials(sinks_ptr, heads_G, valid_G, LOOP.block_g, LOOP.block_d)
+    acc_GD, max_lse2_G, total_G = no_partials(sinks_ptr, heads_G, valid_G, BLOCK_G, BLOCK_D)
     unit_keys = unit_keys_of(key_stop, window, chunk, UNITS)
     first_unit, last_unit = first_key // unit_keys, (key_stop - 1) // unit_keys + 1
     for unit in tl.range(bound(first_unit, LOOP.interpreted), bound(last_unit, LOOP.interpreted)):
@@ -187,7 +189,7 @@ def _prompt_kernel(
         lse2_G = max_G + tl.log2(sum_G)
         acc_GD, max_lse2_G, total_G = fold(acc_GD, max_lse2_G, total_G, out_GD, lse2_G)
     out_GD = acc_GD / tl.where(valid_G, total_G, 1.0)[:, None]
-    channels_D = tl.arange(0, LOOP.block_d)
+    channels_D = tl.arange(0, BLOCK_D)
     places_GD = (rows_G * stride_out_t + heads_G * stride_out_h)[:, None] + channels_D[None, :]
     mask_GD = valid_G[:, None] & (channels_D < LOOP.head_size)[None, :]
     tl.store(out_ptr + places_GD, out_GD.to(out_ptr.dtype.element_ty), mask=mask_GD)

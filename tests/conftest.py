@@ -19,7 +19,7 @@ from baton.settings.environment import visible_gpus
 
 if not visible_gpus():
     # NOTE: Triton reads it when a kernel's module is imported, so it must be set before any test module is.
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background; programs that tests start inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

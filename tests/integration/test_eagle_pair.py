@@ -4,8 +4,6 @@ The head's KV and its first guesses are handed over, so the decode node guesses 
 first step on. Every right guess needs KV of 20 places before.
 """
 
-import asyncio
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,19 +13,22 @@ from typing import NamedTuple
 import pytest
 from safetensors.torch import load_file, save_file
 
-from baton.cli.processes import Process
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from tests.integration.cluster import LLAMA, Flags, Machines, machines, nothing_held, until_status
+from tests.integration.cluster import Flags, Machines, until_status
 from tests.integration.generation import generate
-from tests.integration.reference import Reference
-from tests.integration.test_layer_groups import fix_layers_per_group
+from tests.integration.guessing_pair import (
+    DRAWN,
+    GREEDY,
+    PROMPTS,
+    VOCABULARY,
+    Guessing,
+    add_tokenizer,
+    check_first_step,
+    check_tokens,
+    guessing_gateways,
+)
 from tests.unit.models.tiny_eagle import DISTANCE, save_with_good_head
-
-VOCABULARY = 4096
-GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-DRAWN = replace(GREEDY, temperature=0.7, seed=5)
-PROMPTS = [[3 + (seed + 7) * token * token % 3001 for token in range(40 + 9 * seed)] for seed in range(5)]
 
 
 class Saved(NamedTuple):
@@ -47,51 +48,24 @@ class Saved(NamedTuple):
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A tiny model with the tokenizer of a demo model, and its head."""
     path = tmp_path_factory.mktemp("eagle")
-    assert json.loads((LLAMA / "config.json").read_text())["vocab_size"] == VOCABULARY
     save_with_good_head(path / "model", path / "head", vocab_size=VOCABULARY)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(LLAMA / name, path / "model")
+    add_tokenizer(path / "model")
     return Saved(path / "model", path / "head")
 
 
 @pytest.fixture(scope="module")
-def gateways(saved: Saved) -> Iterator[tuple[Process, Process, Process, Process]]:
-    """Gateways of a pair that guesses, of a decode node that guesses alone, and of one that does not; and the pair's
-    decode node."""
-    guessing, model = saved.guessing, saved.model
-    with machines() as start:
-        prefill, decode, alone, plain = start.nodes(
-            ("prefill", guessing),
-            ("decode", {**guessing, "block_size": 32, "kv_cache_layout": "BLNHC"}),
-            ("decode", guessing),
-            ("decode", saved.flags),
-            prepare=fix_layers_per_group,
-        )
-        pair = start.gateway([prefill], [decode], model=model, local_policy="strict")
-        guesses = start.gateway([], [alone], model=model, local_policy="local")
-        yield pair, guesses, start.gateway([], [plain], model=model, local_policy="local"), decode
+def gateways(saved: Saved) -> Iterator[Guessing]:
+    yield from guessing_gateways(saved.model, saved.flags, saved.guessing, layout="BLNHC")
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-async def test_tokens_are_those_without_guesses(
-    gateways: tuple[Process, Process, Process, Process], saved: Saved, params: SamplingParams
-) -> None:
-    pair, alone, plain, decode = gateways
-    expected = await asyncio.gather(*(generate(plain, prompt, params) for prompt in PROMPTS))
-    if params is GREEDY:
-        reference = Reference(saved.model)
-        for prompt, each in zip(PROMPTS, expected, strict=True):
-            assert each.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
-    for gateway in (pair, alone):
-        results = await asyncio.gather(*(generate(gateway, prompt, params) for prompt in PROMPTS))
-        assert [each.token_ids for each in results] == [each.token_ids for each in expected]
-        assert all(each.proof.drafted_tokens for each in results)
-    await until_status(decode, nothing_held)
+async def test_tokens_are_those_without_guesses(gateways: Guessing, saved: Saved, params: SamplingParams) -> None:
+    await check_tokens(gateways, saved.model, params)
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 async def test_most_guesses_are_right_after_a_hand_over_as_in_one_process(
-    gateways: tuple[Process, Process, Process, Process], params: SamplingParams
+    gateways: Guessing, params: SamplingParams
 ) -> None:
     """With a salt of its own, no request is guessed from another's answer."""
     pair, alone, _, _ = gateways
@@ -101,18 +75,12 @@ async def test_most_guesses_are_right_after_a_hand_over_as_in_one_process(
             assert result.proof.accepted_tokens > 0.8 * result.proof.drafted_tokens
 
 
-async def test_the_first_step_of_the_decode_node_guesses(
-    gateways: tuple[Process, Process, Process, Process],
-) -> None:
-    pair, *_ = gateways
-    for prompt in PROMPTS:
-        result = await generate(pair, prompt, replace(GREEDY, max_tokens=3), cache_salt="first")
-        assert result.proof.path is RequestPath.REMOTE
-        assert result.proof.drafted_tokens == 1, "no more fits, and none would be known without the hand-over"
+async def test_the_first_step_of_the_decode_node_guesses(gateways: Guessing) -> None:
+    await check_first_step(gateways.pair)
 
 
 async def test_a_prefix_of_another_request_has_the_heads_kv(
-    gateways: tuple[Process, Process, Process, Process],
+    gateways: Guessing,
 ) -> None:
     pair, *_ = gateways
     for tail in ([5, 9, 4, 8], [60, 61, 77]):
@@ -136,9 +104,7 @@ async def test_a_prefix_that_comes_back_from_host_memory_has_the_heads_kv(start:
 
 
 @pytest.mark.slow
-async def test_ranks_guess_together(
-    start: Machines, gateways: tuple[Process, Process, Process, Process], saved: Saved
-) -> None:
+async def test_ranks_guess_together(start: Machines, gateways: Guessing, saved: Saved) -> None:
     prefill, decode = start.nodes(
         ("prefill", saved.guessing), ("decode", {**saved.guessing, "tensor_parallel_size": 2})
     )

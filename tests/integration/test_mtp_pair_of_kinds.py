@@ -4,16 +4,14 @@ Their tokens are those without guesses, and the decode node's first step guesses
 """
 
 import asyncio
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.core.types import Path as RequestPath
-from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
+from tests.integration.cluster import Flags, Machines, nothing_held, until_status
 from tests.integration.generation import generate
-from tests.integration.test_mtp_pair import DRAWN, GREEDY, PROMPTS, VOCABULARY
+from tests.integration.guessing_pair import DRAWN, GREEDY, PROMPTS, VOCABULARY, add_tokenizer, check_first_step
 from tests.unit.models.tiny_mtp import save_with_good_layer
 
 RANKS: Flags = {"tensor_parallel_size": 2}
@@ -23,8 +21,7 @@ OWN: Flags = {**RANKS, "expert_parallel": True, "attention_data_parallel": True}
 def save_with_tokenizer(directory: Path, kind: str) -> None:
     """Saves a model with a good MTP layer, and the tokenizer of a demo model."""
     save_with_good_layer(directory, kind, changed={"vocab_size": VOCABULARY})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(LLAMA / name, directory)
+    add_tokenizer(directory)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +59,5 @@ async def test_tokens_are_those_without_guesses_from_the_first_step_on(
                 sum(getattr(each.proof, count) for each in results) for count in ("drafted_tokens", "accepted_tokens")
             )
             assert accepted > 0.6 * drafted, "without the prompt's KV of the layer fewer are right"
-    for prompt in PROMPTS:
-        result = await generate(pair, prompt, replace(GREEDY, max_tokens=3), cache_salt="first")
-        assert result.proof.path is RequestPath.REMOTE
-        assert result.proof.drafted_tokens == 1, "no more fits, and none would be known without the hand-over"
+    await check_first_step(pair)
     await until_status(decode, nothing_held)

@@ -172,8 +172,8 @@ DISTANCE = 20
 
 
 def save_with_good_head(directory: Path, head: Path, *, vocab_size: int = 61) -> None:
-    """Saves a model of which the next token depends on the newest token and on the one `DISTANCE` places before it, and
-    a head that computes the same from its own KV. So the head is right as long as it has the KV of those places.
+    """Saves a model and its head. The model's next token depends on its newest token and on the token `DISTANCE` places
+    before. The head computes the same from its own KV, so it is right as long as it has the KV of those places.
 
     The first layer's attention looks at one place only: its keys are the same number everywhere, and its queries are
     turned by the distance. The other layers add nothing. In the head, half of the query heads look at the newest place,

@@ -1,0 +1,82 @@
+"""What tests of MTP layers and of EAGLE-3 heads share: a pair whose nodes guess with a layer that drafts tokens, a node
+that guesses alone, and one that does not guess."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from baton.cli.processes import Process
+from baton.core.sampling import SamplingParams
+from baton.core.types import Path as RequestPath
+from tests.integration.cluster import LLAMA, Flags, machines, nothing_held, until_status
+from tests.integration.generation import generate
+from tests.integration.reference import Reference
+from tests.integration.test_layer_groups import fix_layers_per_group
+
+VOCABULARY = 4096
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=0.7, seed=5)
+PROMPTS = [[3 + (seed + 7) * token * token % 3001 for token in range(40 + 9 * seed)] for seed in range(5)]
+
+
+class Guessing(NamedTuple):
+    """Gateways of a pair that guesses, of a decode node that guesses alone, and of one that does not; and the pair's
+    decode node."""
+
+    pair: Process
+    alone: Process
+    plain: Process
+    decode: Process
+
+
+def add_tokenizer(model: Path) -> None:
+    """Gives a model of `VOCABULARY` tokens the tokenizer of a demo model."""
+    assert json.loads((LLAMA / "config.json").read_text())["vocab_size"] == VOCABULARY
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(LLAMA / name, model)
+
+
+def guessing_gateways(model: Path, plain: Flags, guessing: Flags, *, layout: str) -> Iterator[Guessing]:
+    """Starts the nodes, and their gateways.
+
+    Args:
+        plain, guessing: flags of nodes without and with guesses.
+        layout: of the pair's decode node.
+    """
+    with machines() as start:
+        prefill, decode, single, other = start.nodes(
+            ("prefill", guessing),
+            ("decode", {**guessing, "block_size": 32, "kv_cache_layout": layout}),
+            ("decode", guessing),
+            ("decode", plain),
+            prepare=fix_layers_per_group,
+        )
+        pair = start.gateway([prefill], [decode], model=model, local_policy="strict")
+        alone = start.gateway([], [single], model=model, local_policy="local")
+        yield Guessing(pair, alone, start.gateway([], [other], model=model, local_policy="local"), decode)
+
+
+async def check_tokens(gateways: Guessing, model: Path, params: SamplingParams) -> None:
+    """Tokens are those without guesses, and greedy ones those of transformers."""
+    expected = await asyncio.gather(*(generate(gateways.plain, prompt, params) for prompt in PROMPTS))
+    if params is GREEDY:
+        reference = Reference(model)
+        for prompt, each in zip(PROMPTS, expected, strict=True):
+            assert each.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
+    for gateway in (gateways.pair, gateways.alone):
+        results = await asyncio.gather(*(generate(gateway, prompt, params) for prompt in PROMPTS))
+        assert [each.token_ids for each in results] == [each.token_ids for each in expected]
+        assert all(each.proof.drafted_tokens for each in results)
+    await until_status(gateways.decode, nothing_held)
+
+
+async def check_first_step(pair: Process) -> None:
+    """The first step of the decode node guesses."""
+    for prompt in PROMPTS:
+        result = await generate(pair, prompt, replace(GREEDY, max_tokens=3), cache_salt="first")
+        assert result.proof.path is RequestPath.REMOTE
+        assert result.proof.drafted_tokens == 1, "no more fits, and none would be known without the hand-over"

@@ -21,7 +21,7 @@ from attention.kernels.decode.plan import (
     num_decode_workers,
 )
 from attention.kernels.decode.prompts import tile_tokens_of
-from attention.kernels.paged.split import MOST_CAPTURED_TOKENS, SplitLayer, choose_splits
+from attention.kernels.paged.split import SplitLayer, choose_splits
 from attention.kernels.paged.work_list import WorkList, list_work
 from attention.metadata import (
     AttentionMetadata,
@@ -226,8 +226,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         num_tokens = batch.slot_mapping.shape[0]
         if self._always_persistent:
             prefills = self._with_work(prefills, num_tokens)
-        elif num_tokens <= MOST_CAPTURED_TOKENS:
-            # The lengths are not known; short requests leave most of their splits without keys.
+        else:  # the lengths are not known; short requests leave all but one split without keys
             num_keys = batch.block_table.shape[1] * self._needs.block_size
             splits = self._splits(
                 num_tokens=num_tokens, num_reqs=len(batch.seq_lens), batch_tokens=num_tokens, num_keys=num_keys

@@ -150,10 +150,10 @@ def ragged_attention(
 def _attend(call: AttentionCall) -> None:
     if not call.q_THD.shape[0] or not call.num_reqs:
         return
-    if call.splits == 1 and _may_run_on_hopper(call):
+    if _may_run_on_hopper(call):
         from attention.kernels.paged import hopper, persistent
 
-        if call.work is not None and persistent.launch(call, call.work):
+        if call.splits == 1 and call.work is not None and persistent.launch(call, call.work):
             return
         if hopper.launch(call):
             return

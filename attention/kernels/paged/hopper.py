@@ -11,10 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attention.kernels.paged.call import AttentionCall, AttentionTiles, LogSumExps, Requests, rows_of
-from attention.kernels.paged.hopper_attend import attend
+from attention.kernels.paged.hopper_attend import Split, attend
 from attention.kernels.paged.hopper_call import TILE_ROWS, HopperTiling, choose_tiling, prepare
 from attention.kernels.paged.hopper_load import HopperRequestKeys, load_keys
 from attention.kernels.paged.hopper_tile import AttentionTile, new_buffers, seen_by
+from attention.kernels.paged.split import LEAST_KEYS, merge_splits, new_partials
 from attention.kernels.tma_rows import TmaPlaces
 
 
@@ -26,27 +27,32 @@ def launch(call: AttentionCall, tiling: HopperTiling | None = None) -> bool:
     if prepared is None:
         return False
     tiles = call.tiles(TILE_ROWS, tiling.pack)
-    attend_tile[(tiles.num_tiles * tiles.num_packs,)](
+    partials = new_partials(call)
+    attend_tile[(tiles.num_tiles * tiles.num_packs, call.splits)](
         *prepared.matrices,
         rows_of(call.q_THD),
         rows_of(call.out),
+        *partials,
         prepared.scoring,
         *call.lse,
         *call.requests,
         *tiles,
         call.keys.block_size or 1,
         *prepared.places,
+        call.q_THD.shape[0],
         sizes=prepared.sizes,
         mask=call.mask,
+        least_keys=LEAST_KEYS,
         num_warps=4,
     )
+    merge_splits(call, partials)
     return True
 
 
 @gluon.jit(
     do_not_specialize=[
         "lse_stride_h", "lse_stride_t", "num_reqs", "table_stride", "num_tiles", "num_packs", "section", "block_size",
-        "k_row_b", "k_row_h", "k_col_h", "v_row_b", "v_row_h", "v_col_h",
+        "k_row_b", "k_row_h", "k_col_h", "v_row_b", "v_row_h", "v_col_h", "num_tokens",
     ],
     # In a batch with decodes, which come first, these pointers may have any alignment.
     do_not_specialize_on_alignment=["query_start_ptr", "key_start_ptr", "seq_lens_ptr", "block_table_ptr"],
@@ -57,6 +63,8 @@ def attend_tile(
     v_V,
     q,
     out,
+    partial_out_ptr,
+    partial_lse_ptr,
     scoring,
     lse_ptr,
     lse_stride_h,
@@ -77,10 +85,15 @@ def attend_tile(
     v_row_b,
     v_row_h,
     v_col_h,
+    num_tokens,
     sizes: gl.constexpr,
     mask: gl.constexpr,
+    least_keys: gl.constexpr,
 ):
-    """Runs one program: finds its tile of queries and divides the work among its warps."""
+    """Runs one program: finds its tile of queries and divides the work among its warps.
+
+    If there is memory for partial results, the second axis of the grid divides the tile's keys.
+    """
     lse = LogSumExps(lse_ptr, lse_stride_h, lse_stride_t)
     requests = Requests(num_reqs, query_start_ptr, key_start_ptr, seq_lens_ptr, block_table_ptr, table_stride)
     tiles = AttentionTiles(num_tiles, num_packs, section)
@@ -104,6 +117,16 @@ def attend_tile(
     first_position = seq_len - query_len + first_token
     last_position = gl.minimum(first_position + TOKENS, seq_len) - 1
     first_key, stop_key, _, _ = seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
+    alone = True
+    if partial_out_ptr is not None:
+        share = _find_share(stop_key - first_key, gl.num_programs(1), BLOCK_N, least_keys)
+        alone = stop_key - first_key <= share
+        if alone & (gl.program_id(1) > 0):
+            return
+        first_key += gl.program_id(1) * share
+        stop_key = gl.minimum(stop_key, first_key + share)
+    num_heads = num_packs // PACKS * sizes.group
+    split = Split(partial_out_ptr, partial_lse_ptr, gl.program_id(1), alone, num_tokens, num_heads)
     kv_head = pack // PACKS
     head = kv_head * sizes.group + pack % PACKS * PACK
     heads_left = sizes.group - pack % PACKS * PACK
@@ -114,13 +137,20 @@ def attend_tile(
     keys = HopperRequestKeys(key_start, table_ptr, first_block, last_block, block_size)
     gl.warp_specialize(
         [
-            (_attend, (0, q, out, lse, scoring, buffers, tile, sizes, mask, PAGED)),
-            (_attend, (1, q, out, lse, scoring, buffers, tile, sizes, mask, PAGED)),
+            (_attend, (0, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED)),
+            (_attend, (1, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED)),
             (_load_keys, (k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, sizes, PAGED)),
         ],
         [4, 1],
         [240, 24],
     )
+
+
+@gluon.jit
+def _find_share(num_keys, num_splits, BLOCK_N: gl.constexpr, LEAST: gl.constexpr):
+    """As `attention.kernels.paged.split.find_share`."""
+    share = gl.cdiv(gl.maximum(num_keys, 0), num_splits)
+    return gl.maximum(gl.cdiv(share, BLOCK_N) * BLOCK_N, LEAST)
 
 
 @gluon.jit
@@ -161,6 +191,7 @@ def _attend(
     WARPGROUP: gl.constexpr,
     q,
     out,
+    split,
     lse,
     scoring,
     buffers,
@@ -170,4 +201,4 @@ def _attend(
     PAGED: gl.constexpr,
 ):
     """Runs one multiplying warpgroup."""
-    attend(WARPGROUP, q, out, lse, scoring, buffers, tile, 0, sizes, mask, PAGED, False)
+    attend(WARPGROUP, q, out, split, lse, scoring, buffers, tile, 0, sizes, mask, PAGED, False)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attention.kernels.paged.hopper_tile import seen_by
+from attention.kernels.paged.split import WRITTEN
 
 
 class ScoreOptions(NamedTuple):
@@ -34,6 +35,18 @@ class ScoreOptions(NamedTuple):
     sinks_ptr: Tensor | None
 
 
+class Split(NamedTuple):
+    """A program's part of its tile's keys, as in `attention.kernels.paged.split`; the pointers are None where keys are
+    not split. `alone`: it has all of them."""
+
+    out_ptr: gl.tensor | None
+    lse_ptr: gl.tensor | None
+    index: gl.tensor
+    alone: gl.tensor
+    num_tokens: gl.tensor
+    num_heads: gl.tensor
+
+
 class _Queries(NamedTuple):
     """A warpgroup's rows, as its softmax needs them; the slopes are None without ALiBi."""
 
@@ -47,6 +60,7 @@ def attend(
     WARPGROUP: gl.constexpr,
     q,
     out,
+    split,
     lse,
     scoring,
     buffers,
@@ -66,6 +80,7 @@ def attend(
     BLOCK_N: gl.constexpr = sizes.block_n
     STAGES: gl.constexpr = sizes.stages
     LIMITED: gl.constexpr = mask.window != 0 or mask.chunk != 0
+    SPLIT: gl.constexpr = split.out_ptr is not None
     ROWS: gl.constexpr = buffers.q_A.shape[1]
     FIRST: gl.constexpr = WARPGROUP * ROWS
     USED: gl.constexpr = 2 * ROWS // PACK * PACK
@@ -101,6 +116,9 @@ def attend(
     if scoring.sinks_ptr is not None:
         max_M = gl.load(scoring.sinks_ptr + heads_M, mask=valid_M, other=0.0).to(gl.float32) * 1.4426950408889634
         sum_M = gl.full([ROWS], 1.0, gl.float32, layout=per_row)
+        if SPLIT:  # the first split has the sinks
+            max_M = gl.where(split.index == 0, max_M, -float("inf"))
+            sum_M = gl.where(split.index == 0, sum_M, 0.0)
     else:
         max_M = gl.full([ROWS], -float("inf"), gl.float32, layout=per_row)
         sum_M = gl.zeros([ROWS], gl.float32, layout=per_row)
@@ -163,6 +181,18 @@ def attend(
     # For a query that saw no key the output is 0, and the log-sum-exp is `max_M`, which is -inf.
     total_M = gl.where(sum_M == 0.0, 1.0, sum_M)
     acc_MV *= gl.convert_layout(1.0 / total_M, per_row_V)[:, None]
+    lse_M = (max_M + gl.log2(total_M)) / 1.4426950408889634
+    if SPLIT:
+        lse_rows_M = (split.index * split.num_heads + heads_M) * split.num_tokens + query_start + tokens_M
+        gl.store(split.lse_ptr + lse_rows_M, gl.where(split.alone, WRITTEN, lse_M), mask=valid_M)
+        split_rows_M = (
+            split.index.to(gl.int64) * split.num_tokens + query_start + tokens_M
+        ) * split.num_heads + heads_M
+        partial_M = gl.convert_layout(valid_M & (not split.alone), per_row_V)
+        split_rows_V = gl.convert_layout(split_rows_M * sizes.value_size, per_row_V)
+        _store(split.out_ptr, split_rows_V, acc_MV, partial_M, sizes.value_size)
+        valid_M = valid_M & split.alone
+        valid_C = valid_C & split.alone
     out_ptr = out.ptr + query_start.to(gl.int64) * out.stride_t + head * out.stride_h
     if BLOCK_V == BLOCK_A:
         # The result passes through the queries' memory, for stores of 16 bytes.
@@ -174,7 +204,6 @@ def attend(
         out_rows_V = gl.convert_layout(out_rows_M, per_row_V)
         _store(out_ptr, out_rows_V, acc_MV, gl.convert_layout(valid_M, per_row_V), sizes.value_size)
     if lse.ptr is not None:
-        lse_M = (max_M + gl.log2(total_M)) / 1.4426950408889634
         lse_rows_M = heads_M.to(gl.int64) * lse.stride_h + (query_start + tokens_M) * lse.stride_t
         gl.store(lse.ptr + lse_rows_M, lse_M, mask=valid_M)
 

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attention.kernels.paged.call import AttentionCall, LogSumExps, rows_of
-from attention.kernels.paged.hopper_attend import attend
+from attention.kernels.paged.hopper_attend import Split, attend
 from attention.kernels.paged.hopper_call import TILE_ROWS, choose_tiling, prepare
 from attention.kernels.paged.hopper_load import HopperRequestKeys, load_keys
 from attention.kernels.paged.hopper_tile import AttentionTile, new_buffers, seen_by
@@ -140,7 +140,8 @@ def _attend_items(
         item = _item_of(work, deal)
         if item < work.num_items:
             tile, _ = _tile_of(work, item, sizes, mask, PAGED, NUMBERS)
-            attend(WARPGROUP, q, out, lse, scoring, buffers, tile, turn, sizes, mask, PAGED, True)
+            whole = Split(None, None, 0, True, 0, 0)
+            attend(WARPGROUP, q, out, whole, lse, scoring, buffers, tile, turn, sizes, mask, PAGED, True)
             turn += _num_key_tiles(tile, sizes)
 
 

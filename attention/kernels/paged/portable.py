@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.paged.call import AttentionCall, LogSumExps, rows_of, split_channels
+from attention.kernels.paged.call import AttentionCall, rows_of, split_channels
 from attention.kernels.paged.portable_keys import KeyRows
 from attention.kernels.paged.portable_tile import attend_tile
 from attention.kernels.paged.split import LEAST_KEYS, merge_splits, new_partials
@@ -81,8 +81,8 @@ class _Scoring(NamedTuple):
 
 class _Sizes(NamedTuple):
     """Constant sizes. In a tile, `pack` query heads share `block_m` rows. Channels are padded; key channels are split
-    into `block_d` and `block_p`, which may be 0. `block_size` is the cache's, 0 without blocks. If `split`, programs
-    share a tile's keys, each with `least_keys` or more."""
+    into `block_d` and `block_p`, which may be 0. `block_size` is the cache's, 0 without blocks. Programs that share
+    a tile's keys have `least_keys` or more each."""
 
     key_size: int
     value_size: int
@@ -95,7 +95,6 @@ class _Sizes(NamedTuple):
     block_p: int
     block_v: int
     block_r: int
-    split: bool
     least_keys: int
 
 
@@ -109,25 +108,18 @@ class _Types(NamedTuple):
 
 def launch(call: AttentionCall, tiling: Tiling | None = None) -> None:
     """Launches the kernel, and the merge of its results if the call's keys are split."""
-    if call.splits == 1:
-        _launch(call, tiling, call.out, call.lse)
-        return
-    out_STHV, lse_SHT = new_partials(call, call.splits)
-    _launch(call, tiling, out_STHV[0], LogSumExps(lse_SHT, *lse_SHT.stride()[1:]))
-    merge_splits(call, out_STHV, lse_SHT)
-
-
-def _launch(call: AttentionCall, tiling: Tiling | None, out_THV: Tensor, lse: LogSumExps) -> None:
     tiling = tiling or choose_tiling(call)
     q_THD, keys, features = call.q_THD, call.keys, call.features
     head_size, value_size = q_THD.shape[-1], keys.values.shape[-1]
     block_d, block_p = split_channels(head_size)
     tiles = call.tiles(tiling.block_m, tiling.pack)
+    partials = new_partials(call)
     attend_tile[(tiles.num_tiles * tiles.num_packs, call.splits)](
         rows_of(q_THD),
         KeyRows(keys.keys, *keys.keys.stride()[:3]),
         KeyRows(keys.values, *keys.values.stride()[:3]),
-        rows_of(out_THV),
+        rows_of(call.out),
+        partials,
         _Scoring(
             call.scale,
             features.logits_soft_cap,
@@ -137,7 +129,7 @@ def _launch(call: AttentionCall, tiling: Tiling | None, out_THV: Tensor, lse: Lo
             features.k_scale,
             features.v_scale,
         ),
-        *lse,
+        *call.lse,
         *call.requests,
         *tiles,
         q_THD.shape[0],
@@ -153,7 +145,6 @@ def _launch(call: AttentionCall, tiling: Tiling | None, out_THV: Tensor, lse: Lo
             block_p=block_p,
             block_v=max(16, triton.next_power_of_2(value_size)),
             block_r=min(256, max(16, triton.next_power_of_2(call.num_reqs))),
-            split=call.splits > 1,
             least_keys=LEAST_KEYS,
         ),
         mask=call.mask,
@@ -161,6 +152,7 @@ def _launch(call: AttentionCall, tiling: Tiling | None, out_THV: Tensor, lse: Lo
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
+    merge_splits(call, partials)
 
 
 def _multiplied_as(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> _Types:

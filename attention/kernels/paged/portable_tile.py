@@ -8,6 +8,7 @@ import triton.language as tl
 
 from attention.kernels.paged.call import AttentionTiles, LogSumExps, Requests
 from attention.kernels.paged.portable_keys import KeyRows, PortableRequestKeys, Queries, attend_keys, in_type, load_rows
+from attention.kernels.paged.split import WRITTEN, find_share
 
 
 @triton.jit(
@@ -30,6 +31,7 @@ def attend_tile(
     k,
     v,
     out,
+    partials,
     scoring,
     lse_ptr,
     lse_stride_h,
@@ -51,8 +53,7 @@ def attend_tile(
     """Attends for one tile. With a block table, keys are in the cache's blocks; else `key_start_ptr` holds their
     starts.
 
-    If sizes are split, the second axis of the grid divides the tile's keys, and `out` and the log-sum-exps are partial
-    results [splits, num_tokens, ...], one after the other in memory.
+    If there is memory for partial results, the second axis of the grid divides the tile's keys.
 
     Tiles go through few kv heads at a time, so that their keys stay in the L2 cache, and start with a request's last
     queries, which see the most keys.
@@ -128,22 +129,19 @@ def attend_tile(
     full_stop = full_stop // BLOCK_N * BLOCK_N
     full_start = tl.minimum((full_start + BLOCK_N - 1) // BLOCK_N * BLOCK_N, tl.maximum(full_stop, start))
     full_stop = tl.maximum(full_stop, full_start)
-    out_ptr = out.ptr
-    lse_out_ptr = lse.ptr
-    if sizes.split:
+    SPLIT: tl.constexpr = partials.out_ptr is not None
+    if SPLIT:
         split = tl.program_id(1)
-        num_splits = tl.num_programs(1)
-        # Each split has whole tiles of keys. Short requests have fewer splits than programs.
-        share = (tl.maximum(stop - start, 0) + num_splits - 1) // num_splits
-        share = tl.maximum((share + BLOCK_N - 1) // BLOCK_N * BLOCK_N, sizes.least_keys)
+        share = find_share(stop - start, tl.num_programs(1), BLOCK_N, sizes.least_keys)
+        alone = stop - start <= share
+        if alone & (split > 0):
+            return
         split_start = start + split * share
         split_stop = split_start + share
         start = split_start
         stop = tl.maximum(tl.minimum(stop, split_stop), split_start)
         full_start = tl.minimum(tl.maximum(full_start, split_start), split_stop)
         full_stop = tl.minimum(tl.maximum(full_stop, split_start), split_stop)
-        out_ptr += split.to(tl.int64) * num_tokens * out.stride_t
-        lse_out_ptr += split * num_tokens * (tiles.num_packs // PACKS * GROUP)
 
     scale = scoring.scale
     if scoring.q_scale_ptr is not None:
@@ -164,7 +162,7 @@ def attend_tile(
     if scoring.sinks_ptr is not None:
         max_M = tl.load(scoring.sinks_ptr + heads_M, mask=valid_M, other=0.0).to(tl.float32) * 1.4426950408889634
         sum_M = tl.full([BLOCK_M], 1.0, tl.float32)
-        if sizes.split:  # the first split has the sinks
+        if SPLIT:  # the first split has the sinks
             max_M = tl.where(split == 0, max_M, float("-inf"))
             sum_M = tl.where(split == 0, sum_M, 0.0)
     else:
@@ -198,16 +196,24 @@ def attend_tile(
     if scoring.v_scale_ptr is not None:
         factor_M *= tl.load(scoring.v_scale_ptr)
     channels_V = tl.arange(0, BLOCK_V)
+    out_MV = acc_MV * factor_M[:, None]
+    lse_M = (max_M + tl.log2(total_M)) / 1.4426950408889634
+    in_value_V = (channels_V < sizes.value_size)[None, :]
+    if SPLIT:
+        num_heads = tiles.num_packs // PACKS * GROUP
+        partial_M = valid_M & (not alone)
+        places_M = ((split.to(tl.int64) * num_tokens + query_start + tokens_M) * num_heads + heads_M) * sizes.value_size
+        mask_MV = partial_M[:, None] & in_value_V
+        tl.store(partials.out_ptr + places_M[:, None] + channels_V[None, :], out_MV, mask=mask_MV)
+        lse_places_M = (split * num_heads + heads_M) * num_tokens + query_start + tokens_M
+        tl.store(partials.lse_ptr + lse_places_M, tl.where(alone, WRITTEN, lse_M), mask=valid_M)
+        valid_M = valid_M & alone
     out_M = (query_start + tokens_M).to(tl.int64) * out.stride_t + heads_M * out.stride_h
-    tl.store(
-        out_ptr + out_M[:, None] + channels_V[None, :],
-        (acc_MV * factor_M[:, None]).to(out.ptr.dtype.element_ty),
-        mask=valid_M[:, None] & (channels_V < sizes.value_size)[None, :],
-    )
+    mask_MV = valid_M[:, None] & in_value_V
+    tl.store(out.ptr + out_M[:, None] + channels_V[None, :], out_MV.to(out.ptr.dtype.element_ty), mask=mask_MV)
     if lse.ptr is not None:
-        lse_M = (max_M + tl.log2(total_M)) / 1.4426950408889634
         lse_places_M = heads_M.to(tl.int64) * lse.stride_h + (query_start + tokens_M) * lse.stride_t
-        tl.store(lse_out_ptr + lse_places_M, lse_M, mask=valid_M)
+        tl.store(lse.ptr + lse_places_M, lse_M, mask=valid_M)
 
 
 @triton.jit

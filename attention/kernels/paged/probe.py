@@ -7,13 +7,15 @@ import torch
 
 from attention.kernels.paged import portable
 from attention.kernels.paged.call import AttentionCall, KernelFeatures, Keys
+from attention.kernels.paged.split import LEAST_KEYS
 from attention.kernels.paged.work_list import WorkList, list_work
 from baton.tritonlib.hopper_check import Pair
 
 _BLOCK_SIZE, _HEADS, _KV_HEADS, _CHANNELS = 16, 4, 2, 128
-# A prompt, a prompt that continues a context, and a decode; no length fills its last block or tile.
+# A prompt, a prompt that continues a context, and a decode; no length fills its last block or tile. The context is long
+# enough to be split.
 _QUERY_LENS = (100, 40, 1)
-_SEQ_LENS = (100, 333, 77)
+_SEQ_LENS = (100, LEAST_KEYS + 333, 77)
 _TILE_TOKENS = 128 * _KV_HEADS // _HEADS
 
 
@@ -23,7 +25,10 @@ def compare_on_hopper(device: torch.device) -> Iterator[Pair]:
     def launch_persistent(call: AttentionCall) -> bool:
         return persistent.launch(call, _work_of(call))
 
-    return compare(device, hopper.launch, launch_persistent)
+    def launch_split(call: AttentionCall) -> bool:
+        return hopper.launch(replace(call, splits=3))
+
+    return compare(device, hopper.launch, launch_split, launch_persistent)
 
 
 def compare(device: torch.device, *launches: Callable[[AttentionCall], bool]) -> Iterator[Pair]:

@@ -1,8 +1,9 @@
 """Splits the keys of few queries over a long context among programs, and merges their results.
 
 Without it each tile of queries and kv head has one program, which reads all keys one after the other, while most of the
-GPU is idle. A split is chosen from sizes alone that the host knows, so a captured step may have one. Legend: S splits,
-T tokens, H query heads, V value channels.
+GPU is idle. The number of programs is chosen from sizes that the host knows, so a captured step may be split. How many
+of them have keys, a tile decides by its own context: a tile with few keys has one, which writes the result at once.
+Legend: S splits, T tokens, H query heads, V value channels.
 """
 
 from typing import NamedTuple
@@ -15,25 +16,30 @@ from torch import Tensor
 from attention.kernels.paged.call import AttentionCall
 from baton.tritonlib.launch import bound, interpreted
 
-# Keys of a split, at least: fewer would take less time than their result takes to be merged.
+# Keys of a split, at least. On an H200 a program reads this many in 14 us, and merging takes about 6.
 LEAST_KEYS = 1024
 _MOST_SPLITS = 64
 # Memory for partial results of one call.
 _MOST_BYTES = 64 * 2**20
 _TILE_ROWS = 128
-# Nanoseconds for a key: of a split program for each 64 rows, of the unsplit kernel's program, and for the merge.
-# `attention.cascade` measured 33 and 23 on an H200 for its kernels. What these take is an ESTIMATE until
-# `bench.attention.short_chunks` has measured it.
-_SPLIT_KEY_NS, _WHOLE_KEY_NS, _MERGE_NS = 33.0, 23.0, 10_000.0
-_SPLIT_ROWS = 64
-# A captured step of more tokens is not split: it serves ordinary prompts as well, whose contexts are short.
-MOST_CAPTURED_TOKENS = 64
-# The estimate must be this many times better, so that an error in it makes nothing slower.
-_MARGIN = 1.5
 # Programs for each multiprocessor, most of which end at once: a grid has places for as many requests as a captured step
 # may have.
 _MOST_PROGRAMS = 8
-_BLOCK_SPLITS = 8
+_BLOCK_HEADS, _BLOCK_SPLITS = 4, 8
+
+
+class Partials(NamedTuple):
+    """Memory for partial results of a call, [S, T, H, V], and their natural log-sum-exps, [S, H, T], in float32; the
+    pointers are None where keys are not split.
+
+    A tile that has one split writes its result where it belongs, and WRITTEN as the log-sum-exp of its first split.
+    """
+
+    out_ptr: Tensor | None
+    lse_ptr: Tensor | None
+
+
+WRITTEN = tl.constexpr(float("inf"))
 
 
 class SplitLayer(NamedTuple):
@@ -50,7 +56,7 @@ class SplitLayer(NamedTuple):
 
 
 def choose_splits(layer: SplitLayer, *, num_tokens: int, num_reqs: int, batch_tokens: int, num_keys: int) -> int:
-    """Returns among how many programs to split each tile's keys; 1 where that is not surely faster.
+    """Returns among how many programs to split each tile's keys: as many as the GPU has room for. 1: not split.
 
     Args:
         num_tokens, num_reqs: prompts of the batch and their tokens, or upper bounds.
@@ -68,29 +74,28 @@ def choose_splits(layer: SplitLayer, *, num_tokens: int, num_reqs: int, batch_to
         _MOST_BYTES // max(1, bytes_per_split),
         _MOST_SPLITS,
     )
-    if splits < 2:
-        return 1
-    whole_ns = num_keys * _WHOLE_KEY_NS
-    key_ns = _SPLIT_KEY_NS * -(-min(num_tokens * group, _TILE_ROWS) // _SPLIT_ROWS)
-    split_ns = -(-num_keys // splits) * key_ns + _MERGE_NS
-    return splits if whole_ns > _MARGIN * split_ns else 1
+    return max(1, splits)
 
 
-def new_partials(call: AttentionCall, splits: int) -> tuple[Tensor, Tensor]:
-    """Allocates partial results [S, T, H, V] and their natural log-sum-exps [S, H, T], in float32."""
+def new_partials(call: AttentionCall) -> Partials:
+    """Allocates memory for the call's partial results; none if its keys are not split."""
+    if call.splits == 1:
+        return Partials(None, None)
     num_tokens, num_heads, device = *call.q_THD.shape[:2], call.q_THD.device
     value_size = call.keys.values.shape[-1]
-    out = torch.empty(splits, num_tokens, num_heads, value_size, dtype=torch.float32, device=device)
-    return out, torch.empty(splits, num_heads, num_tokens, dtype=torch.float32, device=device)
+    out = torch.empty(call.splits, num_tokens, num_heads, value_size, dtype=torch.float32, device=device)
+    return Partials(out, torch.empty(call.splits, num_heads, num_tokens, dtype=torch.float32, device=device))
 
 
-def merge_splits(call: AttentionCall, partial_out_STHV: Tensor, partial_lse_SHT: Tensor) -> None:
-    """Writes the call's results for the tokens that its query starts count. Their partial log-sum-exps are all written;
-    -inf: that split has no keys, and its output is not read."""
-    splits, num_tokens, num_heads, value_size = partial_out_STHV.shape
-    _merge_kernel[(num_tokens, num_heads)](
-        partial_out_STHV,
-        partial_lse_SHT,
+def merge_splits(call: AttentionCall, partials: Partials) -> None:
+    """Writes the call's results for the tokens that its query starts count, if its keys are split. Their partial
+    log-sum-exps are all written; -inf: that split has no keys, and its output is not read."""
+    if partials.out_ptr is None:
+        return
+    splits, num_tokens, num_heads, value_size = partials.out_ptr.shape
+    _merge_kernel[(num_tokens, triton.cdiv(num_heads, _BLOCK_HEADS))](
+        partials.out_ptr,
+        partials.lse_ptr,
         call.out,
         call.lse_HT,
         call.query_start_loc,
@@ -101,11 +106,20 @@ def merge_splits(call: AttentionCall, partial_out_STHV: Tensor, partial_lse_SHT:
         *call.out.stride()[:2],
         *call.lse[1:],
         VALUE_SIZE=value_size,
+        BLOCK_H=_BLOCK_HEADS,
         BLOCK_V=max(16, triton.next_power_of_2(value_size)),
         BLOCK_S=_BLOCK_SPLITS,
         INTERPRETED=interpreted(),
-        num_warps=2,
+        num_warps=4,
     )
+
+
+@triton.jit
+def find_share(num_keys, num_splits, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
+    """Returns how many keys each split of a tile has: whole tiles of keys, and LEAST or more, so that short requests
+    have fewer splits than programs."""
+    share = (tl.maximum(num_keys, 0) + num_splits - 1) // num_splits
+    return tl.maximum((share + BLOCK_N - 1) // BLOCK_N * BLOCK_N, LEAST)
 
 
 @triton.jit(
@@ -127,38 +141,46 @@ def _merge_kernel(
     stride_lse_h,
     stride_lse_t,
     VALUE_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Merges the partial results of one token's head, in order. The output is 0 if no split has keys."""
+    """Merges the partial results of some heads of one token, in order. The output is 0 if no split has keys."""
     token = tl.program_id(0)
-    head = tl.program_id(1)
+    first_head = tl.program_id(1) * BLOCK_H
     if (token < tl.load(query_start_ptr)) | (token >= tl.load(query_start_ptr + num_reqs)):
         return
+    if tl.load(partial_lse_ptr + first_head * num_tokens + token) == WRITTEN:  # as are all heads of this token
+        return
+    heads_H = first_head + tl.arange(0, BLOCK_H)
+    exists_H = heads_H < num_heads
     channels_V = tl.arange(0, BLOCK_V)
-    acc_V = tl.zeros([BLOCK_V], tl.float32)
-    most = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
+    acc_HV = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    most_H = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total_H = tl.zeros([BLOCK_H], tl.float32)
     for start in tl.range(0, bound(splits, INTERPRETED), BLOCK_S):
         splits_S = start + tl.arange(0, BLOCK_S)
-        lse_places_S = (splits_S * num_heads + head) * num_tokens + token
-        lse_S = tl.load(partial_lse_ptr + lse_places_S, mask=splits_S < splits, other=float("-inf"))
-        new_most = tl.maximum(most, tl.max(lse_S, 0))
-        safe_most = tl.where(new_most == float("-inf"), 0.0, new_most)  # -inf minus -inf is NaN
-        weights_S = tl.exp(lse_S - safe_most)
-        places_S = ((splits_S.to(tl.int64) * num_tokens + token) * num_heads + head) * VALUE_SIZE
-        mask_SV = (lse_S > float("-inf"))[:, None] & (channels_V < VALUE_SIZE)[None, :]
-        out_SV = tl.load(partial_out_ptr + places_S[:, None] + channels_V[None, :], mask=mask_SV, other=0.0)
-        rescale = tl.exp(most - safe_most)
-        total = total * rescale + tl.sum(weights_S, 0)
-        acc_V = acc_V * rescale + tl.sum(weights_S[:, None] * out_SV, 0)
-        most = new_most
-    has_none = total == 0.0
-    total = tl.where(has_none, 1.0, total)
-    acc_V = acc_V / total
-    out_places_V = token.to(tl.int64) * stride_out_t + head * stride_out_h + channels_V
-    tl.store(out_ptr + out_places_V, acc_V.to(out_ptr.dtype.element_ty), mask=channels_V < VALUE_SIZE)
+        exists_HS = exists_H[:, None] & (splits_S < splits)[None, :]
+        lse_places_HS = (splits_S[None, :] * num_heads + heads_H[:, None]) * num_tokens + token
+        lse_HS = tl.load(partial_lse_ptr + lse_places_HS, mask=exists_HS, other=float("-inf"))
+        new_most_H = tl.maximum(most_H, tl.max(lse_HS, 1))
+        safe_most_H = tl.where(new_most_H == float("-inf"), 0.0, new_most_H)  # -inf minus -inf is NaN
+        weights_HS = tl.exp(lse_HS - safe_most_H[:, None])
+        places_HS = ((splits_S.to(tl.int64)[None, :] * num_tokens + token) * num_heads + heads_H[:, None]) * VALUE_SIZE
+        mask_HSV = (lse_HS > float("-inf"))[:, :, None] & (channels_V < VALUE_SIZE)[None, None, :]
+        places_HSV = places_HS[:, :, None] + channels_V[None, None, :]
+        out_HSV = tl.load(partial_out_ptr + places_HSV, mask=mask_HSV, other=0.0)
+        rescale_H = tl.exp(most_H - safe_most_H)
+        total_H = total_H * rescale_H + tl.sum(weights_HS, 1)
+        acc_HV = acc_HV * rescale_H[:, None] + tl.sum(weights_HS[:, :, None] * out_HSV, 1)
+        most_H = new_most_H
+    has_none_H = total_H == 0.0
+    total_H = tl.where(has_none_H, 1.0, total_H)
+    acc_HV = acc_HV / total_H[:, None]
+    out_places_HV = token.to(tl.int64) * stride_out_t + heads_H[:, None] * stride_out_h + channels_V[None, :]
+    mask_HV = exists_H[:, None] & (channels_V < VALUE_SIZE)[None, :]
+    tl.store(out_ptr + out_places_HV, acc_HV.to(out_ptr.dtype.element_ty), mask=mask_HV)
     if lse_ptr is not None:
-        lse = tl.where(has_none, float("-inf"), most + tl.log(total))
-        tl.store(lse_ptr + head.to(tl.int64) * stride_lse_h + token * stride_lse_t, lse)
+        lse_H = tl.where(has_none_H, float("-inf"), most_H + tl.log(total_H))
+        tl.store(lse_ptr + heads_H.to(tl.int64) * stride_lse_h + token * stride_lse_t, lse_H, mask=exists_H)

@@ -130,7 +130,8 @@ def attend(
         first_position = seq_len - query_len + first_token + FIRST // PACK
         last_position = seq_len - query_len + gl.minimum(first_token + (FIRST + ROWS - 1) // PACK, query_len - 1)
         _, _, full_start, full_stop = seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
-        full_stop = gl.minimum(full_stop, stop - 1)
+        # A split may begin after the last key that all rows see.
+        full_stop = gl.maximum(gl.minimum(full_stop, stop - 1), start)
         full_start = gl.maximum(gl.minimum(full_start, full_stop), start)
 
         stage, phase = turn % STAGES, (turn // STAGES) & 1

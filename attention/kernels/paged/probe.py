@@ -12,10 +12,10 @@ from attention.kernels.paged.work_list import WorkList, list_work
 from baton.tritonlib.hopper_check import Pair
 
 _BLOCK_SIZE, _HEADS, _KV_HEADS, _CHANNELS = 16, 4, 2, 128
-# A prompt, a prompt that continues a context, and a decode; no length fills its last block or tile. The context is long
-# enough to be split.
-_QUERY_LENS = (100, 40, 1)
-_SEQ_LENS = (100, LEAST_KEYS + 333, 77)
+# A prompt, two prompts that continue a context, and a decode; no length fills its last block or tile. The contexts are
+# long enough to be split, one of them among the queries of a tile.
+_QUERY_LENS = (100, 40, 40, 1)
+_SEQ_LENS = (100, LEAST_KEYS + 333, LEAST_KEYS + 20, 77)
 _TILE_TOKENS = 128 * _KV_HEADS // _HEADS
 
 

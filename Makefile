@@ -10,7 +10,7 @@ WIRE := protos/wire.binpb
 # Tests that share no processes: each may run in either of two workers. Of all others a whole file runs in one worker,
 # because its tests share the nodes that they start. These wait for a quarter of their time: hence a third worker.
 SINGLE := tests/unit tests/conformance tests/test_architecture.py tests/simulation
-# Tests of kernels. On a GPU they run compiled.
+# Tests of kernels, then of those of recurrent layers. On a GPU they run compiled.
 KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose_kernel.py tests/unit/engine/test_sampler.py \
 	$(addprefix tests/unit/models/test_, \
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
@@ -52,7 +52,7 @@ fuzz: install  ## Feed random inputs to every parser: COUNT=1000000 for many, TA
 		$(if $(FIRST),--first $(FIRST)) $(if $(REPORT),--report)
 
 test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and write the conformance table
-	@$(BIN)/python -m pytest -n 8 --dist loadgroup tests/gpu $(KERNELS) tests/conformance/attention \
+	@$(BIN)/python -m pytest -n 8 --dist loadgroup tests/gpu $(KERNELS) $(RECURRENT) tests/conformance/attention \
 		--attention-table bench/results/attention_conformance.md
 
 test: install  ## Run every test that needs no GPU, but for the sweeps

@@ -2,7 +2,8 @@
 
 The interpreter accepts programs that the compiler refuses. `make test-compiled` runs it.
 
-A test fails if a kernel that it launches does not compile. Nothing is computed, so what else it says does not count.
+A test fails if a kernel that it launches does not compile, or if a loop of it does not carry a name that it assigns.
+Nothing is computed, so what else it says does not count.
 """
 
 import os
@@ -16,6 +17,7 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler.code_generator import CodeGenerator, flatten_values_to_ir
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -23,6 +25,7 @@ from triton.runtime.jit import JITFunction
 _TARGET = GPUTarget("cuda", 90, 32)
 _refused: list[str] = []
 _run = JITFunction.run
+_verify = CodeGenerator._verify_loop_carried_variable
 
 
 class _NoGpu:
@@ -50,9 +53,21 @@ def _compile(kernel: JITFunction, *args: Any, **options: Any) -> Any:
         raise
 
 
+def _verify_carried(generator: CodeGenerator, name: str, after: Any, before: Any) -> None:
+    """Refuses a name that has the same value before a loop and after a trial of its body, although the body assigns it.
+
+    The compiler then carries it through no round. If it takes over another name's value, and began as that value, each
+    round should see the other name's value of the round before, as it does in the interpreter.
+    """
+    _verify(generator, name, after, before)
+    if name in generator.local_defs and flatten_values_to_ir([after]) == flatten_values_to_ir([before]):
+        raise ValueError(f"a loop does not carry {name!r}: begin with a new value, such as `{name} = other + 0`")
+
+
 def pytest_configure() -> None:
     driver.set_active(_NoGpu())
     JITFunction.run = _compile
+    CodeGenerator._verify_loop_carried_variable = _verify_carried
     assert not triton.knobs.runtime.interpret
 
 

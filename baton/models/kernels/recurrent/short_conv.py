@@ -136,7 +136,9 @@ def _short_conv(
         state_ptrs_X += (x_X % HEAD_CHANNELS) * state_stride_C
         token_T = first + tl.arange(0, TILE_T)
         in_T = token_T < length
-        before = slot  # of the inputs before these tokens
+        # NOTE: `+ 0` makes a new value. A compiled loop does not carry a name that begins as another name's value and
+        # takes that one over in each round, so all rounds would read the first slot. The interpreter carries it.
+        before = slot + 0  # of the inputs before these tokens
         while start >= 0:
             before_ptrs_X = state_ptrs_X + before * state_stride_S
             x_ptrs_X = x_ptr + start * x_stride + x_X

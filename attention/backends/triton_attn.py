@@ -5,6 +5,7 @@ D key channels, V value channels.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
@@ -20,7 +21,8 @@ from attention.backends.triton_metadata import (
 )
 from attention.cascade import SharedPrefix, attend_with_prefix, can_share_prefix
 from attention.kernels.decode.attend import decode_attention
-from attention.kernels.decode.prompts import attend_prompts
+from attention.kernels.in_order.decodes import attend_decodes
+from attention.kernels.in_order.prompts import attend_prompts
 from attention.kernels.paged.attend import ragged_attention, unified_attention
 from attention.kernels.paged.work_list import WorkList
 from attention.layer_checks import check_heads
@@ -193,7 +195,11 @@ def _attend_cache(
     """Attends for decodes and prefills. `own_kv` is the call's own keys and values if prefills need no others."""
     num_decodes = len(decodes.seq_lens)
     if num_decodes:
-        decode_attention(
+        if in_order:
+            attend = attend_decodes
+        else:
+            attend = partial(decode_attention, lse_HR=None if lse_HT is None else lse_HT[:, :num_decodes])
+        attend(
             q_THD[:num_decodes],
             kv_layer,
             seq_lens=decodes.seq_lens,
@@ -207,7 +213,6 @@ def _attend_cache(
             k_scale=scales.k,
             v_scale=scales.v,
             out=out[:num_decodes],
-            lse_HR=None if lse_HT is None else lse_HT[:, :num_decodes],
         )
     if not len(prefills.seq_lens):
         return

@@ -16,11 +16,12 @@ from attention.cascade import SharedPrefix, share_prefix, worth_sharing
 from attention.kernels.decode.plan import (
     DecodePlan,
     decode_tiling,
+    in_order_tiling,
     new_decode_plan,
     new_partials,
     num_decode_workers,
 )
-from attention.kernels.decode.prompts import tile_tokens_of
+from attention.kernels.in_order.prompts import tile_tokens_of
 from attention.kernels.paged.split import SplitLayer, choose_splits
 from attention.kernels.paged.work_list import WorkList, list_work
 from attention.metadata import (
@@ -142,7 +143,11 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
     captures_prompts: ClassVar[bool] = True
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, persistent_prefills: bool | None) -> None:
-        tiling = decode_tiling(needs.head_size, TORCH_DTYPES[needs.cache_dtype])
+        cache_dtype = TORCH_DTYPES[needs.cache_dtype]
+        if needs.batch_invariant:
+            tiling = in_order_tiling(needs.head_size, cache_dtype, hopper=platform.hopper_kernels)
+        else:
+            tiling = decode_tiling(needs.head_size, cache_dtype)
         num_workers = num_decode_workers(needs.num_kv_heads, platform.num_sms, tiling)
         partials = new_partials(
             max_num_reqs=needs.max_num_reqs,

@@ -23,6 +23,11 @@ from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.demo import build_demo, generate
 from tests.invariance import Invariant, Lengths, differences, drawn_tokens, hidden_states
+from tests.unit.attention.in_order import attend_in_order, in_order_plan
+from tests.unit.attention.paged import Asked, decodes
+from tests.unit.attention.test_decode_kernel import ASKED
+from tests.unit.attention.test_decodes_in_order import AXES
+from tests.unit.attention.test_prompts_in_order import computed, decoded
 
 pytestmark = pytest.mark.gpu
 
@@ -141,6 +146,34 @@ def test_in_float32_a_row_has_the_same_bits_among_any_number_of_rows() -> None:
     assert relative_error(together, x.double() @ weight.double().t()) < 1e-6
     for num_rows in (1, 2, 31, 32, 33, 128):
         assert torch.equal(multiply_invariant(x[-num_rows:], weight), together[-num_rows:])
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (32, 8), (48, 1)])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
+def test_decodes_and_prompts_have_the_same_bits_with_keys_on_either_axis_of_a_product(
+    cache_dtype: torch.dtype | None, head_size: int, heads: tuple[int, int]
+) -> None:
+    batch = decodes(
+        [900, 200], num_heads=heads[0], num_kv_heads=heads[1], head_size=head_size, dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+    )  # fmt: skip
+    by_rows, by_columns = (
+        attend_in_order(batch, Asked(), in_order_plan(batch, Asked(), rows=2), keys_axis=axis) for axis in AXES
+    )
+    assert torch.equal(by_rows, by_columns)
+    for request, length in ((0, 900), (1, 200)):
+        expected = decoded(batch, request, Asked())
+        for chunk in (length, 77):
+            cuts = [(request, start, min(start + chunk, length)) for start in range(0, length, chunk)]
+            assert torch.equal(torch.cat(computed(batch, cuts, Asked())), expected)
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_decodes_and_prompts_have_the_same_bits_with_any_feature(asked: Asked) -> None:
+    batch = decodes([400], head_size=128, dtype=torch.bfloat16)
+    (ours,) = computed(batch, [(0, 0, 400)], asked)
+    assert torch.equal(ours, decoded(batch, 0, asked))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

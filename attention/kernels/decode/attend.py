@@ -9,18 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.decode.keys import LOG2_E, HeadKeys, Limits, Queries, attend_keys, load_queries, loop_of
-from attention.kernels.decode.merge import fold, merge_partials, no_partials
-from attention.kernels.decode.plan import (
-    MAX_ROWS,
-    NO_LIMIT,
-    DecodePlan,
-    first_visible_key,
-    unit_keys_of,
-    units_per_worker,
-)
-from baton.tritonlib.launch import await_predecessors, overlap, prefetch, start_dependents
+from attention.kernels.decode.merge import merge_partials
+from attention.kernels.decode.plan import NO_LIMIT, DecodePlan, keys_of_units, units_per_worker
+from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, prefetch, start_dependents
+from baton.tritonlib.math import tanh
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# Rows of one program, one per query head. More would not fit into its registers, so larger groups read keys again.
+MAX_ROWS = 64
 # Number of tiles prefetched while the previous kernel runs: as many as the loop has in flight.
 _TILES_AHEAD = tl.constexpr(2)
 
@@ -56,16 +52,16 @@ def decode_attention(
             must be complete before that kernel starts.
         lse_HR: float32, natural log-sum-exp, sinks included.
     """
-    num_rows, num_heads, _ = q_RHD.shape
+    assert not plan.units.in_order
+    num_rows, num_heads, head_size = q_RHD.shape
     assert queries_per_request == 1 or alibi_slopes_H is None
     num_reqs = num_rows // queries_per_request
     num_kv_heads = kv_layer.shape[3]
     group = num_heads // num_kv_heads
     block_group = min(MAX_ROWS, max(16, triton.next_power_of_2(group * queries_per_request)))
-    if plan.units.in_order:  # as in tiles of prompts
-        block_group = MAX_ROWS
     group_blocks = triton.cdiv(group * queries_per_request, block_group)
     keys, values = kv_layer.unbind(0)
+    block_channels = max(16, triton.next_power_of_2(head_size))
     tiling, partials = plan.tiling, plan.partials
     grid = (num_kv_heads * group_blocks, plan.num_workers)
     _decode_kernel[grid](
@@ -103,15 +99,37 @@ def decode_attention(
         out.stride(1),
         0 if lse_HR is None else lse_HR.stride(0),
         block_table.stride(0),
+        HEAD_SIZE=head_size,
+        BLOCK_D=block_channels,
         GROUP=group,
+        BLOCK_G=block_group,
+        BLOCK_SIZE=kv_layer.shape[2],
+        TILE_KEYS=tiling.tile_keys,
         UNITS=plan.units,
-        LOOP=loop_of(q_RHD, kv_layer, tiling, block_g=block_group, soft_cap=bool(logits_soft_cap)),
+        SOFT_CAP=bool(logits_soft_cap),
+        INTERPRETED=interpreted(),
         **overlap(out.device, rows=num_rows),
         num_warps=tiling.num_warps * (2 if block_group == MAX_ROWS else 1),
         num_stages=tiling.num_stages,
         maxnreg=tiling.max_registers,
     )
     merge_partials(plan, queries_per_request=queries_per_request, sinks_H=sinks_H, out=out, lse_HR=lse_HR)
+
+
+@triton.jit
+def in_half(values):
+    """Converts 8-bit numbers to float16, four per pair of instructions."""
+    # NOTE: declared impure, so that the compiler does not move it after the conversion to a product's layout. It would
+    # load byte by byte there, because a column's numbers are not adjacent. The kernel takes 178 us instead of 271.
+    CONVERT: tl.constexpr = "cvt.rn.f16x2.e4m3x2" if values.dtype == tl.float8e4nv else "cvt.rn.f16x2.e5m2x2"
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; " + CONVERT + " $0, low; " + CONVERT + " $1, high; }",
+        "=r,=r,r",
+        [values],
+        dtype=tl.float16,
+        is_pure=False,
+        pack=4,
+    )
 
 
 @triton.jit(
@@ -153,16 +171,18 @@ def _decode_kernel(
     stride_out_h,
     stride_lse_h,
     stride_table_r,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
     UNITS: tl.constexpr,
-    LOOP: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Computes one worker's run of units for one kv head, or for a part of the rows that read it."""
-    HEAD_SIZE: tl.constexpr = LOOP.head_size
-    BLOCK_D: tl.constexpr = LOOP.block_d
-    BLOCK_G: tl.constexpr = LOOP.block_g
-    IN_ORDER: tl.constexpr = UNITS.in_order
     start_dependents(OVERLAP)
     kv_head = tl.program_id(0) // group_blocks
     worker = tl.program_id(1)
@@ -173,6 +193,12 @@ def _decode_kernel(
     channels_D = tl.arange(0, BLOCK_D)
     in_head_D = channels_D < HEAD_SIZE
 
+    q_type: tl.constexpr = q_ptr.dtype.element_ty
+    kept_type: tl.constexpr = k_ptr.dtype.element_ty
+    # 8-bit numbers are multiplied in float16, which represents all of them; one instruction converts them.
+    IN_HALF: tl.constexpr = kept_type.primitive_bitwidth == 8 and q_type != tl.float32
+    product_type: tl.constexpr = tl.float32 if INTERPRETED else tl.float16 if IN_HALF else q_type
+
     num_units = tl.load(unit_starts_ptr + num_reqs)
     share = units_per_worker(num_units, num_workers)
     unit = worker * share
@@ -182,14 +208,14 @@ def _decode_kernel(
     last_unit = tl.load(unit_starts_ptr + request + 1, mask=request < num_reqs, other=0)
     seq_len = tl.load(seq_lens_ptr + request, mask=request < num_reqs, other=0)
     if OVERLAP:
-        _, start, key_stop = _keys_of(
-            unit, tl.minimum(stop, last_unit), first_unit, seq_len, window, chunk, LOOP.tile_keys, UNITS
+        _, start, key_stop = keys_of_units(
+            unit, tl.minimum(stop, last_unit), first_unit, seq_len, window, chunk, TILE_KEYS, UNITS
         )
-        _prefetch_keys(
+        prefetch_keys(
             k_ptr + kv_head.to(tl.int64) * stride_kv_h,
             v_ptr + kv_head.to(tl.int64) * stride_kv_h,
             block_table_ptr + request.to(tl.int64) * stride_table_r,
-            start, key_stop, unit < stop, stride_kv_b, stride_kv_n, HEAD_SIZE, LOOP.block_size, LOOP.tile_keys,
+            start, key_stop, unit < stop, stride_kv_b, stride_kv_n, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS,
         )  # fmt: skip
     await_predecessors(OVERLAP)
 
@@ -200,54 +226,89 @@ def _decode_kernel(
     v_scale = 1.0
     if v_scale_ptr is not None:
         v_scale = tl.load(v_scale_ptr)
-    slopes_G = None
     if alibi_slopes_ptr is not None:
-        slopes_G = tl.load(alibi_slopes_ptr + heads_G, mask=in_group_G, other=0.0) * LOG2_E
+        slopes_G = tl.load(alibi_slopes_ptr + heads_G, mask=in_group_G, other=0.0) * _LOG2_E
 
     while unit < stop:
-        run_stop = tl.minimum(unit + 1 if IN_ORDER else stop, last_unit)
+        run_stop = tl.minimum(stop, last_unit)
         # Loaded early for the next request: most programs reach it with no other load in flight.
         next_last_unit = tl.load(unit_starts_ptr + request + 2, mask=request + 1 < num_reqs, other=0)
         next_seq_len = tl.load(seq_lens_ptr + request + 1, mask=request + 1 < num_reqs, other=0)
         if unit < run_stop:
-            first_key, start, key_stop = _keys_of(
-                unit, run_stop, first_unit, seq_len, window, chunk, LOOP.tile_keys, UNITS
+            first_key, start, key_stop = keys_of_units(
+                unit, run_stop, first_unit, seq_len, window, chunk, TILE_KEYS, UNITS
             )
             rows_G = request.to(tl.int64) * num_queries + queries_G
-            q_GD, scale_G = load_queries(q_ptr, rows_G * stride_q_r + heads_G * stride_q_h, in_group_G, scale, LOOP)
-            head = kv_head.to(tl.int64) * stride_kv_h
+            q_GD = tl.load(
+                q_ptr + (rows_G * stride_q_r + heads_G * stride_q_h)[:, None] + channels_D[None, :],
+                mask=in_group_G[:, None] & in_head_D[None, :],
+                other=0.0,
+            )
+            scale_G = tl.full([BLOCK_G], 1.0, tl.float32) * scale
+            if IN_HALF and q_type == tl.bfloat16:
+                # Powers of two scale a query to about 1, so that it stays in float16's range.
+                q_GD = q_GD.to(tl.float32)
+                size_G = tl.exp2(tl.floor(tl.log2(tl.maximum(tl.max(tl.abs(q_GD), 1), 2.0**-100))))
+                q_GD = q_GD / size_G[:, None]
+                scale_G *= size_G
+            q_GD = q_GD.to(product_type)
             table_ptr = block_table_ptr + request.to(tl.int64) * stride_table_r
-            keys = HeadKeys(k_ptr + head, v_ptr + head, stride_kv_b, stride_kv_n, table_ptr, first_key, seq_len)
-            positions_G = None
-            if IN_ORDER:  # the loop of `attention.kernels.decode.prompts`
-                positions_G = seq_len - 1 + tl.zeros([BLOCK_G], tl.int32)
-            queries = Queries(q_GD, scale_G, slopes_G, positions_G)
-            acc_GD, max_G, sum_G = attend_keys(queries, keys, Limits(window, chunk), start, key_stop, soft_cap, LOOP)
+            offset_D = kv_head.to(tl.int64) * stride_kv_h + channels_D
+            acc_GD = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+            max_G = tl.full([BLOCK_G], float("-inf"), tl.float32)
+            sum_G = tl.zeros([BLOCK_G], tl.float32)
+            keys_N = start + tl.arange(0, TILE_KEYS)
+            seen_N = (keys_N >= first_key) & (keys_N < key_stop)
+            blocks_N = tl.load(table_ptr + keys_N // BLOCK_SIZE, mask=seen_N, other=0)
+            for tile in tl.range(bound(start, INTERPRETED), bound(key_stop, INTERPRETED), TILE_KEYS):
+                keys_N = tile + tl.arange(0, TILE_KEYS)
+                seen_N = (keys_N >= first_key) & (keys_N < seq_len)
+                rows_N = blocks_N.to(tl.int64) * stride_kv_b + keys_N % BLOCK_SIZE * stride_kv_n
+                # Loaded one tile ahead: loading the address in the same iteration would halve the loads in flight.
+                next_N = keys_N + TILE_KEYS
+                blocks_N = tl.load(table_ptr + next_N // BLOCK_SIZE, mask=next_N < key_stop, other=0)
+                places_ND = rows_N[:, None] + offset_D[None, :]
+                mask_ND = seen_N[:, None] & in_head_D[None, :]
+                # NOTE: unwritten memory may hold NaN, and 0 * NaN is NaN, so both loads are masked to 0.
+                k_ND = tl.load(k_ptr + places_ND, mask=mask_ND, other=0.0).to(product_type)
+                scores_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale_G[:, None]
+                if SOFT_CAP:
+                    scores_GN = soft_cap * tanh(scores_GN / soft_cap)
+                scores_GN *= _LOG2_E
+                if alibi_slopes_ptr is not None:
+                    scores_GN += slopes_G[:, None] * (keys_N - (seq_len - 1))[None, :].to(tl.float32)
+                scores_GN = tl.where(seen_N[None, :], scores_GN, float("-inf"))
+                new_max_G = tl.maximum(max_G, tl.max(scores_GN, 1))
+                weights_GN = tl.exp2(scores_GN - new_max_G[:, None])
+                rescale_G = tl.exp2(max_G - new_max_G)
+                sum_G = sum_G * rescale_G + tl.sum(weights_GN, 1)
+                v_ND = tl.load(v_ptr + places_ND, mask=mask_ND, other=0.0)
+                if IN_HALF and tl.target_info.cuda_capability_geq(8, 9) and not INTERPRETED:
+                    v_ND = in_half(v_ND)
+                else:
+                    v_ND = v_ND.to(product_type)
+                acc_GD = acc_GD * rescale_G[:, None]
+                acc_GD = tl.dot(weights_GN.to(product_type), v_ND, acc_GD, input_precision="ieee")
+                max_G = new_max_G
 
             mask_GD = in_group_G[:, None] & in_head_D[None, :]
             if (unit == first_unit) & (run_stop == last_unit):
-                if IN_ORDER:
-                    merged = no_partials(sinks_ptr, heads_G, in_group_G, BLOCK_G, BLOCK_D)
-                    out_GD = acc_GD * (v_scale / sum_G)[:, None]
-                    acc_GD, max_G, sum_G = fold(*merged, out_GD, max_G + tl.log2(sum_G))
-                    out_GD = acc_GD / sum_G[:, None]
-                else:
-                    if sinks_ptr is not None:
-                        sinks_G = tl.load(sinks_ptr + heads_G, mask=in_group_G, other=0.0).to(tl.float32)
-                        sinks_G *= LOG2_E
-                        new_max_G = tl.maximum(max_G, sinks_G)
-                        rescale_G = tl.exp2(max_G - new_max_G)
-                        sum_G = sum_G * rescale_G + tl.exp2(sinks_G - new_max_G)
-                        acc_GD *= rescale_G[:, None]
-                        max_G = new_max_G
-                    out_GD = acc_GD * (v_scale / sum_G)[:, None]
+                if sinks_ptr is not None:
+                    sinks_G = tl.load(sinks_ptr + heads_G, mask=in_group_G, other=0.0).to(tl.float32)
+                    sinks_G *= _LOG2_E
+                    new_max_G = tl.maximum(max_G, sinks_G)
+                    rescale_G = tl.exp2(max_G - new_max_G)
+                    sum_G = sum_G * rescale_G + tl.exp2(sinks_G - new_max_G)
+                    acc_GD *= rescale_G[:, None]
+                    max_G = new_max_G
+                out_GD = acc_GD * (v_scale / sum_G)[:, None]
                 places_GD = (rows_G * stride_out_r + heads_G * stride_out_h)[:, None] + channels_D[None, :]
                 tl.store(out_ptr + places_GD, out_GD.to(out_ptr.dtype.element_ty), mask=mask_GD)
                 if lse_ptr is not None:
-                    lse_G = (max_G + tl.log2(sum_G)) / LOG2_E
+                    lse_G = (max_G + tl.log2(sum_G)) / _LOG2_E
                     tl.store(lse_ptr + heads_G * stride_lse_h + rows_G, lse_G, mask=in_group_G)
             else:
-                place = (unit if IN_ORDER else request + worker).to(tl.int64)
+                place = (request + worker).to(tl.int64)
                 places_G = (place * num_queries + queries_G) * num_heads + heads_G
                 out_GD = acc_GD * (v_scale / sum_G)[:, None]
                 tl.store(partial_out_ptr + places_G[:, None] * HEAD_SIZE + channels_D[None, :], out_GD, mask=mask_GD)
@@ -259,27 +320,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _keys_of(
-    unit,
-    run_stop,
-    first_unit,
-    seq_len,
-    window,
-    chunk,
-    TILE_KEYS: tl.constexpr,
-    UNITS: tl.constexpr,
-):
-    """Returns the first key that the query sees, the first key to load and the end, for the units from `unit` to
-    `run_stop`."""
-    first_key = first_visible_key(seq_len, window, chunk)
-    unit_keys = unit_keys_of(seq_len, window, chunk, UNITS)
-    unit_zero = first_key // unit_keys - first_unit
-    start = tl.maximum((unit_zero + unit) * unit_keys, first_key // TILE_KEYS * TILE_KEYS)
-    return first_key, start, tl.minimum((unit_zero + run_stop) * unit_keys, seq_len)
-
-
-@triton.jit
-def _prefetch_keys(
+def prefetch_keys(
     k_ptr,
     v_ptr,
     table_ptr,

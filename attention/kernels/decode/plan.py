@@ -10,7 +10,7 @@ is. A request in several runs leaves a partial result in each, and these are mer
 programs as there are kv heads: they read the same blocks at the same time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,9 +22,6 @@ from baton.core.errors import InternalError
 
 # Stands for "no limit" in a window or a chunk size: no sequence is longer.
 NO_LIMIT = 2**31 - 1
-# Rows of one program, one per query head and token. More would not fit into its registers, so larger groups read keys
-# again.
-MAX_ROWS = 64
 # Bytes of a tile of keys. With three stages, two such tiles of keys and two of values are in flight for each program.
 _TILE_BYTES = 16384
 
@@ -38,6 +35,7 @@ class DecodeTiling:
         num_warps, num_stages: of a program.
         programs_per_sm: how many programs run on a multiprocessor at once.
         max_registers: limit per thread, set where the compiler would otherwise use so many that fewer programs run.
+        prompt_rows, prompt_stages: query rows and stages of a program that computes prompts in order.
     """
 
     tile_keys: int
@@ -45,6 +43,8 @@ class DecodeTiling:
     num_stages: int
     programs_per_sm: int
     max_registers: int | None = None
+    prompt_rows: int = 128
+    prompt_stages: int = 3
 
 
 def decode_tiling(head_size: int, cache_dtype: torch.dtype) -> DecodeTiling:
@@ -62,6 +62,26 @@ def decode_tiling(head_size: int, cache_dtype: torch.dtype) -> DecodeTiling:
     else:
         three = cache_dtype.itemsize == 2 and channels <= 128 and head_size * 8 <= channels * 5
     return DecodeTiling(tile_keys, num_warps=4, num_stages=3, programs_per_sm=3 if three else 2)
+
+
+def in_order_tiling(head_size: int, cache_dtype: torch.dtype, *, hopper: bool) -> DecodeTiling:
+    """Returns the tiling for units that are in order. It depends on the cache's shape and the GPU alone, never on a
+    batch.
+
+    On Hopper all tiles have 64 keys, the rows of its product. GPUs before it have less shared memory.
+    """
+    plain = decode_tiling(head_size, cache_dtype)
+    channels = max(16, triton.next_power_of_2(head_size))
+    if not hopper or cache_dtype.itemsize == 4:
+        tile_keys = min(plain.tile_keys, 64 if channels <= 128 else 32)
+        rows = 128 if channels <= 128 else 64
+        return replace(plain, tile_keys=tile_keys, programs_per_sm=2, prompt_rows=rows, prompt_stages=2)
+    tile_bytes = 64 * channels * cache_dtype.itemsize
+    if tile_bytes < _TILE_BYTES:
+        return DecodeTiling(64, num_warps=4, num_stages=4, programs_per_sm=3, max_registers=168)
+    if tile_bytes == _TILE_BYTES:
+        return DecodeTiling(64, num_warps=4, num_stages=3, programs_per_sm=2)
+    return DecodeTiling(64, num_warps=4, num_stages=3, programs_per_sm=1, prompt_stages=2)
 
 
 @dataclass(frozen=True)
@@ -219,6 +239,17 @@ def unit_keys_of(seq_len, window, chunk, UNITS: tl.constexpr):
         visible = tl.minimum(tl.minimum(tile_stop, window), chunk)
         unit_keys *= tl.maximum((visible - 1) // most + 1, 1)
     return unit_keys
+
+
+@triton.jit
+def keys_of_units(unit, stop, first_unit, seq_len, window, chunk, TILE_KEYS: tl.constexpr, UNITS: tl.constexpr):
+    """Returns the first key that a request's last token sees, the first key to load and the end, for the units from
+    `unit` to `stop`, which are counted like `first_unit`, the request's first."""
+    first_key = first_visible_key(seq_len, window, chunk)
+    unit_keys = unit_keys_of(seq_len, window, chunk, UNITS) if UNITS.max_units else UNITS.unit_keys
+    unit_zero = first_key // unit_keys - first_unit
+    start = tl.maximum((unit_zero + unit) * unit_keys, first_key // TILE_KEYS * TILE_KEYS)
+    return first_key, start, tl.minimum((unit_zero + stop) * unit_keys, seq_len)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from attention.kernels.blocksparse import decode as blocksparse_decode, hopper as blocksparse_hopper
 from attention.kernels.blocksparse import prefill as blocksparse
 from attention.kernels.decode import attend as decode
+from attention.kernels.in_order import decodes as in_order_decodes, prompts as in_order_prompts
 from attention.kernels.mla import gathered, hopper as mla_decode_hopper, portable as mla_decode_plain
 from attention.kernels.paged import hopper, persistent, portable
 from attention.kernels.paged.call import AttentionCall, KernelFeatures, Keys
@@ -34,6 +35,7 @@ def launch_split(call):
 
 paged_launches = [portable.launch, launch_split, launch_list, hopper.launch, launch_persistent]
 kernels = [decode._decode_kernel, mla_decode_plain._decode, gather._gather_kernel]
+kernels += [in_order_decodes._decode_kernel, in_order_prompts._prompt_kernel]
 kernels += [blocksparse._prefill_kernel, blocksparse_decode._decode_kernel]
 kernels += [mla_decode_hopper._decode, gathered._decode_gathered, blocksparse_hopper._attend_kernel]
 backend = make_backend(GPUTarget("cuda", 90, 32))
@@ -43,7 +45,7 @@ after_decodes = {"query_start_ptr", "query_start_loc_ptr", "seq_lens_ptr", "bloc
 def compiled_for(kernel, moved, width):
     # A decode's lengths are the batch's first.
     moving = after_decodes - ({"seq_lens_ptr"} if kernel is decode._decode_kernel else set())
-    if kernel is blocksparse_decode._decode_kernel:
+    if kernel in (blocksparse_decode._decode_kernel, in_order_decodes._decode_kernel):
         moving = set()
     values = {}
     for param in kernel.params:

@@ -1,7 +1,5 @@
 """The decode kernels equal attention by its definition for any split, layout and features; padding has no effect."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor
@@ -36,8 +34,6 @@ def plan_of(
     asked: Asked,
     *,
     num_workers: int = 3,
-    split_keys: int | None = None,
-    max_splits: int = 0,
     max_num_reqs: int = 8,
 ) -> DecodePlan:
     _, num_heads, head_size = batch.q_RHD.shape
@@ -46,7 +42,6 @@ def plan_of(
         num_workers=num_workers,
         num_heads=num_heads,
         head_size=head_size,
-        max_units=0 if split_keys is None else int((batch.seq_lens // split_keys + 1).sum()),
         device=batch.q_RHD.device,
     )
     plan = new_decode_plan(
@@ -56,8 +51,6 @@ def plan_of(
         partials=partials,
         sliding_window=asked.sliding_window,
         attention_chunk_size=asked.attention_chunk_size,
-        split_keys=split_keys,
-        max_splits=max_splits,
     )
     plan.fill(batch.seq_lens)
     return plan
@@ -96,9 +89,9 @@ def attend(
     return out, lse_HR
 
 
-def check(batch: Decodes, asked: Asked | None = None, *, num_workers: int = 3, split_keys: int | None = None) -> None:
+def check(batch: Decodes, asked: Asked | None = None, *, num_workers: int = 3) -> None:
     asked = asked or Asked()
-    plan = plan_of(batch, asked, num_workers=num_workers, split_keys=split_keys)
+    plan = plan_of(batch, asked, num_workers=num_workers)
     out, lse_HR = attend(batch, asked, plan)
     expected, expected_lse_HR = batch.expected(asked)
     assert relative_error(out, expected) < TOLERANCE[batch.q_RHD.dtype]
@@ -116,11 +109,6 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("num_workers", [1, 3, 20])
 def test_any_number_of_workers_gives_the_same_result(num_workers: int) -> None:
     check(decodes(RAGGED), num_workers=num_workers)
-
-
-@pytest.mark.parametrize("split_keys", [16, 32])
-def test_splits_of_a_fixed_size_give_the_same_result(split_keys: int) -> None:
-    check(decodes(RAGGED), split_keys=split_keys)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -182,11 +170,6 @@ def test_any_dtype_is_computed(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 def test_any_feature_is_computed(asked: Asked) -> None:
     check(decodes(RAGGED, asked=asked), asked)
-
-
-@pytest.mark.parametrize("asked", [ASKED["all"], ASKED["window of 17"]], ids=["all", "window of 17"])
-def test_features_with_splits_of_a_fixed_size(asked: Asked) -> None:
-    check(decodes([70, 3, 33], asked=asked), asked, split_keys=32)
 
 
 @pytest.mark.parametrize(
@@ -259,34 +242,6 @@ def test_a_batch_beyond_the_plans_buffers_is_refused_before_anything_is_written(
     beyond = torch.ones(plan.unit_starts.shape[0], dtype=torch.int32, device=DEVICE)
     with pytest.raises(InternalError, match=rf"{len(beyond)} requests in a plan for {len(beyond) - 1}"):
         plan.fill(beyond)
-
-
-def test_with_splits_of_a_fixed_size_a_request_has_the_same_bits_alone_and_in_any_batch() -> None:
-    batch = decodes([50, 20, 0, 70])
-    together, _ = attend(batch, Asked(), plan_of(batch, Asked(), split_keys=32, num_workers=3))
-    for request in range(4):
-        rows = slice(request, request + 1)
-        alone = Decodes(batch.q_RHD[rows], batch.kv_layer, batch.seq_lens[rows], batch.block_table[rows], [], [])
-        out, _ = attend(alone, Asked(), plan_of(alone, Asked(), split_keys=32, num_workers=5))
-        assert torch.equal(out, together[rows])
-
-
-@pytest.mark.parametrize("asked", [Asked(), ASKED["window of 17"], ASKED["all"]], ids=["plain", "window of 17", "all"])
-def test_a_bound_on_the_splits_makes_those_of_long_requests_longer(asked: Asked) -> None:
-    lengths = [50, 16, 0, 130, 97]
-    batch = decodes(lengths, asked=asked)
-    plan = plan_of(batch, asked, split_keys=16, max_splits=2)
-    starts = plan.unit_starts[:6].tolist()
-    assert all(stop - start <= 3 for start, stop in pairwise(starts))
-    if asked == Asked():
-        assert starts == [0, 2, 3, 3, 5, 7]  # of 32, 16, 80 and 64 keys
-    together, _ = attend(batch, asked, plan)
-    assert relative_error(together, batch.expected(asked)[0]) < TOLERANCE[torch.float32]
-    for request in range(len(lengths)):
-        rows = slice(request, request + 1)
-        one = Decodes(batch.q_RHD[rows], batch.kv_layer, batch.seq_lens[rows], batch.block_table[rows], [], [])
-        out, _ = attend(one, asked, plan_of(one, asked, split_keys=16, max_splits=2, num_workers=5))
-        assert torch.equal(out, together[rows])
 
 
 def test_workers_share_the_units_equally_however_ragged_the_batch() -> None:

@@ -7,38 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.kernels.decode.plan import DecodePlan, new_decode_plan, new_partials
-from attention.kernels.decode.prompts import attend_prompts, tile_tokens_of
+from attention.kernels.in_order.prompts import attend_prompts
 from tests.device import DEVICE
+from tests.unit.attention.in_order import attend_in_order, in_order_plan
 from tests.unit.attention.paged import SCALE, Asked, Decodes, decodes
-from tests.unit.attention.test_decode_kernel import ASKED, TILING, TOLERANCE, attend, relative_error
+from tests.unit.attention.test_decode_kernel import ASKED, TOLERANCE, relative_error
 
 LENGTHS = [34, 16, 1, 53]
-SPLIT_KEYS, MAX_SPLITS = 16, 2
-
-
-def plan_of(batch: Decodes, asked: Asked, rows: int) -> DecodePlan:
-    """For so many rows, each of which may be a decode."""
-    _, num_heads, head_size = batch.q_RHD.shape
-    partials = new_partials(
-        max_num_reqs=rows,
-        num_workers=3,
-        num_heads=num_heads,
-        head_size=head_size,
-        max_units=rows * (MAX_SPLITS + 1),
-        device=batch.q_RHD.device,
-    )
-    return new_decode_plan(
-        tiling=TILING,
-        max_num_reqs=rows,
-        num_workers=3,
-        partials=partials,
-        sliding_window=asked.sliding_window,
-        attention_chunk_size=asked.attention_chunk_size,
-        split_keys=SPLIT_KEYS,
-        max_splits=MAX_SPLITS,
-        tile_tokens=tile_tokens_of(num_heads // batch.kv_layer.shape[3]),
-    )
+MAX_SPLITS = 2
 
 
 def queries_of(batch: Decodes, request: int) -> Tensor:
@@ -53,9 +29,7 @@ def decoded(batch: Decodes, request: int, asked: Asked) -> Tensor:
     seq_lens = torch.arange(1, len(q_THD) + 1, dtype=torch.int32, device=DEVICE)
     table = batch.block_table[request].expand(len(q_THD), -1)
     each = Decodes(q_THD, batch.kv_layer, seq_lens, table, [], [])
-    plan = plan_of(batch, asked, len(q_THD))
-    plan.fill(seq_lens)
-    return attend(each, asked, plan)[0]
+    return attend_in_order(each, asked, in_order_plan(each, asked, rows=len(q_THD), max_splits=MAX_SPLITS))
 
 
 def computed(batch: Decodes, chunks: list[tuple[int, int, int]], asked: Asked) -> list[Tensor]:
@@ -71,7 +45,7 @@ def computed(batch: Decodes, chunks: list[tuple[int, int, int]], asked: Asked) -
         query_start_loc=starts,
         seq_lens=torch.tensor([stop for _, _, stop in chunks], dtype=torch.int32, device=DEVICE),
         block_table=batch.block_table[requests],
-        plan=plan_of(batch, asked, 1),
+        plan=in_order_plan(batch, asked, rows=1, max_splits=MAX_SPLITS),
         scale=SCALE,
         logits_soft_cap=asked.logits_soft_cap,
         alibi_slopes_H=asked.alibi_slopes_H,
@@ -118,8 +92,8 @@ def test_query_heads_share_kv_heads_in_any_group(heads: tuple[int, int]) -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
 def test_any_dtype_is_computed(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
-    batch = decodes([40], head_size=24, dtype=dtype, cache_dtype=cache_dtype)
-    (ours,) = computed(batch, [(0, 3, 40)], Asked())
+    batch = decodes([150], head_size=24, dtype=dtype, cache_dtype=cache_dtype)
+    (ours,) = computed(batch, [(0, 3, 150)], Asked())
     assert torch.equal(ours, decoded(batch, 0, Asked())[3:])
 
 

@@ -1,4 +1,4 @@
-"""Attention of prompts with the bits of decodes: units of the same keys, in the same loop, folded in the same order.
+"""Attention of prompts with the bits of decodes: units of the same keys, tile after tile, folded in the same order.
 
 A decode's units run in several programs, and a second kernel folds their results. A prompt has rows enough to fill the
 GPU, so one program goes through all units of its tile and folds them at once. Tiles begin at multiples of their size,
@@ -6,14 +6,31 @@ counted from the sequence's start, so that all of its rows have units of one len
 G rows (query heads of the tile's tokens), D channels.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.decode.keys import LOG2_E, HeadKeys, Limits, Queries, attend_keys, load_queries, loop_of
-from attention.kernels.decode.merge import fold, no_partials
-from attention.kernels.decode.plan import MAX_ROWS, NO_LIMIT, DecodePlan, first_visible_key, unit_keys_of
-from baton.tritonlib.launch import bound
+from attention.kernels.decode.plan import NO_LIMIT, DecodePlan, first_visible_key, unit_keys_of
+from attention.kernels.in_order.fold import fold, no_partials, result
+from attention.kernels.in_order.tile import (
+    LOG2_E,
+    PROMPT_ROWS,
+    HeadKeys,
+    Limits,
+    Queries,
+    along_keys,
+    along_rows,
+    attend_tile,
+    load_block_ids,
+    load_queries,
+    no_keys,
+    partial_result,
+    tile_of,
+)
+from baton.tritonlib.launch import bound, interpreted
+
+_FLOAT32_ROWS = 32
 
 
 def attend_prompts(
@@ -35,11 +52,11 @@ def attend_prompts(
 ) -> None:
     """Writes causal attention for the tokens that `query_start_loc` counts; other rows are unchanged.
 
-    Each row has the bits that `decode_attention` gives it with this plan.
+    Each row has the bits that `attend_decodes` gives it with this plan.
 
     Args:
         q_THD, out: [T, H, D]; a request's queries are its last tokens.
-        kv_layer, q_scale, k_scale, v_scale: as for `decode_attention`.
+        kv_layer, q_scale, k_scale, v_scale: as for `attention.kernels.decode.attend.decode_attention`.
         query_start_loc, seq_lens: [R + 1] and [R] int32, starting at any token. A request without queries is padding.
         block_table: [R, blocks] int32.
         plan: its units are in order, and its `tile_tokens` are `tile_tokens_of` these heads. Its lengths do not count.
@@ -53,8 +70,21 @@ def attend_prompts(
     tile_tokens = tile_tokens_of(group)
     assert plan.units.in_order
     assert plan.units.tile_tokens == tile_tokens
-    group_blocks = triton.cdiv(group * tile_tokens, MAX_ROWS)
+    # Products of float32 are unrolled into registers, which spill unless tiles are small.
+    block_g = _FLOAT32_ROWS if q_THD.dtype == torch.float32 else plan.tiling.prompt_rows
+    if interpreted():  # as in decodes there
+        block_g = PROMPT_ROWS
+    group_blocks = triton.cdiv(group * tile_tokens, block_g)
     keys, values = kv_layer.unbind(0)
+    tile = tile_of(
+        q_THD,
+        kv_layer,
+        plan.tiling.tile_keys,
+        block_g=block_g,
+        keys_axis=1,
+        soft_cap=bool(logits_soft_cap),
+        limited=bool(plan.sliding_window or plan.attention_chunk_size),
+    )
     # A request's tiles: those that its tokens fill, and two that they begin and end in.
     grid = (num_tokens // tile_tokens + 2 * num_reqs, num_kv_heads * group_blocks)
     _prompt_kernel[grid](
@@ -86,11 +116,10 @@ def attend_prompts(
         block_table.stride(0),
         GROUP=group,
         UNITS=plan.units,
-        LOOP=loop_of(q_THD, kv_layer, plan.tiling, block_g=MAX_ROWS, soft_cap=bool(logits_soft_cap)),
+        TILE=tile,
         BLOCK_R=min(256, max(16, triton.next_power_of_2(num_reqs))),
-        num_warps=plan.tiling.num_warps * 2,
-        num_stages=plan.tiling.num_stages,
-        maxnreg=plan.tiling.max_registers,
+        num_warps=max(4, block_g // 16),
+        num_stages=plan.tiling.prompt_stages,
     )
 
 
@@ -100,7 +129,7 @@ def tile_tokens_of(group: int) -> int:
     Args:
         group: query heads per kv head.
     """
-    return max(1, MAX_ROWS // group)
+    return max(1, PROMPT_ROWS // group)
 
 
 @triton.jit(
@@ -137,13 +166,13 @@ def _prompt_kernel(
     stride_table_r,
     GROUP: tl.constexpr,
     UNITS: tl.constexpr,
-    LOOP: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Attends for one tile and one kv head, or for a part of the rows that read it."""
     TOKENS: tl.constexpr = UNITS.tile_tokens
-    BLOCK_G: tl.constexpr = LOOP.block_g
-    BLOCK_D: tl.constexpr = LOOP.block_d
+    BLOCK_G: tl.constexpr = TILE.block_g
+    AXIS: tl.constexpr = TILE.keys_axis
     request, query_start, query_len, tile = _find_tile(
         query_start_ptr, num_reqs, tl.num_programs(0) - 1 - tl.program_id(0), TOKENS, BLOCK_R
     )
@@ -169,30 +198,37 @@ def _prompt_kernel(
     slopes_G = None
     if alibi_slopes_ptr is not None:
         slopes_G = tl.load(alibi_slopes_ptr + heads_G, mask=valid_G, other=0.0) * LOG2_E
-    q_GD, scale_G = load_queries(q_ptr, rows_G * stride_q_t + heads_G * stride_q_h, valid_G, scale, LOOP)
+    q_GD, scale_G = load_queries(q_ptr, rows_G * stride_q_t + heads_G * stride_q_h, valid_G, scale, TILE)
     queries = Queries(q_GD, scale_G, slopes_G, positions_G)
     first_key = first_visible_key(tl.maximum(tile_start, context) + 1, window, chunk)
     key_stop = tl.minimum(tile_start + TOKENS, seq_len)
     head = kv_head.to(tl.int64) * stride_kv_h
     table_ptr = block_table_ptr + request.to(tl.int64) * stride_table_r
-    keys = HeadKeys(k_ptr + head, v_ptr + head, stride_kv_b, stride_kv_n, table_ptr, first_key, key_stop)
+    seen_stop = 0 if TILE.limited else tile_start + 1
+    keys = HeadKeys(k_ptr + head, v_ptr + head, stride_kv_b, stride_kv_n, table_ptr, first_key, key_stop, seen_stop)
 
-    acc_GD, max_lse2_G, total_G = no_partials(sinks_ptr, heads_G, valid_G, BLOCK_G, BLOCK_D)
     unit_keys = unit_keys_of(key_stop, window, chunk, UNITS)
-    first_unit, last_unit = first_key // unit_keys, (key_stop - 1) // unit_keys + 1
-    for unit in tl.range(bound(first_unit, LOOP.interpreted), bound(last_unit, LOOP.interpreted)):
-        start = tl.maximum(unit * unit_keys, first_key // LOOP.tile_keys * LOOP.tile_keys)
-        stop = tl.minimum((unit + 1) * unit_keys, key_stop)
-        unit_GD, max_G, sum_G = attend_keys(queries, keys, Limits(window, chunk), start, stop, soft_cap, LOOP)
-        sum_G = tl.where(sum_G == 0.0, 1.0, sum_G)  # of a row that sees none of these keys; its largest score is -inf
-        out_GD = unit_GD * (v_scale / sum_G)[:, None]
-        lse2_G = max_G + tl.log2(sum_G)
-        acc_GD, max_lse2_G, total_G = fold(acc_GD, max_lse2_G, total_G, out_GD, lse2_G)
-    out_GD = acc_GD / tl.where(valid_G, total_G, 1.0)[:, None]
-    channels_D = tl.arange(0, BLOCK_D)
-    places_GD = (rows_G * stride_out_t + heads_G * stride_out_h)[:, None] + channels_D[None, :]
-    mask_GD = valid_G[:, None] & (channels_D < LOOP.head_size)[None, :]
-    tl.store(out_ptr + places_GD, out_GD.to(out_ptr.dtype.element_ty), mask=mask_GD)
+    start = first_key // TILE.tile_keys * TILE.tile_keys
+    unit_stop = (start // unit_keys + 1) * unit_keys
+    sums = no_keys(TILE)
+    folded = no_partials(tl.zeros_like(sums.acc), sinks_ptr, heads_G, valid_G)
+    blocks_N = load_block_ids(keys, start, key_stop, TILE)
+    # Units are not loops of their own, so that the next unit's keys are loaded while this one's are multiplied.
+    for key in tl.range(bound(start, TILE.interpreted), bound(key_stop, TILE.interpreted), TILE.tile_keys):
+        next_blocks_N = load_block_ids(keys, key + TILE.tile_keys, key_stop, TILE)
+        sums = attend_tile(sums, queries, keys, blocks_N, key, Limits(window, chunk), soft_cap, TILE)
+        blocks_N = next_blocks_N
+        if key + TILE.tile_keys >= unit_stop:
+            out, lse2_G = partial_result(sums, v_scale, TILE)
+            folded = fold(folded, out, lse2_G, AXIS)
+            sums = no_keys(TILE)
+            unit_stop += unit_keys
+    out, lse2_G = partial_result(sums, v_scale, TILE)  # of the last unit; one without keys changes no bit
+    out = result(fold(folded, out, lse2_G, AXIS), AXIS)
+    channels_D = tl.arange(0, TILE.block_d)
+    places = along_rows(rows_G * stride_out_t + heads_G * stride_out_h, TILE) + along_keys(channels_D, TILE)
+    mask = along_rows(valid_G, TILE) & along_keys(channels_D < TILE.head_size, TILE)
+    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

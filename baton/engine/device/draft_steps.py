@@ -60,7 +60,8 @@ class DraftSteps:
         *,
         launch: str,
     ) -> GuessesOnHost | None:
-        """Queues the passes after a step, and stops the step's timers. Returns the guesses that the batch asks for.
+        """Queues the passes after a step, and stops the step's timers: `guess_timer` also times the pass over the
+        step's tokens, except after steps with prompts. Returns the guesses that the batch asks for.
 
         Args:
             states_TD: what `CausalLM.draft_states` returned, with this rank's tokens of the step first.
@@ -68,26 +69,37 @@ class DraftSteps:
             drawing: has drawn the step's tokens.
             launch: how the step was launched, as in `ModelRunner.launches`.
         """
-        num_rows = len(batch.shared_rows)
-        if self._graphs is not None and launch == "decode_graph" and (size := self._graphs.size_for(num_rows)):
+        # A step with prompts computes the layer in any case, so that is a part of its time.
+        has_prompts = len(batch.shared_rows[-1].token_ids) > 1
+        if not has_prompts:
+            slot.step_computed()
+        guesses: GuessesOnHost | None = None
+        if (size := self._captured_size(batch, launch)) is not None:
+            assert self._graphs is not None
+            assert not has_prompts, "it is a step of decodes"
             self.captured += 1
             self._graphs.write_kv(size)
-            slot.timer.stop()
-            if not batch.guesses:
-                return None
-            slot.guess_timer.start()
-            guesses = self._graphs.guess(num_rows, size, unfolded, batch.guesses)
+            if batch.guesses:
+                guesses = self._graphs.guess(len(batch.shared_rows), size, unfolded, batch.guesses)
         else:
-            rows = batch.rows
-            sampled = [place for place, row in enumerate(rows) if row.sample is not None]
-            is_eager = launch == "eager"
-            tokens, places = (drawing.drawn_S, range(len(sampled))) if is_eager else (drawing.tokens_N, sampled)
-            draws = StepDraws(rows, tokens, places, unfolded)
+            draws = _draws(batch, unfolded, drawing, is_eager=launch == "eager")
             drafted_SD = self._passes.write_kv(draws, states_TD)
-            slot.timer.stop()
-            if not batch.guesses or not sampled:
-                return None
-            slot.guess_timer.start()
-            guesses = self._passes.guess(draws, drafted_SD, batch.guesses)
+            if has_prompts:
+                slot.step_computed()
+            if batch.guesses and draws.sampled:
+                guesses = self._passes.guess(draws, drafted_SD, batch.guesses)
         slot.guess_timer.stop()
         return guesses
+
+    def _captured_size(self, batch: Batch, launch: str) -> int | None:
+        if self._graphs is None or launch != "decode_graph":
+            return None
+        return self._graphs.size_for(len(batch.shared_rows))
+
+
+def _draws(batch: Batch, unfolded: Unfolded | None, drawing: TokenDrawing, *, is_eager: bool) -> StepDraws:
+    rows = batch.rows
+    sampled = [place for place, row in enumerate(rows) if row.sample is not None]
+    if is_eager:
+        return StepDraws(rows, drawing.drawn_S, range(len(sampled)), unfolded)
+    return StepDraws(rows, drawing.tokens_N, sampled, unfolded)

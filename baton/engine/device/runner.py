@@ -196,7 +196,8 @@ class ModelRunner:
         if self._cache.state is not None:
             copy_states(self._cache.state, batch.copies)
         guesses: GuessesOnHost | None = None
-        if self.drafts is None or states_TD is None:
+        if self.drafts is None or states_TD is None or not batch.writes_draft_kv:
+            assert not batch.guesses or self.drafts is None, "a step with guesses computes the layer"
             slot.timer.stop()
         else:
             guesses = self.drafts.launch(batch, states_TD, slot, unfolded, self._drawing, launch=launch)

@@ -2,6 +2,7 @@
 for rows of any kind and number."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -11,10 +12,12 @@ import torch
 
 from attention.platform import probe_platform
 from attention.selection import BACKENDS
+from baton.engine.batch import Batch
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.capture import Recorder
 from baton.engine.device.draft_graphs import DraftGraphs
 from baton.engine.device.draft_leads import draft_links, find_leads, no_links
+from baton.engine.device.draft_steps import DraftSteps
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.runner import ModelRunner
 from baton.engine.device.unfolded import Unfolded
@@ -156,6 +159,36 @@ def test_logits_that_are_not_finite_end_the_guesses(built: BuiltRunner) -> None:
     assert len(driver.guessed["r0"]) > 1
     assert len(driver.guessed["r1"]) == 1
     assert len(driver.ids("r1")) == 2
+
+
+def without_layer(batch: Batch) -> Batch:
+    return replace(batch, guesses=0, writes_draft_kv=False)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_steps_without_the_layer_leave_holes_in_its_kv_and_change_no_token(built: BuiltRunner, captured: bool) -> None:
+    """The cache is full of NaN, so guesses after a hole are no tokens."""
+    driver = Driver(new_runner(built, captured=captured), guesses=GUESSES)
+    alone = Driver(runner_of(built, graphs=None))
+    for each in (driver, alone):
+        each.add("r2", PROMPTS["r2"])
+        each.step("r2")
+    guessed, launch = driver.guessed["r2"], driver.launch
+    parts = [cast(PagedKVCache, driver.runner._cache.draft).storage]
+    before, passes = [part.clone() for part in parts], cast(DraftSteps, driver.runner.drafts).captured
+    driver.launch = lambda batch: launch(without_layer(batch))  # type: ignore[method-assign]
+    for _ in range(GUESSES + 2):  # the slots after the first ones have the KV of guesses
+        driver.step("r2")
+    torch.testing.assert_close(parts, before, rtol=0, atol=0, equal_nan=True)
+    assert driver.guessed["r2"] is guessed
+    assert cast(DraftSteps, driver.runner.drafts).captured == passes
+    driver.launch = launch  # type: ignore[method-assign]
+    for drafts in ({}, {"r2": [1, 2]}, {}):
+        driver.step("r2", drafts=drafts)
+        assert driver.guessed["r2"] == ()
+    for _ in range(len(driver.ids("r2"))):
+        alone.step("r2")
+    assert driver.ids("r2") == alone.ids("r2")[: len(driver.ids("r2"))]
 
 
 class NoRecorder:

@@ -98,7 +98,8 @@ class Guessed(NamedTuple):
     Args:
         tokens: the guesses for the tokens after each row's, by row.
         rows: rows that were computed for it.
-        seconds: the time that the guesses took after the step.
+        seconds: the time that they took after the step. The layer's pass over the step's tokens is a part of it, except
+            after a step with prompts, which computes that pass in any case.
     """
 
     tokens: Mapping[int, tuple[int, ...]]
@@ -130,6 +131,8 @@ class Batch:
         restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
         pools: the rows whose hidden states are pooled, by place, in order.
         guesses: how many tokens after each row's the model's own layer guesses at most; 0: none.
+        writes_draft_kv: whether that layer computes the step's tokens, so that its KV is complete. A step without has
+            no prompts and no guesses, and its requests are not guessed for by the layer any more.
     """
 
     step: int
@@ -140,6 +143,7 @@ class Batch:
     copies: tuple[tuple[int, int], ...] = ()
     pools: tuple[tuple[int, PoolRow], ...] = ()
     guesses: int = 0
+    writes_draft_kv: bool = True
 
     @property
     def reads_hidden_states(self) -> bool:

@@ -36,7 +36,7 @@ class BatchWriter:
         changed = [_encode_row(rows[place], known[place]) for place in places]
         for place in places:
             known[place] = rows[place]
-        others = batch.scores, batch.restores, batch.copies, batch.pools, batch.guesses
+        others = batch.scores, batch.restores, batch.copies, batch.pools, batch.guesses, batch.writes_draft_kv
         message = batch.step, len(rows), places, changed, *others
         return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -48,13 +48,23 @@ class BatchReader:
         self._rows: list[BatchRow] = []
 
     def read(self, message: bytes) -> Batch:
-        step, num_rows, places, changed, scores, restores, copies, pools, guesses = pickle.loads(message)
+        step, num_rows, places, changed, *others = pickle.loads(message)
+        scores, restores, copies, pools, guesses, writes_draft_kv = others
         known = self._rows
         known += [_NO_ROW] * (num_rows - len(known))
         for place, row in zip(places, changed, strict=True):
             known[place] = _decode_row(row, known[place])
         rows = tuple(known[:num_rows])
-        return Batch(step, rows, scores=scores, restores=restores, copies=copies, pools=pools, guesses=guesses)
+        return Batch(
+            step,
+            rows,
+            scores=scores,
+            restores=restores,
+            copies=copies,
+            pools=pools,
+            guesses=guesses,
+            writes_draft_kv=writes_draft_kv,
+        )
 
 
 def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:

@@ -48,7 +48,9 @@ def steps_of(
         found.append({name: (driver.ids(name), list(driver.guessed.get(name, ()))) for name in PROMPTS})
     if graphs is not None:
         assert runner.launches["decode_graph"]
-        assert runner.launches["prompt_graph"]
+        assert bool(runner.launches["prompt_graph"]) == runner.backend.builder.captures_prompts
+        assert runner.drafts is not None
+        assert runner.drafts.captured == runner.launches["decode_graph"]
     return found
 
 

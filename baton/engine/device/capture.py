@@ -86,6 +86,11 @@ class Recorder:
         parts = self._record(lambda: results.append(step()), step)
         return GraphReplay(parts, unowned(results.pop()), step)
 
+    def record_work(self, step: Callable[[], None]) -> Callable[[], None]:
+        """The captured step, which leaves its results in memory that exists already."""
+        (part,) = self._record(step, step)
+        return WorkReplay(part.graph, step)
+
     def record_parts(
         self, step: Callable[[], None], cutting: Callable[[OnLayer], AbstractContextManager[None]]
     ) -> "list[CapturedPart]":
@@ -161,6 +166,17 @@ class GraphReplay:
         for graph in self._graphs:
             graph.replay()
         return self._result
+
+
+class WorkReplay:
+    """A captured step without a result. Keeps the step itself alive, because the graph reads its memory."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, step: Callable[[], None]) -> None:
+        self._graph = graph
+        self._step = step
+
+    def __call__(self) -> None:
+        self._graph.replay()
 
 
 class _Unowned:

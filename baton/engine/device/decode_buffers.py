@@ -37,6 +37,8 @@ class DecodeBuffers:
         table: [N + 1, B] int32; a row keeps its blocks until they are overwritten. No request uses the last row.
         adapters: [N] int32, the slot of each row's adapter; -1 for none.
         state_slots, state_next: [N] int32, as `StateRows` has them; -1 for none.
+        next_tokens: [N] int32, the token after each row's, if the host knows it; -1: the step draws it.
+        num_slots: [N] int32, the slots of each row's blocks.
         new_block: [N] int32, the one block that the row gets with this step.
         new_block_place: [N] int64, its flat index in the table; for a row without a new block, in the last row.
         sampling: for `choose_tokens`.
@@ -54,6 +56,8 @@ class DecodeBuffers:
     adapters: Tensor
     state_slots: Tensor
     state_next: Tensor
+    next_tokens: Tensor
+    num_slots: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     table: Tensor
@@ -168,6 +172,8 @@ def new_decode_buffers(
         adapters=on_device["adapters"],
         state_slots=on_device["state_slots"],
         state_next=on_device["state_next"],
+        next_tokens=on_device["next_tokens"],
+        num_slots=on_device["num_slots"],
         seq_lens=on_device["seq_lens"],
         query_start_loc=torch.arange(max_rows + 1, dtype=torch.int32, device=device),
         table=torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device),

@@ -256,7 +256,7 @@ class DecodeGraphs:
 
     def _captured(self, size: int, *, adapters: bool, recorder: Recorder) -> Step:
         builder, common = self._backend.builder, self._common(size)
-        self._fill_for_capture(size)
+        self.fill_for_capture(size)
         if builder.plans_on_device:
             build = partial(builder.build_for_cudagraph_capture, common)
             return recorder.record(lambda: self._run(size, build, adapters=adapters))
@@ -285,9 +285,9 @@ class DecodeGraphs:
             self.buffers.place_new_blocks(self._owned.num_rows(size))
             self._owned.take_own(size)
 
-    def _fill_for_capture(self, size: int) -> None:
-        """Fills in one row of the longest sequence, by which some backends plan, and short rows, which run fast. None
-        of them writes KV or a state."""
+    def fill_for_capture(self, size: int) -> None:
+        """Fills the buffers with one row of the longest sequence, by which some backends plan, and short rows, which
+        run fast. None of them writes KV or a state."""
         longest = self._settings.max_context_tokens
         block_ids = int_array([0] * -(-longest // self._cache.shape.block_size))
         row = BatchRow("", int_array([0]), 0, block_ids, None)

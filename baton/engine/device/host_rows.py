@@ -33,6 +33,8 @@ _FIELDS = (
     ("adapters", np.int32, -1),
     ("state_slots", np.int32, -1),
     ("state_next", np.int32, -1),
+    ("next_tokens", np.int32, -1),
+    ("num_slots", np.int32, 0),
 )
 # Fields that grow by one with each token of a row. Slots too: a row that gets another block is a changed row.
 _GROWING = "seq_lens", "positions", "slot_mapping"
@@ -160,6 +162,8 @@ class HostRows:
         fields["adapters"][places_C] = adapters
         fields["state_slots"][places_C] = state_slots
         fields["state_next"][places_C] = [row.state_next for row in rows]
+        fields["next_tokens"][places_C] = list(map(known_next_token, rows))
+        fields["num_slots"][places_C] = np.array([len(ids) for ids in blocks]) * self._block_size
         fields["positions"][places_C] = self.num_computed[places_C] = starts_C
         fields["seq_lens"][places_C] = starts_C + 1
         fields["slot_mapping"][places_C] = blocks_C * self._block_size + offsets_C
@@ -179,6 +183,14 @@ class HostRows:
         self._rows[padded] = [None] * len(rows)
         for place in [place for place in self._missing if place in rows]:
             del self._missing[place]
+
+
+def known_next_token(row: BatchRow) -> int:
+    """The token after the row's last one, as the layer that drafts reads it; -1: the step draws it. The last one stands
+    in for it where nobody knows it, as at the end of a prompt that is pooled."""
+    if row.sample is not None:
+        return -1
+    return row.next_token if row.next_token >= 0 else row.token_ids[-1]
 
 
 def _no_room(what: str, field: str, value: int, most: int) -> InternalError:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from baton.core.errors import LOGITS_FIELD, BatonError, InternalError
 from baton.core.types import PromptLogprob, TokenOutput
 from baton.engine.batch import Guessed, RowResult
-from baton.engine.device.mtp_steps import GuessesOnHost
+from baton.engine.device.draft_passes import GuessesOnHost
 from baton.engine.device.pooled_states import PoolsOnHost
 from baton.engine.device.step_slot import StepSlot, StepSlots
 from baton.engine.device.unfolded import Unfolded

@@ -18,13 +18,14 @@ from attention.host_to_device import to_device
 from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow
 from baton.engine.device.capture import Progress, Recorder
+from baton.engine.device.draft_passes import GuessesOnHost
+from baton.engine.device.draft_steps import DraftSteps
 from baton.engine.device.drawing import TokenDrawing
 from baton.engine.device.grammar_rows import GrammarRows
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings
 from baton.engine.device.inputs import pending_tokens, stage_step
 from baton.engine.device.launched_step import Drawn, LaunchedStep, ReadStates
 from baton.engine.device.layer_marks import LayerMarks, OnMark, index_stops, kv_stops
-from baton.engine.device.mtp_steps import GuessesOnHost, MTPSteps, StepDraws
 from baton.engine.device.pooled_states import pool_states
 from baton.engine.device.prompt_graphs import PromptGraphs
 from baton.engine.device.step_slot import StepSlot, StepSlots
@@ -58,6 +59,7 @@ class ModelRunner:
     Attributes:
         launches: steps so far, warm-up included, by how they were launched: as a graph of decodes, one of prompts, or
             neither.
+        drafts: the passes of the layer that drafts; None: the model has none.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class ModelRunner:
                 self._prompts = PromptGraphs(
                     model, backend, cache, graphs, decodes=self._graphs.buffers, marks=self._marks
                 )
-        self._mtp = MTPSteps(model, backend, cache) if model.drafts else None
+        self.drafts = DraftSteps(model, backend, cache, graphs, self._graphs) if model.drafts else None
         self.grammars = GrammarRows(grammars, self._device)
         self._is_prepared = False
         self._unfolded_before = False  # the last step
@@ -128,6 +130,8 @@ class ModelRunner:
     def _capture(self, progress: Progress | None, recorder: Recorder | None = None) -> None:
         if self._graphs is not None:
             self._graphs.capture(progress, recorder=recorder)
+        if self.drafts is not None:
+            self.drafts.capture(progress, recorder)
         if self._prompts is not None:
             self._prompts.capture(progress, recorder=recorder)
 
@@ -192,36 +196,13 @@ class ModelRunner:
         if self._cache.state is not None:
             copy_states(self._cache.state, batch.copies)
         guesses: GuessesOnHost | None = None
-        if self._mtp is None or states_TD is None:
+        if self.drafts is None or states_TD is None or not batch.writes_draft_kv:
+            assert not batch.guesses or self.drafts is None, "a step with guesses computes the layer"
             slot.timer.stop()
         else:
-            guesses = self._launch_mtp(self._mtp, batch, states_TD, slot, unfolded, eager=launch == "eager")
+            guesses = self.drafts.launch(batch, states_TD, slot, unfolded, self._drawing, launch=launch)
         self.launches[launch] += 1
         return LaunchedStep(num_rows, drawn, slot, self._slots, read, unfolded, guesses)
-
-    def _launch_mtp(
-        self,
-        mtp: MTPSteps,
-        batch: Batch,
-        states_TD: Tensor,
-        slot: StepSlot,
-        unfolded: Unfolded | None,
-        *,
-        eager: bool,
-    ) -> GuessesOnHost | None:
-        """Queues the passes of the layer that drafts after a step, and stops the step's timers."""
-        rows = batch.rows
-        sampled = [place for place, row in enumerate(rows) if row.sample is not None]
-        tokens, places = (self._drawing.drawn_S, range(len(sampled))) if eager else (self._drawing.tokens_N, sampled)
-        draws = StepDraws(rows, tokens, places, unfolded)
-        drafted_SD = mtp.write_kv(draws, states_TD)
-        slot.timer.stop()
-        if not batch.guesses or not sampled:
-            return None
-        slot.guess_timer.start()
-        guesses = mtp.guess(draws, drafted_SD, batch.guesses)
-        slot.guess_timer.stop()
-        return guesses
 
     def _unfolded(self, batch: Batch) -> Unfolded | None:
         """The batch with rows for single drafts and decoded tokens. Returns None if it has neither."""
@@ -297,7 +278,7 @@ class ModelRunner:
         )
         hidden_TD = self.model.compute(inputs.token_ids_T, inputs.positions_T, self._cache, context)
         states_TD = None
-        if self._mtp is not None:
+        if self.drafts is not None:
             states_TD = self.model.draft_states(hidden_TD if exchange is None else exchange.own(hidden_TD))
         read = self._read_states(hidden_TD, inputs.starts, batch)
         if not inputs.sampled:
@@ -311,7 +292,7 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """Compiles kernels, also the one that applies the masks of grammars."""
-        for batch in _warm_up_batches(self.facts, guesses=0 if self._mtp is None else _WARM_UP_GUESSES):
+        for batch in _warm_up_batches(self.facts, guesses=0 if self.drafts is None else _WARM_UP_GUESSES):
             self.run(batch.of_owners(self.facts.num_owners))
         vocab_size = self.facts.vocab_size
         logits = torch.zeros(1, vocab_size, device=self._device)

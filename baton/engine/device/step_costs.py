@@ -242,7 +242,8 @@ class _Rows:
                     for row in decodes
                 ]
                 shared = (*rows, *prompts)
-            yield Batch(number, shared)
+            # Nodes count the time of the layer that drafts apart from that of steps without prompts.
+            yield Batch(number, shared, writes_draft_kv=bool(prompts))
 
     def _row(self, index: int, length: int, start: int, *, further: int = 0) -> BatchRow:
         tokens = self._random.integers(0, self._facts.vocab_size, length).tolist()

@@ -20,7 +20,7 @@ class StepSlot:
         prompt_inputs, prompt_inputs_host: the same for steps with prompts.
         tokens_host: int32; the device writes it.
         timer: times the step.
-        guess_timer: times the guesses after it.
+        guess_timer: times the layer that drafts tokens after it.
     """
 
     def __init__(self, device: torch.device, *, input_bytes: int, max_rows: int, prompt_input_bytes: int = 0) -> None:
@@ -33,6 +33,11 @@ class StepSlot:
         self.tokens_host = self._tokens.numpy()
         self.timer: DeviceTimer | HostTimer = DeviceTimer(device) if is_gpu else HostTimer()
         self.guess_timer: DeviceTimer | HostTimer = DeviceTimer(device) if is_gpu else HostTimer()
+
+    def step_computed(self) -> None:
+        """Ends the time of the step, and begins that of the layer that drafts."""
+        self.timer.stop()
+        self.guess_timer.start()
 
     def fetch(self, tokens: Tensor) -> None:
         """Queues the copy of all rows' tokens to the host. The host does not wait."""

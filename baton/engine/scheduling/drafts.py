@@ -106,23 +106,31 @@ class Drafts:
             return
         rows = zip(step.states, step.rows, strict=True)
         sampled = [state for state, row in rows if row.sample is not None]
-        step.guesses = self._guesses_here([state for state in sampled if state.decoding])
+        prompts = step.work.prompt_tokens > 0
+        step.guesses = self._guesses_here([state for state in sampled if state.decoding], prompts=prompts)
         step.waits_for_guesses = step.guesses > 0
         if any(state.prefill_only for state in sampled):
             step.guesses = max(step.guesses, _HANDED_OVER)
+        if not step.guesses and not step.has_chunks:
+            step.writes_draft_kv = self._speculator.writes_layer_kv(step.states)
 
-    def _guesses_here(self, sampled: Sequence[RequestState]) -> int:
-        """How many tokens to guess for the next step here, of requests whose last tokens are sampled now."""
+    def _guesses_here(self, sampled: Sequence[RequestState], *, prompts: bool) -> int:
+        """How many tokens to guess for the next step here, of requests whose last tokens are sampled now.
+
+        Args:
+            prompts: whether prompts share the step.
+        """
         if not sampled:
             return 0
         keys = sum([state.num_scheduled for state in sampled]) + len(sampled)
         # As in `choose`; requests that wait may take seats of the next step.
         room = self.seats - len(self._roster.running) - bool(self._roster.waiting)
-        return self._speculator.count_guesses(sampled, StepWork(len(sampled), keys), self._meter.costs, room=room)
+        work, costs = StepWork(len(sampled), keys), self._meter.costs
+        return self._speculator.count_guesses(sampled, work, costs, room=room, prompts=prompts)
 
     def guessed(self, step: Step, guessed: Guessed) -> tuple[TokensGuessed, ...]:
         """Takes the guesses of the model's own layer after a step that has ended. Returns those for other nodes."""
-        self._speculator.observe_guesses(guessed)
+        self._speculator.observe_guesses(guessed, prompts=step.work.prompt_tokens > 0)
         for_others = []
         for place, tokens in guessed.tokens.items():
             state = step.states[place]

@@ -95,6 +95,8 @@ class NextStep:
         snapshots: snapshots of recurrent states, usable once the step has ended.
         guesses: how many tokens the model's own layer guesses at most, see `Batch`.
         waits_for_guesses: whether they are for the next step, which must wait for them.
+        writes_draft_kv: as in `Batch`.
+        has_chunks: whether it computes known tokens of a request, such as a part of its prompt.
 
     Args:
         state_unit: chunks should end at multiples of this many tokens, if the model has recurrent states; 0: it has
@@ -121,6 +123,8 @@ class NextStep:
         self.snapshots: list[StepSnapshot] = []
         self.guesses = 0
         self.waits_for_guesses = False
+        self.writes_draft_kv = True
+        self.has_chunks = False
         self._state_unit = state_unit
         self._num_single = 0
         self._num_more = 0  # rows in which the step is computed besides `rows`, see `unfolds`
@@ -189,6 +193,7 @@ class NextStep:
         num_tokens = self.chunk_tokens(state, start, others=others)
         if not num_tokens:
             return
+        self.has_chunks = True
         if not state.started:
             state.started = True
             queue_s = self._now - state.queued_at
@@ -322,7 +327,8 @@ class StepsInFlight:
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
         restores, copies = tuple(step.restores), tuple(step.copies)
         pools = tuple(sorted((state.row_index, pool) for state, pool in step.pools))
-        return Batch(number, launched.rows, step.layers_per_group, scores, restores, copies, pools, step.guesses)
+        others = scores, restores, copies, pools, step.guesses, step.writes_draft_kv
+        return Batch(number, launched.rows, step.layers_per_group, *others)
 
     @property
     def oldest(self) -> Step:

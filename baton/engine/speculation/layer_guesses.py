@@ -1,10 +1,13 @@
 """Decides how many tokens the model's own layer guesses after a step, and learns what that takes. Pure.
 
 Unlike other guesses, these cost time before anything is known about them: the layer guesses at the end of one step for
-the next one, and each token takes one more pass. The next step also waits for them.
+the next one, and each token takes one pass. The next step also waits for them. Where they do not pay for long, as at
+saturation, the layer no longer computes the tokens of decodes either. Its KV of a request then has a hole, and it
+guesses for new requests only.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from baton.core.costs import StepWork
 from baton.engine.batch import Guessed
@@ -14,8 +17,9 @@ from baton.engine.speculation.limits import LEAST_GAIN
 
 # Most tokens that the layer guesses for one request. It was trained for the first; later ones are less often right.
 MOST_LAYER_GUESSES = 4
-# After so many steps in which guesses seemed not to pay, one is tried, so that chances do not stay at what they were.
-_RETRY_STEPS = 64
+# After so many steps in which guesses seemed not to pay, the layer no longer computes the tokens of decodes; and one
+# guess is tried, so that chances do not stay at what they were.
+RETRY_STEPS = 64
 # Times of passes are learned by powers of two of their rows.
 _MEMORY = 16
 
@@ -50,8 +54,19 @@ class LayerGuesses:
 
     def __init__(self, *, always: bool) -> None:
         self._always = always
-        self._times = PassTimes()
-        self._refused = 0  # steps since the last guess
+        # After steps with prompts the passes are queued outside of graphs, which takes longer.
+        self._times = {prompts: PassTimes() for prompts in (False, True)}
+        # Steps since guesses for all requests would have paid, and since there was a guess.
+        self._unpaid = self._untried = 0
+
+    @property
+    def pays(self) -> bool:
+        """Whether guesses have paid lately, so that it is worth while to keep the layer's KV complete."""
+        return self._always or self._unpaid < RETRY_STEPS
+
+    def refuse(self) -> None:
+        """Notes a step at saturation, where no guess can pay."""
+        self._unpaid += 1
 
     def count(
         self,
@@ -61,6 +76,8 @@ class LayerGuesses:
         *,
         room: int,
         wait_s: Callable[[int], float],
+        everyone: Sequence[Sequence[float]] | None = None,
+        prompts: bool = False,
     ) -> int:
         """How many tokens of each request to guess for the next step.
 
@@ -69,52 +86,69 @@ class LayerGuesses:
             work: the next step without guesses.
             room: most guessed tokens of the next step.
             wait_s: as in `baton.engine.speculation.depth`.
+            everyone: the chances if the layer guessed for all requests, also for those whose KV has a hole; None: it
+                does.
+            prompts: whether prompts share the step after which the layer guesses.
         """
         most = min(MOST_LAYER_GUESSES, room)
-        if most <= 0 or not chances:
-            return 0
         if self._always:
-            return most
-        if costs is None:
+            return max(0, most) if chances else 0
+        everyone = chances if everyone is None else everyone
+        if costs is None or not everyone:
             return 0
-        found = self._best(chances, work, costs, most=most, room=room, wait_s=wait_s)
+        if most <= 0:
+            self.refuse()
+            return 0
+        choose = partial(
+            self._best, work=work, costs=costs, room=room, wait_s=wait_s, pass_s=self._times[prompts].seconds
+        )
+        found = choose(chances, most=most)
+        if found or (everyone != chances and choose(everyone, most=most)):
+            self._unpaid = 0
+        else:
+            self._unpaid += 1
+        self._untried += 1
         if found:
-            self._refused = 0
-            return found
-        self._refused += 1
-        if self._refused < _RETRY_STEPS:
-            return 0
-        self._refused = 0
-        certain = [[1.0]] * len(chances)
-        return self._best(certain, work, costs, most=1, room=room, wait_s=wait_s)
+            self._untried = 0
+        elif any(chances) and self._untried >= RETRY_STEPS:
+            self._untried = 0
+            found = choose([[1.0]] * len(everyone), most=1)
+        return found
 
-    def observe(self, guessed: Guessed) -> None:
-        """Learns from the guesses after a step."""
+    def observe(self, guessed: Guessed, *, prompts: bool = False) -> None:
+        """Learns from the guesses after a step.
+
+        Args:
+            prompts: whether prompts shared the step.
+        """
         passes = max(map(len, guessed.tokens.values()), default=0)
         if passes and guessed.rows:
-            self._times.observe(guessed.rows, passes, guessed.seconds)
+            self._times[prompts].observe(guessed.rows, passes, guessed.seconds)
 
+    @staticmethod
     def _best(
-        self,
         chances: Sequence[Sequence[float]],
-        work: StepWork,
-        costs: StepTimes,
         *,
         most: int,
+        work: StepWork,
+        costs: StepTimes,
         room: int,
         wait_s: Callable[[int], float],
+        pass_s: Callable[[int], float],
     ) -> int:
         """The number of guesses for each request that brings the most tokens a second; 0 if none brings enough."""
+        if not chances:
+            return 0
         rows, context = work.decode_rows, work.keys // max(1, work.decode_rows)
         best, best_rate = 0, LEAST_GAIN * rows / costs.seconds(work)
-        pass_s = self._times.seconds(rows)
+        each_pass_s = pass_s(rows)
         for count in range(1, most + 1):
             taken = min(room, count * len(chances))
             share = taken / (count * len(chances))
             tokens = share * sum(sum(each[:count]) for each in chances)
             each = [(context, count)] * len(chances) if share == 1.0 else [(context, 1)] * taken
             guessed = guessed_work(work, each)
-            step_s = costs.seconds(guessed) + wait_s(guessed.decode_rows) + count * pass_s
+            step_s = costs.seconds(guessed) + wait_s(guessed.decode_rows) + count * each_pass_s
             if (rate := (rows + tokens) / step_s) > best_rate:
                 best, best_rate = count, rate
         return best

@@ -123,11 +123,13 @@ class RequestDrafts:
         self._learn_layer(len(self._tokens))
         self._layer_guesses, self._layer_at = int_array(list(tokens)), len(self._tokens)
 
+    @property
+    def has_long_match(self) -> bool:
+        """Whether a long match goes on, whose guesses cost nothing. The layer need not guess then."""
+        return self._source is not None and self._match.length >= LONG
+
     def layer_chances(self, count: int) -> list[float]:
-        """For each of so many guesses of the model's own layer, the chance that it and all before it are right. Empty
-        while a long match goes on, whose guesses cost nothing."""
-        if self._source is not None and self._match.length >= LONG:
-            return []
+        """For each of so many guesses of the model's own layer, the chance that it and all before it are right."""
         return self._acceptance.chances(layer_bases(count), least=_LEAST_CHANCE)
 
     def propose(self, most: int) -> Proposal:

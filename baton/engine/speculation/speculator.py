@@ -79,6 +79,8 @@ class Speculator:
         self._turn = 0
         self.recent = RecentOutputs(self._places)
         self._layer = LayerGuesses(always=always)
+        # Requests that decoded without the layer's KV of their tokens: its guesses for them would be worse.
+        self._with_hole: set[str] = set()
         self._drafts: dict[str, RequestDrafts] = {}
 
     @property
@@ -110,6 +112,7 @@ class Speculator:
 
     def end(self, request: Speculating) -> None:
         """The request has ended. Its output may help others with the same root."""
+        self._with_hole.discard(request.request_id)
         drafts = self._drafts.pop(request.request_id, None)
         if drafts is not None and drafts.root is not None:
             self.recent.add(drafts.root, drafts.output)
@@ -184,7 +187,13 @@ class Speculator:
         }
 
     def count_guesses(
-        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, room: int
+        self,
+        requests: Sequence[Speculating],
+        work: StepWork,
+        costs: StepTimes | None,
+        *,
+        room: int,
+        prompts: bool = False,
     ) -> int:
         """How many tokens of each request the model's own layer should guess after a step, for the next one.
 
@@ -192,24 +201,43 @@ class Speculator:
             requests: those that decode in the next step; some may not have begun yet.
             work: the next step without guesses.
             room: most guessed tokens of the next step.
+            prompts: whether prompts share the step.
         """
-        if room <= 0 or not self._could_pay(work, costs):
+        if costs is not None and not self._could_pay(work, costs):
+            self._layer.refuse()
             return 0
-        chances = []
+        now: list[list[float]] = []
+        everyone: list[list[float]] = []
         for request in requests:
             drafts = self._drafts.get(request.request_id)
             most = min(MOST_LAYER_GUESSES, request.most_drafts)
             own = self._unknown_chances(most) if drafts is None else drafts.layer_chances(most)
-            chances.append(own)
-        return self._layer.count(chances, work, costs, room=room, wait_s=self._gaps.seconds)
+            everyone.append(own)
+            if request.request_id not in self._with_hole:
+                now.append([] if drafts is not None and drafts.has_long_match else own)
+        wait_s = self._gaps.seconds
+        return self._layer.count(now, work, costs, room=room, wait_s=wait_s, everyone=everyone, prompts=prompts)
+
+    def writes_layer_kv(self, requests: Sequence[Speculating]) -> bool:
+        """Whether the model's own layer computes the tokens of a step that has only decodes and asks for no guesses. If
+        not, it guesses for none of these requests any more."""
+        if self._layer.pays and any(request.request_id not in self._with_hole for request in requests):
+            return True
+        self._with_hole.update([request.request_id for request in requests])
+        return False
 
     def guessed(self, request: Speculating, tokens: Sequence[int]) -> None:
         """Takes the guesses of the model's own layer after the known tokens of a request that has begun."""
-        self._drafts[request.request_id].guessed(tokens)
+        if request.request_id not in self._with_hole:
+            self._drafts[request.request_id].guessed(tokens)
 
-    def observe_guesses(self, guessed: Guessed) -> None:
-        """Learns what the guesses of the model's own layer after a step took."""
-        self._layer.observe(guessed)
+    def observe_guesses(self, guessed: Guessed, *, prompts: bool = False) -> None:
+        """Learns what the guesses of the model's own layer after a step took.
+
+        Args:
+            prompts: whether prompts shared the step.
+        """
+        self._layer.observe(guessed, prompts=prompts)
 
     def _unknown_chances(self, count: int) -> list[float]:
         """The chances of a request about which nothing is known."""

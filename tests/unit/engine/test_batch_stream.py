@@ -63,6 +63,11 @@ def test_copies_of_states_arrive() -> None:
     assert arrived == batch
 
 
+def test_what_the_layer_that_drafts_should_do_arrives() -> None:
+    batches = [Batch(1, (decode("a", 3, [1]),), guesses=2), Batch(2, (decode("a", 4, [1]),), writes_draft_kv=False)]
+    assert [arrived for arrived, _ in sent(batches)] == batches
+
+
 def test_rows_that_stay_are_not_sent_and_stay_the_same_objects() -> None:
     rows = tuple(decode(f"request {index}", 20, list(range(100)), since=1) for index in range(200))
     (first, _), (second, num_bytes) = sent([Batch(1, rows), Batch(2, rows)])

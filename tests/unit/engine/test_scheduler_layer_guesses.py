@@ -4,16 +4,19 @@ from random import Random
 
 import pytest
 
+from baton.core.costs import StepCosts
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
-from baton.engine.batch import Guessed
+from baton.engine.batch import Batch, Guessed
 from baton.engine.request import EngineLimits, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.speculation.layer_guesses import RETRY_STEPS
 from baton.engine.speculation.speculator import Speculator
 from tests.unit.engine.guessing import NUM_TOKENS, World, any_request, expected_output, run_in_any_order
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, VOCAB_SIZE, Meter, request
 
+COSTS = StepCosts(((1, 0.010), (64, 0.010), (512, 0.050)))
 SAMPLING = ResolvedSampling(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
@@ -89,6 +92,38 @@ def test_the_first_step_after_a_hand_over_takes_guesses_that_can_be_tokens(
     (row,) = batch.rows
     assert list(row.drafts) == drafts
     assert list(row.token_ids[:1]) == [5]
+
+
+def test_at_saturation_decodes_are_computed_without_the_layer_and_prompts_with_it() -> None:
+    """A node whose seats are all taken is saturated."""
+    model = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS)
+    world = World(Speculator(), model, num_blocks=90, requests=3, layer_errors=0.0, meter=Meter(COSTS))
+    sampling = ResolvedSampling(max_tokens=85, temperature=0.0, ignore_eos=True)
+
+    def run(*names: str, count: int = 1000) -> list[Batch]:
+        for name in names:
+            world.submit(request(name, [1, 2, 3], sampling=sampling))
+        steps: list[Batch] = []
+        while len(steps) < count and (world.launch() or world.in_flight):
+            if world.batches[-1] is not (steps[-1] if steps else None):
+                steps.append(world.batches[-1])
+            world.end_step()
+        return steps
+
+    first = run("a-3", "b-3", "d-3", count=RETRY_STEPS + 3)
+    assert [step.writes_draft_kv for step in first] == [True] * (RETRY_STEPS - 1) + [False] * 4
+    world.scheduler.abort("b-3")
+    second = run("e-3", count=3)
+    assert [step.writes_draft_kv for step in second] == [True, False, False], "the prompt of e, and two decodes"
+    assert not any(step.guesses for step in (*first, *second))
+    for name in ("d-3", "e-3"):
+        world.scheduler.abort(name)
+    rest = run("c-3")
+    assert any(step.guesses for step in rest)
+    drafted = {row.request_id for step in rest for row in step.rows if row.num_drafts}
+    assert drafted == {"c-3"}, "the other one has decoded without the layer"
+    for name in ("a-3", "c-3"):
+        assert world.sequences[name] == [1, 2, 3, *model.continued([1, 2, 3], 85)]
 
 
 def test_chunks_say_which_token_follows_them() -> None:

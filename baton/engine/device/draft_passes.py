@@ -1,9 +1,9 @@
-"""Runs the layer that drafts tokens after a step: keeps its KV complete, and guesses tokens where the batch asks for
-guesses. The layer is an MTP layer (`baton.models.layers.mtp`) or an EAGLE-3 head (`baton.models.layers.eagle`).
+"""The passes of the layer that drafts tokens, outside of graphs: after steps with prompts, and wherever graphs of the
+passes are missing (`draft_graphs`). The layer is an MTP layer (`baton.models.layers.mtp`) or an EAGLE-3 head
+(`baton.models.layers.eagle`).
 
-The layer's KV of a position depends on the token after it. So it is computed at the end of
-the step, when the rows' tokens are drawn, for the same tokens and into the same slots as the model's own KV. That takes
-one pass of one layer in every step, and leaves no hole, however few steps guess.
+The layer's KV of a position depends on the token after it. So it is computed at the end of the step, when the rows'
+tokens are drawn, for the same tokens and into the same slots as the model's own KV.
 
 The same pass gives each sampled row's first guess. Each further guess takes one more pass, of one token a row, which
 writes to the slots after the row's own. They are overwritten when the tokens there are known. A row guesses no further
@@ -12,21 +12,18 @@ than its blocks reach.
 A block's last position has the KV for the token that followed when it was computed. A request that finds the block in
 the prefix cache may go on otherwise, and guesses a little worse from there; that is all.
 
-All passes are queued outside of graphs, while the device computes the step.
-
-A row with drafts is several rows here (`unfolded`), and only the one with the last kept draw leads on. The device finds
-out which one it is, and only that one writes KV beyond its own position: the others would write to positions whose
-tokens are known.
+A row with drafts is several rows here (`unfolded`), and only the one with the last kept draw leads on (`draft_leads`).
+Only that one writes KV beyond its own position: the others would write to positions whose tokens are known.
 
 With attention data parallelism each rank computes the layer for its own rows, and gets the hidden states of all rows,
 because all ranks draw the guesses together. Ranks make the same passes with the same rows; one without rows in a pass
 computes a placeholder.
 
 Suffixes: T token of this rank's rows, X place of a token of any rank, S row that is sampled, A sampled row that is
-still guessing, D hidden channel, V vocabulary, G row with drafts, M most draws of such a row, P pass of the layer.
+still guessing, D hidden channel, V vocabulary, P pass of the layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -39,6 +36,7 @@ from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
 from attention.metadata import HostBatch, plan_batch
 from baton.engine.batch import BatchRow
+from baton.engine.device.draft_leads import draft_links, find_leads
 from baton.engine.device.inputs import TABLE_MULTIPLE, RowPlaces, place_rows
 from baton.engine.device.unfolded import Unfolded
 from baton.engine.request import int_array
@@ -77,21 +75,36 @@ class GuessesOnHost:
     """Guessed tokens, in host memory that a queued copy fills.
 
     Args:
-        sampled: the rows of the step that are sampled.
-        words_PS: int32; -1 where a row guesses no further.
+        words_PN: int32; -1 where a row guesses no further.
+        columns: of each sampled row of the step, its column.
     """
 
-    def __init__(self, sampled: Sequence[int], words_PS: Tensor) -> None:
-        self._sampled = sampled
-        self._words_PS = words_PS
+    def __init__(self, words_PN: Tensor, columns: Mapping[int, int]) -> None:
+        self._words_PN = words_PN
+        self._columns = columns
 
     def outputs(self) -> dict[int, tuple[int, ...]]:
         """The guesses after each row, in order. Call it after the copy is done."""
-        by_row = zip(self._sampled, self._words_PS.T.tolist(), strict=True)
-        return {place: tuple(words[: words.index(_NONE)] if _NONE in words else words) for place, words in by_row}
+        by_column = self._words_PN.T.tolist()
+        return {place: _until_none(by_column[column]) for place, column in self._columns.items()}
 
 
-class MTPSteps:
+def _until_none(words: list[int]) -> tuple[int, ...]:
+    return tuple(words[: words.index(_NONE)] if _NONE in words else words)
+
+
+def fetch_guesses(guessed_PN: Tensor, columns: Mapping[int, int]) -> GuessesOnHost:
+    """Queues the copy of guesses to the host, which does not wait.
+
+    Args:
+        guessed_PN: int32, contiguous; a later pass may overwrite it.
+        columns: as in `GuessesOnHost`.
+    """
+    on_host = torch.empty(guessed_PN.shape, dtype=torch.int32, pin_memory=guessed_PN.is_cuda)
+    return GuessesOnHost(on_host.copy_(guessed_PN, non_blocking=True), columns)
+
+
+class DraftPasses:
     """The passes of the layer that drafts for one model, for the thread that launches its steps."""
 
     def __init__(self, model: CausalLM, backend: AttentionBackend, cache: PagedKVCache) -> None:
@@ -147,10 +160,7 @@ class MTPSteps:
             chosen = [rows[each] for each in active]
             hidden_AD = self._pass(chosen, hidden_AD.index_select(0, kept_A), guessed_A, passed, leads_A)
             guessed_PS[passed].index_copy_(0, active_A, self._draw(hidden_AD, chosen, passed + 1))
-        if self._device.type != "cpu":
-            on_host = torch.empty_like(guessed_PS, device="cpu", pin_memory=True)
-            guessed_PS = on_host.copy_(guessed_PS, non_blocking=True)
-        return GuessesOnHost(draws.sampled, guessed_PS)
+        return fetch_guesses(guessed_PS, {place: column for column, place in enumerate(draws.sampled)})
 
     def _plan(
         self, rows: Sequence[BatchRow], lengths: Sequence[int], starts: Sequence[int]
@@ -219,31 +229,15 @@ class MTPSteps:
         return sample(self._model.compute_draft_logits(hidden_AD), [_sample_row(row, count) for row in rows]).chosen_R
 
     def _leads(self, draws: StepDraws) -> Tensor | None:
-        """Whether each sampled row has its request's last kept draw, [S] bool. Returns None if all have."""
+        """Whether each sampled row leads on, [S] bool. Returns None if all do."""
         if draws.unfolded is None:
             return None
-        split = zip(draws.unfolded.places, draws.unfolded.drafts, strict=True)
-        groups = [(places, drafts) for places, drafts in split if len(drafts)]
-        if not groups:
-            return None
         order = {place: index for index, place in enumerate(draws.sampled)}
-        most = max(len(places) for places, _ in groups)
-        rows_GM = np.zeros((len(groups), most), np.int64)  # among the sampled rows
-        drafts_GM = np.full((len(groups), most), _NONE, np.int32)
-        for group, (places, drafts) in enumerate(groups):
-            rows_GM[group, : len(places)] = [order[place] for place in places]
-            drafts_GM[group, : len(drafts)] = drafts
-        real = np.concatenate([group * most + np.arange(len(places)) for group, (places, _) in enumerate(groups)])
-        tokens_at = np.array(draws.places, np.int64)[rows_GM].reshape(-1)
-        copied = to_device((tokens_at, drafts_GM, real, rows_GM.reshape(-1)[real]), self._device)
-        tokens_at_d, drafts_d_GM, real_d, rows_d = copied
-        right_GM = (draws.tokens.index_select(0, tokens_at_d).view_as(drafts_d_GM) == drafts_d_GM) & (drafts_d_GM >= 0)
-        # A draw counts if all drafts before it are right. The last one that counts is followed by no right draft.
-        counts_GM = torch.ones_like(right_GM)
-        counts_GM[:, 1:] = right_GM[:, :-1].to(torch.int32).cumprod(1).to(torch.bool)
-        leads_GM = counts_GM & ~right_GM
-        leads_S = torch.ones(len(draws.sampled), dtype=torch.bool, device=self._device)
-        return leads_S.index_copy_(0, rows_d, leads_GM.reshape(-1).index_select(0, real_d))
+        links_3S = draft_links(draws.unfolded, order, len(order))
+        if links_3S is None:
+            return None
+        places_S, links_d_3S = to_device((np.array(draws.places, np.int64), links_3S), self._device)
+        return find_leads(draws.tokens.index_select(0, places_S), links_d_3S)
 
 
 def _next_tokens(rows: Sequence[BatchRow], places: RowPlaces) -> NDArray[np.int64]:
@@ -258,9 +252,9 @@ def _next_tokens(rows: Sequence[BatchRow], places: RowPlaces) -> NDArray[np.int6
 
 
 def _sample_row(row: BatchRow, count: int) -> SampleRow:
-    """How the token `count` places after the row's own is drawn. Penalties and grammars are left out of guesses."""
+    """How the token `count` places after the row's own is drawn. What edits logits is left out of guesses."""
     assert row.sample is not None
     params = row.sample.params
-    if params.logprobs is not None or params.grammar is not None:
-        params = replace(params, logprobs=None, grammar=None)
+    if params.logprobs is not None or params.grammar is not None or params.logit_bias:
+        params = replace(params, logprobs=None, grammar=None, logit_bias={})
     return SampleRow(params, row.sample.output_index + count, (), _NO_HISTORY, 0)

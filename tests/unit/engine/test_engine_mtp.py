@@ -36,6 +36,22 @@ class LayerOnly(Speculator):
         self._drafts[request.request_id]._search = lambda count: None  # type: ignore[method-assign]
 
 
+class WithHoles(LayerOnly):
+    """Guesses after every third step, also for requests of which the layer has not computed all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(always=True)
+        self.asked = self.without = 0
+
+    def count_guesses(self, *args: Any, **given: Any) -> int:
+        self.asked += 1
+        return 0 if self.asked % 3 else super().count_guesses(*args, **given)
+
+    def writes_layer_kv(self, requests: Any) -> bool:
+        self.without += 1
+        return False
+
+
 @asynccontextmanager
 async def engine_of(
     built: BuiltRunner, speculator: Speculator | None, *, num_adapters: int = 0, **given: Any
@@ -53,8 +69,10 @@ async def engine_of(
         yield engine, events
 
 
-async def answered(built: BuiltRunner, requests: list[EngineRequest], **given: Any) -> EventRecorder:
-    async with engine_of(built, Speculator(always=True), **given) as (engine, events):
+async def answered(
+    built: BuiltRunner, requests: list[EngineRequest], speculator: Speculator | None = None, **given: Any
+) -> EventRecorder:
+    async with engine_of(built, speculator or Speculator(always=True), **given) as (engine, events):
         for one in requests:
             engine.submit(one)
         await events.finished(*(one.request_id for one in requests))
@@ -81,6 +99,16 @@ async def test_every_way_to_draw_gives_the_tokens_of_decoding(family: str, good:
     events = await answered(built, requests, prefix_cache=True)
     for name, tokens in expected.items():
         assert events.ids(name) == [each.token_id for each in tokens], name
+    assert events.guesses[0] > 0
+
+
+async def test_steps_without_the_layer_change_no_token(good: Path) -> None:
+    requests, speculator = list(varied_requests()), WithHoles()
+    expected = one_step_at_a_time(built_of(good), requests)
+    events = await answered(built_of(good, speculation="always"), requests, speculator, prefix_cache=True)
+    for name, tokens in expected.items():
+        assert events.ids(name) == [each.token_id for each in tokens], name
+    assert speculator.without > 0
     assert events.guesses[0] > 0
 
 

@@ -15,9 +15,16 @@ SATURATED = StepCosts(((1, 0.001), (1000, 1.0)))
 LIKELY = [[0.9, 0.8, 0.7, 0.6]]
 
 
-def count(layer: LayerGuesses, chances: list[list[float]], costs: StepCosts | None = COSTS, room: int = 64) -> int:
+def count(
+    layer: LayerGuesses,
+    chances: list[list[float]],
+    costs: StepCosts | None = COSTS,
+    *,
+    room: int = 64,
+    prompts: bool = False,
+) -> int:
     work = StepWork(len(chances), 1000 * len(chances))
-    return layer.count(chances, work, costs, room=room, wait_s=lambda _: 0.0005)
+    return layer.count(chances, work, costs, room=room, wait_s=lambda _: 0.0005, prompts=prompts)
 
 
 def took(rows: int, passes: int, seconds: float) -> Guessed:
@@ -67,6 +74,13 @@ def test_slow_passes_lower_the_number() -> None:
     for _ in range(20):
         layer.observe(took(1, 2, 2 * 0.02))
     assert count(layer, LIKELY) == 0
+
+
+def test_passes_after_steps_with_prompts_have_times_of_their_own() -> None:
+    layer = LayerGuesses(always=False)
+    layer.observe(took(1, 2, 2 * 0.02), prompts=True)
+    assert count(layer, LIKELY) == MOST_LAYER_GUESSES
+    assert count(layer, LIKELY, prompts=True) == 0
 
 
 def test_no_more_are_asked_for_than_there_is_room() -> None:

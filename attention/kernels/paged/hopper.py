@@ -119,12 +119,14 @@ def attend_tile(
     first_key, stop_key, _, _ = seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
     alone = True
     if partial_out_ptr is not None:
-        share = _find_share(stop_key - first_key, gl.num_programs(1), BLOCK_N, least_keys)
-        alone = stop_key - first_key <= share
+        first_tile_key = first_key // BLOCK_N * BLOCK_N
+        share = _find_share(stop_key - first_tile_key, gl.num_programs(1), BLOCK_N, least_keys)
+        alone = stop_key - first_tile_key <= share
         if alone & (gl.program_id(1) > 0):
             return
-        first_key += gl.program_id(1) * share
-        stop_key = gl.minimum(stop_key, first_key + share)
+        split_start = first_tile_key + gl.program_id(1) * share
+        first_key = gl.maximum(first_key, split_start)
+        stop_key = gl.minimum(stop_key, split_start + share)
     num_heads = num_packs // PACKS * sizes.group
     split = Split(partial_out_ptr, partial_lse_ptr, gl.program_id(1), alone, num_tokens, num_heads)
     kv_head = pack // PACKS

@@ -6,7 +6,7 @@ newest guesses, with the guesses after them. The last one is replayed for each f
 drawn tokens stays on the device: the tokens that a pass reads, which rows lead on, and where a row's blocks end. So the
 host launches a few graphs, and copies nothing but the links of rows with drafts.
 
-Legend: N most rows of a step, R rows of a pass including padding, P pass of the layer, D hidden channel.
+Legend: N most rows of a pass, R rows of a pass including padding, P pass of the layer, D hidden channel.
 """
 
 import logging
@@ -35,7 +35,7 @@ from baton.models.layers.causal_lm import CausalLM
 
 _log = logging.getLogger(__name__)
 
-# Steps of more rows keep the GPU busy for longer than guesses can save.
+# Most rows of captured passes. Where more requests decode, guesses hardly ever pay.
 _MOST_ROWS = 256
 _NONE = -1
 
@@ -115,18 +115,19 @@ class DraftBuffers:
 def new_draft_buffers(decodes: DecodeBuffers) -> DraftBuffers:
     """Buffers for the passes after steps in these buffers."""
     assert decodes.hidden is not None, "the model has a layer that drafts"
-    whole = torch.zeros_like(decodes.positions)
+    zeros = torch.zeros_like(decodes.positions[:_MOST_ROWS])
+    words = torch.zeros_like(zeros, dtype=torch.int32)
     return DraftBuffers(
-        hidden=torch.zeros_like(decodes.hidden),
-        positions=whole,
-        seq_lens=torch.zeros_like(decodes.seq_lens),
-        slots=torch.full_like(whole, _NONE),
-        output_index=whole.clone(),
-        newest=torch.zeros_like(decodes.seq_lens),
-        leads=torch.ones_like(whole, dtype=torch.bool),
-        links=torch.from_numpy(no_links(len(whole))).to(whole.device),
-        pass_index=whole.new_zeros(1),
-        guessed=decodes.seq_lens.new_zeros(MOST_LAYER_GUESSES, len(whole)),
+        hidden=torch.zeros_like(decodes.hidden[:_MOST_ROWS]),
+        positions=zeros,
+        seq_lens=words,
+        slots=torch.full_like(zeros, _NONE),
+        output_index=zeros.clone(),
+        newest=words.clone(),
+        leads=torch.ones_like(zeros, dtype=torch.bool),
+        links=torch.from_numpy(no_links(len(zeros))).to(zeros.device),
+        pass_index=zeros.new_zeros(1),
+        guessed=words.new_zeros(MOST_LAYER_GUESSES, len(zeros)),
     )
 
 

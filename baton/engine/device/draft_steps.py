@@ -1,5 +1,5 @@
-"""Runs the layer that drafts tokens after each step: keeps its KV complete, and guesses tokens where the batch asks for
-guesses.
+"""Runs the layer that drafts tokens after steps: it keeps the layer's KV complete where the batch asks for that, and
+guesses tokens where the batch asks for guesses.
 
 After captured decode steps its passes are captured too (`draft_graphs`). After steps with prompts, steps outside of
 graphs, and with attention data parallelism they are queued one by one (`draft_passes`). The device computes the step

@@ -132,6 +132,13 @@ def test_every_step_counts_as_what_its_rows_are() -> None:
         )
 
 
+def test_only_steps_with_prompts_are_measured_with_the_layer_that_drafts() -> None:
+    device = Device(COSTS)
+    profiled(device)
+    for batch in device.batches:
+        assert batch.writes_draft_kv == (work_of(batch).prompt_tokens > 0)
+
+
 def test_decode_rows_advance_by_one_token_and_change_only_with_their_blocks() -> None:
     for block_size, changes in ((16, 0), (4, 1), (1, 6)):
         device, facts = Device(COSTS), replace(FACTS, block_size=block_size)

@@ -2,14 +2,15 @@
 
 Weights are random, so the layer's guesses are too. They are replaced by the recorded tokens: each is right with
 the same chance if the ones before it are. Steps and guesses compute and cost what they always do. On a GPU the
-shape is DeepSeek-V3's in fp8, with few of its layers: each pass of the layer is a larger part of a step than it is
-with all 61.
+shape is DeepSeek-V3's in fp8. Its 61 layers take turns with the weights of nine, which fit into one GPU, so a step and
+a pass of the layer take as long as they do in the whole model.
 """
 
 import asyncio
 import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -17,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import nn
 
 from baton.engine.batch import Batch, Guessed
 from baton.engine.build import build_runner, calibrate
@@ -24,6 +26,7 @@ from baton.engine.device.device_thread import LaunchedWork, StepRunner
 from baton.engine.device.layer_marks import OnMark
 from baton.engine.events import DraftsChecked
 from baton.engine.speculation.speculator import Speculator
+from baton.models.layers.causal_lm import CausalLM
 from baton.settings.node_config import DecodeSettings
 from bench.engine.guesses import Recorded, RecordedRunner, RecordedStep, recorded, token_ms
 from bench.engine.run import CONFIGS
@@ -35,6 +38,7 @@ _CHANCES = (0.85, 0.6)
 _GOALS = {(0.85, 1): 1.8, (0.85, 32): 1.5, (0.6, 128): 0.98}
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _ON_GPU = {"num_hidden_layers": 9, "quantization_config": _FP8}
+_LAYERS, _DENSE = 61, 3
 _ON_CPU = {
     "num_hidden_layers": 6,
     "first_k_dense_replace": 1,
@@ -103,24 +107,31 @@ def run(progress: Callable[[str], None]) -> Iterator[Row]:
     config |= _ON_GPU if torch.cuda.is_available() else _ON_CPU
     with TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        yield from rows_of(Path(directory), None, _GOALS, progress)
+        layers = _LAYERS if torch.cuda.is_available() else None
+        yield from rows_of(Path(directory), None, _GOALS, progress, layers=layers)
 
 
 def rows_of(
-    model: Path, head: Path | None, goals: Mapping[tuple[float, int], float], progress: Callable[[str], None]
+    model: Path,
+    head: Path | None,
+    goals: Mapping[tuple[float, int], float],
+    progress: Callable[[str], None],
+    *,
+    layers: int | None = None,
 ) -> Iterator[Row]:
     """Measures a model that guesses with its own layer, or with a head.
 
     Args:
         model, head: directories with a config.json each; all weights are random.
         goals: how many times as fast, by the chance of a guess and the batch.
+        layers: so many layers take turns with the weights of the model's own; None: there are no more than these.
     """
     batches = BATCHES if torch.cuda.is_available() else BATCHES[:2]
     # What no guess from the text finds, so all guesses are the layer's.
     requests = recorded()["unlike files"]
-    off = dict(_measured(model, head, requests, batches, None, progress))
+    off = dict(_measured(model, head, requests, batches, None, progress, layers=layers))
     for chance in _CHANCES:
-        for batch, (auto_ms, kept) in _measured(model, head, requests, batches, chance, progress):
+        for batch, (auto_ms, kept) in _measured(model, head, requests, batches, chance, progress, layers=layers):
             work, goal = f"{chance:.0%} right, batch {batch}", goals.get((chance, batch))
             yield Row("time per token", work, auto_ms, "ms", "off", off[batch][0], goal=goal, less_is_better=True)
             yield Row("guessed tokens that were kept", work, kept, "%")
@@ -133,6 +144,8 @@ def _measured(
     batches: Sequence[int],
     chance: float | None,
     progress: Callable[[str], None],
+    *,
+    layers: int | None,
 ) -> Iterator[tuple[int, tuple[float, float]]]:
     """Yields for each batch the time per token in ms and the share of guesses that were kept, in %.
 
@@ -147,7 +160,10 @@ def _measured(
         draft_head=None if chance is None else head,
         max_context_tokens=4096,
     )
-    built = calibrate(build_runner(settings), settings)
+    built = build_runner(settings)
+    if layers is not None:
+        _repeat_layers(built.runner.model, layers)
+    built = calibrate(built, settings)
     load = f"{'MTP layer' if head is None else 'EAGLE-3 head'} {'off' if chance is None else f'{chance:.0%} right'}"
     for batch in batches:
         times, checked = [], list[DraftsChecked]()
@@ -162,6 +178,14 @@ def _measured(
     del built
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _repeat_layers(model: CausalLM, count: int) -> None:
+    """Makes the model as deep as this, with its last layers over and over. They are all of one kind, and write the same
+    KV again."""
+    layers = list(model.model.layers)
+    repeated = islice(cycle(layers[_DENSE:]), count - len(layers))
+    model.model.layers = nn.ModuleList([*layers, *repeated])
 
 
 def _wrapping(chance: float) -> Callable[[StepRunner, Mapping[str, Sequence[int]]], RecordedRunner]:

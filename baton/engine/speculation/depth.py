@@ -45,6 +45,7 @@ def choose_depths(
     *,
     room: int,
     wait_s: Callable[[int], float] = lambda _: 0.0,
+    lost_s: float = 0.0,
     token_s: float = inf,
 ) -> list[int]:
     """How many tokens of each proposal the next step should take.
@@ -55,6 +56,7 @@ def choose_depths(
         room: most guessed tokens of the step.
         wait_s: for how long the device waits for a step of so many rows with guesses, because it is prepared only when
             the one before has ended.
+        lost_s: by how much longer plain steps take because of a step with guesses.
         token_s: most time of the step for each token that a request can expect of it. Requests that get one token of
             the step bear its time for the others' guesses.
     """
@@ -66,7 +68,7 @@ def choose_depths(
         tokens, keys = ranked.sums(count)
         guessed = StepWork(work.decode_rows + count, work.keys + keys, work.prompt_tokens, work.pairs)
         seconds = costs.seconds(guessed) + wait_s(guessed.decode_rows)
-        rate = (work.decode_rows + tokens) / seconds
+        rate = (work.decode_rows + tokens) / (seconds + lost_s)
         if rate > best_rate and (seconds <= token_s or seconds <= token_s * ranked.least_tokens(count, work)):
             best, best_rate = count, rate
     return ranked.depths(best)

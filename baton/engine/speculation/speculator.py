@@ -16,9 +16,9 @@ from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
 from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
-from baton.engine.speculation.host_gaps import HostGaps
+from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
 from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses
-from baton.engine.speculation.limits import MOST_GUESSES
+from baton.engine.speculation.limits import MOST_GUESSES, assumed_wait_s
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP
@@ -68,7 +68,7 @@ class Speculator:
         always: bool = False,
     ) -> None:
         self._grammars = grammars
-        self._gaps = HostGaps()
+        self._times = GuessedTimes()
         # The requests for which something could be guessed when `pays` was asked last, if it does.
         self._hopeful: set[str] | None = None
         self._always = always
@@ -147,6 +147,7 @@ class Speculator:
         if not any(self._depths(proposals, work, costs, room=room, streams=streams)):
             return False
         self._hopeful = hopeful
+        self._times.decided(work.decode_rows)
         return True
 
     def choose(
@@ -177,6 +178,8 @@ class Speculator:
             depths = all_depths(proposals, room=room)
         else:
             depths = self._depths(proposals, work, costs, room=room, streams=streams, share=0.5 if prompts else 1.0)
+            if any(depths):
+                self._times.decided(work.decode_rows)
         return {
             request.request_id: proposal.tokens[:depth]
             for request, proposal, depth in zip(requests, proposals, depths, strict=True)
@@ -195,13 +198,17 @@ class Speculator:
         """
         if room <= 0 or not self._could_pay(work, costs):
             return 0
+        wait_s = assumed_wait_s if costs is None else self._times.wait_s(work.decode_rows, costs)
         chances = []
         for request in requests:
             drafts = self._drafts.get(request.request_id)
             most = min(MOST_LAYER_GUESSES, request.most_drafts)
             own = self._unknown_chances(most) if drafts is None else drafts.layer_chances(most)
             chances.append(own)
-        return self._layer.count(chances, work, costs, room=room, wait_s=self._gaps.seconds)
+        count = self._layer.count(chances, work, costs, room=room, wait_s=wait_s)
+        if count:
+            self._times.decided(work.decode_rows)
+        return count
 
     def guessed(self, request: Speculating, tokens: Sequence[int]) -> None:
         """Takes the guesses of the model's own layer after the known tokens of a request that has begun."""
@@ -215,18 +222,10 @@ class Speculator:
         """The chances of a request about which nothing is known."""
         return OwnAcceptance(self._acceptance).chances(layer_bases(count), least=0.0)
 
-    def waited(self, rows: int, seconds: float | None, *, guesses: bool) -> None:
-        """A step has ended.
-
-        Args:
-            rows: its decodes and guesses.
-            seconds: for how long the device waited for it, because it was prepared only when the step before had ended.
-                None: it did not wait.
-        """
-        if seconds is None:
-            self._gaps.on_time()
-        else:
-            self._gaps.late(rows, seconds, guesses=guesses)
+    def ended(self, step: EndedStep, costs: StepTimes | None) -> None:
+        """Learns what a step took."""
+        if costs is not None and step.plain.decode_rows and not self._always:
+            self._times.ended(step, costs)
 
     def _depths(
         self,
@@ -247,14 +246,15 @@ class Speculator:
             return [0] * len(proposals)
         plain_s = costs.seconds(work)
         token_s = plain_s + share * (decodes_bound_s(plain_s, streams) - plain_s)
-        return choose_depths(proposals, work, costs, room=room, wait_s=self._gaps.seconds, token_s=token_s)
+        wait_s, lost_s = self._times.wait_s(work.decode_rows, costs), self._times.lost_s(work.decode_rows, costs)
+        return choose_depths(proposals, work, costs, room=room, wait_s=wait_s, lost_s=lost_s, token_s=token_s)
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:
             return True
-        if costs is None or not work.decode_rows:
+        if costs is None or not work.decode_rows or not self._times.may_guess(work.decode_rows):
             return False
-        return could_pay(work, costs, most_each=MOST_GUESSES, wait_s=self._gaps.seconds)
+        return could_pay(work, costs, most_each=MOST_GUESSES, wait_s=self._times.wait_s(work.decode_rows, costs))
 
     def _proposals(self, requests: Sequence[Speculating], *, pending: int) -> list[Proposal]:
         """The proposal of each request; those of requests that have not begun are empty.

@@ -106,10 +106,9 @@ class Drafts:
         costs, plain = self._meter.costs, step.plain
         if costs is None or waited_s is None or not (step.late or step.ahead):
             return
-        if plain.prompt_tokens:  # what prompts take is no matter of guesses
-            seconds = costs.seconds(step.work)
         tokens = plain.decode_rows + sum([each.accepted for each in checked])
-        ended = EndedStep(plain, step.work, tokens, waited_s + seconds, passes_s if step.guesses else 0.0, step.late)
+        passes_s = passes_s if step.guesses else 0.0
+        ended = EndedStep(plain, step.work, tokens, seconds, waited_s, passes_s, late=step.late)
         if bool(ended.guesses) == bool(checked):
             self._speculator.ended(ended, costs)
 

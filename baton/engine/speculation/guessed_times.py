@@ -1,13 +1,10 @@
-"""Learns what guesses really take and bring, from the end of one step to the end of the next. Pure.
+"""Learns what steps with guesses really take, from the end of the step before to their end. Pure.
 
-A step with guesses is prepared only when the step before has ended, and a plain step after it is too. It may copy
+A step with guesses is prepared only when the step before has ended, and so is a plain step after it. It may copy
 states, and a guess may cost more than the decode row that the cost model counts. All of that is in the time between the
-ends of two steps. So two things are learned from it, for each size of batch:
-
-- the wait: by how much steps with guesses exceed their prediction, as a line over the number of guesses;
-- the balance: how many plain steps guesses have won or lost. Where they have lost what they may, they rest.
-
-A rest ends when the time that may be lost has come together again, and what was learned is forgotten then.
+ends of two steps. For each size of batch, the time beyond the prediction is learned as a line over the number of
+guesses, and compared with what plain steps of that batch really take. What guesses win and lose is in a `Balance`: when
+they have rested, what was learned is forgotten, and they are tried again.
 """
 
 from collections import deque
@@ -17,15 +14,10 @@ from typing import NamedTuple
 
 from baton.core.costs import StepWork
 from baton.engine.scheduling.slices import StepTimes
+from baton.engine.speculation.balance import Balance
 from baton.engine.speculation.limits import assumed_wait_s
 
-# Part of the time of plain steps that guesses may lose, and most plain steps that they may lose at once.
-_LOST_SHARE = 0.005
-_MOST_LOST = 6.0
-# After so many plain steps in a row, what was learned is forgotten and guesses are tried again. It takes twice as many
-# each time that this brings nothing.
-_REST_STEPS = 400
-_LONGEST_REST = 16 * _REST_STEPS
+# Steps with guesses that are remembered.
 _SAMPLES = 32
 # Steps of other sizes say something about a batch when there are so many.
 _SAMPLES_ELSEWHERE = 8
@@ -42,8 +34,9 @@ class EndedStep(NamedTuple):
         plain: the step without guesses.
         work: with them.
         tokens: tokens that its decodes got.
-        seconds: from the end of the step before to its end, with all that the device waited.
-        passes_s: part of that in which the model's own layer guessed for the next step.
+        seconds: the device's time for it.
+        waited_s: the rest of the time from the end of the step before to its end.
+        passes_s: part of `waited_s` in which the model's own layer guessed for the next step.
         late: whether it was prepared only when the step before had ended, because of guesses.
     """
 
@@ -51,6 +44,7 @@ class EndedStep(NamedTuple):
     work: StepWork
     tokens: int
     seconds: float
+    waited_s: float
     passes_s: float = 0.0
     late: bool = False
 
@@ -69,8 +63,19 @@ class _Line(NamedTuple):
 
 @dataclass(eq=False)
 class _Sample:
-    step: EndedStep
-    lost_s: float = 0.0  # by plain steps after it
+    """A step with guesses.
+
+    Attributes:
+        seconds: from the end of the step before to its end, without passes of the model's own layer.
+        predicted_s: by `_Batch.costs`.
+        lost_s: by plain steps after it.
+    """
+
+    work: StepWork
+    guesses: int
+    seconds: float
+    predicted_s: float
+    lost_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -80,12 +85,9 @@ class _Batch:
     samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     plain_count: int = _PLAIN_ASSUMED
     plain_ratio: float = 1.0  # of measured to predicted time of plain steps
-    plain_since: int = 0  # plain steps since the last guesses
-    rest_steps: int = _REST_STEPS
-    balance: float = _MOST_LOST
-    resting: bool = False
+    balance: Balance = field(default_factory=Balance)
     line: _Line | None = None
-    line_costs: StepTimes | None = None  # with which `line` was fitted
+    costs: StepTimes | None = None  # for which `line` was fitted
 
 
 class GuessedTimes:
@@ -97,7 +99,7 @@ class GuessedTimes:
 
     def may_guess(self, decode_rows: int) -> bool:
         """Whether guesses have not lost more than they may, next to so many decodes."""
-        return not self._batch(decode_rows).resting
+        return not self._batch(decode_rows).balance.resting
 
     def decided(self, decode_rows: int) -> None:
         """Notes that guesses were decided on for a step with so many decodes. What the next steps lose counts there:
@@ -105,7 +107,7 @@ class GuessedTimes:
         self._decided_for = decode_rows
 
     def wait_s(self, decode_rows: int, costs: StepTimes) -> Callable[[int], float]:
-        """By how much a step exceeds its prediction, from its decodes and guesses together; and what plain steps lose.
+        """By how much a step with guesses exceeds its prediction, from the number of its decodes and guesses.
 
         Args:
             decode_rows: decodes of the step.
@@ -114,42 +116,37 @@ class GuessedTimes:
         return lambda rows: line.step_s + line.guess_s * (rows - decode_rows)
 
     def lost_s(self, decode_rows: int, costs: StepTimes) -> float:
-        """The part of `wait_s` that is lost by plain steps after one with guesses."""
+        """By how much longer plain steps take because of a step with guesses."""
         return self._line(decode_rows, costs).lost_s
 
     def ended(self, step: EndedStep, costs: StepTimes) -> None:
         """Learns from a step."""
-        decodes, same = StepWork(step.plain.decode_rows, step.plain.keys), self._batch(step.plain.decode_rows)
-        plain_s = same.plain_ratio * costs.seconds(step.plain)
+        plain, same = step.plain, self._batch(step.plain.decode_rows)
+        # How long prompts take is no matter of guesses.
+        device_s = same.plain_ratio * costs.seconds(step.work) if plain.prompt_tokens else step.seconds
         if not (step.guesses or step.late or step.passes_s):
-            self._plain_ended(same, step.seconds / costs.seconds(step.plain))
+            self._plain_ended(same, None if plain.prompt_tokens else (step.waited_s + device_s) / costs.seconds(plain))
             return
-        seconds = min(step.seconds, _MOST_RATIO * self._expected_s(step, costs))
-        decodes_s = same.plain_ratio * costs.seconds(decodes)
-        won_s = plain_s + decodes_s * (step.tokens / decodes.decode_rows - 1) - seconds
+        seconds = min(step.waited_s + device_s, _MOST_RATIO * self._expected_s(step, costs))
+        plain_s = same.plain_ratio * costs.seconds(plain)
+        decodes_s = same.plain_ratio * costs.seconds(StepWork(plain.decode_rows, plain.keys))
+        won_s = plain_s + decodes_s * (step.tokens / plain.decode_rows - 1) - seconds
         batch = same if step.guesses else self._batch(self._decided_for)
-        batch.balance = min(_MOST_LOST, batch.balance + won_s / decodes_s)
-        if batch.balance <= 0.0:
-            batch.resting = True
-        elif batch.balance == _MOST_LOST:
-            batch.rest_steps = _REST_STEPS
+        batch.balance.add(won_s / decodes_s, guesses=step.guesses > 0)
         if step.guesses:
-            batch.plain_since = 0
-            batch.samples.append(_Sample(step._replace(seconds=seconds - step.passes_s)))
+            batch.samples.append(_Sample(step.work, step.guesses, seconds - step.passes_s, costs.seconds(step.work)))
         elif batch.samples:
             batch.samples[-1].lost_s += seconds - step.passes_s - plain_s
         batch.line = None
 
-    def _plain_ended(self, batch: _Batch, ratio: float) -> None:
-        batch.plain_count = min(batch.plain_count + 1, _PLAIN_MEMORY)
-        error = min(ratio, _MOST_RATIO * batch.plain_ratio) - batch.plain_ratio
-        batch.plain_ratio += error / batch.plain_count
-        batch.balance = min(_MOST_LOST, batch.balance + _LOST_SHARE)
-        batch.plain_since += 1
-        if batch.plain_since >= batch.rest_steps:
-            if batch.samples or batch.resting:
-                batch.rest_steps = min(2 * batch.rest_steps, _LONGEST_REST)
-            batch.plain_since, batch.resting, batch.line = 0, False, None
+    def _plain_ended(self, batch: _Batch, ratio: float | None) -> None:
+        """Learns from a plain step; `ratio` of its measured to its predicted time, None: it says nothing."""
+        if ratio is not None:
+            batch.plain_count = min(batch.plain_count + 1, _PLAIN_MEMORY)
+            error = min(ratio, _MOST_RATIO * batch.plain_ratio) - batch.plain_ratio
+            batch.plain_ratio += error / batch.plain_count
+        if batch.balance.add_plain():
+            batch.line = None
             batch.samples.clear()
 
     def _expected_s(self, step: EndedStep, costs: StepTimes) -> float:
@@ -162,41 +159,46 @@ class GuessedTimes:
     def _line(self, decode_rows: int, costs: StepTimes) -> _Line:
         """The line through what was measured. Returns the assumed one if nothing was."""
         batch = self._batch(decode_rows)
-        if batch.line is None or batch.line_costs is not costs:
-            batch.line_costs = costs
-            batch.line = self._fit(decode_rows, batch, costs)
+        if batch.costs is not costs:
+            # The cost model may have learned from the same steps, so they are compared with what it says now.
+            batch.costs, batch.line = costs, None
+            for sample in batch.samples:
+                sample.predicted_s = costs.seconds(sample.work)
+        if batch.line is None:
+            batch.line = self._fit(decode_rows, batch)
         return batch.line
 
-    def _fit(self, decode_rows: int, batch: _Batch, costs: StepTimes) -> _Line:
+    def _fit(self, decode_rows: int, batch: _Batch) -> _Line:
         """Fits the line by least squares to the samples and to the assumed wait for no guesses: where all steps had
         about as many guesses, what they took beyond that is a cost of each guess, and fewer guesses are tried."""
         step_s, guess_s = self._assumed(decode_rows)
         if not batch.samples:
             return _Line(step_s, guess_s)
-        points = [
-            (each.step.guesses, each.step.seconds / batch.plain_ratio - costs.seconds(each.step.work))
-            for each in batch.samples
-        ]
+        points = [(each.guesses, each.seconds / batch.plain_ratio - each.predicted_s) for each in batch.samples]
         assumed_s = sum([step_s + guess_s * guesses for guesses, _ in points])
-        step_s *= min(1.0, max(0.0, sum([seconds for _, seconds in points]) / assumed_s))
+        measured_s = sum([seconds for _, seconds in points])
+        if assumed_s > measured_s:
+            step_s *= max(0.0, measured_s) / assumed_s
         count = 1 + len(points)
         mean_guesses = sum([guesses for guesses, _ in points]) / count
-        mean_s = (step_s + sum([seconds for _, seconds in points])) / count
+        mean_s = (step_s + measured_s) / count
         spread = mean_guesses**2 + sum([(guesses - mean_guesses) ** 2 for guesses, _ in points])
         product = -mean_guesses * (step_s - mean_s)
         product += sum([(guesses - mean_guesses) * (seconds - mean_s) for guesses, seconds in points])
-        slope_s = max(0.0, product / spread)
+        slope_s = product / spread
+        if mean_s >= 0.0:  # below: the cost model counts too much for each guess
+            slope_s = max(0.0, slope_s)
         lost_s = sum([each.lost_s for each in batch.samples]) / count
-        return _Line(mean_s - slope_s * mean_guesses, slope_s, max(0.0, lost_s))
+        return _Line(max(0.0, mean_s - slope_s * mean_guesses), slope_s, max(0.0, lost_s))
 
     def _assumed(self, decode_rows: int) -> tuple[float, float]:
-        """The wait for no guesses and for each guess: what limits say, or what is known of the nearest size of batch
-        if that is less. It is tried whether more are really needed."""
+        """The wait for no guesses and for each guess: what `limits` says, or what is known of the nearest size of batch
+        if that is less. More is assumed only once it is measured."""
         step_s = assumed_wait_s(decode_rows)
         guess_s = assumed_wait_s(decode_rows + 1) - step_s
         size = decode_rows.bit_length()
         known = [at for at, each in self._batches.items() if len(each.samples) >= _SAMPLES_ELSEWHERE and at != size]
         line = self._batches[min(known, key=lambda at: abs(at - size))].line if known else None
         if line is not None:
-            step_s, guess_s = min(step_s, line.step_s), min(guess_s, line.guess_s)
+            step_s, guess_s = min(step_s, line.step_s), max(0.0, min(guess_s, line.guess_s))
         return step_s, guess_s

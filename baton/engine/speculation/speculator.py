@@ -4,7 +4,7 @@ Only a request whose tokens are all known can be guessed for, so no step may be 
 which the next step is otherwise prepared. `pays` says whether guesses are worth it, from tokens that are known already.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeAlias
 
 from baton.core.costs import StepWork
@@ -198,7 +198,7 @@ class Speculator:
         """
         if room <= 0 or not self._could_pay(work, costs):
             return 0
-        wait_s = assumed_wait_s if costs is None else self._times.wait_s(work.decode_rows, costs)
+        wait_s = assumed_wait_s if costs is None else self._whole_wait_s(work, costs)
         chances = []
         for request in requests:
             drafts = self._drafts.get(request.request_id)
@@ -254,7 +254,12 @@ class Speculator:
             return True
         if costs is None or not work.decode_rows or not self._times.may_guess(work.decode_rows):
             return False
-        return could_pay(work, costs, most_each=MOST_GUESSES, wait_s=self._times.wait_s(work.decode_rows, costs))
+        return could_pay(work, costs, most_each=MOST_GUESSES, wait_s=self._whole_wait_s(work, costs))
+
+    def _whole_wait_s(self, work: StepWork, costs: StepTimes) -> Callable[[int], float]:
+        """The wait for a step with guesses, with what plain steps after it lose."""
+        wait_s, lost_s = self._times.wait_s(work.decode_rows, costs), self._times.lost_s(work.decode_rows, costs)
+        return lambda rows: wait_s(rows) + lost_s
 
     def _proposals(self, requests: Sequence[Speculating], *, pending: int) -> list[Proposal]:
         """The proposal of each request; those of requests that have not begun are empty.

@@ -67,7 +67,7 @@ def teach_waits(speculator: Speculator, decode_rows: int, wait_s: float, costs: 
     plain = StepWork(decode_rows, 1000 * decode_rows)
     for guesses in (1, 4, 16) * 11:
         work = guessed_work(plain, [(1000, guesses)])
-        speculator.ended(EndedStep(plain, work, work.decode_rows, costs.seconds(work) + wait_s, late=True), costs)
+        speculator.ended(EndedStep(plain, work, work.decode_rows, costs.seconds(work), wait_s, late=True), costs)
 
 
 def decode(

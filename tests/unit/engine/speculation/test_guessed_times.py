@@ -24,14 +24,14 @@ def guess(times: GuessedTimes, guesses: int, wait_s: float, *, right: float = 1.
     work = guessed_work(plain, [(CONTEXT, guesses)])
     times.decided(decodes)
     tokens = decodes + round(right * guesses)
-    times.ended(EndedStep(plain, work, tokens, COSTS.seconds(work) + wait_s, late=True), COSTS)
+    times.ended(EndedStep(plain, work, tokens, COSTS.seconds(work), wait_s, late=True), COSTS)
 
 
 def plain(times: GuessedTimes, count: int = 1, *, ratio: float = 1.0, late_s: float | None = None) -> None:
     """Ends steps without guesses; `late_s`: the wait of those that were prepared late."""
     work, late = plain_work(), late_s is not None
     for _ in range(count):
-        times.ended(EndedStep(work, work, 8, ratio * COSTS.seconds(work) + (late_s or 0.0), late=late), COSTS)
+        times.ended(EndedStep(work, work, 8, ratio * COSTS.seconds(work), late_s or 0.0, late=late), COSTS)
 
 
 def wait_s(times: GuessedTimes, guesses: int, *, decodes: int = 8) -> float:
@@ -90,6 +90,25 @@ def test_times_are_compared_with_what_plain_steps_really_take() -> None:
         guess(times, guesses, 0.2 * COSTS.seconds(work))
     for guesses in (1, 32):
         assert wait_s(times, guesses) == pytest.approx(0.0, abs=4e-4)
+
+
+def test_a_cost_model_that_counts_too_much_for_each_guess_is_corrected() -> None:
+    times = GuessedTimes()
+    for guesses in (4, 16, 32) * 10:
+        guess(times, guesses, -1e-4 * guesses)
+    for guesses in (1, 8, 32):
+        assert wait_s(times, guesses) == pytest.approx(-1e-4 * guesses, abs=4e-4)
+
+
+def test_how_long_prompts_take_is_no_matter_of_guesses() -> None:
+    times = GuessedTimes()
+    for guesses in (1, 16, 32) * 10:
+        plain = StepWork(8, 8 * CONTEXT, 512, 512 * 512)
+        work = guessed_work(plain, [(CONTEXT, guesses)])
+        times.ended(EndedStep(plain, work, 8 + guesses, 5 * COSTS.seconds(work), 0.001, late=True), COSTS)
+    assert wait_s(times, 16) == pytest.approx(0.001, abs=2e-4)
+    times.ended(EndedStep(plain, plain, 8, 5 * COSTS.seconds(plain), 0.0), COSTS)
+    assert wait_s(times, 16) == pytest.approx(0.001, abs=2e-4)
 
 
 def test_costs_that_were_learned_since_do_not_count_twice() -> None:

@@ -5,9 +5,10 @@ wrong guesses, or waits that end without guesses. Of what they win only a little
 they have stopped to pay.
 """
 
-# Part of the time of plain steps that guesses may lose, and most plain steps that they may lose at once.
+# Part of the time of plain steps that guesses may lose; plain steps that they may lose at first, and most that they may
+# lose at once when they have won before.
 _LOST_SHARE = 0.005
-_MOST_LOST = 6.0
+_FIRST_LOST, _MOST_LOST = 2.0, 6.0
 # Guesses are tried again after so many plain steps in a row, and after twice as many each time that this brings
 # nothing.
 _REST_STEPS = 400
@@ -23,7 +24,7 @@ class Balance:
 
     def __init__(self) -> None:
         self.resting = False
-        self._steps = _MOST_LOST
+        self._steps = _FIRST_LOST
         self._plain_since = 0  # plain steps since the last guesses
         self._rest_steps = _REST_STEPS
         self._has_tried = False  # since the last rest
@@ -45,7 +46,7 @@ class Balance:
 
     def add_plain(self) -> bool:
         """Counts a plain step that guesses did not touch. Returns whether a rest has ended with it."""
-        self._steps = min(_MOST_LOST, self._steps + _LOST_SHARE)
+        self._steps = max(self._steps, min(_FIRST_LOST, self._steps + _LOST_SHARE))
         self._plain_since += 1
         if self._plain_since < self._rest_steps:
             return False

@@ -21,6 +21,8 @@ from baton.engine.speculation.limits import assumed_wait_s
 _SAMPLES = 32
 # Steps of other sizes say something about a batch when there are so many.
 _SAMPLES_ELSEWHERE = 8
+# Plain steps that were prepared late, over which what they lose is averaged.
+_LATE_MEMORY = 8
 # Plain steps over which their own error is averaged, and how many steps without error are assumed before.
 _PLAIN_MEMORY, _PLAIN_ASSUMED = 64, 4
 # A step that took so many times as long as expected was disturbed by something else.
@@ -86,6 +88,9 @@ class _Batch:
     plain_count: int = _PLAIN_ASSUMED
     plain_ratio: float = 1.0  # of measured to predicted time of plain steps
     balance: Balance = field(default_factory=Balance)
+    late_s: float | None = None  # by which plain steps that were prepared late take longer; None: there was none
+    wasted_s: float = 0.0  # by waits without guesses, since the last guesses
+    mean_wasted_s: float = 0.0  # before each step with guesses
     line: _Line | None = None
     costs: StepTimes | None = None  # for which `line` was fitted
 
@@ -96,6 +101,7 @@ class GuessedTimes:
     def __init__(self) -> None:
         self._batches: dict[int, _Batch] = {}
         self._decided_for = 0  # decodes
+        self._was_guessed = False  # the step before, or its layer has guessed
 
     def may_guess(self, decode_rows: int) -> bool:
         """Whether guesses have not lost more than they may, next to so many decodes."""
@@ -116,12 +122,19 @@ class GuessedTimes:
         return lambda rows: line.step_s + line.guess_s * (rows - decode_rows)
 
     def lost_s(self, decode_rows: int, costs: StepTimes) -> float:
-        """By how much longer plain steps take because of a step with guesses."""
+        """By how much longer plain steps take after a step with guesses."""
         return self._line(decode_rows, costs).lost_s
+
+    def wasted_s(self, decode_rows: int) -> float:
+        """How long devices wait for nothing for each time that they wait for guesses. Each wait for nothing makes the
+        next one less likely, until guesses come."""
+        batch = self._batch(decode_rows)
+        return max(batch.wasted_s, batch.mean_wasted_s)
 
     def ended(self, step: EndedStep, costs: StepTimes) -> None:
         """Learns from a step."""
         plain, same = step.plain, self._batch(step.plain.decode_rows)
+        follows, self._was_guessed = self._was_guessed, step.guesses > 0 or step.passes_s > 0.0
         # How long prompts take is no matter of guesses.
         device_s = same.plain_ratio * costs.seconds(step.work) if plain.prompt_tokens else step.seconds
         if not (step.guesses or step.late or step.passes_s):
@@ -135,8 +148,16 @@ class GuessedTimes:
         batch.balance.add(won_s / decodes_s, guesses=step.guesses > 0)
         if step.guesses:
             batch.samples.append(_Sample(step.work, step.guesses, seconds - step.passes_s, costs.seconds(step.work)))
-        elif batch.samples:
-            batch.samples[-1].lost_s += seconds - step.passes_s - plain_s
+            batch.mean_wasted_s += (batch.wasted_s - batch.mean_wasted_s) / _LATE_MEMORY
+            batch.wasted_s = 0.0
+        else:
+            late_s = max(0.0, seconds - step.passes_s - plain_s)
+            if step.late:
+                batch.late_s = late_s if batch.late_s is None else batch.late_s + (late_s - batch.late_s) / _LATE_MEMORY
+            if not follows and step.late:
+                batch.wasted_s += late_s
+            elif batch.samples:
+                batch.samples[-1].lost_s += late_s
         batch.line = None
 
     def _plain_ended(self, batch: _Batch, ratio: float | None) -> None:
@@ -147,6 +168,7 @@ class GuessedTimes:
             batch.plain_ratio += error / batch.plain_count
         if batch.balance.add_plain():
             batch.line = None
+            batch.wasted_s, batch.mean_wasted_s, batch.late_s = 0.0, 0.0, None
             batch.samples.clear()
 
     def _expected_s(self, step: EndedStep, costs: StepTimes) -> float:
@@ -169,15 +191,17 @@ class GuessedTimes:
         return batch.line
 
     def _fit(self, decode_rows: int, batch: _Batch) -> _Line:
-        """Fits the line by least squares to the samples and to the assumed wait for no guesses: where all steps had
-        about as many guesses, what they took beyond that is a cost of each guess, and fewer guesses are tried."""
+        """Fits the line by least squares to the samples and to the wait for no guesses, which late plain steps show or
+        `limits` says: where all steps had about as many guesses, what they took beyond that is a cost of each guess,
+        and fewer guesses are tried."""
         step_s, guess_s = self._assumed(decode_rows)
+        step_s = step_s if batch.late_s is None else batch.late_s
         if not batch.samples:
             return _Line(step_s, guess_s)
         points = [(each.guesses, each.seconds / batch.plain_ratio - each.predicted_s) for each in batch.samples]
         assumed_s = sum([step_s + guess_s * guesses for guesses, _ in points])
         measured_s = sum([seconds for _, seconds in points])
-        if assumed_s > measured_s:
+        if assumed_s > measured_s and batch.late_s is None:
             step_s *= max(0.0, measured_s) / assumed_s
         count = 1 + len(points)
         mean_guesses = sum([guesses for guesses, _ in points]) / count

@@ -27,7 +27,8 @@ from baton.engine.speculation.sequence_index import PLACES_PER_STEP
 # grammar is new; a search takes up to 22 us.
 _MASKS = 64
 _SEARCHES = 64
-
+# That all requests get more than one token is counted on if it is as likely as this.
+_LIKELY = 0.2
 
 Streams: TypeAlias = "Collection[StreamBound]"
 
@@ -136,15 +137,19 @@ class Speculator:
         if not self._could_pay(work, costs):
             return False
         # The first guess is for the token that a step in flight draws.
-        proposals, hopeful = [], set()
+        proposals, hopeful, all_right = [], set(), 1.0
         for request, proposal in zip(requests, self._proposals(requests, pending=1), strict=True):
             if len(proposal.tokens) > 1:
                 if self._always:
                     return True
                 hopeful.add(request.request_id)
+                all_right *= proposal.chances[0]
                 proposals.append(Proposal(proposal.tokens[1:], proposal.chances[1:], proposal.context + 1))
         room = MOST_GUESSES * len(proposals)
-        if not any(self._depths(proposals, work, costs, room=room, streams=streams)):
+        wasted_s, all_bear = self._times.wasted_s(work.decode_rows), all_right >= _LIKELY
+        if not any(
+            self._depths(proposals, work, costs, room=room, streams=streams, wasted_s=wasted_s, all_bear=all_bear)
+        ):
             return False
         self._hopeful = hopeful
         self._times.decided(work.decode_rows)
@@ -236,18 +241,25 @@ class Speculator:
         room: int,
         streams: Streams,
         share: float = 1.0,
+        wasted_s: float = 0.0,
+        all_bear: bool = True,
     ) -> list[int]:
         """How many guesses of each proposal to take.
 
         Args:
             share: part of the time above that of the plain step which guesses may take.
+            wasted_s: by earlier waits.
+            all_bear: as in `choose_depths`.
         """
         if costs is None:
             return [0] * len(proposals)
         plain_s = costs.seconds(work)
         token_s = plain_s + share * (decodes_bound_s(plain_s, streams) - plain_s)
-        wait_s, lost_s = self._times.wait_s(work.decode_rows, costs), self._times.lost_s(work.decode_rows, costs)
-        return choose_depths(proposals, work, costs, room=room, wait_s=wait_s, lost_s=lost_s, token_s=token_s)
+        wait_s = self._times.wait_s(work.decode_rows, costs)
+        lost_s = self._times.lost_s(work.decode_rows, costs) + wasted_s
+        return choose_depths(
+            proposals, work, costs, room=room, wait_s=wait_s, lost_s=lost_s, token_s=token_s, all_bear=all_bear
+        )
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:

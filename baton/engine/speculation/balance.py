@@ -8,7 +8,7 @@ they have stopped to pay.
 # Part of the time of plain steps that guesses may lose; plain steps that they may lose at first, and most that they may
 # lose at once when they have won before.
 _LOST_SHARE = 0.005
-_FIRST_LOST, _MOST_LOST = 2.0, 6.0
+_FIRST_LOST, _MOST_LOST = 1.0, 6.0
 # Guesses are tried again after so many plain steps in a row, and after twice as many each time that this brings
 # nothing.
 _REST_STEPS = 400

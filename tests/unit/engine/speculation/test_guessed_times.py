@@ -156,7 +156,32 @@ def test_guesses_that_lose_rest_and_lose_a_bounded_share_of_the_time(lose: Lose,
         else:
             plain(times)
     assert losses * lost_s < 0.005 * 30_000 * plain_s + 10 * plain_s
-    assert losses > 12, "they are tried again and again"
+    assert losses > 5, "they are tried again and again"
+
+
+def test_waits_for_nothing_make_the_next_wait_less_likely_until_there_are_guesses() -> None:
+    times = GuessedTimes()
+    times.decided(8)
+    assert times.wasted_s(8) == 0.0
+    guess(times, 8, 0.001)
+    plain(times, late_s=0.001)
+    assert times.wasted_s(8) == 0.0, "guesses made this step late"
+    for number in (1, 2, 3):
+        plain(times, late_s=0.001)
+        assert times.wasted_s(8) == pytest.approx(0.001 * number)
+    guess(times, 8, 0.001)
+    assert 0.0 < times.wasted_s(8) < 0.001
+    plain(times, 400)
+    assert times.wasted_s(8) == 0.0
+
+
+def test_late_plain_steps_show_how_long_the_device_waits_for_a_step() -> None:
+    times = GuessedTimes()
+    times.decided(8)
+    plain(times, late_s=0.0004)
+    assert wait_s(times, 1) == pytest.approx(0.0004, abs=1e-4)
+    guess(times, 100, 0.0104)
+    assert wait_s(times, 10) == pytest.approx(0.0014, abs=1e-4)
 
 
 def test_one_disturbed_step_does_not_end_guesses() -> None:

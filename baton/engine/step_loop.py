@@ -174,7 +174,7 @@ class StepLoop:
             return self._scheduler.layers_computed(outcome.layer_stop, outcome.index_stop)
         self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
         if isinstance(outcome, StepComputed):
-            waited_s = None if self._ended_s is None else device_wait_s(outcome, since_s=self._ended_s)
+            waited_s = None if self._ended_s is None else outcome.ended_s - self._ended_s - outcome.seconds
             read = outcome.scores, outcome.pools, outcome.guessed
             events = self._scheduler.complete(outcome.tokens, outcome.seconds, *read, waited_s=waited_s)
         else:
@@ -186,13 +186,6 @@ class StepLoop:
         self._step_over.set()
         self._step_over = asyncio.Event()
         return events
-
-
-def device_wait_s(outcome: StepComputed, *, since_s: float) -> float:
-    """For how long the device did nothing since the step before ended at `since_s`. Guesses after this step end with
-    it."""
-    guessed_s = 0.0 if outcome.guessed is None else outcome.guessed.seconds
-    return outcome.ended_s - since_s - outcome.seconds - guessed_s
 
 
 def _internal(message: str, cause: Exception) -> InternalError:

@@ -17,6 +17,7 @@ from baton.engine.scheduling.roster import Roster
 from baton.engine.scheduling.state import RequestPhase, RequestState
 from baton.engine.scheduling.steps import NextStep, Step
 from baton.engine.speculation.depth import Draft
+from baton.engine.speculation.guessed_times import EndedStep
 from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES
 from baton.engine.speculation.speculator import Speculator
 
@@ -92,12 +93,24 @@ class Drafts:
         state.num_computed = state.num_scheduled = state.num_tokens - 1
         return DraftsChecked(state.request_id, drafted, len(sampled) - 1), sampled
 
-    def ended(self, step: Step, waited_s: float | None, *, guesses: bool) -> None:
-        """A step has ended; `waited_s` as in `Scheduler.complete`."""
-        if not step.late:
-            self._speculator.waited(step.work.decode_rows, None, guesses=guesses)
-        elif waited_s is not None:
-            self._speculator.waited(step.work.decode_rows, waited_s, guesses=guesses)
+    def ended(
+        self, step: Step, seconds: float, waited_s: float | None, checked: Sequence[DraftsChecked], passes_s: float
+    ) -> None:
+        """A step has ended.
+
+        Args:
+            seconds, waited_s: as in `Scheduler.complete`.
+            checked: its guesses.
+            passes_s: the time in which the model's own layer guessed for the next step.
+        """
+        costs, plain = self._meter.costs, step.plain
+        if costs is None or waited_s is None or not (step.late or step.ahead):
+            return
+        tokens = plain.decode_rows + sum([each.accepted for each in checked])
+        passes_s = passes_s if step.guesses else 0.0
+        ended = EndedStep(plain, step.work, tokens, seconds, waited_s, passes_s, late=step.late)
+        if bool(ended.guesses) == bool(checked):
+            self._speculator.ended(ended, costs)
 
     def ask_layer(self, step: NextStep) -> None:
         """Sets how many tokens the model's own layer should guess after this step: for the next step, and for the nodes

@@ -111,8 +111,10 @@ class EndedSteps:
         pooled_events = tuple(map(self._end_pooled, pooled))
         self._requests.fill_seats()
         if self._drafts is not None:
-            self._drafts.ended(step, waited_s, guesses=bool(checked))
-        if not step.scores:
+            passes_s = 0.0 if guessed is None else guessed.seconds
+            self._drafts.ended(step, seconds, waited_s, checked, passes_s)
+        if not step.scores and (not step.late or step.work.prompt_tokens):
+            # The device's time for a late step has a part in which it waited for the host to queue the step.
             self._meter.observe(step.work, seconds)
         tokens = tuple(map(token_sampled, sampled))
         return StepEvents(

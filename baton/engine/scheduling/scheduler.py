@@ -321,6 +321,8 @@ class Scheduler:
             guessed: the guesses that `Batch.guesses` asks for; None: the model has no layer for them.
             waited_s: since the step before ended, without the time in which the device computed. None: unknown.
         """
+        ended = self._in_flight.oldest
+        self._waits = self._waits or ended.unfolds or ended.guesses
         return self._ended.complete(results, seconds, scores, pools, guessed, waited_s)
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:

@@ -235,10 +235,12 @@ class Step(NamedTuple):
         states: the requests of the rows, in the order of the rows.
         started: the requests whose first row is in this step, by id.
         work: what the step computes.
+        plain: the same without guesses.
         scores: whether it computes prompt logprobs too.
         snapshots: snapshots of recurrent states, usable once the step has ended.
         unfolds: whether it is computed in other rows than these, so that the next step must wait for its tokens.
         late: as in `NextStep`.
+        ahead: whether it was prepared while the step before ran.
         guesses: whether the model's own layer guesses after it for the next step, which must wait for them.
     """
 
@@ -252,6 +254,8 @@ class Step(NamedTuple):
     unfolds: bool = False
     late: bool = False
     guesses: bool = False
+    plain: StepWork = StepWork()
+    ahead: bool = False
 
     def layers_computed(self, layer_stop: int, index_stop: int) -> StepEvents:
         """The events of the running step when its first layers are computed, for requests that ask for marks."""
@@ -319,9 +323,20 @@ class StepsInFlight:
             step.states[index].row_index = index
         rows, snapshots = tuple(step.rows), tuple(step.snapshots)
         scored = bool(step.scores)
-        unfolds, guesses, late = step.unfolds, step.waits_for_guesses, step.late
+        work, decodes = step.work, step.plain
         launched = Step(
-            number, step.states, rows, step.started, step.work, scored, snapshots, unfolds, late=late, guesses=guesses
+            number,
+            step.states,
+            rows,
+            step.started,
+            work,
+            scored,
+            snapshots,
+            step.unfolds,
+            late=step.late,
+            guesses=step.waits_for_guesses,
+            plain=StepWork(decodes.decode_rows, decodes.keys, work.prompt_tokens, work.pairs),
+            ahead=bool(self._steps),
         )
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))

@@ -45,7 +45,9 @@ def choose_depths(
     *,
     room: int,
     wait_s: Callable[[int], float] = lambda _: 0.0,
+    lost_s: float = 0.0,
     token_s: float = inf,
+    all_bear: bool = True,
 ) -> list[int]:
     """How many tokens of each proposal the next step should take.
 
@@ -55,8 +57,10 @@ def choose_depths(
         room: most guessed tokens of the step.
         wait_s: for how long the device waits for a step of so many rows with guesses, because it is prepared only when
             the one before has ended.
+        lost_s: by how much longer plain steps take because of a step with guesses.
         token_s: most time of the step for each token that a request can expect of it. Requests that get one token of
             the step bear its time for the others' guesses.
+        all_bear: False: count on no request to get more than one token.
     """
     if costs is None or room <= 0 or not work.decode_rows:
         return [0] * len(proposals)
@@ -66,8 +70,11 @@ def choose_depths(
         tokens, keys = ranked.sums(count)
         guessed = StepWork(work.decode_rows + count, work.keys + keys, work.prompt_tokens, work.pairs)
         seconds = costs.seconds(guessed) + wait_s(guessed.decode_rows)
-        rate = (work.decode_rows + tokens) / seconds
-        if rate > best_rate and (seconds <= token_s or seconds <= token_s * ranked.least_tokens(count, work)):
+        rate = (work.decode_rows + tokens) / (seconds + lost_s)
+        least_s = token_s
+        if rate > best_rate and all_bear and seconds > token_s:
+            least_s = token_s * ranked.least_tokens(count, work)
+        if rate > best_rate and seconds <= least_s:
             best, best_rate = count, rate
     return ranked.depths(best)
 

@@ -4,7 +4,7 @@ Only a request whose tokens are all known can be guessed for, so no step may be 
 which the next step is otherwise prepared. `pays` says whether guesses are worth it, from tokens that are known already.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeAlias
 
 from baton.core.costs import StepWork
@@ -16,9 +16,9 @@ from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
 from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
-from baton.engine.speculation.host_gaps import HostGaps
+from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
 from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses
-from baton.engine.speculation.limits import MOST_GUESSES
+from baton.engine.speculation.limits import MOST_GUESSES, assumed_wait_s
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP
@@ -27,7 +27,8 @@ from baton.engine.speculation.sequence_index import PLACES_PER_STEP
 # grammar is new; a search takes up to 22 us.
 _MASKS = 64
 _SEARCHES = 64
-
+# That all requests get more than one token is counted on if it is as likely as this.
+_LIKELY = 0.2
 
 Streams: TypeAlias = "Collection[StreamBound]"
 
@@ -68,7 +69,7 @@ class Speculator:
         always: bool = False,
     ) -> None:
         self._grammars = grammars
-        self._gaps = HostGaps()
+        self._times = GuessedTimes()
         # The requests for which something could be guessed when `pays` was asked last, if it does.
         self._hopeful: set[str] | None = None
         self._always = always
@@ -139,17 +140,22 @@ class Speculator:
         if not self._could_pay(work, costs):
             return False
         # The first guess is for the token that a step in flight draws.
-        proposals, hopeful = [], set()
+        proposals, hopeful, all_right = [], set(), 1.0
         for request, proposal in zip(requests, self._proposals(requests, pending=1), strict=True):
             if len(proposal.tokens) > 1:
                 if self._always:
                     return True
                 hopeful.add(request.request_id)
+                all_right *= proposal.chances[0]
                 proposals.append(Proposal(proposal.tokens[1:], proposal.chances[1:], proposal.context + 1))
         room = MOST_GUESSES * len(proposals)
-        if not any(self._depths(proposals, work, costs, room=room, streams=streams)):
+        wasted_s, all_bear = self._times.wasted_s(work.decode_rows), all_right >= _LIKELY
+        if not any(
+            self._depths(proposals, work, costs, room=room, streams=streams, wasted_s=wasted_s, all_bear=all_bear)
+        ):
             return False
         self._hopeful = hopeful
+        self._times.decided(work.decode_rows)
         return True
 
     def choose(
@@ -180,6 +186,8 @@ class Speculator:
             depths = all_depths(proposals, room=room)
         else:
             depths = self._depths(proposals, work, costs, room=room, streams=streams, share=0.5 if prompts else 1.0)
+            if any(depths):
+                self._times.decided(work.decode_rows)
         return {
             request.request_id: proposal.tokens[:depth]
             for request, proposal, depth in zip(requests, proposals, depths, strict=True)
@@ -215,8 +223,11 @@ class Speculator:
             everyone.append(own)
             if request.request_id not in self._with_hole:
                 now.append([] if drafts is not None and drafts.has_long_match else own)
-        wait_s = self._gaps.seconds
-        return self._layer.count(now, work, costs, room=room, wait_s=wait_s, everyone=everyone, prompts=prompts)
+        wait_s = assumed_wait_s if costs is None else self._whole_wait_s(work, costs)
+        count = self._layer.count(now, work, costs, room=room, wait_s=wait_s, everyone=everyone, prompts=prompts)
+        if count:
+            self._times.decided(work.decode_rows)
+        return count
 
     def writes_layer_kv(self, requests: Sequence[Speculating]) -> bool:
         """Whether the model's own layer computes the tokens of a step that has only decodes and asks for no guesses. If
@@ -243,18 +254,10 @@ class Speculator:
         """The chances of a request about which nothing is known."""
         return OwnAcceptance(self._acceptance).chances(layer_bases(count), least=0.0)
 
-    def waited(self, rows: int, seconds: float | None, *, guesses: bool) -> None:
-        """A step has ended.
-
-        Args:
-            rows: its decodes and guesses.
-            seconds: for how long the device waited for it, because it was prepared only when the step before had ended.
-                None: it did not wait.
-        """
-        if seconds is None:
-            self._gaps.on_time()
-        else:
-            self._gaps.late(rows, seconds, guesses=guesses)
+    def ended(self, step: EndedStep, costs: StepTimes | None) -> None:
+        """Learns what a step took."""
+        if costs is not None and step.plain.decode_rows and not self._always:
+            self._times.ended(step, costs)
 
     def _depths(
         self,
@@ -265,24 +268,37 @@ class Speculator:
         room: int,
         streams: Streams,
         share: float = 1.0,
+        wasted_s: float = 0.0,
+        all_bear: bool = True,
     ) -> list[int]:
         """How many guesses of each proposal to take.
 
         Args:
             share: part of the time above that of the plain step which guesses may take.
+            wasted_s: by earlier waits.
+            all_bear: as in `choose_depths`.
         """
         if costs is None:
             return [0] * len(proposals)
         plain_s = costs.seconds(work)
         token_s = plain_s + share * (decodes_bound_s(plain_s, streams) - plain_s)
-        return choose_depths(proposals, work, costs, room=room, wait_s=self._gaps.seconds, token_s=token_s)
+        wait_s = self._times.wait_s(work.decode_rows, costs)
+        lost_s = self._times.lost_s(work.decode_rows, costs) + wasted_s
+        return choose_depths(
+            proposals, work, costs, room=room, wait_s=wait_s, lost_s=lost_s, token_s=token_s, all_bear=all_bear
+        )
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:
             return True
-        if costs is None or not work.decode_rows:
+        if costs is None or not work.decode_rows or not self._times.may_guess(work.decode_rows):
             return False
-        return could_pay(work, costs, most_each=MOST_GUESSES, wait_s=self._gaps.seconds)
+        return could_pay(work, costs, most_each=MOST_GUESSES, wait_s=self._whole_wait_s(work, costs))
+
+    def _whole_wait_s(self, work: StepWork, costs: StepTimes) -> Callable[[int], float]:
+        """The wait for a step with guesses, with what plain steps after it lose."""
+        wait_s, lost_s = self._times.wait_s(work.decode_rows, costs), self._times.lost_s(work.decode_rows, costs)
+        return lambda rows: wait_s(rows) + lost_s
 
     def _proposals(self, requests: Sequence[Speculating], *, pending: int) -> list[Proposal]:
         """The proposal of each request; those of requests that have not begun are empty.

@@ -109,6 +109,19 @@ def test_guesses_delay_no_token_of_another_request_beyond_its_bound() -> None:
     assert choose_depths(all_likely[:39], work, COSTS, room=900, token_s=0.009) == [0] * 39, "another one decodes too"
 
 
+def test_what_plain_steps_lose_counts_against_the_gain_but_makes_the_step_no_longer() -> None:
+    likely, work = proposal(*[0.9] * 8), StepWork(1, 1000)
+    plain_s = COSTS.seconds(work)
+    assert choose_depths([likely], work, COSTS, room=8, lost_s=plain_s, token_s=1.1 * plain_s) == [8]
+    assert choose_depths([likely], work, COSTS, room=8, lost_s=9 * plain_s) == [0]
+
+
+def test_no_long_step_is_chosen_where_a_request_may_get_one_token_of_it() -> None:
+    likely, work = [proposal(*[0.99] * 16)] * 40, StepWork(40, 40_000)
+    assert choose_depths(likely, work, COSTS, room=900, token_s=0.009) != [0] * 40
+    assert choose_depths(likely, work, COSTS, room=900, token_s=0.009, all_bear=False) == [0] * 40
+
+
 def test_a_gain_that_errors_of_costs_could_explain_is_none() -> None:
     flat = StepCosts(((1, 0.010), (64, 0.010)))
     assert choose_depths([proposal(LEAST_GAIN - 1.001)], StepWork(1, 1000), flat, room=64) == [0]

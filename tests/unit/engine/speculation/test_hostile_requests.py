@@ -11,7 +11,7 @@ from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import guessed_work
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP, LastTokens, SequenceIndex
 from baton.engine.speculation.speculator import Speculator
-from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, decode, plenty, work_of
+from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, decode, plenty, teach_waits, work_of
 
 FILE = list(range(1000, 1200))
 WAIT_S = 0.0005  # of the device for each step with guesses
@@ -39,8 +39,8 @@ ANSWERS = pytest.mark.parametrize("answer", [always_wrong, wrong_if_taken])
 def on_a_fast_host() -> Speculator:
     """Guesses are tried most often where waits are short."""
     speculator = Speculator()
-    for rows in (1, 64) * 1000:
-        speculator.waited(rows, WAIT_S, guesses=True)
+    for decode_rows in (1, 2, 4, 8, 16, 32, 64):
+        teach_waits(speculator, decode_rows, WAIT_S)
     return speculator
 
 

@@ -9,7 +9,7 @@ from baton.engine.scheduling.slices import StreamBound
 from baton.engine.speculation.depth import guessed_work
 from baton.engine.speculation.speculator import Speculator
 from baton.settings.config import DEMO_MODELS, tokenizer_file
-from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, decode, work_of
+from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, decode, teach_waits, work_of
 
 FILE = list(range(1000, 1200))
 NOVEL = list(range(5000, 9000))
@@ -103,8 +103,7 @@ def test_waiting_for_the_token_that_is_guessed_brings_nothing(num_left: int, wan
 def test_waiting_pays_only_if_the_further_tokens_make_up_for_it() -> None:
     """The host takes nearly as long as a step, which two more tokens are worth, and one is not."""
     speculator = Speculator()
-    for _ in range(1000):
-        speculator.waited(1, 0.0093, guesses=True)
+    teach_waits(speculator, 1, 0.0093)
     request = DecodingRequest("1", FILE, FILE[:100])
     request.tokens.extend(FILE[1:97])
     speculator.begin(request, root=ROOT, grammar=None)
@@ -122,8 +121,7 @@ def test_a_request_without_guesses_keeps_its_tpot_next_to_others(tpots: tuple[fl
     streams = [StreamBound(tpot_s, 1.5) for tpot_s in tpots]
     costs = StepCosts(((1, 0.0100), (40, 0.0102), (1000, 0.1000)))
     speculator = Speculator()
-    for rows in (1, 64) * 1000:
-        speculator.waited(rows, 0.0, guesses=True)
+    teach_waits(speculator, 40, 0.0, costs)
     requests = [copies(str(number)) for number in range(39)]
     for request in requests:
         request.tokens.extend(FILE[1:40])

@@ -1,0 +1,233 @@
+"""What a node learns from steps with guesses: how long the next ones take, and when guesses rest."""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from baton.core.costs import StepCosts, StepWork
+from baton.engine.speculation.depth import guessed_work
+from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
+from baton.engine.speculation.limits import assumed_wait_s
+
+COSTS = StepCosts(((1, 0.010), (64, 0.010), (512, 0.050)), key_s=1e-8)
+CONTEXT = 1000
+
+
+def plain_work(decodes: int = 8) -> StepWork:
+    return StepWork(decodes, decodes * CONTEXT)
+
+
+def guess(times: GuessedTimes, guesses: int, wait_s: float, *, right: float = 1.0, decodes: int = 8) -> None:
+    """Ends a step with guesses that takes `wait_s` longer than predicted."""
+    plain = plain_work(decodes)
+    work = guessed_work(plain, [(CONTEXT, guesses)])
+    times.decided(decodes)
+    tokens = decodes + round(right * guesses)
+    times.ended(EndedStep(plain, work, tokens, COSTS.seconds(work), wait_s, late=True), COSTS)
+
+
+def plain(times: GuessedTimes, count: int = 1, *, ratio: float = 1.0, late_s: float | None = None) -> None:
+    """Ends steps without guesses; `late_s`: the wait of those that were prepared late."""
+    work, late = plain_work(), late_s is not None
+    for _ in range(count):
+        times.ended(EndedStep(work, work, 8, ratio * COSTS.seconds(work), late_s or 0.0, late=late), COSTS)
+
+
+def wait_s(times: GuessedTimes, guesses: int, *, decodes: int = 8) -> float:
+    return times.wait_s(decodes, COSTS)(decodes + guesses)
+
+
+def test_more_rows_are_expected_to_take_longer_before_anything_is_measured() -> None:
+    times = GuessedTimes()
+    assert wait_s(times, 1) == pytest.approx(assumed_wait_s(9))
+    assert wait_s(times, 60) == pytest.approx(assumed_wait_s(68))
+    assert times.lost_s(8, COSTS) == 0.0
+    assert times.may_guess(8)
+
+
+@pytest.mark.parametrize("steps", [12, 200])
+@pytest.mark.parametrize(("step_s", "guess_s"), [(0.001, 1e-5), (0.004, 5e-5), (0.0, 2e-5), (0.003, 0.0), (0.0, 5e-4)])
+def test_a_few_steps_replace_what_was_assumed(step_s: float, guess_s: float, steps: int) -> None:
+    times = GuessedTimes()
+    for step in range(steps):
+        guesses = 1 + 7 * step % 60
+        guess(times, guesses, step_s + guess_s * guesses)
+    for guesses in (5, 20, 60):
+        assert wait_s(times, guesses) == pytest.approx(step_s + guess_s * guesses, rel=0.15, abs=6e-4)
+
+
+def test_one_size_of_dear_steps_lets_smaller_ones_be_tried() -> None:
+    times = GuessedTimes()
+    for _ in range(30):
+        guess(times, 40, 0.020)
+    assert wait_s(times, 40) == pytest.approx(0.020, rel=0.05)
+    assert wait_s(times, 4) < 0.006
+
+
+def test_one_size_of_cheap_steps_makes_others_cheap() -> None:
+    times = GuessedTimes()
+    for _ in range(30):
+        guess(times, 40, 0.0005)
+    for guesses in (1, 40):
+        assert wait_s(times, guesses) == pytest.approx(0.0005, abs=2e-4)
+
+
+def test_what_plain_steps_lose_after_guesses_counts_against_these() -> None:
+    times = GuessedTimes()
+    for _ in range(40):
+        guess(times, 4, 0.001)
+        plain(times, late_s=0.002)
+    assert times.lost_s(8, COSTS) == pytest.approx(0.002, rel=0.1)
+
+
+def test_times_are_compared_with_what_plain_steps_really_take() -> None:
+    """Where all steps take 1.2 times as long as predicted, guesses are no dearer for that."""
+    times = GuessedTimes()
+    plain(times, 200, ratio=1.2)
+    for guesses in (1, 8, 16, 32) * 8:
+        work = guessed_work(plain_work(), [(CONTEXT, guesses)])
+        guess(times, guesses, 0.2 * COSTS.seconds(work))
+    for guesses in (1, 32):
+        assert wait_s(times, guesses) == pytest.approx(0.0, abs=4e-4)
+
+
+def test_a_cost_model_that_counts_too_much_for_each_guess_is_corrected() -> None:
+    times = GuessedTimes()
+    for guesses in (4, 16, 32) * 10:
+        guess(times, guesses, -1e-4 * guesses)
+    for guesses in (1, 8, 32):
+        assert wait_s(times, guesses) == pytest.approx(-1e-4 * guesses, abs=4e-4)
+
+
+def test_how_long_prompts_take_is_no_matter_of_guesses() -> None:
+    times = GuessedTimes()
+    for guesses in (1, 16, 32) * 10:
+        plain = StepWork(8, 8 * CONTEXT, 512, 512 * 512)
+        work = guessed_work(plain, [(CONTEXT, guesses)])
+        times.ended(EndedStep(plain, work, 8 + guesses, 5 * COSTS.seconds(work), 0.001, late=True), COSTS)
+    assert wait_s(times, 16) == pytest.approx(0.001, abs=2e-4)
+    times.ended(EndedStep(plain, plain, 8, 5 * COSTS.seconds(plain), 0.0), COSTS)
+    assert wait_s(times, 16) == pytest.approx(0.001, abs=2e-4)
+
+
+def test_costs_that_were_learned_since_do_not_count_twice() -> None:
+    """The cost model may learn from the same steps why they took so long."""
+    times = GuessedTimes()
+    for guesses in (1, 16, 32) * 10:
+        guess(times, guesses, 0.004)
+    dearer = StepCosts(tuple((tokens, seconds + 0.004) for tokens, seconds in COSTS.points), key_s=COSTS.key_s)
+    assert times.wait_s(8, dearer)(16) == pytest.approx(0.0, abs=4e-4)
+
+
+def test_a_batch_begins_with_what_is_known_of_another_one() -> None:
+    times = GuessedTimes()
+    for guesses in (1, 16, 32) * 10:
+        guess(times, guesses, 0.0005)
+    assert wait_s(times, 10) < 0.001
+    assert wait_s(times, 10, decodes=32) < 0.001
+    dear = GuessedTimes()
+    for guesses in (1, 16, 32) * 10:
+        guess(dear, guesses, 0.05)
+    assert wait_s(dear, 10, decodes=32) == GuessedTimes().wait_s(32, COSTS)(42), "it is tried there too"
+
+
+Lose = Callable[[GuessedTimes], None]
+
+
+@pytest.mark.parametrize(
+    ("lose", "lost_s"),
+    [
+        (lambda times: guess(times, 4, 0.015, right=0.5), 0.0125),
+        (lambda times: guess(times, 16, 0.005, right=0.0), 0.005),
+        (lambda times: plain(times, late_s=0.004), 0.004),
+    ],
+    ids=["dear guesses", "wrong guesses", "waits for nothing"],
+)
+def test_guesses_that_lose_rest_and_lose_a_bounded_share_of_the_time(lose: Lose, lost_s: float) -> None:
+    times, chosen = GuessedTimes(), Random(1)
+    plain_s = COSTS.seconds(plain_work())
+    times.decided(8)
+    losses = 0
+    for _ in range(30_000):
+        if times.may_guess(8) and chosen.random() < 0.3:
+            lose(times)
+            losses += 1
+        else:
+            plain(times)
+    assert losses * lost_s < 0.005 * 30_000 * plain_s + 10 * plain_s
+    assert losses > 5, "they are tried again and again"
+
+
+def test_waits_for_nothing_make_the_next_wait_less_likely_until_there_are_guesses() -> None:
+    times = GuessedTimes()
+    times.decided(8)
+    assert times.wasted_s(8) == 0.0
+    guess(times, 8, 0.001)
+    plain(times, late_s=0.001)
+    assert times.wasted_s(8) == 0.0, "guesses made this step late"
+    for number in (1, 2, 3):
+        plain(times, late_s=0.001)
+        assert times.wasted_s(8) == pytest.approx(0.001 * number)
+    guess(times, 8, 0.001)
+    assert 0.0 < times.wasted_s(8) < 0.001
+    plain(times, 400)
+    assert times.wasted_s(8) == 0.0
+
+
+def test_late_plain_steps_show_how_long_the_device_waits_for_a_step() -> None:
+    times = GuessedTimes()
+    times.decided(8)
+    plain(times, late_s=0.0004)
+    assert wait_s(times, 1) == pytest.approx(0.0004, abs=1e-4)
+    guess(times, 100, 0.0104)
+    assert wait_s(times, 10) == pytest.approx(0.0014, abs=1e-4)
+
+
+def test_one_disturbed_step_does_not_end_guesses() -> None:
+    times = GuessedTimes()
+    for _ in range(20):
+        guess(times, 8, 0.001)
+    guess(times, 8, 30.0)
+    assert times.may_guess(8)
+    assert wait_s(times, 8) < 0.004
+
+
+def test_guesses_that_win_never_rest() -> None:
+    times, chosen = GuessedTimes(), Random(2)
+    for _ in range(2000):
+        guess(times, 8, 0.001, right=chosen.choice((0.0, 0.5, 1.0)))
+        plain(times, late_s=0.001)
+        assert times.may_guess(8)
+
+
+def test_what_was_learned_is_forgotten_when_guesses_have_rested() -> None:
+    times = GuessedTimes()
+    for _ in range(20):
+        guess(times, 8, 0.05)
+    assert not times.may_guess(8)
+    dear_s = wait_s(times, 8)
+    plain(times, 200)
+    assert wait_s(times, 8) == pytest.approx(dear_s)
+    plain(times, 10_000)
+    assert times.may_guess(8)
+    assert wait_s(times, 8) == GuessedTimes().wait_s(8, COSTS)(16)
+
+
+def test_other_batches_do_not_rest() -> None:
+    times = GuessedTimes()
+    for _ in range(20):
+        guess(times, 8, 0.05)
+    assert not times.may_guess(8)
+    assert times.may_guess(1)
+    assert times.may_guess(40)
+
+
+def test_losses_count_for_the_batch_that_guesses_were_decided_for() -> None:
+    """A request that ends or begins meanwhile makes it another size of batch."""
+    times = GuessedTimes()
+    for _ in range(20):
+        times.decided(7)
+        plain(times, late_s=0.005)
+    assert not times.may_guess(7)
+    assert times.may_guess(8)

@@ -1,0 +1,122 @@
+"""With `auto`, guesses cost no load more than a percent, whatever they really take, and bring nearly all that they can.
+
+Devices are simulated, see `timed_world`: no test depends on how fast this machine is.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from baton.core.costs import StepWork
+from baton.engine.scheduling.slices import StepTimes
+from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
+from baton.engine.speculation.speculator import Speculator
+from baton.engine.step_meter import StepMeter
+from tests.unit.engine.timed_world import COSTS, Device, TimedWorld, edited, records, unlike
+
+DEVICES = {
+    "as the model says": Device(),
+    "each guess costs twice as much": Device(guess=2.0),
+    "each guess costs five times as much": Device(guess=5.0),
+    "2 ms more for each step with guesses": Device(step_s=0.002),
+    "plain steps after guesses are slower": Device(after_s=0.0005),
+    "a slow host": Device(gap_s=0.004, gap_row_s=2e-5),
+    "a fast host": Device(gap_s=0.0001, gap_row_s=0.0),
+    "states are copied": Device(state_s=1e-4),
+    "disturbed": Device(noise=0.03, stall=0.002),
+}
+TEXTS = {"edits": edited(0.05), "records": records(8, 4), "short records": records(4, 6), "unlike": unlike}
+# A short run in which the node learns, and the run that counts.
+LEARNING, STEPS = 400, 382
+ON_ALL_DEVICES = pytest.mark.parametrize("device", DEVICES.values(), ids=list(DEVICES))
+
+
+class Known(GuessedTimes):
+    """Knows what guesses take on a device, so that no choice can be much better."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def wait_s(self, decode_rows: int, costs: StepTimes) -> Callable[[int], float]:
+        device, context = self._device, 396
+
+        def wait_s(rows: int) -> float:
+            plain, guessed = (StepWork(count, count * context) for count in (decode_rows, rows))
+            return device.gap_time_s(rows) + device.step_time_s(plain, guessed) - costs.seconds(guessed)
+
+        return wait_s
+
+    def lost_s(self, decode_rows: int, costs: StepTimes) -> float:
+        return (self._device.gap_time_s(decode_rows) + self._device.after_s) / 2
+
+    def ended(self, step: EndedStep, costs: StepTimes) -> None:
+        """Knows it already."""
+
+
+def world(device: Device, *, seed: int = 0, layer: float | None = None) -> TimedWorld:
+    return TimedWorld(Speculator(), StepMeter(COSTS), device, seed=seed, layer=layer)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@ON_ALL_DEVICES
+def test_no_load_loses_more_than_a_percent(device: Device, seed: int) -> None:
+    chosen = Random(f"{device} {seed}")
+    node, text, batch = world(device, seed=seed), chosen.choice(list(TEXTS)), chosen.choice((1, 3, 8, 20, 32))
+    learning = node.run(TEXTS[text], batch, LEARNING)
+    ran = node.run(TEXTS[text], batch, STEPS)
+    assert learning.slowdown < 1.025, (text, batch)
+    assert ran.slowdown < 1.01, (text, batch)
+
+
+@pytest.mark.parametrize("text", ["edits", "records"])
+@ON_ALL_DEVICES
+def test_nearly_all_that_can_be_gained_is(device: Device, text: str) -> None:
+    knowing = Speculator()
+    knowing._times = Known(device)
+    best = TimedWorld(knowing, StepMeter(COSTS), device)
+    best.run(TEXTS[text], 8, 100)
+    node = world(device)
+    node.run(TEXTS[text], 8, LEARNING)
+    assert node.run(TEXTS[text], 8, STEPS).gain > 0.9 * best.run(TEXTS[text], 8, STEPS).gain > 0.05
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.9])
+@ON_ALL_DEVICES
+def test_guesses_of_layers_lose_no_more_either(device: Device, chance: float) -> None:
+    """Learning takes longer where a guess is only tried now and then."""
+    node = world(device, layer=chance)
+    node.run(unlike, 8, 2 * LEARNING)
+    ran = node.run(unlike, 8, STEPS)
+    assert ran.slowdown < 1.01
+    if chance == 0.9 and device == DEVICES["as the model says"]:
+        assert ran.gain > 0.5
+
+
+def test_guesses_come_back_when_they_pay_again() -> None:
+    node, text = world(Device(step_s=0.01)), TEXTS["records"]
+    node.run(text, 8, LEARNING)
+    assert node.run(text, 8, STEPS).slowdown < 1.01
+    node.device = Device()
+    node.run(text, 8, 1500)
+    ran = node.run(text, 8, STEPS)
+    assert ran.gain > 0.2
+
+
+def test_guesses_end_when_they_do_not_pay_any_more() -> None:
+    node = world(Device())
+    assert node.run(TEXTS["records"], 8, LEARNING).gain > 0.2
+    node.device = Device(step_s=0.01)
+    node.run(TEXTS["records"], 8, LEARNING)
+    assert node.run(TEXTS["records"], 8, STEPS).slowdown < 1.01
+
+
+def test_a_batch_that_grows_and_shrinks_loses_nothing() -> None:
+    node, chosen = world(Device(guess=3.0, step_s=0.002)), Random(1)
+    node.run(TEXTS["short records"], 32, 200)
+    before = replace(node.ran)
+    for _ in range(30):
+        node.run(chosen.choice(list(TEXTS.values())), chosen.choice((1, 4, 8, 16, 32)), 40)
+    assert node.ran.since(before).slowdown < 1.01

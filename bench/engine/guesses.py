@@ -142,15 +142,17 @@ def _measure(built: BuiltRunner, batches: Sequence[int], about: str, progress: C
     for name, requests in recorded().items():
         for batch in batches:
             measured: dict[bool, list[float]] = {False: [], True: []}
-            speculator = Speculator()
+            # As on a node, what is learned in one round is known in the next.
+            speculator, meters = Speculator(), {guesses: StepMeter(built.costs) for guesses in measured}
             checked: list[DraftsChecked] = []
             for number in range(ROUNDS):
                 asked = [requests[(number * batch + index) % len(requests)] for index in range(batch)]
-                for guesses in (False, True):
+                for guesses in (False, True) if number % 2 == 0 else (True, False):
                     setting = "auto" if guesses else "off"
                     progress(f"guesses {setting}: {about}{name}, batch {batch}, round {number + 1}")
                     used = speculator if guesses else None
-                    measured[guesses].append(asyncio.run(token_ms(built, asked, used, checked)))
+                    took_ms = asyncio.run(token_ms(built, asked, used, checked, meter=meters[guesses]))
+                    measured[guesses].append(took_ms)
             yield from _rows(name, about, batch, measured, checked)
 
 
@@ -171,6 +173,7 @@ async def token_ms(
     speculator: Speculator | None,
     checked: list[DraftsChecked],
     *,
+    meter: StepMeter | None = None,
     wrap: Callable[[StepRunner, Mapping[str, Sequence[int]]], RecordedRunner] | None = None,
 ) -> float:
     """The mean time per token. Prompts are in the cache before, so that all requests decode at the same time. Adds the
@@ -178,6 +181,7 @@ async def token_ms(
 
     Args:
         speculator: forgets the outputs of earlier calls, which would be guessed too well, but not what it has learned.
+        meter: knows the costs of steps; None: one that knows only what the profile measured.
         wrap: makes the runner that yields the recorded tokens; None: `RecordedRunner`.
     """
     outputs = {str(index): each.output for index, each in enumerate(requests)}
@@ -217,9 +221,13 @@ async def token_ms(
         prefix_cache=True,
     )
     runner = (wrap or RecordedRunner)(built.runner, outputs)
-    meter = StepMeter(built.costs)
     async with Engine(
-        runner, limits, on_step=on_step, grammars=built.grammars, meter=meter, speculator=speculator
+        runner,
+        limits,
+        on_step=on_step,
+        grammars=built.grammars,
+        meter=meter or StepMeter(built.costs),
+        speculator=speculator,
     ) as engine:
         await answer(engine, asked(1))
         seconds = await answer(engine, asked())

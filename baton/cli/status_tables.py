@@ -45,6 +45,8 @@ def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
     parts += [Text(line) for line in _described([node for node in nodes if _version(node)], _release)]
     parts += [Text(line) for line in _described([node for node in nodes if node.status.adapters], _adapters)]
     parts += [Text(line) for line in _described([node for node in nodes if node.reachable], _work)]
+    guessing = [node for node in nodes if node.reachable and node.status.drafted_tokens_total]
+    parts += [Text(line) for line in _described(guessing, _guesses)]
     balanced = [node for node in nodes if node.reachable and node.status.HasField("expert_balance")]
     parts += [Text(line) for line in _described(balanced, _experts)]
     parts += [Text(line) for line in _described([node for node in nodes if node.status.stores], _stores)]
@@ -207,11 +209,12 @@ def _work(status: node_status_pb2.NodeStatus) -> str:
     waiting = f"{status.tokens_waiting} prompt tokens wait"
     if status.backlog_s:
         waiting = f"{status.backlog_s:.2f} s of prompts wait"
-    guessed = ""
-    if status.drafted_tokens_total:
-        share = status.accepted_tokens_total / status.drafted_tokens_total
-        guessed = f"; {100 * share:.0f} % of {status.drafted_tokens_total:,} guessed tokens kept"
-    return f"{steps}; {status.decode_rows} decoding; {waiting}{guessed}"
+    return f"{steps}; {status.decode_rows} decoding; {waiting}"
+
+
+def _guesses(status: node_status_pb2.NodeStatus) -> str:
+    share = status.accepted_tokens_total / status.drafted_tokens_total
+    return f"{100 * share:.0f} % of {status.drafted_tokens_total:,} guessed tokens kept"
 
 
 def _pairs_table(

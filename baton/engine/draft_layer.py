@@ -22,6 +22,9 @@ from baton.settings.node_config import NodeSettings
 
 _log = logging.getLogger(__name__)
 
+# Values of `NodeSettings.speculation` with which no layer drafts.
+_WITHOUT_LAYER = "off", "text"
+
 
 def with_draft_layer(config: ModelConfig, settings: NodeSettings) -> ModelConfig:
     """Returns the config with the layer that drafts tokens, if the node guesses tokens and has such a layer.
@@ -31,7 +34,7 @@ def with_draft_layer(config: ModelConfig, settings: NodeSettings) -> ModelConfig
     """
     if settings.draft_head is not None:
         return _with_head(config, settings)
-    if settings.speculation == "off" or not config.mtp_layers:
+    if settings.speculation in _WITHOUT_LAYER or not config.mtp_layers:
         return config
     problem = why_no_mtp(config)
     if not problem and settings.load_format == "safetensors":
@@ -47,9 +50,9 @@ def with_draft_layer(config: ModelConfig, settings: NodeSettings) -> ModelConfig
 def _with_head(config: ModelConfig, settings: NodeSettings) -> ModelConfig:
     directory = settings.draft_head
     assert directory is not None
-    if settings.speculation == "off":
+    if settings.speculation in _WITHOUT_LAYER:
         raise ConfigError(
-            f"draft_head is {directory}, and speculation is off",
+            f"draft_head is {directory}, and speculation is {settings.speculation}",
             field="draft_head",
             value=str(directory),
             allowed=("none",),

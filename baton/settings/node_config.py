@@ -141,17 +141,18 @@ class NodeSettings(CommonSettings):
     )
     cuda_graphs: bool = Field(True, description="on a GPU, capture steps as CUDA graphs")
     batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
-    speculation: Literal["off", "auto", "always"] = Field(
-        "off",
-        description="guess next tokens from a request's own text, from what its tenant's requests were answered "
-        "lately, from its grammar and with the checkpoint's layer for multi-token prediction, which prefill and decode "
-        "nodes then both need, and compute several of them in one step; no token changes. auto: where the measured "
-        "costs of steps say that it is faster; always: wherever something can be guessed",
+    speculation: Literal["off", "text", "auto", "always"] = Field(
+        "text",
+        description="guess next tokens and compute several of them in one step, where the measured times of steps say "
+        "that it is faster; no token changes. text: from a request's own text, from what its tenant's requests were "
+        "answered lately and from its grammar; auto: also with the checkpoint's layer for multi-token prediction or "
+        "with draft_head, which prefill and decode nodes then both need; always: as auto, wherever something can be "
+        "guessed",
     )
     draft_head: Path | None = Field(
         None,
         description="directory of an EAGLE-3 head for the model, which guesses next tokens, instead of the "
-        "checkpoint's own layer; the same on prefill and decode nodes. Needs speculation",
+        "checkpoint's own layer; the same on prefill and decode nodes. Needs speculation auto or always",
     )
     max_context_tokens: int | None = Field(
         None,

@@ -52,7 +52,7 @@ def guessing_gateways(model: Path, plain: Flags, guessing: Flags, *, layout: str
             ("prefill", guessing),
             ("decode", {**guessing, "block_size": 32, "kv_cache_layout": layout}),
             ("decode", guessing),
-            ("decode", plain),
+            ("decode", {**plain, "speculation": "off"}),
             prepare=fix_layers_per_group,
         )
         pair = start.gateway([prefill], [decode], model=model, local_policy="strict")

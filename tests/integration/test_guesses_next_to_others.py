@@ -99,7 +99,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     node: Flags = {"num_blocks": 512, "adapter": adapters, "max_adapters": 2}
     with machines() as start:
         prefill, guessing, plain = start.nodes(
-            ("prefill", node), ("decode", {**node, "speculation": "always"}), ("decode", node)
+            ("prefill", node),
+            ("decode", {**node, "speculation": "always"}),
+            ("decode", {**node, "speculation": "off"}),
         )
         gateways = {
             guesses: start.gateway([prefill], [decode], local_policy="strict", chat_template=template)

@@ -75,7 +75,7 @@ async def test_conversations_equal_those_without_guesses(
     start: Machines, model: str, flags: Flags, tmp_path: Path
 ) -> None:
     node: Flags = {"model": MODELS[model](tmp_path), "num_blocks": 256, "block_size": 16, **flags}
-    nodes = start.nodes(("decode", {**node, "speculation": "always"}), ("decode", node))
+    nodes = start.nodes(("decode", {**node, "speculation": "always"}), ("decode", {**node, "speculation": "off"}))
     results = []
     for each in nodes:
         gateway = start.gateway([], [each], model=node["model"], local_policy="local")

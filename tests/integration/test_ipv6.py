@@ -19,6 +19,7 @@ def test_a_cluster_serves_over_ipv6_alone(start: Machines) -> None:
     gateway = start.gateway(
         [prefill],
         [decode],
+        local_policy="strict",
         listen="[::1]:0",
         health_listen="[::1]:0",
         metrics_listen="[::1]:0",

@@ -44,7 +44,7 @@ async def test_tokens_are_those_without_guesses_from_the_first_step_on(
     prefill, decode, alone = start.nodes(
         ("prefill", {**guessing, **flags}),
         ("decode", {**guessing, "block_size": 32, "kv_cache_layout": "BLNC", **flags}),
-        ("decode", node),
+        ("decode", {**node, "speculation": "off"}),
     )
     pair = start.gateway([prefill], [decode], model=tmp_path, local_policy="strict")
     plain = start.gateway([], [alone], model=tmp_path, local_policy="local")

@@ -25,7 +25,7 @@ from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference, References
 from tests.integration.test_tokens import GREEDY, LENGTHS, LOGPROB_TOLERANCE, MAX_TOKENS, assert_same
 
-NODE: Flags = {"num_blocks": 512, "max_batch_tokens": 64}
+NODE: Flags = {"num_blocks": 512, "max_batch_tokens": 64, "speculation": "off"}
 GUESSING: Flags = {**NODE, "speculation": "always"}
 SCHEMA = {
     "type": "object",

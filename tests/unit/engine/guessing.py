@@ -27,7 +27,7 @@ class Told(Speculator):
     def __init__(self, model: HashedModel, *, most: int = 5, wrong: float = 0.3, silent: float = 0.2) -> None:
         super().__init__(always=True)
         self.live: set[str] = set()
-        self.ended: list[str] = []
+        self.finished: list[str] = []
         self._model = model
         self._most, self._wrong, self._silent = most, wrong, silent
         self._random = Random(3)
@@ -40,7 +40,7 @@ class Told(Speculator):
 
     def end(self, request: Speculating) -> None:
         self.live.discard(request.request_id)
-        self.ended.append(request.request_id)
+        self.finished.append(request.request_id)
 
     def pays(
         self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, streams: Streams = ()

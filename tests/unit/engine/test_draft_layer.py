@@ -31,7 +31,7 @@ def drafts(directory: Path, speculation: str) -> bool:
     return with_draft_layer(read_config(directory), settings(directory, speculation=speculation)).drafts
 
 
-@pytest.mark.parametrize(("speculation", "wanted"), [("off", False), ("auto", True), ("always", True)])
+@pytest.mark.parametrize(("speculation", "wanted"), [("off", False), ("text", False), ("auto", True), ("always", True)])
 def test_a_node_that_guesses_loads_it(model: Path, speculation: str, wanted: bool) -> None:
     assert drafts(model, speculation) is wanted
     built = build_runner(settings(model, speculation=speculation, num_blocks=8))

@@ -146,9 +146,10 @@ def refused(directory: Path, **given: Any) -> ConfigError:
     return found.value
 
 
-def test_a_head_needs_a_node_that_guesses(good: Saved) -> None:
-    error = refused(good.model, draft_head=good.head)
-    assert "speculation is off" in str(error)
+@pytest.mark.parametrize("speculation", ["off", "text"])
+def test_a_head_needs_a_node_that_guesses_with_it(good: Saved, speculation: str) -> None:
+    error = refused(good.model, draft_head=good.head, speculation=speculation)
+    assert f"speculation is {speculation}" in str(error)
     assert "--speculation auto" in error.cure
 
 

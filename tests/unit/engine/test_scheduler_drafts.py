@@ -40,7 +40,7 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
     if silent < 0.5:
         assert 0 < world.accepted < world.drafted
     assert not told.live
-    assert sorted(told.ended) == sorted(one.request_id for one in requests)
+    assert sorted(told.finished) == sorted(one.request_id for one in requests)
     assert world.scheduler.leaked_blocks(lambda _: True) == 0
     assert world.scheduler.load().blocks_free == world.scheduler.load().blocks_total
     assert world.state_slots_left == world.state_slots

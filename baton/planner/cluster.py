@@ -235,7 +235,12 @@ class Simulation:
         """Reserves the request's room on the decode node, and queues its prompt."""
         decode.kv_used += job.prompt + job.output
         job.sent = min(decode.cache.count(job.prefix_ids) * job.prefix_tokens, job.prompt)
-        self._enqueue(now_s, decode if job.route is Route.LOCAL else self.nodes[job.prefill], job)
+        if job.route is Route.LOCAL:
+            self._enqueue(now_s, decode, job)
+        elif remote_s := self._spec.host.remote_s:
+            self._at(now_s + remote_s, self._enqueue, self.nodes[job.prefill], job)
+        else:
+            self._enqueue(now_s, self.nodes[job.prefill], job)
 
     def _enqueue(self, now_s: float, node: SimulatedNode, job: PlanJob) -> None:
         """Queues a prompt once what is to be pulled and loaded of it is there."""

@@ -10,6 +10,8 @@ class HostTimes:
 
     Args:
         hop_s: from the client to the first node, and the first token's way back, while the gateways are idle.
+        remote_s: how much later than on the decode node a prompt's computation ends on a prefill node: the decode node
+            reserves room first, and KV is sent while layers are computed.
         hand_over_s: from the last byte on the link to the request's admission on the decode node.
         lead_s: how long before the end of a step the next one is launched; what arrives later misses it.
         mixed_s: time of a step with prompts and decodes beyond what the step costs say.
@@ -21,6 +23,7 @@ class HostTimes:
     """
 
     hop_s: float = 2e-3
+    remote_s: float = 0.0
     hand_over_s: float = 1e-3
     lead_s: float = 0.0
     mixed_s: float = 0.0

@@ -18,11 +18,12 @@ LLAMA_8B_H200 = StepCosts(
 # Where nodes and gateways of that model served, each on a host of two H200s.
 SERVED_HOST = HostTimes(
     hop_s=7.3e-3,  # served.md: 31.3 ms for 1,024 tokens alone, less the 24.0 ms of the step
+    remote_s=4.6e-3,  # served.md: first tokens of strict chat at 40 a second come so much later than the rest explains
     hand_over_s=3.4e-3,  # exposed_gpu.md: the second token comes 4.4 ms late, less 1 ms of `link_latency_s`
     lead_s=2.5e-3,  # served.md: late steps were queued 1.6 to 3.4 ms after the device had run dry
     mixed_s=0.5e-3,  # prompt_steps.md: 0.1 and 1.0 ms more than the step costs say
     later_token_s=2e-6,  # exposed_gpu.md and engine.md: 1.6 us in chunks of 2048 tokens, 5.6 us in chunks of 1024
-    row_s=66.7e-6,  # plan-accuracy.md: at most about 15,000 tokens per second from one decode node
+    row_s=55e-6,  # served.md: strict chat at 70 a second has a TPOT of 7.2 ms
     stall_share=0.0176,  # served.md: 50 of 2,843 steps
     stall_s=1e-3,  # served.md: the ends of two steps of 5.6 ms were over 7 ms apart
     token_s=50.8e-6,  # http_door.md: HTTP, completions

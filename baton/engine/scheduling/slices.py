@@ -25,7 +25,7 @@ from baton.core.costs import StepCosts, StepWork, chunk_pairs
 # A request without a deadline counts as due this long after its arrival.
 DEFAULT_TTFT_S = 10.0
 
-MIN_SLICE_TOKENS = 128
+MIN_SLICE_TOKENS = 64
 _TPOT_SHARE = 0.9
 _OUT_OF_REACH = 2.0
 _SKIPS_MAX = 3

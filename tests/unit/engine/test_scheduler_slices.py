@@ -145,7 +145,8 @@ def test_without_a_tpot_slow_decodes_get_slow_steps() -> None:
 
 
 def test_prompts_that_fit_do_not_keep_the_first_one_waiting_for_ever() -> None:
-    scheduler = decoding(Meter(COSTS), 0.00567)
+    costs = StepCosts(((1, 0.005), (60, 0.005), (1060, 0.015)))
+    scheduler = decoding(Meter(costs), 0.00557)  # 60 tokens fit
     scheduler.submit(request("long", 4000, priority=-1), 0.0)
     for index in range(4):
         name = f"s{index}"

@@ -76,3 +76,9 @@ def test_the_served_times_are_part_of_a_plan_and_make_first_tokens_later() -> No
     load = [(0.02 * number, 200, 50) for number in range(100)]
     plain, served = run(PAIR, *load), run(replace(PAIR, host=SERVED_HOST), *load)
     assert 0.006 < served.ttft_s(0.5) - plain.ttft_s(0.5) < 0.02
+
+
+@pytest.mark.parametrize(("spec", "later_s"), [(PAIR, 0.003), (ALONE, 0.0)])
+def test_a_prompt_of_a_prefill_node_waits_for_room_on_the_decode_node_first(spec: ClusterSpec, later_s: float) -> None:
+    (early,), (late,) = run(spec, (0.0, 100, 2)).jobs, run(with_host(spec, remote_s=0.003), (0.0, 100, 2)).jobs
+    assert late.ttft_s - early.ttft_s == pytest.approx(later_s)

@@ -19,9 +19,10 @@ def settings(**values: object) -> DecodeSettings:
     return DecodeSettings.model_validate(values)
 
 
-def built(max_batch_tokens: int) -> Any:
-    view = SimpleNamespace(device=torch.device("cuda", 0))
-    return SimpleNamespace(limits=StepLimits(max_batch_tokens, 256), costs=None, cache=SimpleNamespace(view=view))
+def built(max_batch_tokens: int, *, rows_in_order: bool = False) -> Any:
+    cache = SimpleNamespace(view=SimpleNamespace(device=torch.device("cuda", 0)))
+    limits = StepLimits(max_batch_tokens, 256)
+    return SimpleNamespace(limits=limits, costs=None, cache=cache, rows_in_order=rows_in_order)
 
 
 def test_a_batch_invariant_node_starts_with_any_step_size_of_its_profile() -> None:
@@ -30,6 +31,12 @@ def test_a_batch_invariant_node_starts_with_any_step_size_of_its_profile() -> No
     assert limits.max_batch_tokens == 512 + 255
     larger = engine_limits(settings(batch_invariant=True), built(2048), max_context_tokens=4096)
     assert larger.max_batch_tokens == 2048
+
+
+def test_a_batch_invariant_node_whose_rows_are_in_order_cuts_prompts_anywhere() -> None:
+    built_in_order = built(512, rows_in_order=True)
+    limits = engine_limits(settings(batch_invariant=True), built_in_order, max_context_tokens=4096)
+    assert (limits.chunk_align_tokens, limits.max_batch_tokens) == (None, 512)
 
 
 def test_a_batch_invariant_node_has_as_many_seats_as_its_given_step_size_allows() -> None:

@@ -34,10 +34,9 @@ class NodeDescription:
     """A node as its peers see it.
 
     Model identity, `spec`, `batch_invariant` and `rows_in_order` must be equal on both ends, and wire ranges must
-    overlap; an unknown
-    content digest equals all, because older versions have none. `shape`, `package_version`, `tensor_parallel_size` and
-    `attention_data_parallel` may differ. The dtype of `spec` may differ if the receiver accepts conversion and
-    neither node is batch-invariant; other parts are never converted.
+    overlap; an unknown content digest equals all, because older versions have none. `shape`, `package_version`,
+    `tensor_parallel_size` and `attention_data_parallel` may differ. The dtype of `spec` may differ if the receiver
+    accepts conversion and neither node is batch-invariant; other parts are never converted.
 
     Attributes:
         spec: of the whole model, not of one rank's share.
@@ -133,7 +132,7 @@ _SPEC_CURES = {
 _PART_CURES = {
     "index": f"{_SAME_CHECKPOINT}, with the same version of the package",
     "draft": "give both nodes the same --speculation and --draft-head; where one node's log says why it has no layer "
-    "that drafts tokens, give the other one --speculation off",
+    "that drafts tokens, give the other one --speculation text",
     "state": f"{_SAME_CHECKPOINT}, with the same version of the package",
 }
 

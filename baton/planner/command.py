@@ -94,8 +94,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="KEPT/TAKEN",
-            help="Mean guessed tokens that a step keeps and takes of a request, such as 0.9/1.4: nodes with "
-            "--speculation auto. Default: what the nodes of --costs-from have counted, and none otherwise.",
+            help="Mean guessed tokens that a step keeps and takes of a request, such as 0.9/1.4. Default: "
+            "what the nodes of --costs-from have counted, and none otherwise.",
             show_default=False,
         ),
     ] = None,

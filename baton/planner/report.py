@@ -72,9 +72,6 @@ def commands(plan: Plan, model: str, stores: StoreSizes = NO_STORES) -> list[str
     ranks = f" --tensor-parallel-size {kind.gpus}" if kind.gpus > 1 else ""
     policy = " --local-policy local" if best.is_colocated else ""
     kept = store_flags(stores)
-    if kind.guesses.taken:
-        kept += " --speculation auto"
-        variables += "BATON_SPECULATION=auto "
     variables += store_variables(stores)
     lines = ["# on one machine; nodes choose their step sizes by a profile at start:"]
     lines.append(

@@ -286,6 +286,7 @@ class DraftGraphs:
         buffers, decodes = self._buffers, self._decodes
         positions_R, num_slots_R = buffers.positions[:size].add_(1), decodes.num_slots[:size]
         goes_on_R = (positions_R < num_slots_R) & buffers.leads[:size] & (decodes.slot_mapping[:size] >= 0)
+        goes_on_R &= decodes.next_tokens[:size] < 0  # a row whose next token is known is followed by its own KV
         # The others see the first token of their sequence, and padding sees nothing.
         buffers.seq_lens[:size].copy_(torch.where(goes_on_R, positions_R + 1, num_slots_R.clamp(max=1)))
         at_R = positions_R.masked_fill(~goes_on_R, 0)

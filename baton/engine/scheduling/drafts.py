@@ -126,6 +126,10 @@ class Drafts:
             step.guesses = max(step.guesses, _HANDED_OVER)
         if not step.guesses and not step.has_chunks:
             step.writes_draft_kv = self._speculator.writes_layer_kv(step.states)
+        if not step.writes_draft_kv:
+            for state in step.states:
+                # The layer's part of its blocks has what another request left there.
+                state.is_shared = False
 
     def _guesses_here(self, sampled: Sequence[RequestState], *, prompts: bool) -> int:
         """How many tokens to guess for the next step here, of requests whose last tokens are sampled now.

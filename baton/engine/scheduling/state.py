@@ -67,7 +67,8 @@ class RequestState:
             known.
         end_token_ids: token ids that may end the request.
         num_registered: leading blocks that were offered to the prefix cache, or came from it.
-        is_shared: later requests may use its blocks; False from the time when its tenant's KV is dropped.
+        is_shared: later requests may use its blocks; False from the time when its tenant's KV is dropped, or when the
+            layer that drafts no longer computes its tokens.
         entry_keys: keys of its entries, from the time when the first is offered to the stores outside of the cache.
         num_offered: leading entries that were offered to these stores, or came from the prefix cache.
         num_shown: leading entries that followers of the prefix cache have seen; only for models with states.

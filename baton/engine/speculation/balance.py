@@ -1,12 +1,12 @@
 """What guesses have won and lost next to batches of one size, and when they rest for it. Pure.
 
-It counts in plain steps, so that it bounds the share of time that guesses lose, whatever makes them lose: dear steps,
+It counts in plain steps, so that it bounds the share of time that guesses lose, whatever makes them lose: slow steps,
 wrong guesses, or waits that end without guesses. Of what they win only a little counts, so that they end soon after
-they have stopped to pay.
+they stop paying.
 """
 
-# Part of the time of plain steps that guesses may lose; plain steps that they may lose at first, and most that they may
-# lose at once when they have won before.
+# Part of the time of plain steps that guesses may lose; plain steps that they may lose at first; and plain steps that
+# they may lose after they have won some.
 _LOST_SHARE = 0.005
 _FIRST_LOST, _MOST_LOST = 1.0, 6.0
 # Guesses are tried again after so many plain steps in a row, and after twice as many each time that this brings

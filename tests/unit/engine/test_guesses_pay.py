@@ -1,4 +1,5 @@
-"""With `auto`, guesses cost no load more than a percent, whatever they really take, and bring nearly all that they can.
+"""Unless they are forced, guesses cost no load more than a percent, whatever they really take, and bring nearly all
+that they can.
 
 Devices are simulated, see `timed_world`: no test depends on how fast this machine is.
 """

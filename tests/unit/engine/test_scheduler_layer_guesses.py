@@ -115,6 +115,7 @@ def test_at_saturation_decodes_are_computed_without_the_layer_and_prompts_with_i
     world.scheduler.abort("b-3")
     second = run("e-3", count=3)
     assert [step.writes_draft_kv for step in second] == [True, False, False], "the prompt of e, and two decodes"
+    assert not any(state.is_shared for state in world.scheduler._roster.running), "their blocks lack the layer's KV"
     assert not any(step.guesses for step in (*first, *second))
     for name in ("d-3", "e-3"):
         world.scheduler.abort(name)

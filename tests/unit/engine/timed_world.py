@@ -164,7 +164,7 @@ class TimedWorld:
         self._is_idle = True
 
     def run(self, texts: Texts, batch: int, steps: int) -> Ran:
-        """Runs so many steps with such requests. Those of before go on meanwhile."""
+        """Runs so many steps with such requests. Earlier requests continue."""
         before = Ran(**vars(self.ran))
         for _ in range(steps):
             while len(self._live) < batch:

@@ -77,7 +77,8 @@ _DEEP = MatmulTile(128, 128, 64, num_warps=8, num_stages=5)
 _SQUARE = MatmulTile(128, 128, 64, num_warps=8, num_stages=4)
 TILES = (_NARROW, _HIGH, _WIDE, _DEEP, _SQUARE)
 # The copy engine is slow to fill rows past the last one: on an H200, 4096 columns of 14336 channels take 65 us for 1
-# row, 43 us for 32 and 34 us for 64. Up to this many rows, they are copied to whole tiles of this many first.
+# row, 43 us for 32 and 34 us for 64 (bench/results/batch_invariant.md). Up to `_PADDED_ROWS` rows are copied to tiles
+# of `_WHOLE_ROWS` first.
 _PADDED_ROWS, _WHOLE_ROWS = 256, 64
 # From this many rows on, arithmetic takes most of the time for any number of columns.
 _MANY_ROWS = 1024

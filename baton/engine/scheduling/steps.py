@@ -323,21 +323,9 @@ class StepsInFlight:
             step.states[index].row_index = index
         rows, snapshots = tuple(step.rows), tuple(step.snapshots)
         scored = bool(step.scores)
-        work, decodes = step.work, step.plain
-        launched = Step(
-            number,
-            step.states,
-            rows,
-            step.started,
-            work,
-            scored,
-            snapshots,
-            step.unfolds,
-            late=step.late,
-            guesses=step.waits_for_guesses,
-            plain=StepWork(decodes.decode_rows, decodes.keys, work.prompt_tokens, work.pairs),
-            ahead=bool(self._steps),
-        )
+        plain = StepWork(step.plain.decode_rows, step.plain.keys, step.work.prompt_tokens, step.work.pairs)
+        prepared = step.unfolds, step.late, step.waits_for_guesses, plain, bool(self._steps)
+        launched = Step(number, step.states, rows, step.started, step.work, scored, snapshots, *prepared)
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
         restores, copies = tuple(step.restores), tuple(step.copies)

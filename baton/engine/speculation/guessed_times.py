@@ -27,6 +27,8 @@ _LATE_MEMORY = 8
 _PLAIN_MEMORY, _PLAIN_ASSUMED = 64, 4
 # A step that took so many times as long as expected was disturbed by something else.
 _MOST_RATIO = 3.0
+# Longer than any step: the device or its clock was disturbed.
+_LONGEST_S = 600.0
 
 
 class EndedStep(NamedTuple):
@@ -133,6 +135,8 @@ class GuessedTimes:
 
     def ended(self, step: EndedStep, costs: StepTimes) -> None:
         """Learns from a step."""
+        if not 0.0 < step.seconds + step.waited_s < _LONGEST_S:
+            return
         plain, same = step.plain, self._batch(step.plain.decode_rows)
         follows, self._was_guessed = self._was_guessed, step.guesses > 0 or step.passes_s > 0.0
         # How long prompts take is no matter of guesses.

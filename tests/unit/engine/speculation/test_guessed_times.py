@@ -193,6 +193,15 @@ def test_one_disturbed_step_does_not_end_guesses() -> None:
     assert wait_s(times, 8) < 0.004
 
 
+@pytest.mark.parametrize("seconds", [-0.1, 1e6, float("nan"), float("inf")])
+def test_times_that_no_step_takes_are_ignored(seconds: float) -> None:
+    times = GuessedTimes()
+    guess(times, 8, seconds)
+    plain(times, late_s=seconds)
+    assert wait_s(times, 8) == wait_s(GuessedTimes(), 8)
+    assert times.may_guess(8)
+
+
 def test_guesses_that_win_never_rest() -> None:
     times, chosen = GuessedTimes(), Random(2)
     for _ in range(2000):

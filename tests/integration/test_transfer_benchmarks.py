@@ -103,6 +103,7 @@ def test_exposed_transfer_runs() -> None:
     setup = replace(exposed.on_cpu(), prompts=(96,), warm_tokens=8, rounds=1)
     rows = exposed.run(ignore, replace(setup, ways=setup.ways[:1]))
     share, transfer, prefill, _ = rows
-    assert all_positive([transfer, prefill])
+    assert all_positive([prefill])
+    assert transfer.measured >= 0.0  # all of it may be over when the first token is sampled
     assert share.measured == pytest.approx(100 * transfer.measured / prefill.measured)
     assert all(row.work == "96 tokens of the demo Llama's shape, chunks of 256" for row in rows)

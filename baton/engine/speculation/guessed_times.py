@@ -26,7 +26,7 @@ _LATE_MEMORY = 8
 # Plain steps over which their own error is averaged, and how many steps without error are assumed before.
 _PLAIN_MEMORY, _PLAIN_ASSUMED = 64, 4
 # A step that took so many times as long as expected was disturbed by something else.
-_MOST_RATIO = 3.0
+_MOST_RATIO, _LEAST_RATIO = 3.0, 0.01
 # Longer than any step: the device or its clock was disturbed.
 _LONGEST_S = 600.0
 
@@ -135,9 +135,9 @@ class GuessedTimes:
 
     def ended(self, step: EndedStep, costs: StepTimes) -> None:
         """Learns from a step."""
-        if not 0.0 < step.seconds + step.waited_s < _LONGEST_S:
-            return
         plain, same = step.plain, self._batch(step.plain.decode_rows)
+        if not 0.0 < step.seconds + step.waited_s < _LONGEST_S or not costs.seconds(plain) > 0.0:
+            return
         follows, self._was_guessed = self._was_guessed, step.guesses > 0 or step.passes_s > 0.0
         # How long prompts take is no matter of guesses.
         device_s = same.plain_ratio * costs.seconds(step.work) if plain.prompt_tokens else step.seconds
@@ -147,6 +147,8 @@ class GuessedTimes:
         seconds = min(step.waited_s + device_s, _MOST_RATIO * self._expected_s(step, costs))
         plain_s = same.plain_ratio * costs.seconds(plain)
         decodes_s = same.plain_ratio * costs.seconds(StepWork(plain.decode_rows, plain.keys))
+        if not decodes_s > 0.0:
+            return
         won_s = plain_s + decodes_s * (step.tokens / plain.decode_rows - 1) - seconds
         batch = same if step.guesses else self._batch(self._decided_for)
         batch.balance.add(won_s / decodes_s, guesses=step.guesses > 0)
@@ -169,7 +171,7 @@ class GuessedTimes:
         if ratio is not None:
             batch.plain_count = min(batch.plain_count + 1, _PLAIN_MEMORY)
             error = min(ratio, _MOST_RATIO * batch.plain_ratio) - batch.plain_ratio
-            batch.plain_ratio += error / batch.plain_count
+            batch.plain_ratio = max(_LEAST_RATIO, batch.plain_ratio + error / batch.plain_count)
         if batch.balance.add_plain():
             batch.line = None
             batch.wasted_s, batch.mean_wasted_s, batch.late_s = 0.0, 0.0, None
@@ -205,7 +207,7 @@ class GuessedTimes:
         points = [(each.guesses, each.seconds / batch.plain_ratio - each.predicted_s) for each in batch.samples]
         assumed_s = sum([step_s + guess_s * guesses for guesses, _ in points])
         measured_s = sum([seconds for _, seconds in points])
-        if assumed_s > measured_s and batch.late_s is None:
+        if assumed_s > max(0.0, measured_s) and batch.late_s is None:
             step_s *= max(0.0, measured_s) / assumed_s
         count = 1 + len(points)
         mean_guesses = sum([guesses for guesses, _ in points]) / count

@@ -240,3 +240,19 @@ def test_losses_count_for_the_batch_that_guesses_were_decided_for() -> None:
         plain(times, late_s=0.005)
     assert not times.may_guess(7)
     assert times.may_guess(8)
+
+
+def test_steps_that_end_sooner_than_predicted_are_learned_from() -> None:
+    """Where no wait is known of one size of batch, and steps of the next one end sooner than predicted."""
+    times = GuessedTimes()
+    for decodes in (8, 40):
+        for _ in range(20):
+            guess(times, 8, -0.005, decodes=decodes)
+        assert wait_s(times, 8, decodes=decodes) <= 0.0
+
+
+def test_costs_of_no_time_say_nothing() -> None:
+    times, costs = GuessedTimes(), StepCosts(((1, 0.0), (64, 0.0)))
+    work = guessed_work(plain_work(), [(CONTEXT, 3)])
+    times.ended(EndedStep(plain_work(), work, 11, 0.01, 0.001, late=True), costs)
+    assert times.may_guess(8)

@@ -22,7 +22,7 @@ _MOST_SPLITS = 64
 # Memory for partial results of one call.
 _MOST_BYTES = 64 * 2**20
 _TILE_ROWS = 128
-# Programs for each multiprocessor, most of which end at once: a grid has places for as many requests as a captured step
+# Programs for each multiprocessor. Most end at once, because a grid has places for as many requests as a captured step
 # may have.
 _MOST_PROGRAMS = 8
 _BLOCK_HEADS, _BLOCK_SPLITS = 4, 8

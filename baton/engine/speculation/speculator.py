@@ -293,7 +293,7 @@ class Speculator:
             return True
         if costs is None or not work.decode_rows or not self._times.may_guess(work.decode_rows):
             return False
-        if not costs.seconds(work) > 0.0:  # what was measured tells nothing
+        if not costs.seconds(work) > 0.0:  # costs of no time say nothing
             return False
         return could_pay(work, costs, most_each=MOST_GUESSES, wait_s=self._whole_wait_s(work, costs))
 

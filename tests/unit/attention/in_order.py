@@ -17,7 +17,7 @@ from tests.unit.attention.paged import SCALE, Asked, Decodes
 def in_order_plan(
     batch: Decodes, asked: Asked, *, rows: int, num_workers: int = 3, split_tiles: int = 1, max_splits: int = 0
 ) -> DecodePlan:
-    """For so many rows, each of which may be a decode. A split has so many tiles."""
+    """For up to `rows` rows, and any of them may be a decode."""
     _, num_heads, head_size = batch.q_RHD.shape
     tiling = in_order_tiling(head_size, batch.kv_layer.dtype, hopper=DEVICE == "cpu" or is_hopper(torch.device(DEVICE)))
     if batch.q_RHD.dtype == torch.float32:  # products of any size have the same bits

@@ -37,7 +37,7 @@ class LayerOnly(Speculator):
 
 
 class WithHoles(LayerOnly):
-    """Guesses after every third step, also for requests of which the layer has not computed all tokens."""
+    """Guesses after every third step, also for requests that have tokens which the layer has not computed."""
 
     def __init__(self) -> None:
         super().__init__(always=True)

@@ -27,15 +27,19 @@ def thin(sizes: Sequence[_T], count: int) -> list[_T]:
     return [sizes[place * len(sizes) // count] for place in range(count)]
 
 
-def affordable(taken: Sequence[int], bound: int | None) -> int:
-    """How many more graphs the bound allows, estimated from the bytes that each graph so far has taken."""
+def affordable(taken: Sequence[int], bound: int | None, *, first: int = 0) -> int:
+    """How many more graphs the bound allows, estimated from the bytes that each graph so far has taken.
+
+    Args:
+        first: the first graph of this kind; those before it say nothing about the size of the next ones.
+    """
     if bound is None:
         return sys.maxsize
     left = bound - sum(taken)
     if left <= 0:
         return 0
     # The first graph takes the memory that all others share, so it says nothing about theirs.
-    return left // max(1, *taken[1:]) if len(taken) > 1 else sys.maxsize
+    return left // max(1, *taken[first + 1 :]) if len(taken) > first + 1 else sys.maxsize
 
 
 class FreeMemory(NamedTuple):

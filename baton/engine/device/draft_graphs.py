@@ -238,10 +238,8 @@ class DraftGraphs:
 
     def _affordable(self, recorder: Recorder, first: int) -> int:
         """How many more graphs memory allows, the same number on all ranks, after those from `first` on."""
-        bound, taken = self._settings.memory_bytes, recorder.taken
-        if bound is not None:
-            bound -= sum(taken[:first])
-        return self._model.parallel.smallest(affordable(taken[first:], bound), self._device)
+        count = affordable(recorder.taken, self._settings.memory_bytes, first=first)
+        return self._model.parallel.smallest(count, self._device)
 
     def _uncaptured(self, size: int) -> Passes:
         builder, of_step = self._backend.builder, self._decodes.common(size)

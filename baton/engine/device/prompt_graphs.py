@@ -144,12 +144,12 @@ class PromptGraphs:
         start_s = time.perf_counter()
         first = len(recorder.taken)
         self._fill_for_capture()
-        heads = thin(capture_sizes(self._settings.most_rows), self._affordable(recorder))
+        heads = thin(capture_sizes(self._settings.most_rows), self._affordable(recorder, first))
         for size in reversed(heads):
             self._heads[size] = recorder.record(lambda size=size: self._sample(size))  # type: ignore[misc]
         self.head_sizes = heads
         first_body = len(recorder.taken)
-        bodies = thin(self._wanted, self._affordable(recorder))
+        bodies = thin(self._wanted, self._affordable(recorder, first_body))
         while bodies:
             *bodies, size = bodies
             self._bodies[size] = self._captured(size, recorder)
@@ -171,16 +171,10 @@ class PromptGraphs:
                 (self._settings.memory_bytes or 0) / (1 << 20),
             )
 
-    def _affordable(self, recorder: Recorder, first: int | None = None) -> int:
-        """How many more graphs memory allows, the same number on all ranks.
-
-        Args:
-            first: the first of the graphs from which the size of the next ones is estimated; None: there is none yet.
-        """
-        bound, taken = self._settings.memory_bytes, recorder.taken
-        if bound is not None:
-            bound -= sum(taken[:first])
-        return self._model.parallel.smallest(affordable(() if first is None else taken[first:], bound), self._device)
+    def _affordable(self, recorder: Recorder, first: int) -> int:
+        """How many more graphs memory allows, the same number on all ranks, after those from `first` on."""
+        count = affordable(recorder.taken, self._settings.memory_bytes, first=first)
+        return self._model.parallel.smallest(count, self._device)
 
     def _uncaptured(self, size: int) -> Body:
         builder, buffers = self._backend.builder, self.buffers

@@ -255,6 +255,9 @@ def test_graphs_are_captured_for_as_long_as_memory_allows() -> None:
     assert affordable([1 << 30], None) == sys.maxsize
     assert affordable([500], 500) == 0
     assert affordable([400], 500) > 100
+    assert affordable([300, 90], 500, first=1) > 100, "the first graph of a kind says nothing"
+    assert affordable([300, 90, 10], 500, first=1) == 10
+    assert affordable([300, 90, 110], 500, first=1) == 0
     assert affordable([400, 30, 20], 500) == 1
     assert affordable([400, 0, 0], 500) == 100
 

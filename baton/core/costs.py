@@ -23,6 +23,10 @@ _KNOT_RATIO = 1.3
 _RIDGE_TOKENS, _RIDGE_ATTENTION, _RIDGE_ROWS = 1e-6, 1e-5, 1e-4
 _ROUNDS = 4
 _LEAST_SPREAD = 0.02
+# Next to streams, smaller slices of prompts are not worth their step. After so many steps without a slice, a prompt
+# gets one of this size whatever it costs (`baton.engine.scheduling.slices`).
+MIN_SLICE_TOKENS = 64
+SKIPS_MAX = 3
 # Beyond the largest measured step, a token costs at least this share of the mean cost of the tokens before.
 _FURTHER_SHARE = 0.25
 

@@ -17,6 +17,7 @@ from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.placement import Placement, Route, place
 from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS
 from baton.gateway.fleet.prediction import prompt_s
+from baton.gateway.fleet.route_overheads import RouteOverheads
 from baton.gateway.fleet.router import RoutedRequest
 from baton.load.goals import Goal
 from baton.load.workload import PlannedRequest
@@ -184,7 +185,14 @@ class Simulation:
         spec = self._spec
         decodes, prefills = self._known.views(job, now_s)
         typical = self._known.lengths.typical
-        wanted = RoutedRequest(job.prompt, spec.policy, slo=self._slo, objective=spec.objective, typical_tokens=typical)
+        wanted = RoutedRequest(
+            job.prompt,
+            spec.policy,
+            slo=self._slo,
+            objective=spec.objective,
+            overheads=RouteOverheads(spec.host.hop_s + spec.host.remote_s, spec.host.hop_s),
+            typical_tokens=typical,
+        )
         chosen = self._choose(decodes, prefills, wanted)
         assert chosen is not None, "all simulated nodes take requests"
         self._known.lengths.add(job.prompt - chosen.computing.cached_tokens)

@@ -12,7 +12,7 @@ than these steps can compute must not answer later and later, so the bound grows
 twice as long once the prompt's first token should have come (`Objective.ttft_factor`), then three times, and so on.
 
 Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for a step with more room. After
-`_SKIPS_MAX` steps without a slice it gets one of this size in any case. Steps without decodes are not bounded.
+`SKIPS_MAX` steps without a slice it gets one of this size in any case. Steps without decodes are not bounded.
 """
 
 from collections.abc import Collection
@@ -20,15 +20,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple, Protocol
 
-from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.core.costs import MIN_SLICE_TOKENS, SKIPS_MAX, StepCosts, StepWork, chunk_pairs
 
 # A request without a deadline counts as due this long after its arrival.
 DEFAULT_TTFT_S = 10.0
 
-MIN_SLICE_TOKENS = 64
 _TPOT_SHARE = 0.9
 _OUT_OF_REACH = 2.0
-_SKIPS_MAX = 3
 
 
 class StreamBound(NamedTuple):
@@ -133,7 +131,7 @@ class Slicer:
         if costs is None or not work.decode_rows:
             return None
         seconds = decodes_bound_s(costs.seconds(work), streams, overdue=overdue)
-        forced = self._skips >= _SKIPS_MAX
+        forced = self._skips >= SKIPS_MAX
         return StepBound(costs, seconds, least_tokens=self._least_tokens, forced=forced)
 
     def pace(
@@ -156,7 +154,7 @@ class Slicer:
         bound = StepBound(without_pairs, min(bounds), least_tokens=min(self._least_tokens, room), forced=False)
         if slice_tokens := bound.tokens(work, 0, room):
             return SlicePace(costs, work, slice_tokens)
-        return SlicePace(costs, work, min(self._least_tokens, room), skips=_SKIPS_MAX)
+        return SlicePace(costs, work, min(self._least_tokens, room), skips=SKIPS_MAX)
 
     def launched(self, *, skipped: bool) -> None:
         """Records a launched step; `skipped`: the first prompt got no slice for lack of time."""

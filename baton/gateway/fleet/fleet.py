@@ -21,6 +21,7 @@ from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
 from baton.gateway.fleet.placement import Placement, place
 from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS, with_possible_pull, with_shared_read
 from baton.gateway.fleet.prompt_lengths import PromptLengths
+from baton.gateway.fleet.route_overheads import LearnedOverheads
 from baton.gateway.fleet.router import RoutedRequest, least_pooling, pick_prefill, usable_prefills
 from baton.gateway.fleet.shortlist import ALL_UP_TO, Candidates, shortlist
 from baton.protos.v1 import node_status_pb2, operations_pb2
@@ -75,6 +76,7 @@ class Fleet(NodeTable):
         self._affinity: Affinity = OwnAffinity()
         self._random = default_rng(0) if random is None else random
         self._lengths = PromptLengths()
+        self.overheads = LearnedOverheads()
         self._costs_updated_at_s = -inf
         self._decode_of: Mapping[int, FleetNode] = {}  # decode nodes that have pairs, by incarnation
         self._pairs_of: tuple[list[FleetNode], list[FleetNode], list[Candidate], list[Candidate]] = [], [], [], []
@@ -93,7 +95,9 @@ class Fleet(NodeTable):
 
         Returns None if no node can take it.
         """
-        wanted = replace(self._of_session(wanted), typical_tokens=self._lengths.typical)
+        wanted = replace(
+            self._of_session(wanted), typical_tokens=self._lengths.typical, overheads=self.overheads.present
+        )
         self._update_costs(now_s)
         cached = self._cached_tokens(self.nodes(), wanted)
         everything = Candidates(self.prefills.values(), self.decodes.values())

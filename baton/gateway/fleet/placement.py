@@ -106,7 +106,7 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Rou
     if prefill.costs is None:
         return Placement(Route.REMOTE, decode, prefill, 0, "", None)
     ttft_s = wanted.slo.ttft_s
-    remote_s = prefill_s(prefill, prefill.cached_tokens, wanted.num_tokens, wanted)
+    remote_s = prefill_s(prefill, prefill.cached_tokens, wanted.num_tokens, wanted) + wanted.overheads.remote_s
     remote = Placement(Route.REMOTE, decode, prefill, 0, "", remote_s, meets=ttft_s is None or remote_s <= ttft_s)
     if wanted.policy is not LocalPolicy.ELASTIC or decode.costs is None:
         return remote
@@ -154,10 +154,10 @@ def _tried(nodes: Sequence[NodeView], decode: NodeView, wanted: RoutedRequest) -
 def _on_one_node(each: NodeView, wanted: RoutedRequest, *, grows: bool = False) -> _OnOneNode | None:
     """The prediction for the node. Returns None if its costs are unknown or its streams leave no time."""
     node = each.computing
-    steps = local_steps(node, wanted.num_tokens, wanted, grows=grows)
+    steps = local_steps(node, wanted.num_tokens, wanted, waiting_s=node.wait_s, grows=grows)
     if steps is None:
         return None
-    first_s = steps.ttft_s(node.wait_s, node.cached_tokens, wanted.num_tokens)
+    first_s = steps.ttft_s(node.wait_s, node.cached_tokens, wanted.num_tokens) + wanted.overheads.local_s
     return _OnOneNode(node, each, steps, first_s, first_s + output_s(node, wanted))
 
 
@@ -265,7 +265,7 @@ def _split(
         sent_s = prefill_s(prefill, prefill.cached_tokens, split, wanted)
         sent_s += transfer_s(prefill, node, split - node.cached_tokens)
         waiting_s = max(0.0, node.queue_s - sent_s / steps.stretch)
-        first_s = sent_s + steps.ttft_s(waiting_s, split, tokens)
+        first_s = sent_s + steps.ttft_s(waiting_s, split, tokens) + wanted.overheads.remote_s
         if first_s <= ttft_s:
             reason = _too_slow(prefill, remote_s, ttft_s)
             return Placement(Route.SPLIT, node, prefill, split, reason, first_s)
@@ -274,10 +274,10 @@ def _split(
 
 def _local_by_policy(decode: NodeView, reason: str, wanted: RoutedRequest) -> Placement:
     decode = decode.computing
-    steps = local_steps(decode, wanted.num_tokens, wanted)
+    steps = local_steps(decode, wanted.num_tokens, wanted, waiting_s=decode.wait_s)
     first_s = None
     if steps is not None:
-        first_s = steps.ttft_s(decode.wait_s, decode.cached_tokens, wanted.num_tokens)
+        first_s = steps.ttft_s(decode.wait_s, decode.cached_tokens, wanted.num_tokens) + wanted.overheads.local_s
     meets = first_s is None or wanted.slo.ttft_s is None or first_s <= wanted.slo.ttft_s
     return Placement(Route.LOCAL, decode, None, 0, reason, first_s, meets)
 

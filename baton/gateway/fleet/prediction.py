@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.core.costs import MIN_SLICE_TOKENS, SKIPS_MAX, StepCosts, StepWork, chunk_pairs
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.router import OUTPUT_TOKENS, RoutedRequest, decode_s
 
@@ -12,9 +12,6 @@ from baton.gateway.fleet.router import OUTPUT_TOKENS, RoutedRequest, decode_s
 _TPOT_USED = 0.9
 _DECODE_USED = 0.9
 _MIN_SLICE = 32
-# Streams without a TPOT let a node compute a slice of this size after so many steps without one, see
-# `baton.engine.scheduling.slices`.
-_FORCED_SLICE, _SKIPPED = 128, 3
 # A prefill node with streams may take this share of the TTFT longer for a prompt.
 _SLOWER_SHARE = 0.1
 _SHARED_SLICE = 256  # prompt tokens that a step of a prefill node with streams must still fit, to keep its speed
@@ -34,7 +31,7 @@ def prefill_s(node: NodeView, start: int, stop: int, wanted: RoutedRequest) -> f
     """
     if not node.decode_rows:
         return node.prefill_s(start, stop)
-    steps = local_steps(node, stop, wanted)
+    steps = local_steps(node, stop, wanted, waiting_s=node.wait_s)
     return math.inf if steps is None else steps.ttft_s(node.wait_s, start, stop)
 
 
@@ -69,6 +66,8 @@ class LocalSteps:
         keys: sum of the streams' contexts.
         slice_tokens: prompt tokens in one step.
         step_s: time of such a step, and of steps without prompts that must come before the next such step.
+        queue_stretch: how many times longer than without streams the prompts before take. Steps are longer while
+            prompts wait (`baton.engine.scheduling.slices`); None: as long as for this prompt.
     """
 
     costs: StepCosts
@@ -76,6 +75,7 @@ class LocalSteps:
     keys: int
     slice_tokens: int
     step_s: float
+    queue_stretch: float | None = None
 
     @property
     def stretch(self) -> float:
@@ -86,15 +86,23 @@ class LocalSteps:
         """Time from now to the first token, after waiting prompts that would take `waiting_s` without streams."""
         steps = math.ceil((stop - start) / self.slice_tokens)
         # The running step is half over on average.
-        return max(1.0, self.stretch) * waiting_s + (steps + 0.5 * (self.rows > 0)) * self.step_s
+        stretch = self.stretch if self.queue_stretch is None else self.queue_stretch
+        return max(1.0, stretch) * waiting_s + (steps + 0.5 * (self.rows > 0)) * self.step_s
 
 
 def local_steps(
-    node: NodeView, prompt_tokens: int, wanted: RoutedRequest, *, grows: bool = False, joining: int = 0
+    node: NodeView,
+    prompt_tokens: int,
+    wanted: RoutedRequest,
+    *,
+    waiting_s: float = 0.0,
+    grows: bool = False,
+    joining: int = 0,
 ) -> LocalSteps | None:
     """The steps of a node that computes a prompt. Returns None if its costs are unknown or its streams leave no time.
 
     Args:
+        waiting_s: time that the prompts before would take without streams.
         joining: streams that it has in addition to the present ones.
         grows: all new streams stay on this node, because no prefill node decodes any.
     """
@@ -112,13 +120,14 @@ def local_steps(
         return _steps(costs, rows, keys, middle, min(most, prompt_tokens))
     tpot_s = wanted.slo.tpot_s
     if tpot_s is None:
-        plain_s = costs.seconds(StepWork(rows, keys))
         most = min(most, prompt_tokens)
-        tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=wanted.objective.gap_factor * plain_s)
-        if tokens >= min(_FORCED_SLICE, most):
-            return _steps(costs, rows, keys, middle, tokens)
-        steps = _steps(costs, rows, keys, middle, min(_FORCED_SLICE, most))
-        return replace(steps, step_s=steps.step_s + _SKIPPED * plain_s)
+        steps = _relaxed_steps(costs, rows, keys, middle, most, gaps=wanted.objective.gap_factor)
+        if not waiting_s:
+            return steps
+        # While this prompt waits, its own wait makes the steps longer, by half of that on average.
+        due_s = wanted.objective.ttft_factor * node.prompt_s(0, prompt_tokens)
+        gaps = wanted.objective.gap_factor * (1 + steps.stretch * waiting_s / due_s / 2)
+        return replace(steps, queue_stretch=_relaxed_steps(costs, rows, keys, middle, most, gaps=gaps).stretch)
     step_s = _TPOT_USED * tpot_s
     # NOTE: longer steps make streams last longer, so there will be more of them. If all streams stay on this node and
     # prompts are accepted for the present number of streams only, decode steps alone will exceed the TPOT.
@@ -127,6 +136,17 @@ def local_steps(
         return None
     tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=step_s)
     return None if tokens < _MIN_SLICE else LocalSteps(costs, rows, keys, tokens, step_s)
+
+
+def _relaxed_steps(costs: StepCosts, rows: int, keys: int, start: int, most: int, *, gaps: float) -> LocalSteps:
+    """The steps without a TPOT, which take at most `gaps` times a plain one."""
+    plain_s = costs.seconds(StepWork(rows, keys))
+    tokens = _slice_tokens(costs, rows, keys, start, most=most, step_s=gaps * plain_s)
+    least = min(MIN_SLICE_TOKENS, most)
+    if tokens >= least:
+        return _steps(costs, rows, keys, start, tokens)
+    steps = _steps(costs, rows, keys, start, least)
+    return replace(steps, step_s=steps.step_s + SKIPS_MAX * plain_s)
 
 
 def _steps(costs: StepCosts, rows: int, keys: int, start: int, tokens: int) -> LocalSteps:

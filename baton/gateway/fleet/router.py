@@ -10,6 +10,7 @@ from math import inf
 from baton.core.types import DEFAULT_OBJECTIVE, NO_SLO, AdapterRef, LocalPolicy, Objective, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.fleet.node_view import NodeView
+from baton.gateway.fleet.route_overheads import NO_OVERHEADS, RouteOverheads
 
 # Times this close count as equal: measured costs of equal nodes differ a little, and the fastest must not get all
 # requests.
@@ -44,6 +45,7 @@ class RoutedRequest:
         slo: bounds of the request; `ttft_s` is the time left until the first token is due.
         objective: what the request gets where its SLO says nothing.
         splittable: whether the prompt may be computed in two parts.
+        overheads: of the first token, beyond queues and steps.
         typical_tokens: length of the prompts that make up most of the prompt work; 0: unknown, so this one's counts.
         prompt: block numbers for `NodeView.cached_tokens`; None: the request must not use a prefix cache.
         session_id: session of the request; empty: none.
@@ -59,6 +61,7 @@ class RoutedRequest:
     slo: Slo = NO_SLO
     objective: Objective = DEFAULT_OBJECTIVE
     splittable: bool = True
+    overheads: RouteOverheads = NO_OVERHEADS
     typical_tokens: int = 0
     prompt: PromptBlocks | None = None
     session_id: str = ""

@@ -355,6 +355,8 @@ class RequestMachine:
         self._attempts.leave(attempt)
         state.respond()
         self._end()
+        if self._output.ended is not None:
+            state.choice.learn(self._output.ended.receipt)
 
     def _end(self) -> None:
         self._state.commands.append(self._output.last_message(self._receipt, self._state.now_s))

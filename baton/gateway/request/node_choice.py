@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from baton.core.errors import LOGITS_FIELD, BatonError, DataLoss, InternalError, NoNode, Overloaded
 from baton.core.kv_entries import KeptPrefix
-from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Slo
+from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Path, Receipt, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.core.request import Rules
 from baton.gateway.fleet.adapters import nodes_with
@@ -191,6 +191,13 @@ class NodeChoice:
         """Records that the nodes have done their parts of the request."""
         for node in nodes:
             self._fleet.breakers.answered(node.incarnation)
+
+    def learn(self, receipt: Receipt) -> None:
+        """Compares the first token's time of a request that was not tried again with the prediction."""
+        if receipt.predicted_ttft_s is not None and receipt.attempts == 1:
+            self._fleet.overheads.add(
+                remote=receipt.path is not Path.LOCAL, predicted_s=receipt.predicted_ttft_s, ttft_s=receipt.ttft_s
+            )
 
     def num_unreachable(self, incarnations: Set[int]) -> int:
         """Number of these nodes that are unreachable or removed."""

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.core.costs import MIN_SLICE_TOKENS, StepCosts, StepWork, chunk_pairs
 from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import Batch
 from baton.engine.request import EngineLimits, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.engine.scheduling.slices import MIN_SLICE_TOKENS, Slicer, StepBound, StreamBound
+from baton.engine.scheduling.slices import Slicer, StepBound, StreamBound
 from tests.unit.engine.scheduling import Meter, finish, request
 
 # 5 ms for up to 100 tokens, then 10 us for each.

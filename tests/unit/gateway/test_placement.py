@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.costs import StepWork
+from baton.core.costs import MIN_SLICE_TOKENS, StepWork
 from baton.core.types import LocalPolicy, Objective, Slo
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.placement import Placement, Route, place
@@ -76,7 +76,7 @@ def test_without_a_slo_a_long_queue_moves_prompts_and_a_short_one_does_not() -> 
     assert chosen(waits_s=3.0, slo=Slo()).route is Route.LOCAL
 
 
-@pytest.mark.parametrize("gap_factor", [1.2, 1.5, 3.0])
+@pytest.mark.parametrize("gap_factor", [1.05, 1.2, 1.5, 3.0])
 def test_without_a_slo_predictions_count_with_steps_that_keep_the_gaps(gap_factor: float) -> None:
     wanted = RoutedRequest(4000, LocalPolicy.LOCAL, objective=Objective(gap_factor=gap_factor))
     placement = place([DECODE], [], wanted)
@@ -84,7 +84,7 @@ def test_without_a_slo_predictions_count_with_steps_that_keep_the_gaps(gap_facto
     assert placement is not None
     assert steps is not None
     plain_s = COSTS.seconds(StepWork(32, 32 * 1024))
-    if steps.slice_tokens > 128:
+    if steps.slice_tokens > MIN_SLICE_TOKENS:
         assert 0.9 * gap_factor * plain_s < steps.step_s <= gap_factor * plain_s
     else:  # one slice in four steps
         assert 3 * plain_s < steps.step_s < 5 * plain_s

@@ -138,6 +138,7 @@ def plan(
         size, load, gpu_of(gpu), ranks=tensor_parallel_size, costs_from=costs_from, costs=costs,
         link_bytes_per_s=1e9 * link_gb_per_s,
     )  # fmt: skip
+    kind = replace(kind, redundant_experts=redundant_experts)
     if guesses is not None:
         kind, source = replace(kind, guesses=parse_guesses(guesses)), f"{source}; guesses given by --guesses"
     measure = _QUICK if quick else Measure()

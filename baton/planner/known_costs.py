@@ -11,6 +11,7 @@ from typing import Any
 from baton.core.costs import StepCosts
 from baton.core.errors import ConfigError
 from baton.planner.guesses import measured_guesses
+from baton.planner.memory import rank_memory
 from baton.planner.model_size import ModelSize
 from baton.planner.plan import NodeKind
 from baton.planner.roofline import LEAST_SLOTS, SEATS, Gpu, cache_tokens, kv_holders, roofline, state_slots
@@ -68,9 +69,11 @@ def kind_by_roofline(
                 prefill_seats=seats,
                 state_bytes=size.state_bytes,
                 kv_holders=kv_holders(size, each),
+                memory=rank_memory(size, gpu.memory_gib, each),
+                own_requests=size.own_requests,
             )
     states = f", recurrent states of {size.state_bytes / 1e9:,.2f} GB a request" if size.state_bytes else ""
-    gpus = f"{tried[-1]} GPU{'s' if tried[-1] > 1 else ''} of {gpu.memory_gb:g} GB"
+    gpus = f"{tried[-1]} GPU{'s' if tried[-1] > 1 else ''} of {gpu.memory_gib:g} GiB"
     raise ConfigError(
         f"{size.weight_bytes / 1e9:.1f} GB of weights{states} and KV of {needed} tokens, {size.kv_bytes} bytes each, "
         f"do not fit on {gpus}",
@@ -117,6 +120,7 @@ def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKin
         prefill_seats=prefill.max_batch_requests or 512,
         also_decodes=prefill.info.also_decodes,
         kv_holders=heads,
+        own_requests=decode.info.attention_data_parallel,
         guesses=measured_guesses(
             generated=decode.generated_tokens_total,
             drafted=decode.drafted_tokens_total,

@@ -18,6 +18,7 @@ from baton.planner.cluster import ClusterSpec, SimulatedOutcome
 from baton.planner.goodput import Goodput, Measure, find_goodput
 from baton.planner.guesses import NO_GUESSES, Guesses
 from baton.planner.measured import SERVED_HOST
+from baton.planner.memory import RankMemory
 from baton.planner.node_spec import NodeSpec
 from baton.planner.sizing import STEP_SIZES, Demand, decode_step_tokens, demand, prefill_nodes, prefill_step_tokens
 
@@ -45,6 +46,9 @@ class NodeKind:
         state_bytes: bytes of a request's recurrent state.
         kv_holders: ranks that hold different KV; 0: all.
         guesses: of nodes that decode.
+        memory: of each GPU; None: unknown, because a live node gave its sizes.
+        own_requests: whether each rank holds the KV of its own requests (attention data parallelism).
+        redundant_experts: copies of experts in each layer.
     """
 
     gpus: int
@@ -59,6 +63,9 @@ class NodeKind:
     state_bytes: int = 0
     kv_holders: int = 0
     guesses: Guesses = NO_GUESSES
+    memory: RankMemory | None = None
+    own_requests: bool = False
+    redundant_experts: int = 0
 
     def tokens_in(self, gib: float, *, request_tokens: float = inf) -> int:
         """The tokens whose KV and states fit into stores of this size on each rank of a node; a rank has its share of

@@ -9,7 +9,7 @@ from rich.text import Text
 from baton.core.types import LocalPolicy
 from baton.planner.cluster import SimulatedOutcome
 from baton.planner.kept import StoreSizes, kept_lines, kept_tokens, store_flags, store_variables
-from baton.planner.plan import NOTHING, Option, Plan
+from baton.planner.plan import NOTHING, NodeKind, Option, Plan
 
 NO_STORES = StoreSizes()
 
@@ -27,6 +27,7 @@ def render(plan: Plan, *, model: str, title: str, costs: str, stores: StoreSizes
         f"{title}",
         f"{costs}; a node has {kind.gpus} GPU{'s' if kind.gpus > 1 else ''} and a cache of "
         f"{_thousands(kind.kv_tokens)} tokens of {kind.kv_bytes_per_token / 1024:g} KiB",
+        *([f"on each GPU: {kind.memory}"] if kind.memory else []),
         f"a mean request of {plan.demand.prompt:.0f} tokens in and {plan.demand.output:.0f} out takes "
         f"{1e3 * plan.demand.prefill_s:.1f} ms of a prefill node and {1e3 * plan.demand.decode_s:.1f} ms of a decode "
         "node",
@@ -69,14 +70,17 @@ def commands(plan: Plan, model: str, stores: StoreSizes = NO_STORES) -> list[str
     bounds = [(name, 1e3 * value) for name, value in (("ttft", goal.ttft_s), ("tpot", goal.tpot_s)) if value]
     slo = "".join(f" --{name}-ms {value:g}" for name, value in bounds)
     variables = "".join(f"BATON_{name.upper()}_MS={value:g} " for name, value in bounds)
-    ranks = f" --tensor-parallel-size {kind.gpus}" if kind.gpus > 1 else ""
+    own = _rank_settings(kind)
+    ranks_up = f" --tensor-parallel-size {kind.gpus}" if kind.gpus > 1 else ""
+    ranks = ranks_up + "".join(f" --{name}{f' {value}' if value else ''}" for name, value in own)
     policy = " --local-policy local" if best.is_colocated else ""
     kept = store_flags(stores)
     variables += store_variables(stores)
+    variables += "".join(f"BATON_{name.replace('-', '_').upper()}={value or 'true'} " for name, value in own)
     lines = ["# on one machine; nodes choose their step sizes by a profile at start:"]
     lines.append(
         f"{variables}baton up --model {model} --prefill-nodes {spec.prefills} --decode-nodes {spec.decodes}"
-        f"{ranks}{policy}"
+        f"{ranks_up}{policy}"
     )
     lines.append(
         "# or one process for each node, on any machines (PREFILL and DECODE: their addresses, with commas between),"
@@ -96,6 +100,16 @@ def commands(plan: Plan, model: str, stores: StoreSizes = NO_STORES) -> list[str
     return lines
 
 
+def _rank_settings(kind: NodeKind) -> list[tuple[str, str]]:
+    """The settings of a node with several ranks, with their values; those without a value are switches."""
+    found = [("attention-data-parallel", "")] if kind.own_requests else []
+    if kind.own_requests or kind.redundant_experts:
+        found.append(("expert-parallel", ""))
+    if kind.redundant_experts:
+        found.append(("redundant-experts", str(kind.redundant_experts)))
+    return found
+
+
 def to_json(plan: Plan, *, model: str, costs: str, stores: StoreSizes = NO_STORES) -> dict[str, object]:
     """The object that `--json` prints. Rates are requests per second."""
     question, kind = plan.question, plan.question.kind
@@ -110,6 +124,7 @@ def to_json(plan: Plan, *, model: str, costs: str, stores: StoreSizes = NO_STORE
         "gpus_per_node": kind.gpus,
         "cache_tokens_per_node": kind.kv_tokens,
         "kv_bytes_per_token": kind.kv_bytes_per_token,
+        "memory_per_gpu": None if kind.memory is None else vars(kind.memory),
         "guesses": {"kept": kind.guesses.kept, "taken": kind.guesses.taken},
         "kept": [vars(kept) for kept in kept_tokens(plan, stores)],
         "request": {

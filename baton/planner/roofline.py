@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from baton.core.costs import StepCosts
 from baton.core.errors import ConfigError
+from baton.planner.memory import rank_memory
 from baton.planner.model_size import ModelSize
 
 # Measured shares of an H200's data sheet: reads of weights and KV; products in bf16, fp8, of experts, of attention.
@@ -21,8 +22,6 @@ _STEP_S = 0.1e-3
 _REDUCTION_S = 12e-6  # of one reduction between the ranks, two for each layer
 _REDUCTION_SHARE = 0.5  # of the link's speed
 _TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Memory for engine, graphs and the activations of a step, and the share of the memory that a node uses.
-_RESERVED_BYTES, _MEMORY_SHARE = 4e9, 0.9
 _TYPICAL_CONTEXT = 2048
 SEATS = 512  # requests of a step
 # Recurrent states: their largest share of the cache, and their number if that suffices (`baton.engine.cache_size`).
@@ -33,10 +32,10 @@ LEAST_SLOTS = 2
 @dataclass(frozen=True)
 class Gpu:
     """A GPU by its data sheet: dense bf16 and fp8 operations without sparsity; `link_gb_per_s` is the speed of one
-    GPU to its peers, in one direction."""
+    GPU to its peers, in one direction. The memory is what the driver shows."""
 
     name: str
-    memory_gb: float
+    memory_gib: float
     gb_per_s: float
     tflops: float
     fp8_tflops: float
@@ -47,15 +46,15 @@ GPUS = MappingProxyType(
     {
         gpu.name: gpu
         for gpu in (
-            Gpu("a10g", 24, 600, 70, 70, 16),
+            Gpu("a10g", 22.5, 600, 70, 70, 16),
             Gpu("a100", 80, 2039, 312, 312, 300),
             Gpu("a100-40", 40, 1555, 312, 312, 300),
-            Gpu("b200", 180, 7700, 2250, 4500, 900),
-            Gpu("h100", 80, 3350, 989, 1979, 450),
-            Gpu("h20", 96, 4000, 148, 296, 450),
-            Gpu("h200", 141, 4800, 989, 1979, 450),
-            Gpu("l4", 24, 300, 121, 242, 16),
-            Gpu("l40s", 48, 864, 362, 733, 32),
+            Gpu("b200", 179.1, 7700, 2250, 4500, 900),
+            Gpu("h100", 79.6, 3350, 989, 1979, 450),
+            Gpu("h20", 95.6, 4000, 148, 296, 450),
+            Gpu("h200", 140.4, 4800, 989, 1979, 450),
+            Gpu("l4", 22.5, 300, 121, 242, 16),
+            Gpu("l40s", 45, 864, 362, 733, 32),
             Gpu("rtx4090", 24, 1008, 165, 330, 16),
         )
     }
@@ -125,7 +124,7 @@ def state_slots(size: ModelSize, gpu: Gpu, ranks: int) -> int:
 
 def _room_bytes(size: ModelSize, gpu: Gpu, ranks: int) -> float:
     """Memory of each GPU that the weights leave."""
-    return gpu.memory_gb * 1e9 * _MEMORY_SHARE - size.rank_bytes(ranks) - _RESERVED_BYTES
+    return rank_memory(size, gpu.memory_gib, ranks).kv_cache
 
 
 def _rank_state_bytes(size: ModelSize, ranks: int) -> float:

@@ -119,6 +119,16 @@ def test_the_report_names_nodes_rates_and_lines_that_start_them() -> None:
     assert json.loads(json.dumps(to_json(found, model="my-model", costs="costs")))["nodes"] == 3
 
 
+def test_the_settings_of_ranks_are_in_every_line_that_starts_a_node() -> None:
+    own = replace(KIND, gpus=2, own_requests=True, redundant_experts=8)
+    up, *nodes, _ = [line for line in commands(plan(kind=own, gpus=4), "m") if not line.startswith("#")]
+    assert nodes
+    assert "BATON_ATTENTION_DATA_PARALLEL=true BATON_EXPERT_PARALLEL=true BATON_REDUNDANT_EXPERTS=8 baton up" in up
+    for line in nodes:
+        assert "--tensor-parallel-size 2 --attention-data-parallel --expert-parallel --redundant-experts 8 " in line
+    assert not any("parallel" in line for line in commands(plan(gpus=2), "m"))
+
+
 def test_costs_are_read_for_both_roles_or_for_each(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     one = {"points": [{"tokens": 1, "seconds": 0.004}, {"tokens": 8, "seconds": 0.005}], "key_s": 1e-8}

@@ -13,14 +13,14 @@ from attention.host_to_device import to_device
 from attention.kernels.mla.plan import TILE, MLADecodePlan
 from attention.metadata import CommonAttentionMetadata, check_causal
 
-# Most tokens in the latent space at once (128 heads of 1,024 tokens and their results take 285 MB), and most query
+# Most queries in the latent space at once (128 heads of 1,024 tokens and their results take 285 MB), and most query
 # tiles of a launch, whose programs each read all lengths.
-_RUN_TOKENS, _RUN_TILES = 1024, 512
+_RUN_QUERIES, _RUN_TILES = 128 * 1024, 512
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Query tiles of consecutive prompt tokens.
+    """Query tiles of consecutive prompt tokens, in any order.
 
     Attributes:
         start, stop: the tokens, counted from the first prefill token.
@@ -60,7 +60,8 @@ def plan_query_tiles(common: CommonAttentionMetadata, num_decodes: int, plan: ML
         start = int(ends_J[run.start] - found.counts_J[run.start])
         bounds.append((start, int(ends_J[run.stop - 1])))
         columns = (ends_J[run] - 1 - start, found.counts_J[run], found.table_rows_J[run])
-        arrays += [found.seq_lens_J[run].astype(np.int32), np.stack(columns, axis=1).astype(np.int32)]
+        order_J = _mixed(found.seq_lens_J[run])
+        arrays += [found.seq_lens_J[run][order_J].astype(np.int32), np.stack(columns, axis=1)[order_J].astype(np.int32)]
     on_device = to_device(arrays, common.block_table_tensor.device)
     return tuple(
         QueryTiles(start, stop, seq_lens, tiles)
@@ -82,15 +83,26 @@ def _find_tiles(common: CommonAttentionMetadata, num_decodes: int, tile_tokens: 
     return _Tiles(seq_lens_J, counts_J, num_decodes + requests_J)
 
 
+def _mixed(seq_lens_J: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns an order in which short and long sequences alternate: workers share splits evenly, but a short sequence
+    does not fill its split."""
+    by_length_J = np.argsort(seq_lens_J, kind="stable")
+    order_J = np.empty_like(by_length_J)
+    half = -(-len(order_J) // 2)
+    order_J[::2], order_J[1::2] = by_length_J[:half], by_length_J[half:][::-1]
+    return order_J
+
+
 def _runs(found: _Tiles, plan: MLADecodePlan) -> Iterator[slice]:
     """Yields consecutive query tiles; one tile always fits."""
     tokens_J = np.cumsum(found.counts_J)
     places_J = np.cumsum(-(-found.seq_lens_J // (plan.split_tiles * TILE)) * plan.tile_tokens)
+    run_tokens = _RUN_QUERIES // plan.partial_lse.shape[1]
     start = 0
     while start < len(tokens_J):
         tokens, places = (sums_J[start - 1] if start else 0 for sums_J in (tokens_J, places_J))
         stop = min(
-            int(np.searchsorted(tokens_J, tokens + _RUN_TOKENS, side="right")),
+            int(np.searchsorted(tokens_J, tokens + run_tokens, side="right")),
             int(np.searchsorted(places_J, places + len(plan.partial_lse), side="right")),
             start + _RUN_TILES,
         )

@@ -26,7 +26,7 @@ LOG2_E = 1.4426950408889634
 GATHERS_ON_HOPPER = True
 _TILE_MEMBERS = 64
 # Memory for partial results is for at least this many query tiles of the longest request.
-_LEAST_TILES = 8
+_LEAST_TILES = 16
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def test_runs_hold_every_token_once_and_their_partial_results_fit() -> None:
             assert 0 <= last_row - count + 1 <= last_row < run.stop - run.start
             keys += [(table_row, run.start + last_row - back, seq_len - back) for back in reversed(range(count))]
     expected = [(1, row, row + 4) for row in range(147)] + [(2, 147 + row, row + 1) for row in range(64)]
-    assert keys == expected
+    assert sorted(keys) == expected
 
 
 def test_requests_without_new_tokens_have_no_query_tiles() -> None:
@@ -139,11 +139,13 @@ def test_a_long_prompt_is_cut_into_runs_of_bounded_memory() -> None:
     common = build_common_metadata(
         query_lens=[3000], context_lens=[0], block_tables=[list(range(47))], block_size=64, device=DEVICE
     )[0]
-    many = replace(plan, partial_lse=plan.partial_lse.new_empty(4096, 1))
-    assert [(run.start, run.stop) for run in plan_query_tiles(common, 0, many)] == [
-        *pairwise(range(0, 2561, 512)),
-        (2560, 3000),
-    ]
+    many = replace(plan, partial_lse=plan.partial_lse.new_empty(4096, 128))
+    runs = plan_query_tiles(common, 0, many)
+    assert [(run.start, run.stop) for run in runs] == [*pairwise(range(0, 2561, 512)), (2560, 3000)]
+    # Short and long sequences alternate, so that each worker gets both.
+    assert runs[0].seq_lens[:4].tolist() == [1, 512, 2, 511]
+    wide = replace(plan, partial_lse=plan.partial_lse.new_empty(4096, 1024))
+    assert [run.stop for run in plan_query_tiles(common, 0, wide)][:2] == [128, 256]
 
 
 @pytest.mark.parametrize(

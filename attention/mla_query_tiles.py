@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.host_to_device import to_device
-from attention.kernels.mla.plan import TILE, MLADecodePlan
+from attention.kernels.mla.plan import MAX_QUERY_TILES, TILE, MLADecodePlan
 from attention.metadata import CommonAttentionMetadata, check_causal
 
-# Most queries in the latent space at once (128 heads of 1,024 tokens and their results take 285 MB), and most query
-# tiles of a launch, whose programs each read all lengths.
-_RUN_QUERIES, _RUN_TILES = 128 * 1024, 512
+# Most queries in the latent space at once: 128 heads of 1,024 tokens and their results take 285 MB.
+_RUN_QUERIES = 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def _runs(found: _Tiles, plan: MLADecodePlan) -> Iterator[slice]:
         stop = min(
             int(np.searchsorted(tokens_J, tokens + run_tokens, side="right")),
             int(np.searchsorted(places_J, places + len(plan.partial_lse), side="right")),
-            start + _RUN_TILES,
+            start + MAX_QUERY_TILES,
         )
         yield slice(start, stop)
         start = stop

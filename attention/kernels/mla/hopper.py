@@ -17,7 +17,14 @@ from triton.language.extra.cuda import gdc_wait
 
 from attention.kernels.mla.hopper_attend import LATENT, ROTARY, STAGES, LatentResults, attend, new_buffers
 from attention.kernels.mla.hopper_work import find_work, next_request, request_cost, tiles_with_keys
-from attention.kernels.mla.plan import LOG2_E, TILE, MLADecodePlan, members_of_a_program, requests_of_a_block
+from attention.kernels.mla.plan import (
+    LOG2_E,
+    TILE,
+    MLADecodePlan,
+    members_of_a_program,
+    most_requests,
+    requests_of_a_block,
+)
 from baton.tritonlib.launch import overlap
 
 # Registers of a thread until the warps redistribute them, by a program's members; the limit causes no further spills.
@@ -56,7 +63,8 @@ def launch(
     out: Tensor,
     lse_HR: Tensor | None,
 ) -> None:
-    num_reqs, num_heads, tokens = len(seq_lens), q_RHC.shape[1], plan.tile_tokens
+    num_heads, tokens = q_RHC.shape[1], plan.tile_tokens
+    num_reqs, most_reqs = len(seq_lens), most_requests(len(seq_lens), tiles)
     _, num_blocks, block_size, _, channels = kv_layer.shape
     stride_B, stride_N = kv_layer.stride()[1:3]
     # The copy engine sees the cache as one table of tokens, with other layers' data between this layer's blocks.
@@ -95,10 +103,10 @@ def launch(
         TILE=TILE,
         PIECE=piece,
         STAGES=STAGES,
-        BLOCK_R=requests_of_a_block(num_reqs),
+        BLOCK_R=requests_of_a_block(most_reqs),
         TOKENS=tokens,
         BLOCK_M=block_m,
-        **(overlap(q_RHC.device, rows=num_reqs) if block_m in _MAX_REGISTERS else {"OVERLAP": False}),
+        **(overlap(q_RHC.device, rows=most_reqs) if block_m in _MAX_REGISTERS else {"OVERLAP": False}),
         num_warps=8 if block_m == 64 else 4,
         maxnreg=_MAX_REGISTERS.get(block_m),
     )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.mla.plan import TILE, MLADecodePlan, request_cost, requests_of_a_block
+from attention.kernels.mla.plan import TILE, MLADecodePlan, most_requests, request_cost, requests_of_a_block
 from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 
 
@@ -20,7 +20,8 @@ def merge_splits(
         tiles: as in `attention.kernels.mla.decode`.
     """
     num_heads, latent = out.shape[1:]
-    num_reqs, slot_tokens = len(seq_lens), 1 if tiles is None else plan.tile_tokens
+    num_reqs, most_reqs = len(seq_lens), most_requests(len(seq_lens), tiles)
+    slot_tokens = 1 if tiles is None else plan.tile_tokens
     # A small batch is cut into many parts per request, so many programs share one request's merge. The number of
     # programs decides the order of the sums, so with a fixed split it is the same for any batch.
     few = (plan.split_tiles > 0 or num_reqs * num_heads < 4 * plan.num_workers) and not interpreted()
@@ -42,12 +43,12 @@ def merge_splits(
         LATENT=latent,
         SPLIT_TILES=plan.split_tiles,
         TILE=TILE,
-        BLOCK_R=requests_of_a_block(num_reqs),
+        BLOCK_R=requests_of_a_block(most_reqs),
         BLOCK_H=block_h,
         BLOCK_V=block_v,
         BLOCK_S=16 if few else 2,
         INTERPRETED=interpreted(),
-        **overlap(out.device, rows=num_reqs),
+        **overlap(out.device, rows=most_reqs),
         num_warps=4,
     )
 

@@ -24,6 +24,8 @@ TILE = 64
 LOG2_E = 1.4426950408889634
 # Whether the Hopper kernel attends to selected tokens. Off until tests/gpu/test_gathered.py has passed.
 GATHERS_ON_HOPPER = True
+# Most query tiles of a launch, whose programs each read all lengths.
+MAX_QUERY_TILES = 512
 _TILE_MEMBERS = 64
 # Memory for partial results is for at least this many query tiles of the longest request.
 _LEAST_TILES = 16
@@ -104,6 +106,11 @@ def tile_tokens_of(num_heads: int) -> int:
 
 def members_of_a_program(num_heads: int, tile_tokens: int) -> int:
     return heads_of_a_program(num_heads) if tile_tokens == 1 else _TILE_MEMBERS
+
+
+def most_requests(num_reqs: int, tiles: Tensor | None) -> int:
+    """Returns the number of requests for which a launch's kernel is compiled, the same for any query tiles."""
+    return num_reqs if tiles is None else MAX_QUERY_TILES
 
 
 def requests_of_a_block(num_reqs: int) -> int:

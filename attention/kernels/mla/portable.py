@@ -15,6 +15,7 @@ from attention.kernels.mla.plan import (
     find_work,
     members_of_a_program,
     members_of_tile,
+    most_requests,
     request_cost,
     requests_of_a_block,
 )
@@ -40,7 +41,7 @@ def launch(
     tiles: Tensor | None = None,
 ) -> None:
     num_heads, channels = q_RHC.shape[1:]
-    num_reqs = len(seq_lens)
+    num_reqs, most_reqs = len(seq_lens), most_requests(len(seq_lens), tiles)
     latent = out.shape[-1]
     tokens = 1 if selected else plan.tile_tokens
     block_m = _members_that_fit(num_heads, tokens, q_RHC.device)
@@ -72,7 +73,7 @@ def launch(
         SPLIT_TILES=plan.split_tiles,
         TILE=TILE,
         STEP=step,
-        BLOCK_R=requests_of_a_block(num_reqs),
+        BLOCK_R=requests_of_a_block(most_reqs),
         TOKENS=tokens,
         BLOCK_M=block_m,
         BLOCK_L=max(16, triton.next_power_of_2(latent)),
@@ -80,7 +81,7 @@ def launch(
         SELECTED=selected,
         FP8=is_fp8(kv_layer),
         INTERPRETED=interpreted(),
-        **overlap(q_RHC.device, rows=num_reqs),
+        **overlap(q_RHC.device, rows=most_reqs),
         num_warps=8,
         num_stages=2,
     )

@@ -117,6 +117,7 @@ def attend(
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = WARPS // 4
     AXIS: gl.constexpr = 0 if KEYS_FIRST else 1
+    SLOT_TOKENS: gl.constexpr = 1 if results.tiles is None else TOKENS
     mma_S: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, GROUPS], instr_shape=[16, BLOCK_M if KEYS_FIRST else TILE // GROUPS, 16]
     )
@@ -172,9 +173,8 @@ def attend(
                 scores = _scores(tile_L, tile_P, q_L, q_P, scores_shape, mma_S, KEYS_FIRST) * scale
                 seen = _across_members(keys_S < num_keys, KEYS_FIRST)
                 if TOKENS > 1:
-                    num_seen_M = _members(results.tiles, request, seq_len, scored_M, num_heads, TOKENS)[4]
-                    seen_M = _along_members(num_seen_M - last_full * TILE, KEYS_FIRST)
-                    seen = seen & (_across_members(keys_S, KEYS_FIRST) < seen_M)
+                    num_seen_M = num_keys - _tokens_after(seq_len, scored_M, num_heads, TOKENS)
+                    seen = seen & (_across_members(keys_S, KEYS_FIRST) < _along_members(num_seen_M, KEYS_FIRST))
                 scores = gl.where(seen, scores, -float("inf"))
                 acc, highest_M, total = _add_tile(tile_L, weights, scores, acc, highest_M, total, KEYS_FIRST)
                 mbarrier.arrive(empty.index(buffer), count=1)
@@ -182,7 +182,7 @@ def attend(
             total_M = gl.convert_layout(gl.sum(total, AXIS), per_member_L)
             acc = acc / _along_members(total_M, KEYS_FIRST)
             lse_M = (gl.convert_layout(highest_M, per_member_L) + gl.log2(total_M)) * 0.6931471805599453
-            exists_M, heads_M, rows_M, places_M, _all_seen_M = _members(
+            exists_M, heads_M, rows_M, places_M = _members(
                 results.tiles, request, seq_len, members_M, num_heads, TOKENS
             )
             mask = _along_members(exists_M, KEYS_FIRST)
@@ -197,7 +197,6 @@ def attend(
                 slot = 2 * worker + (first == 0).to(gl.int32)
                 if SPLIT_TILES:
                     slot = position // SPLIT_TILES
-                SLOT_TOKENS: gl.constexpr = 1 if results.tiles is None else TOKENS
                 parts_M = (slot.to(gl.int64) * SLOT_TOKENS + places_M) * num_heads + heads_M
                 gl.store(partial_output + _along_members(parts_M * LATENT, KEYS_FIRST) + columns, acc, mask=mask)
                 gl.store(partial_lse + parts_M, lse_M, mask=exists_M)
@@ -219,6 +218,12 @@ def _across_members(x, KEYS_FIRST: gl.constexpr):
 
 
 @gluon.jit
+def _tokens_after(seq_len, members_M, num_heads, TOKENS: gl.constexpr):
+    """Gluon's version of `attention.kernels.mla.plan.tokens_after`."""
+    return (seq_len - 1) % TOKENS - members_M // num_heads
+
+
+@gluon.jit
 def _members(tiles, tile, seq_len, members_M, num_heads, TOKENS: gl.constexpr):
     """Gluon's version of `attention.kernels.mla.plan.members_of_tile`."""
     last_row = tile
@@ -226,9 +231,9 @@ def _members(tiles, tile, seq_len, members_M, num_heads, TOKENS: gl.constexpr):
     if tiles is not None:
         last_row = gl.load(tiles + 3 * tile)
         count = gl.load(tiles + 3 * tile + 1)
-    later_M = (seq_len - 1) % TOKENS - members_M // num_heads
-    exists_M = (members_M < TOKENS * num_heads) & (later_M >= 0) & (later_M < count)
-    return exists_M, members_M % num_heads, (last_row - later_M).to(gl.int64), count - 1 - later_M, seq_len - later_M
+    after_M = _tokens_after(seq_len, members_M, num_heads, TOKENS)
+    exists_M = (members_M < TOKENS * num_heads) & (after_M >= 0) & (after_M < count)
+    return exists_M, members_M % num_heads, (last_row - after_M).to(gl.int64), count - 1 - after_M
 
 
 @gluon.jit
@@ -236,7 +241,7 @@ def _load_queries(q, q_stride_R, q_stride_H, q_L, q_P, results, request, seq_len
     """Loads one request's queries into shared memory; members that do not exist are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     members_M = results.member_start + gl.arange(0, q_L.shape[0], layout=gl.SliceLayout(1, layout))
-    exists_M, heads_M, rows_M, _, _ = _members(results.tiles, request, seq_len, members_M, results.num_heads, TOKENS)
+    exists_M, heads_M, rows_M, _ = _members(results.tiles, request, seq_len, members_M, results.num_heads, TOKENS)
     channels_L = gl.arange(0, q_L.shape[1], layout=gl.SliceLayout(0, layout))
     channels_P = q_L.shape[1] + gl.arange(0, q_P.shape[1], layout=gl.SliceLayout(0, layout))
     rows = q + (rows_M * q_stride_R + heads_M * q_stride_H)[:, None]

@@ -160,19 +160,28 @@ def find_work(
 
 
 @triton.jit
+def tokens_after(seq_len, members_M, num_heads, TOKENS: tl.constexpr):
+    """Returns how many tokens after each member's token the query tile's last one is; below 0 past the last.
+
+    Args:
+        seq_len: number of the request's tokens up to the query tile's last.
+    """
+    return (seq_len - 1) % TOKENS - members_M // num_heads
+
+
+@triton.jit
 def members_of_tile(tiles, tile, seq_len, members_M, num_heads, TOKENS: tl.constexpr):
-    """Returns (which members exist, their heads, their tokens' query rows, places among the tile's own tokens, and
-    numbers of keys that they see).
+    """Returns (which members exist, their heads, their tokens' query rows, and these tokens' places among the query
+    tile's).
 
     Args:
         tiles: as in `attention.kernels.mla.decode`.
-        seq_len: number of the request's tokens up to the tile's last.
     """
     last_row = tile
     count = 1
     if tiles is not None:
         last_row = tl.load(tiles + 3 * tile)
         count = tl.load(tiles + 3 * tile + 1)
-    later_M = (seq_len - 1) % TOKENS - members_M // num_heads
-    exists_M = (members_M < TOKENS * num_heads) & (later_M >= 0) & (later_M < count)
-    return exists_M, members_M % num_heads, (last_row - later_M).to(tl.int64), count - 1 - later_M, seq_len - later_M
+    after_M = tokens_after(seq_len, members_M, num_heads, TOKENS)
+    exists_M = (members_M < TOKENS * num_heads) & (after_M >= 0) & (after_M < count)
+    return exists_M, members_M % num_heads, (last_row - after_M).to(tl.int64), count - 1 - after_M

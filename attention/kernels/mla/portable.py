@@ -18,6 +18,7 @@ from attention.kernels.mla.plan import (
     most_requests,
     request_cost,
     requests_of_a_block,
+    tokens_after,
 )
 from baton.kvcache.fp8 import is_fp8
 from baton.tritonlib.fp8 import from_fp8
@@ -137,6 +138,7 @@ def _decode(
     OVERLAP: tl.constexpr,
 ):
     """Runs one worker for BLOCK_M members. Workers of the same keys are neighbours, so one finds the keys in L2."""
+    SLOT_TOKENS: tl.constexpr = 1 if tiles is None else TOKENS
     start_dependents(OVERLAP)
     member_blocks = tl.cdiv(TOKENS * num_heads, BLOCK_M)
     worker = tl.program_id(0) // member_blocks
@@ -159,9 +161,8 @@ def _decode(
         if SPLIT_TILES:
             last = tl.minimum(last, first + SPLIT_TILES)
         if cost > 0:
-            exists_M, heads_M, rows_M, places_M, num_seen_M = members_of_tile(
-                tiles, request, seq_len, members_M, num_heads, TOKENS
-            )
+            exists_M, heads_M, rows_M, places_M = members_of_tile(tiles, request, seq_len, members_M, num_heads, TOKENS)
+            num_seen_M = seq_len - tokens_after(seq_len, members_M, num_heads, TOKENS)
             table_row = block_table + request.to(tl.int64) * table_stride_R
             if tiles is not None:
                 table_row = block_table + tl.load(tiles + 3 * request + 2).to(tl.int64) * table_stride_R
@@ -229,7 +230,6 @@ def _decode(
                 slot = 2 * worker + (first == 0).to(tl.int32)
                 if SPLIT_TILES:
                     slot = position // SPLIT_TILES
-                SLOT_TOKENS: tl.constexpr = 1 if tiles is None else TOKENS
                 parts_M = (slot.to(tl.int64) * SLOT_TOKENS + places_M) * num_heads + heads_M
                 tl.store(partial_output + parts_M[:, None] * LATENT + channels_L[None, :], acc_ML, mask=mask_ML)
                 tl.store(partial_lse + parts_M, lse_M, mask=exists_M)

@@ -155,8 +155,8 @@ class AttentionBackend(Protocol):
         GQA: computes all tokens of the batch. k and v are the batch's own keys and values, which a kernel may read in
         place of the cache's copies. They are None where the layer has no keys of its own (a shared cache, an encoder's
         keys of an earlier step). For ENCODER and ENCODER_ONLY they are all keys and values, and `kv_layer` is not read.
-        MLA: computes only the decodes. Their queries are latent, [T, H, C], the values are the first `out.shape[-1]`
-        channels of the latent, and k and v are None.
+        MLA: computes only the decodes, or one run of `absorbed_prefills`. Their queries are latent, [T, H, C], the
+        values are the first `out.shape[-1]` channels of the latent, and k and v are None.
         """
         ...
 
@@ -200,6 +200,20 @@ class ContextChunk:
 
 
 @dataclass(frozen=True)
+class AbsorbedPrefills:
+    """A run of prefill tokens that attend to the latents themselves, like decodes.
+
+    Attributes:
+        start, stop: the tokens, counted from the first prefill token.
+        metadata: what `AttentionBackend.forward` takes for these tokens.
+    """
+
+    start: int
+    stop: int
+    metadata: AttentionMetadata
+
+
+@dataclass(frozen=True)
 class MLAMetadata(AttentionMetadata):
     """The plan of a batch of latent attention.
 
@@ -207,6 +221,8 @@ class MLAMetadata(AttentionMetadata):
         num_decode_tokens: number of decode tokens, which come first in the batch; all others are prefill tokens.
         prefill: the prefills' own tokens as queries and as keys; None without prefills.
         context_chunks: the prefills' context, in order.
+        absorbed_prefills: all prefill tokens, where prompts have the order of decodes; () elsewhere. `context_chunks`
+            are then empty.
         sparse_decodes, sparse_prefills: the queries that attend to selected tokens; None: they attend to all that they
             see.
     """
@@ -214,6 +230,7 @@ class MLAMetadata(AttentionMetadata):
     num_decode_tokens: int
     prefill: RaggedLens | None
     context_chunks: tuple[ContextChunk, ...]
+    absorbed_prefills: tuple[AbsorbedPrefills, ...] = field(default=(), kw_only=True)
     sparse_decodes: SparseQueries | None = field(default=None, kw_only=True)
     sparse_prefills: SparseQueries | None = field(default=None, kw_only=True)
 

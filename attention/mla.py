@@ -3,8 +3,8 @@
 The cache holds one latent and one rotary key per token, for all heads. Decodes stay in the latent space: W_UK is
 absorbed into the query and W_UV applied to the result, so that a token's latent is read once for all heads. Prefills
 are bound by arithmetic instead, so they decompress keys and values: of new tokens at once, of the context chunk by
-chunk in a fixed workspace, merged by log-sum-exp. With sparse attention each query has its own set of keys, so prefills
-stay in the latent space too.
+chunk in a fixed workspace, merged by log-sum-exp. Prefills stay in the latent space too where each query has its own
+set of keys (sparse attention), and where a token has the same bits as a decode and in a prompt.
 
 Legend: T tokens, S keys, H heads, P query channels without position, R rotary channels, D = P + R, L latent rank,
 C = L + R, V value channels, X = P + V.
@@ -28,6 +28,7 @@ from attention.backend import (
 )
 from attention.kernels.rotary.latents import rotate_latents
 from attention.lse import merge_attn_states
+from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters
 from attention.rotation import Rotation, RowNorm
 from attention.sparse import NOTHING_SELECTED, Selected, SparseQueries
@@ -232,6 +233,11 @@ class MLAAttention(nn.Module):
             self._prefill_selected(
                 q_THD[prefills], kv_layer, selected.prefills, metadata.sparse_prefills, out_THV[prefills]
             )
+        elif metadata.absorbed_prefills:
+            for run in metadata.absorbed_prefills:
+                rows = slice(prefills.start + run.start, prefills.start + run.stop)
+                attend = partial(self._attend_all, kv_layer, run.metadata)
+                self._absorbed_prefill(q_THD[rows], attend, out_THV[rows])
         elif metadata.prefill is not None:
             self._prefill(
                 q_THD[prefills],
@@ -267,7 +273,13 @@ class MLAAttention(nn.Module):
         attend(q_THC, attended_THL)
         self.multiply_heads(attended_THL.transpose(0, 1), self._w_uv_HLV, out_THV.transpose(0, 1))
 
-    def _attend_all(self, kv_layer: Tensor, metadata: MLAMetadata, q_THC: Tensor, attended_THL: Tensor) -> None:
+    def _absorbed_prefill(self, q_THD: Tensor, attend: Callable[[Tensor, Tensor], None], out_THV: Tensor) -> None:
+        q_nope_THP, q_pe_THR = q_THD.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        q_THC = q_THD.new_empty(*q_THD.shape[:2], self.kv_lora_rank + self.qk_rope_head_dim)
+        q_THC[..., self.kv_lora_rank :] = q_pe_THR
+        self._absorbed(q_nope_THP, q_THC, attend, out_THV)
+
+    def _attend_all(self, kv_layer: Tensor, metadata: AttentionMetadata, q_THC: Tensor, attended_THL: Tensor) -> None:
         self.backend.forward(q_THC, None, None, kv_layer, metadata, layer=self.asked, out=attended_THL)
 
     def _attend_selected(
@@ -280,13 +292,10 @@ class MLAAttention(nn.Module):
         self, q_THD: Tensor, kv_layer: Tensor, slots_TK: Tensor, queries: SparseQueries, out_THV: Tensor
     ) -> None:
         """Attends to each query's selected tokens, which may include the batch's own, in pieces of bounded memory."""
-        channels, nope = self.kv_lora_rank + self.qk_rope_head_dim, self.qk_nope_head_dim
         for start, piece in queries.pieces(_LATENT_QUERIES):
             rows = slice(start, start + len(piece.counts_T))
-            q_THC = q_THD.new_empty(len(piece.counts_T), self.num_heads, channels)
-            q_THC[..., self.kv_lora_rank :] = q_THD[rows, :, nope:]
             attend = partial(self._attend_selected, kv_layer, slots_TK[rows], piece)
-            self._absorbed(q_THD[rows, :, :nope], q_THC, attend, out_THV[rows])
+            self._absorbed_prefill(q_THD[rows], attend, out_THV[rows])
 
     def _prefill(
         self,

@@ -50,21 +50,18 @@ def plan_prefill(common: CommonAttentionMetadata, num_decodes: int) -> RaggedLen
 
 
 def plan_context_chunks(
-    common: CommonAttentionMetadata, num_decodes: int, *, workspace_tokens: int, apart: bool = False
+    common: CommonAttentionMetadata, num_decodes: int, *, workspace_tokens: int
 ) -> tuple[ContextChunk, ...]:
     """Cuts the prefills' context, in order, into chunks of `workspace_tokens`; only the last may be smaller.
 
     A chunk names the prefills whose context it holds, so no query attends twice to the same context or to a chunk
     without its own context.
-
-    Args:
-        apart: prefills never share a chunk, so that a context's cuts depend on no other prefill.
     """
     context_lens = common.num_computed_tokens_cpu[num_decodes : common.num_reqs].tolist()
     if not any(context_lens):
         return ()
     query_starts = _query_starts(common, num_decodes)
-    cuts = [_cut(parts, query_starts) for parts in _parts_of_chunks(context_lens, workspace_tokens, apart=apart)]
+    cuts = [_cut(parts, query_starts) for parts in _parts_of_chunks(context_lens, workspace_tokens)]
     lists = [numbers for cut in cuts for numbers in (cut.query_starts, cut.key_starts, cut.first_positions)]
     on_device = to_device([np.array(numbers, dtype=np.int32) for numbers in lists], common.block_table_tensor.device)
     block_table = common.block_table_tensor[num_decodes:]
@@ -82,13 +79,11 @@ def _query_starts(common: CommonAttentionMetadata, num_decodes: int) -> list[int
     return starts
 
 
-def _parts_of_chunks(context_lens: list[int], workspace_tokens: int, *, apart: bool) -> list[list[_Part]]:
+def _parts_of_chunks(context_lens: list[int], workspace_tokens: int) -> list[list[_Part]]:
     chunks: list[list[_Part]] = []
     room = 0
     for prefill, context_len in enumerate(context_lens):
         start = 0
-        if apart:
-            room = 0
         while start < context_len:
             if not room:
                 chunks.append([])

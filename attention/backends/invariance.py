@@ -1,10 +1,9 @@
 """Rules for all backends when a request's result must have the same bits alone and in any batch.
 
-Decodes split their keys at fixed places, counted from a request's first key. Where `rows_in_order`, prompts sum in the
-order of decodes, so that a token has the same bits in any chunk. Elsewhere prefills run one kernel with one tile size,
-over the cache alone; a request of one new token is always a decode, so it must come first, results depend on how the
-scheduler cuts prompts, and a decoded token that is computed again with a prompt (preemption, another node, an answer
-that begins the next prompt) gets other bits.
+Decodes split their keys at fixed places, counted from a request's first key. Prompts sum in the order of decodes
+(`rows_in_order`), so that a token has the same bits in any chunk, and a decoded token that is computed again with a
+prompt (preemption, another node, an answer that begins the next prompt) keeps its bits. Attention that is not causal
+runs one kernel with one tile size, over the cache alone.
 """
 
 import numpy as np

@@ -58,9 +58,7 @@ class TorchMLABuilder(DecodesFirstBuilder[TorchMLAMetadata]):
             num_actual_tokens=common.num_actual_tokens,
             num_decode_tokens=num_decode_tokens,
             prefill=plan_prefill(common, num_decodes),
-            context_chunks=plan_context_chunks(
-                common, num_decodes, workspace_tokens=self._workspace_tokens, apart=self._apart
-            ),
+            context_chunks=plan_context_chunks(common, num_decodes, workspace_tokens=self._workspace_tokens),
             decodes=plan_decodes(
                 common.seq_lens_cpu[:num_decodes].numpy(),
                 common.block_table_tensor[:num_decodes].numpy(),

@@ -1,23 +1,33 @@
 """TRITON_MLA: latent attention on a GPU by our own kernels.
 
-Decodes read the latent cache, split over the GPU; prefills attend over decompressed keys and values. Legend: R
-requests, T queries, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
+Decodes read the latent cache, split over the GPU; prefills attend over decompressed keys and values. In batch-invariant
+mode prefills run the kernel of decodes, several tokens in a program (`attention.kernels.mla.plan`). Legend: R requests,
+T queries, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
-from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
-from attention.backends.invariance import ANY_QUERY_LEN, check_decodes_first, split_tokens_of
+from attention.backend import (
+    AbsorbedPrefills,
+    AttentionFeature,
+    AttentionNeeds,
+    BackendCapabilities,
+    ContextChunk,
+    MLAMetadata,
+    RaggedLens,
+)
+from attention.backends.invariance import split_tokens_of
 from attention.backends.mla_prefills import attend_decompressed, new_workspace
 from attention.kernels.mla.decode import mla_decode_attention
-from attention.kernels.mla.plan import TILE, make_mla_decode_plan
+from attention.kernels.mla.plan import TILE, MLADecodePlan, make_mla_decode_plan
 from attention.kernels.sparse.select import select_slots
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
+from attention.mla_query_tiles import QueryTiles, plan_query_tiles
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.sparse import SparseQueries, sparse_decodes, sparse_prefills
@@ -36,12 +46,14 @@ class TritonMLAMetadata(MLAMetadata):
     """The plan of a batch for our Triton kernels of latent attention.
 
     Attributes:
-        seq_lens: [R] int32 of the decodes, on the device.
-        block_table: [R, blocks] int32 of the decodes.
+        seq_lens: [R] int32 of the decodes, on the device; of query tiles in `absorbed_prefills`.
+        block_table: [R, blocks] int32 of the decodes; of all requests in `absorbed_prefills`.
+        tiles: the query tiles of `absorbed_prefills`; None for decodes.
     """
 
     seq_lens: Tensor
     block_table: Tensor
+    tiles: Tensor | None = field(default=None, kw_only=True)
 
 
 class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
@@ -51,11 +63,14 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     plans_on_device: ClassVar[bool] = True
 
     def __init__(
-        self, *, block_size: int, workspace_tokens: int, batch_invariant: bool = False, top_k: int = 0
+        self, *, block_size: int, workspace_tokens: int, in_order: MLADecodePlan | None = None, top_k: int = 0
     ) -> None:
+        """Args:
+        in_order: the plan of decodes, where prefills have their order.
+        """
         self._block_size = block_size
         self._workspace_tokens = workspace_tokens
-        self._batch_invariant = batch_invariant
+        self._in_order = in_order
         self._top_k = top_k
 
     def build(
@@ -63,16 +78,18 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     ) -> TritonMLAMetadata:
         del common_prefix_len, fast_build
         num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
-        if self._batch_invariant:
-            check_decodes_first(common, num_decodes)
+        in_order = self._in_order is not None
+        new_tokens = WriteIndex(common.slot_mapping, self._block_size)
+        context_chunks: tuple[ContextChunk, ...] = ()
+        if not in_order:
+            context_chunks = plan_context_chunks(common, num_decodes, workspace_tokens=self._workspace_tokens)
         return TritonMLAMetadata(
-            new_tokens=WriteIndex(common.slot_mapping, self._block_size),
+            new_tokens=new_tokens,
             num_actual_tokens=common.num_actual_tokens,
             num_decode_tokens=num_decode_tokens,
             prefill=plan_prefill(common, num_decodes),
-            context_chunks=plan_context_chunks(
-                common, num_decodes, workspace_tokens=self._workspace_tokens, apart=self._batch_invariant
-            ),
+            context_chunks=context_chunks,
+            absorbed_prefills=self._absorbed_prefills(common, num_decodes, new_tokens),
             seq_lens=common.seq_lens[:num_decodes],
             block_table=common.block_table_tensor[:num_decodes],
             sparse_decodes=sparse_decodes(
@@ -80,11 +97,32 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
                 num_decodes,
                 block_size=self._block_size,
                 top_k=self._top_k,
-                always=self._batch_invariant,
+                always=in_order,
                 on_host=False,
             ),
-            sparse_prefills=sparse_prefills(common, num_decodes, top_k=self._top_k, always=self._batch_invariant),
+            sparse_prefills=sparse_prefills(common, num_decodes, top_k=self._top_k, always=in_order),
         )
+
+    def _absorbed_prefills(
+        self, common: CommonAttentionMetadata, num_decodes: int, new_tokens: WriteIndex
+    ) -> tuple[AbsorbedPrefills, ...]:
+        if self._in_order is None or self._top_k:  # with sparse attention, prefills attend to selected tokens
+            return ()
+
+        def metadata(run: QueryTiles) -> TritonMLAMetadata:
+            return TritonMLAMetadata(
+                new_tokens=new_tokens,
+                num_actual_tokens=run.stop - run.start,
+                num_decode_tokens=run.stop - run.start,
+                prefill=None,
+                context_chunks=(),
+                seq_lens=run.seq_lens,
+                block_table=common.block_table_tensor,
+                tiles=run.tiles,
+            )
+
+        runs = plan_query_tiles(common, num_decodes, self._in_order)
+        return tuple(AbsorbedPrefills(run.start, run.stop, metadata(run)) for run in runs)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         return common.max_query_len == 1
@@ -110,19 +148,13 @@ class TritonMLA:
         cudagraph=True,
         min_compute_capability=(8, 0),
         batch_invariant=True,
+        rows_in_order=True,
     )
     pads_v: ClassVar = False
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
         self._num_heads = needs.num_heads
         self.workspace = new_workspace(needs, context_workspace_tokens)
-        self.builder = TritonMLABuilder(
-            block_size=needs.block_size,
-            workspace_tokens=context_workspace_tokens,
-            batch_invariant=needs.batch_invariant,
-            top_k=0 if needs.mla is None else needs.mla.top_k,
-        )
-        self._prefill_query_len = ANY_QUERY_LEN if needs.batch_invariant else None
         self._plan = make_mla_decode_plan(
             num_heads=needs.num_heads,
             latent_channels=needs.head_size if needs.mla is None else needs.mla.kv_lora_rank,
@@ -131,6 +163,12 @@ class TritonMLA:
             num_sms=platform.num_sms,
             device=needs.device,
             split_tokens=split_tokens_of(needs.num_heads) if needs.batch_invariant else None,
+        )
+        self.builder = TritonMLABuilder(
+            block_size=needs.block_size,
+            workspace_tokens=context_workspace_tokens,
+            in_order=self._plan if needs.batch_invariant else None,
+            top_k=0 if needs.mla is None else needs.mla.top_k,
         )
 
     def forward(
@@ -161,6 +199,7 @@ class TritonMLA:
             plan=self._plan,
             scale=layer.scale,
             kv_scale=None if layer.scales is None else layer.scales.k_scale,
+            tiles=metadata.tiles,
             out=out,
         )
 
@@ -206,13 +245,4 @@ class TritonMLA:
         scale: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return attend_decompressed(
-            q_THD,
-            k_SHD,
-            v_SHV,
-            lens=lens,
-            causal=causal,
-            scale=scale,
-            max_query_len=self._prefill_query_len,
-            out=out,
-        )
+        return attend_decompressed(q_THD, k_SHD, v_SHV, lens=lens, causal=causal, scale=scale, out=out)

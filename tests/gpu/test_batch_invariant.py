@@ -80,6 +80,19 @@ _DEEPSEEK = _LLAMA | {
     "scoring_func": "softmax",
     "moe_layer_freq": 1,
 }
+_SPARSE = _DEEPSEEK | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "q_lora_rank": 512,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 256,
+}
 MODELS = {"llama": _LLAMA, "mistral": _MISTRAL, "deepseek": _DEEPSEEK}
 
 
@@ -185,10 +198,11 @@ def test_decodes_and_prompts_have_the_same_bits_with_any_feature(asked: Asked) -
     assert torch.equal(ours, decoded(batch, 0, asked))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_token_has_the_same_bits_as_a_decode_and_in_any_chunk(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+@pytest.mark.parametrize("config", [*MODELS.values(), _SPARSE], ids=[*MODELS, "sparse"])
+def test_a_token_has_the_same_bits_as_a_decode_and_in_any_chunk(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     model = Invariant(tmp_path, device="cuda", dtype="bfloat16", block_size=16, load_format="dummy")
+    assert model.backend.capabilities.rows_in_order
     tokens = drawn_tokens(model, 1200)
     decoded = hidden_states(model, tokens, chunk=1)
     for chunk in (1200, 512, 100, 3):
@@ -231,8 +245,9 @@ def test_the_engine_gives_a_request_the_same_logprobs_alone_and_in_any_batch(mod
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
-def test_the_engine_cuts_prompts_anywhere_and_computes_known_tokens_with_them(cuda_graphs: bool) -> None:
-    built = build_demo(DEMO_MODELS / "llama", dtype="bfloat16", cuda_graphs=cuda_graphs, batch_invariant=True)
+@pytest.mark.parametrize("model", [DEMO_MODELS / "llama", DEMO_MODELS / "deepseek"], ids=lambda model: model.name)
+def test_the_engine_cuts_prompts_anywhere_and_computes_known_tokens_with_them(model: Path, cuda_graphs: bool) -> None:
+    built = build_demo(model, dtype="bfloat16", cuda_graphs=cuda_graphs, batch_invariant=True)
     assert built.rows_in_order
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 200, (length,), generator=generator).tolist() for length in (300, 3, 129, 1, 64)]

@@ -110,12 +110,12 @@ def test_the_twin_selects_the_same_on_the_gpu() -> None:
     assert torch.equal(slots_of(positions_TK, case.queries.block_table, 64), chosen(case))
 
 
-def test_a_request_has_the_same_result_alone_and_in_a_batch() -> None:
-    made, case = backend(batch_invariant=True), case_of(DECODES)
+def test_a_query_of_a_decode_or_a_prompt_has_the_same_result_alone_and_in_a_batch() -> None:
+    made, case = backend(batch_invariant=True), case_of([*DECODES, (70, 3000), (5, 0)])
     together = torch.empty(len(case.q_THC), HEADS, LATENT, dtype=torch.bfloat16, device="cuda")
     slots_TK = made.select(case.q_THD, case.weights_TH, case.index_layer, case.queries)
     made.attend_selected(case.q_THC, case.kv_layer, slots_TK, case.queries, layer=LAYER, out=together)
-    for row in range(len(DECODES)):
+    for row in (*range(len(DECODES) + 2), len(case.q_THC) - 6, len(case.q_THC) - 1):
         ((_, queries),) = [each for each in case.queries.pieces(1) if each[0] == row]
         rows, alone = slice(row, row + 1), torch.empty_like(together[:1])
         slots_1K = made.select(case.q_THD[rows], case.weights_TH[rows], case.index_layer, queries)

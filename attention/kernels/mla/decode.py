@@ -28,6 +28,7 @@ def mla_decode_attention(
     scale: float,
     kv_scale: Tensor | None = None,
     selected: bool = False,
+    tiles: Tensor | None = None,
     out: Tensor,
     lse_HR: Tensor | None = None,
 ) -> None:
@@ -38,6 +39,9 @@ def mla_decode_attention(
         seq_lens: [R] int32.
         block_table: [R, blocks] int32; entries past a request's keys are not read.
         selected: the table holds a slot per key instead of blocks.
+        tiles: [J, 3] int32, of prompts: the query row of each query tile's last token, the number of its tokens, and
+            its row of the block table. `seq_lens` are then [J], the numbers of keys that the last tokens see. None:
+            each request has one query.
         kv_scale: float32 scalar of an fp8 cache; ignored for other caches.
         out: [R, H, L]; the first L channels are the values.
         lse_HR: float32, natural; -inf where there are no keys.
@@ -46,7 +50,15 @@ def mla_decode_attention(
         return
     if not selected and plan.hopper is not None and plan.hopper.serves(q_RHC, kv_layer, out.shape[-1]):
         plan.hopper.launch(
-            q_RHC, kv_layer, seq_lens=seq_lens, block_table=block_table, plan=plan, scale=scale, out=out, lse_HR=lse_HR
+            q_RHC,
+            kv_layer,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            plan=plan,
+            scale=scale,
+            tiles=tiles,
+            out=out,
+            lse_HR=lse_HR,
         )
     elif selected and plan.gathered is not None and plan.gathered.serves(q_RHC, kv_layer, out.shape[-1]):
         plan.gathered.launch(
@@ -54,5 +66,7 @@ def mla_decode_attention(
         )
     else:
         kv_scale = kv_scale if is_fp8(kv_layer) else None
-        portable.launch(q_RHC, kv_layer, seq_lens, block_table, plan, scale, kv_scale, out, lse_HR, selected=selected)
-    merge_splits(seq_lens, plan, out, lse_HR)
+        portable.launch(
+            q_RHC, kv_layer, seq_lens, block_table, plan, scale, kv_scale, out, lse_HR, selected=selected, tiles=tiles
+        )
+    merge_splits(seq_lens, plan, out, lse_HR, tiles)

@@ -127,12 +127,12 @@ def _decode_gathered(
     head_start = (gl.program_id(0) % head_blocks) * BLOCK_H
     work = find_work(counts, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R)
     results = LatentResults(
-        out, lse, partial_output, partial_lse, worker, head_start, num_heads, out_stride_R, out_stride_H, lse_stride_H,
-        lse_stride_R,
+        out, lse, partial_output, partial_lse, None, worker, head_start, num_heads, out_stride_R, out_stride_H,
+        lse_stride_H, lse_stride_R,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (attend, (q, results, buffers, counts, work, scale, q_stride_R, q_stride_H, SPLIT_TILES, False)),
+            (attend, (q, results, buffers, counts, work, scale, q_stride_R, q_stride_H, SPLIT_TILES, 1, False)),
             (
                 _gather_tiles,
                 (kv, buffers, counts, slots, work, block_size, kv_stride_B, kv_stride_N, slots_stride_R, SPLIT_TILES),

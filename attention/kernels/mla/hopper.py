@@ -17,12 +17,19 @@ from triton.language.extra.cuda import gdc_wait
 
 from attention.kernels.mla.hopper_attend import LATENT, ROTARY, STAGES, LatentResults, attend, new_buffers
 from attention.kernels.mla.hopper_work import find_work, next_request, request_cost, tiles_with_keys
-from attention.kernels.mla.plan import LOG2_E, TILE, MLADecodePlan, heads_of_a_program, requests_of_a_block
+from attention.kernels.mla.plan import (
+    LOG2_E,
+    TILE,
+    MLADecodePlan,
+    members_of_a_program,
+    most_requests,
+    requests_of_a_block,
+)
 from baton.tritonlib.launch import overlap
 
-# Registers of a thread until the warps redistribute them, by a program's heads; the limit causes no further spills.
+# Registers of a thread until the warps redistribute them, by a program's members; the limit causes no further spills.
 # NOTE: without this bound a program takes a multiprocessor's whole register file: it cannot start before the previous
-# kernel's programs end, and the next kernel's cannot start either. With 64 heads it takes all shared memory anyway:
+# kernel's programs end, and the next kernel's cannot start either. With 64 members it takes all shared memory anyway:
 # overlapping would save 1 to 3 us there, and two in sequence over 8192 keys of 1 request would take 50 us, not 25.
 _MAX_REGISTERS = {16: 96, 32: 160}
 
@@ -52,27 +59,30 @@ def launch(
     block_table: Tensor,
     plan: MLADecodePlan,
     scale: float,
+    tiles: Tensor | None = None,
     out: Tensor,
     lse_HR: Tensor | None,
 ) -> None:
-    num_reqs, num_heads, _ = q_RHC.shape
+    num_heads, tokens = q_RHC.shape[1], plan.tile_tokens
+    num_reqs, most_reqs = len(seq_lens), most_requests(len(seq_lens), tiles)
     _, num_blocks, block_size, _, channels = kv_layer.shape
     stride_B, stride_N = kv_layer.stride()[1:3]
     # The copy engine sees the cache as one table of tokens, with other layers' data between this layer's blocks.
     rows_per_block = stride_B // stride_N
     rows = kv_layer.as_strided(((num_blocks - 1) * rows_per_block + block_size, channels), (stride_N, 1))
     piece = min(block_size, TILE)
-    block_h = heads_of_a_program(num_heads)
+    block_m = members_of_a_program(num_heads, tokens)
     dtype = gl.bfloat16 if q_RHC.dtype == torch.bfloat16 else gl.float16
     pieces = (
         TensorDescriptor.from_tensor(rows, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))
         for shape in ([piece, LATENT], [piece, ROTARY])
     )
-    _decode[(plan.num_workers * triton.cdiv(num_heads, block_h),)](
+    _decode[(plan.num_workers * triton.cdiv(tokens * num_heads, block_m),)](
         *pieces,
         q_RHC,
         seq_lens,
         block_table,
+        tiles,
         out,
         lse_HR,
         plan.partial_output,
@@ -93,11 +103,12 @@ def launch(
         TILE=TILE,
         PIECE=piece,
         STAGES=STAGES,
-        BLOCK_R=requests_of_a_block(num_reqs),
-        BLOCK_H=block_h,
-        **(overlap(q_RHC.device, rows=num_reqs) if block_h in _MAX_REGISTERS else {"OVERLAP": False}),
-        num_warps=8 if block_h == 64 else 4,
-        maxnreg=_MAX_REGISTERS.get(block_h),
+        BLOCK_R=requests_of_a_block(most_reqs),
+        TOKENS=tokens,
+        BLOCK_M=block_m,
+        **(overlap(q_RHC.device, rows=most_reqs) if block_m in _MAX_REGISTERS else {"OVERLAP": False}),
+        num_warps=8 if block_m == 64 else 4,
+        maxnreg=_MAX_REGISTERS.get(block_m),
     )
 
 
@@ -108,6 +119,7 @@ def _decode(
     q,
     seq_lens,
     block_table,
+    tiles,
     out,
     lse,
     partial_output,
@@ -132,26 +144,30 @@ def _decode(
     PIECE: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_R: gl.constexpr,
-    BLOCK_H: gl.constexpr,
+    TOKENS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Runs one worker for BLOCK_H heads. Workers of the same keys are neighbours, so that one finds the keys in L2."""
+    """Runs one worker for BLOCK_M members. Workers of the same keys are neighbours, so one finds the keys in L2."""
     dtype: gl.constexpr = kv_L.dtype
-    buffers = new_buffers(dtype, LATENT, ROTARY, TILE, STAGES, BLOCK_H)
-    head_blocks = gl.cdiv(num_heads, BLOCK_H)
-    worker = gl.program_id(0) // head_blocks
-    head_start = (gl.program_id(0) % head_blocks) * BLOCK_H
+    buffers = new_buffers(dtype, LATENT, ROTARY, TILE, STAGES, BLOCK_M)
+    member_blocks = gl.cdiv(TOKENS * num_heads, BLOCK_M)
+    worker = gl.program_id(0) // member_blocks
+    member_start = (gl.program_id(0) % member_blocks) * BLOCK_M
     work = find_work(seq_lens, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R)
     results = LatentResults(
-        out, lse, partial_output, partial_lse, worker, head_start, num_heads, out_stride_R, out_stride_H, lse_stride_H,
-        lse_stride_R,
+        out, lse, partial_output, partial_lse, tiles, worker, member_start, num_heads, out_stride_R, out_stride_H,
+        lse_stride_H, lse_stride_R,
     )  # fmt: skip
     if OVERLAP:
         # All warps call it here, because the parts below start only now.
         gdc_wait()
     gl.warp_specialize(
         [
-            (attend, (q, results, buffers, seq_lens, work, scale, q_stride_R, q_stride_H, SPLIT_TILES, OVERLAP)),
+            (
+                attend,
+                (q, results, buffers, seq_lens, work, scale, q_stride_R, q_stride_H, SPLIT_TILES, TOKENS, OVERLAP),
+            ),
             (
                 _load_tiles,
                 (
@@ -160,6 +176,7 @@ def _decode(
                     buffers,
                     seq_lens,
                     block_table,
+                    tiles,
                     work,
                     block_size,
                     rows_per_block,
@@ -181,6 +198,7 @@ def _load_tiles(
     buffers,
     seq_lens,
     block_table,
+    tiles,
     work,
     block_size,
     rows_per_block,
@@ -200,7 +218,10 @@ def _load_tiles(
     while position < work.stop_position:
         seq_len = gl.load(seq_lens + request)
         cost = request_cost(seq_len, SPLIT_TILES, TILE)
-        row = block_table + request.to(gl.int64) * table_stride_R
+        table_row = request
+        if tiles is not None:
+            table_row = gl.load(tiles + 3 * request + 2)
+        row = block_table + table_row.to(gl.int64) * table_stride_R
         last_block = (seq_len - 1) // block_size
         first, last = tiles_with_keys(work, request_start, position, cost, seq_len, TILE)
         for tile in range(first, last):

@@ -1,8 +1,8 @@
 """The multiplying warps that both Hopper kernels of latent decodes share.
 
-With few heads, scores and result are transposed: keys and channels are rows, heads are columns. Otherwise two
+With few members, scores and result are transposed: keys and channels are rows, members are columns. Otherwise two
 warpgroups share them, each with half of the keys for the scores and half of the channels for the result. Legend as in
-`attention.kernels.mla.decode`; S keys of a tile.
+`attention.kernels.mla.plan`; S keys of a tile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attention.kernels.mla.hopper_work import request_cost
 LATENT = 512
 ROTARY = 64
 STAGES = 2
-# The tensor cores' rows come in 64s and their columns in 8s, so few heads are columns and keys are rows.
+# The tensor cores' rows come in 64s and their columns in 8s, so few members are columns and keys are rows.
 KEYS_FIRST_BELOW = gl.constexpr(64)
 
 
@@ -43,15 +43,16 @@ class LatentBuffers(NamedTuple):
 
 
 class LatentResults(NamedTuple):
-    """The places for a program's results, of heads [head_start, num_heads). Results of requests that workers share go
-    to slots of the `worker`."""
+    """The places for a program's results, of the members from `member_start` on. Results of requests that workers share
+    go to slots of the `worker`."""
 
     out: gl.tensor
     lse: gl.tensor | None
     partial_output: gl.tensor
     partial_lse: gl.tensor
+    tiles: gl.tensor | None
     worker: gl.tensor
-    head_start: gl.tensor
+    member_start: gl.tensor
     num_heads: gl.tensor
     out_stride_R: gl.tensor
     out_stride_H: gl.tensor
@@ -66,19 +67,19 @@ def new_buffers(
     ROTARY: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
-    BLOCK_H: gl.constexpr,
+    BLOCK_M: gl.constexpr,
 ):
     """Allocates a program's shared memory and initialises its barriers."""
-    weights_shape: gl.constexpr = [TILE, BLOCK_H] if BLOCK_H < KEYS_FIRST_BELOW else [BLOCK_H, TILE]
+    weights_shape: gl.constexpr = [TILE, BLOCK_M] if BLOCK_M < KEYS_FIRST_BELOW else [BLOCK_M, TILE]
     layout_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, LATENT], dtype)
     layout_P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROTARY], dtype)
-    q_layout_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, LATENT], dtype)
-    q_layout_P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, ROTARY], dtype)
+    q_layout_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, LATENT], dtype)
+    q_layout_P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, ROTARY], dtype)
     weights_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(weights_shape, dtype)
     tiles_L = gl.allocate_shared_memory(dtype, [STAGES, TILE, LATENT], layout_L)
     tiles_P = gl.allocate_shared_memory(dtype, [STAGES, TILE, ROTARY], layout_P)
-    q_L = gl.allocate_shared_memory(dtype, [BLOCK_H, LATENT], q_layout_L)
-    q_P = gl.allocate_shared_memory(dtype, [BLOCK_H, ROTARY], q_layout_P)
+    q_L = gl.allocate_shared_memory(dtype, [BLOCK_M, LATENT], q_layout_L)
+    q_P = gl.allocate_shared_memory(dtype, [BLOCK_M, ROTARY], q_layout_P)
     weights = gl.allocate_shared_memory(dtype, weights_shape, weights_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -99,6 +100,7 @@ def attend(
     q_stride_R,
     q_stride_H,
     SPLIT_TILES: gl.constexpr,
+    TOKENS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Computes this worker's parts of requests, one after another."""
@@ -110,30 +112,30 @@ def attend(
     STAGES: gl.constexpr = buffers.tiles_L.shape[0]
     TILE: gl.constexpr = buffers.tiles_L.shape[1]
     LATENT: gl.constexpr = buffers.tiles_L.shape[2]
-    BLOCK_H: gl.constexpr = buffers.q_L.shape[0]
-    KEYS_FIRST: gl.constexpr = BLOCK_H < KEYS_FIRST_BELOW
+    BLOCK_M: gl.constexpr = buffers.q_L.shape[0]
+    KEYS_FIRST: gl.constexpr = BLOCK_M < KEYS_FIRST_BELOW
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = WARPS // 4
     AXIS: gl.constexpr = 0 if KEYS_FIRST else 1
+    SLOT_TOKENS: gl.constexpr = 1 if results.tiles is None else TOKENS
     mma_S: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, GROUPS], instr_shape=[16, BLOCK_H if KEYS_FIRST else TILE // GROUPS, 16]
+        version=[3, 0], warps_per_cta=[4, GROUPS], instr_shape=[16, BLOCK_M if KEYS_FIRST else TILE // GROUPS, 16]
     )
     mma_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, GROUPS], instr_shape=[16, BLOCK_H if KEYS_FIRST else LATENT // GROUPS, 16]
+        version=[3, 0], warps_per_cta=[4, GROUPS], instr_shape=[16, BLOCK_M if KEYS_FIRST else LATENT // GROUPS, 16]
     )
-    per_head_L: gl.constexpr = gl.SliceLayout(AXIS, mma_L)
-    scores_shape: gl.constexpr = [TILE, BLOCK_H] if KEYS_FIRST else [BLOCK_H, TILE]
-    out_shape: gl.constexpr = [LATENT, BLOCK_H] if KEYS_FIRST else [BLOCK_H, LATENT]
+    per_member_L: gl.constexpr = gl.SliceLayout(AXIS, mma_L)
+    scores_shape: gl.constexpr = [TILE, BLOCK_M] if KEYS_FIRST else [BLOCK_M, TILE]
+    out_shape: gl.constexpr = [LATENT, BLOCK_M] if KEYS_FIRST else [BLOCK_M, LATENT]
     tiles_L, tiles_P, q_L, q_P = buffers.tiles_L, buffers.tiles_P, buffers.q_L, buffers.q_P
     weights, full, empty = buffers.weights, buffers.full, buffers.empty
     out, lse, partial_output, partial_lse = results.out, results.lse, results.partial_output, results.partial_lse
-    worker, head_start, num_heads = results.worker, results.head_start, results.num_heads
+    worker, member_start, num_heads = results.worker, results.member_start, results.num_heads
     request, request_start, position = work.request, work.request_start, work.position
-    heads_H = head_start + gl.arange(0, BLOCK_H, layout=per_head_L)
+    members_M = member_start + gl.arange(0, BLOCK_M, layout=per_member_L)
+    scored_M = member_start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(AXIS, mma_S))
     keys_S = gl.arange(0, TILE, layout=gl.SliceLayout(1 - AXIS, mma_S))
-    columns = _across_heads(gl.arange(0, LATENT, layout=gl.SliceLayout(1 - AXIS, mma_L)), KEYS_FIRST)
-    head_mask = heads_H < num_heads
-    mask = _along_heads(head_mask, KEYS_FIRST)
+    columns = _across_members(gl.arange(0, LATENT, layout=gl.SliceLayout(1 - AXIS, mma_L)), KEYS_FIRST)
     count = 0
     while position < work.stop_position:
         seq_len = gl.load(seq_lens + request)
@@ -143,24 +145,25 @@ def attend(
         if SPLIT_TILES:
             last = gl.minimum(last, first + SPLIT_TILES)
         if cost > 0:
-            _load_queries(q + request.to(gl.int64) * q_stride_R, q_stride_H, q_L, q_P, head_start, num_heads)
-            highest_H = gl.full([BLOCK_H], -float("inf"), gl.float32, layout=gl.SliceLayout(AXIS, mma_S))
+            _load_queries(q, q_stride_R, q_stride_H, q_L, q_P, results, request, seq_len, TOKENS)
+            highest_M = gl.full([BLOCK_M], -float("inf"), gl.float32, layout=gl.SliceLayout(AXIS, mma_S))
             total = gl.zeros(scores_shape, gl.float32, layout=mma_S)
             acc = gl.zeros(out_shape, gl.float32, layout=mma_L)
-            last_full = gl.minimum(last, seq_len // TILE)
+            # All members see all keys of these tiles.
+            last_full = gl.minimum(last, (seq_len if TOKENS == 1 else seq_len - 1) // TILE)
             for _ in range(first, last_full):
                 buffer = count % STAGES
                 mbarrier.wait(full.index(buffer), (count // STAGES) & 1)
                 tile_L = tiles_L.index(buffer)
                 tile_P = tiles_P.index(buffer)
                 scores = _scores(tile_L, tile_P, q_L, q_P, scores_shape, mma_S, KEYS_FIRST) * scale
-                acc, highest_H, total = _add_tile(tile_L, weights, scores, acc, highest_H, total, KEYS_FIRST)
+                acc, highest_M, total = _add_tile(tile_L, weights, scores, acc, highest_M, total, KEYS_FIRST)
                 # NOTE: wait at once. Queueing the next scores after this product and waiting only then is 3 to 10 %
                 # slower, because the next tile is requested later.
                 mbarrier.arrive(empty.index(buffer), count=1)
                 count += 1
             if last_full * TILE < gl.minimum(last * TILE, seq_len):
-                # The request's last tile has fewer keys.
+                # The request's last tile has fewer keys, at least for some members.
                 buffer = count % STAGES
                 num_keys = seq_len - last_full * TILE
                 mbarrier.wait(full.index(buffer), (count // STAGES) & 1)
@@ -168,30 +171,35 @@ def attend(
                 tile_P = tiles_P.index(buffer)
                 _clear_rows(tile_L, num_keys, TILE, LATENT)
                 scores = _scores(tile_L, tile_P, q_L, q_P, scores_shape, mma_S, KEYS_FIRST) * scale
-                scores = gl.where(_across_heads(keys_S < num_keys, KEYS_FIRST), scores, -float("inf"))
-                acc, highest_H, total = _add_tile(tile_L, weights, scores, acc, highest_H, total, KEYS_FIRST)
+                seen = _across_members(keys_S < num_keys, KEYS_FIRST)
+                if TOKENS > 1:
+                    num_seen_M = num_keys - _tokens_after(seq_len, scored_M, num_heads, TOKENS)
+                    seen = seen & (_across_members(keys_S, KEYS_FIRST) < _along_members(num_seen_M, KEYS_FIRST))
+                scores = gl.where(seen, scores, -float("inf"))
+                acc, highest_M, total = _add_tile(tile_L, weights, scores, acc, highest_M, total, KEYS_FIRST)
                 mbarrier.arrive(empty.index(buffer), count=1)
                 count += 1
-            total_H = gl.convert_layout(gl.sum(total, AXIS), per_head_L)
-            acc = acc / _along_heads(total_H, KEYS_FIRST)
-            lse_H = (gl.convert_layout(highest_H, per_head_L) + gl.log2(total_H)) * 0.6931471805599453
+            total_M = gl.convert_layout(gl.sum(total, AXIS), per_member_L)
+            acc = acc / _along_members(total_M, KEYS_FIRST)
+            lse_M = (gl.convert_layout(highest_M, per_member_L) + gl.log2(total_M)) * 0.6931471805599453
+            exists_M, heads_M, rows_M, places_M = _members(
+                results.tiles, request, seq_len, members_M, num_heads, TOKENS
+            )
+            mask = _along_members(exists_M, KEYS_FIRST)
             if (first == 0) & (last == cost):
-                rows_H = request.to(gl.int64) * results.out_stride_R + heads_H * results.out_stride_H
-                gl.store(out + _along_heads(rows_H, KEYS_FIRST) + columns, acc.to(out.dtype.element_ty), mask=mask)
+                out_M = rows_M * results.out_stride_R + heads_M * results.out_stride_H
+                gl.store(out + _along_members(out_M, KEYS_FIRST) + columns, acc.to(out.dtype.element_ty), mask=mask)
                 if lse is not None:
-                    gl.store(
-                        lse + heads_H * results.lse_stride_H + request.to(gl.int64) * results.lse_stride_R,
-                        lse_H,
-                        mask=head_mask,
-                    )
+                    lse_places_M = heads_M * results.lse_stride_H + rows_M * results.lse_stride_R
+                    gl.store(lse + lse_places_M, lse_M, mask=exists_M)
             else:
                 # The first part of a request is the last of its worker.
                 slot = 2 * worker + (first == 0).to(gl.int32)
                 if SPLIT_TILES:
                     slot = position // SPLIT_TILES
-                rows_H = slot.to(gl.int64) * num_heads + heads_H
-                gl.store(partial_output + _along_heads(rows_H * LATENT, KEYS_FIRST) + columns, acc, mask=mask)
-                gl.store(partial_lse + rows_H, lse_H, mask=head_mask)
+                parts_M = (slot.to(gl.int64) * SLOT_TOKENS + places_M) * num_heads + heads_M
+                gl.store(partial_output + _along_members(parts_M * LATENT, KEYS_FIRST) + columns, acc, mask=mask)
+                gl.store(partial_lse + parts_M, lse_M, mask=exists_M)
         position = request_start + last
         if last == cost:
             request_start += cost
@@ -199,25 +207,45 @@ def attend(
 
 
 @gluon.jit
-def _along_heads(x_H, KEYS_FIRST: gl.constexpr):
-    return gl.expand_dims(x_H, 0 if KEYS_FIRST else 1)
+def _along_members(x_M, KEYS_FIRST: gl.constexpr):
+    return gl.expand_dims(x_M, 0 if KEYS_FIRST else 1)
 
 
 @gluon.jit
-def _across_heads(x, KEYS_FIRST: gl.constexpr):
-    """Adds an axis for heads to a vector of keys or channels."""
+def _across_members(x, KEYS_FIRST: gl.constexpr):
+    """Adds an axis for members to a vector of keys or channels."""
     return gl.expand_dims(x, 1 if KEYS_FIRST else 0)
 
 
 @gluon.jit
-def _load_queries(q, q_stride_H, q_L, q_P, head_start, num_heads):
-    """Loads one request's queries into shared memory; heads past the last are 0."""
+def _tokens_after(seq_len, members_M, num_heads, TOKENS: gl.constexpr):
+    """Gluon's version of `attention.kernels.mla.plan.tokens_after`."""
+    return (seq_len - 1) % TOKENS - members_M // num_heads
+
+
+@gluon.jit
+def _members(tiles, tile, seq_len, members_M, num_heads, TOKENS: gl.constexpr):
+    """Gluon's version of `attention.kernels.mla.plan.members_of_tile`."""
+    last_row = tile
+    count = 1
+    if tiles is not None:
+        last_row = gl.load(tiles + 3 * tile)
+        count = gl.load(tiles + 3 * tile + 1)
+    after_M = _tokens_after(seq_len, members_M, num_heads, TOKENS)
+    exists_M = (members_M < TOKENS * num_heads) & (after_M >= 0) & (after_M < count)
+    return exists_M, members_M % num_heads, (last_row - after_M).to(gl.int64), count - 1 - after_M
+
+
+@gluon.jit
+def _load_queries(q, q_stride_R, q_stride_H, q_L, q_P, results, request, seq_len, TOKENS: gl.constexpr):
+    """Loads one request's queries into shared memory; members that do not exist are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    heads_H = head_start + gl.arange(0, q_L.shape[0], layout=gl.SliceLayout(1, layout))
+    members_M = results.member_start + gl.arange(0, q_L.shape[0], layout=gl.SliceLayout(1, layout))
+    exists_M, heads_M, rows_M, _ = _members(results.tiles, request, seq_len, members_M, results.num_heads, TOKENS)
     channels_L = gl.arange(0, q_L.shape[1], layout=gl.SliceLayout(0, layout))
     channels_P = q_L.shape[1] + gl.arange(0, q_P.shape[1], layout=gl.SliceLayout(0, layout))
-    rows = q + heads_H[:, None] * q_stride_H
-    mask = (heads_H < num_heads)[:, None]
+    rows = q + (rows_M * q_stride_R + heads_M * q_stride_H)[:, None]
+    mask = exists_M[:, None]
     q_L.store(gl.load(rows + channels_L[None, :], mask=mask, other=0.0))
     q_P.store(gl.load(rows + channels_P[None, :], mask=mask, other=0.0))
     fence_async_shared()
@@ -236,22 +264,22 @@ def _scores(tile_L, tile_P, q_L, q_P, shape: gl.constexpr, layout: gl.constexpr,
 
 
 @gluon.jit
-def _add_tile(tile_L, weights_tile, scores, acc, highest_H, total, KEYS_FIRST: gl.constexpr):
+def _add_tile(tile_L, weights_tile, scores, acc, highest_M, total, KEYS_FIRST: gl.constexpr):
     """Adds a tile to the online softmax; returns (values, highest scores, weights) so far. Weights are summed over a
     tile's keys only at the end."""
     AXIS: gl.constexpr = 0 if KEYS_FIRST else 1
-    new_highest_H = gl.maximum(highest_H, gl.max(scores, AXIS))
-    shrink_H = gl.exp2(highest_H - new_highest_H)
-    weights = gl.exp2(scores - _along_heads(new_highest_H, KEYS_FIRST))
-    total = total * _along_heads(shrink_H, KEYS_FIRST) + weights
+    new_highest_M = gl.maximum(highest_M, gl.max(scores, AXIS))
+    shrink_M = gl.exp2(highest_M - new_highest_M)
+    weights = gl.exp2(scores - _along_members(new_highest_M, KEYS_FIRST))
+    total = total * _along_members(shrink_M, KEYS_FIRST) + weights
     weights_tile.store(weights.to(tile_L.dtype))
     fence_async_shared()
-    acc = acc * _along_heads(gl.convert_layout(shrink_H, gl.SliceLayout(AXIS, acc.type.layout)), KEYS_FIRST)
+    acc = acc * _along_members(gl.convert_layout(shrink_M, gl.SliceLayout(AXIS, acc.type.layout)), KEYS_FIRST)
     if KEYS_FIRST:
         acc = warpgroup_mma(tile_L.permute((1, 0)), weights_tile, acc, is_async=True)
     else:
         acc = warpgroup_mma(weights_tile, tile_L, acc, is_async=True)
-    return warpgroup_mma_wait(0, deps=(acc,)), new_highest_H, total
+    return warpgroup_mma_wait(0, deps=(acc,)), new_highest_M, total
 
 
 @gluon.jit

@@ -7,38 +7,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.mla.plan import TILE, MLADecodePlan, request_cost, requests_of_a_block
+from attention.kernels.mla.plan import TILE, MLADecodePlan, most_requests, request_cost, requests_of_a_block
 from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 
 
-def merge_splits(seq_lens: Tensor, plan: MLADecodePlan, out: Tensor, lse_HR: Tensor | None) -> None:
-    """Writes the output of each request that several workers share, and 0 for requests without keys."""
-    num_reqs, num_heads, latent = out.shape
+def merge_splits(
+    seq_lens: Tensor, plan: MLADecodePlan, out: Tensor, lse_HR: Tensor | None, tiles: Tensor | None = None
+) -> None:
+    """Writes the output of each request that several workers share, and 0 for requests without keys.
+
+    Args:
+        tiles: as in `attention.kernels.mla.decode`.
+    """
+    num_heads, latent = out.shape[1:]
+    num_reqs, most_reqs = len(seq_lens), most_requests(len(seq_lens), tiles)
+    slot_tokens = 1 if tiles is None else plan.tile_tokens
     # A small batch is cut into many parts per request, so many programs share one request's merge. The number of
     # programs decides the order of the sums, so with a fixed split it is the same for any batch.
     few = (plan.split_tiles > 0 or num_reqs * num_heads < 4 * plan.num_workers) and not interpreted()
     block_v = min(triton.next_power_of_2(latent), 128 if few else 512)
     block_h = 1 if few else min(triton.next_power_of_2(num_heads), 4)
-    _merge_splits[(num_reqs, triton.cdiv(num_heads, block_h), triton.cdiv(latent, block_v))](
+    _merge_splits[(num_reqs * slot_tokens, triton.cdiv(num_heads, block_h), triton.cdiv(latent, block_v))](
         plan.partial_output,
         plan.partial_lse,
         out,
         lse_HR,
         seq_lens,
+        tiles,
         num_reqs,
         num_heads,
         plan.num_workers,
+        slot_tokens,
         *out.stride()[:2],
         *(lse_HR.stride() if lse_HR is not None else (0, 0)),
         LATENT=latent,
         SPLIT_TILES=plan.split_tiles,
         TILE=TILE,
-        BLOCK_R=requests_of_a_block(num_reqs),
+        BLOCK_R=requests_of_a_block(most_reqs),
         BLOCK_H=block_h,
         BLOCK_V=block_v,
         BLOCK_S=16 if few else 2,
         INTERPRETED=interpreted(),
-        **overlap(out.device, rows=num_reqs),
+        **overlap(out.device, rows=most_reqs),
         num_warps=4,
     )
 
@@ -50,9 +60,11 @@ def _merge_splits(
     out,
     lse,
     seq_lens,
+    tiles,
     num_reqs,
     num_heads,
     num_workers,
+    slot_tokens,
     out_stride_R,
     out_stride_H,
     lse_stride_H,
@@ -67,9 +79,16 @@ def _merge_splits(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Merges one request's BLOCK_H heads and BLOCK_V channels, unless one worker had the whole request."""
+    """Merges BLOCK_H heads and BLOCK_V channels of one token, unless one worker had the token's whole request."""
     start_dependents(OVERLAP)
-    request = tl.program_id(0)
+    request = tl.program_id(0) // slot_tokens
+    place = tl.program_id(0) % slot_tokens
+    row = request
+    exists = True
+    if tiles is not None:
+        count = tl.load(tiles + 3 * request + 1)
+        row = tl.load(tiles + 3 * request) - (count - 1) + place
+        exists = place < count
     requests_R = tl.arange(0, BLOCK_R)
     lens_R = tl.load(seq_lens + requests_R, mask=requests_R < num_reqs, other=0)
     costs_R = request_cost(lens_R, SPLIT_TILES, TILE)
@@ -84,7 +103,7 @@ def _merge_splits(
         num_splits = tl.where(cost > 0, (start + cost - 1) // share - first_worker + 1, 0)
         first_slot = 2 * first_worker
     await_predecessors(OVERLAP)
-    if num_splits != 1:
+    if (num_splits != 1) & exists:
         heads_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
         channels_V = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         head_mask = heads_H < num_heads
@@ -96,7 +115,7 @@ def _merge_splits(
             splits_S = begin + tl.arange(0, BLOCK_S)
             # A request's first part is in its worker's second slot; other parts are in their workers' first slots.
             slots_S = first_slot + (splits_S if SPLIT_TILES else 2 * splits_S + (splits_S == 0).to(tl.int32))
-            rows_SH = slots_S.to(tl.int64)[:, None] * num_heads + heads_H[None, :]
+            rows_SH = (slots_S.to(tl.int64)[:, None] * slot_tokens + place) * num_heads + heads_H[None, :]
             mask_SH = (splits_S < num_splits)[:, None] & head_mask[None, :]
             lse_SH = tl.load(partial_lse + rows_SH, mask=mask_SH, other=-float("inf"))
             part_SHV = tl.load(
@@ -113,8 +132,8 @@ def _merge_splits(
             highest_H = new_highest_H
         empty_H = total_H == 0.0
         total_H = tl.where(empty_H, 1.0, total_H)
-        target = out + request.to(tl.int64) * out_stride_R + heads_H[:, None] * out_stride_H + channels_V[None, :]
+        target = out + row.to(tl.int64) * out_stride_R + heads_H[:, None] * out_stride_H + channels_V[None, :]
         tl.store(target, (acc_HV / total_H[:, None]).to(out.dtype.element_ty), mask=mask)
         if lse is not None:
             lse_H = tl.where(empty_H, -float("inf"), tl.log(total_H) + highest_H)
-            tl.store(lse + heads_H * lse_stride_H + request.to(tl.int64) * lse_stride_R, lse_H, mask=head_mask)
+            tl.store(lse + heads_H * lse_stride_H + row.to(tl.int64) * lse_stride_R, lse_H, mask=head_mask)

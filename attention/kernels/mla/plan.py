@@ -2,7 +2,11 @@
 device.
 
 Everything is counted in tiles of keys, in one sequence of all requests' tiles, request after request. Legend: R
-requests, H heads, L latent channels.
+requests, H heads, L latent channels, M members (heads of the tokens of a query tile), J query tiles.
+
+With a fixed split, a program computes a query tile: the tokens of one request between two multiples of `tile_tokens`,
+counted from the request's first token. A decode's query tile has one token, a prompt's up to all. A token has the same
+place among the members in both, and the same tiles of keys, so it gets the same bits from the same instructions.
 """
 
 import importlib
@@ -20,6 +24,11 @@ TILE = 64
 LOG2_E = 1.4426950408889634
 # Whether the Hopper kernel attends to selected tokens. Off until tests/gpu/test_gathered.py has passed.
 GATHERS_ON_HOPPER = True
+# Most query tiles of a launch, whose programs each read all lengths.
+MAX_QUERY_TILES = 512
+_TILE_MEMBERS = 64
+# Memory for partial results is for at least this many query tiles of the longest request.
+_LEAST_TILES = 16
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class MLADecodePlan:
             any batch; 0: cut the whole step evenly.
         partial_output: [slots, H, L] float32, shared by all layers; used by one stream at a time.
         partial_lse: [slots, H] float32.
+        tile_tokens: number of tokens of a full query tile; it divides TILE.
         hopper: `attention.kernels.mla.hopper` where it can run; None elsewhere.
         gathered: `attention.kernels.mla.gathered`, for selected tokens, where it can run; None elsewhere.
     """
@@ -43,6 +53,7 @@ class MLADecodePlan:
     partial_lse: Tensor
     hopper: ModuleType | None
     gathered: ModuleType | None
+    tile_tokens: int = 1
 
 
 def make_mla_decode_plan(
@@ -59,12 +70,15 @@ def make_mla_decode_plan(
 
     Args:
         split_tokens: a fixed split, rounded up to whole tiles of 64 keys; the memory is then for every split of
-            `max_num_reqs` requests of `max_model_len` tokens.
+            `max_num_reqs` requests of `max_model_len` tokens, and of a few query tiles.
     """
     device = torch.device(device)
     num_workers = max(1, num_sms // triton.cdiv(num_heads, heads_of_a_program(num_heads)))
     split_tiles = 0 if split_tokens is None else triton.cdiv(split_tokens, TILE)
-    slots = max_num_reqs * triton.cdiv(max_model_len, split_tiles * TILE) if split_tiles else 2 * num_workers
+    tile_tokens = tile_tokens_of(num_heads) if split_tiles else 1
+    slots = 2 * num_workers
+    if split_tiles:
+        slots = max(max_num_reqs, _LEAST_TILES * tile_tokens) * triton.cdiv(max_model_len, split_tiles * TILE)
     return MLADecodePlan(
         num_workers=num_workers,
         split_tiles=split_tiles,
@@ -72,12 +86,31 @@ def make_mla_decode_plan(
         partial_lse=torch.empty(slots, num_heads, dtype=torch.float32, device=device),
         hopper=_hopper_kernel("hopper", device),
         gathered=_hopper_kernel("gathered", device) if GATHERS_ON_HOPPER else None,
+        tile_tokens=tile_tokens,
     )
 
 
 def heads_of_a_program(num_heads: int) -> int:
     """Returns the number of heads of one program: 64 keep the tensor cores busy; with fewer, memory is the bound."""
     return 16 if num_heads <= 16 else 32 if num_heads <= 32 else 64
+
+
+def tile_tokens_of(num_heads: int) -> int:
+    """Returns the number of tokens whose heads fill a program of 64 members. It divides 16, the fewest keys of a step,
+    so that each token sees a key of every step of its query tile."""
+    tokens = 1
+    while tokens < 16 and 2 * tokens * num_heads <= _TILE_MEMBERS:
+        tokens *= 2
+    return tokens
+
+
+def members_of_a_program(num_heads: int, tile_tokens: int) -> int:
+    return heads_of_a_program(num_heads) if tile_tokens == 1 else _TILE_MEMBERS
+
+
+def most_requests(num_reqs: int, tiles: Tensor | None) -> int:
+    """Returns the number of requests for which a launch's kernel is compiled, the same for any query tiles."""
+    return num_reqs if tiles is None else MAX_QUERY_TILES
 
 
 def requests_of_a_block(num_reqs: int) -> int:
@@ -124,3 +157,31 @@ def find_work(
     request = tl.sum(behind_R.to(tl.int32), 0)
     request_start = tl.sum(tl.where(behind_R, costs_R, 0), 0)
     return request, request_start, start, stop
+
+
+@triton.jit
+def tokens_after(seq_len, members_M, num_heads, TOKENS: tl.constexpr):
+    """Returns how many tokens after each member's token the query tile's last one is; below 0 past the last.
+
+    Args:
+        seq_len: number of the request's tokens up to the query tile's last.
+    """
+    return (seq_len - 1) % TOKENS - members_M // num_heads
+
+
+@triton.jit
+def members_of_tile(tiles, tile, seq_len, members_M, num_heads, TOKENS: tl.constexpr):
+    """Returns (which members exist, their heads, their tokens' query rows, and these tokens' places among the query
+    tile's).
+
+    Args:
+        tiles: as in `attention.kernels.mla.decode`.
+    """
+    last_row = tile
+    count = 1
+    if tiles is not None:
+        last_row = tl.load(tiles + 3 * tile)
+        count = tl.load(tiles + 3 * tile + 1)
+    after_M = tokens_after(seq_len, members_M, num_heads, TOKENS)
+    exists_M = (members_M < TOKENS * num_heads) & (after_M >= 0) & (after_M < count)
+    return exists_M, members_M % num_heads, (last_row - after_M).to(tl.int64), count - 1 - after_M

@@ -1,12 +1,13 @@
-"""Compares the Hopper and the portable kernel of latent attention on a small decode step."""
+"""Compares the Hopper and the portable kernel of latent attention on a small decode step and on a few prompt tokens."""
 
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from attention.kernels.mla import portable
 from attention.kernels.mla.merge import merge_splits
-from attention.kernels.mla.plan import MLADecodePlan
+from attention.kernels.mla.plan import MLADecodePlan, tile_tokens_of
 from baton.tritonlib.hopper_check import Pair
 
 _LATENT, _CHANNELS, _BLOCK_SIZE = 512, 576, 64
@@ -15,6 +16,11 @@ _SEQ_LENS = (200, 64, 1, 130)
 _NUM_WORKERS = 4
 # Heads are the tensor cores' columns, or their rows where there are many heads.
 _HEADS = (16, 64)
+# Query tiles of a prompt's tokens 125 to 131 and of another's token 63, in batch-invariant mode: the row of the last
+# token, number of tokens, and row of the block table.
+_TILE_LENS = (128, 132, 64)
+_TILES = ((2, 3, 0), (6, 4, 0), (7, 1, 3))
+_PROMPT_TOKENS = 8
 
 
 def compare_on_hopper(device: torch.device) -> Iterator[Pair]:
@@ -35,30 +41,54 @@ def compare(device: torch.device, launch: Callable[..., None]) -> Iterator[Pair]
     for heads in _HEADS:
         shape_RHC = len(_SEQ_LENS), heads, _CHANNELS
         q_RHC = torch.randn(shape_RHC, dtype=torch.bfloat16, device=device, generator=numbers)
-        plan = MLADecodePlan(
-            num_workers=_NUM_WORKERS,
-            split_tiles=0,
-            partial_output=torch.zeros(2 * _NUM_WORKERS, heads, _LATENT, device=device),
-            partial_lse=torch.zeros(2 * _NUM_WORKERS, heads, device=device),
-            hopper=None,
-            gathered=None,
+        plan = _plan(heads, 2 * _NUM_WORKERS, device)
+        yield from _pairs(launch, plan, q_RHC, kv_layer, seq_lens, table, None)
+    heads = _HEADS[0]
+    q_THC = torch.randn(_PROMPT_TOKENS, heads, _CHANNELS, dtype=torch.bfloat16, device=device, generator=numbers)
+    plan = _plan(heads, len(_TILES) * _PROMPT_TOKENS, device, split_tiles=2, tile_tokens=tile_tokens_of(heads))
+    lens, tiles = (torch.tensor(rows, dtype=torch.int32, device=device) for rows in (_TILE_LENS, _TILES))
+    yield from _pairs(launch, plan, q_THC, kv_layer, lens, table, tiles)
+
+
+def _plan(heads: int, slots: int, device: torch.device, *, split_tiles: int = 0, tile_tokens: int = 1) -> MLADecodePlan:
+    return MLADecodePlan(
+        num_workers=_NUM_WORKERS,
+        split_tiles=split_tiles,
+        partial_output=torch.zeros(slots, heads, _LATENT, device=device),
+        partial_lse=torch.zeros(slots, heads, device=device),
+        hopper=None,
+        gathered=None,
+        tile_tokens=tile_tokens,
+    )
+
+
+def _pairs(
+    launch: Callable[..., None],
+    plan: MLADecodePlan,
+    q_RHC: Tensor,
+    kv_layer: Tensor,
+    seq_lens: Tensor,
+    table: Tensor,
+    tiles: Tensor | None,
+) -> Iterator[Pair]:
+    num_rows, heads, _ = q_RHC.shape
+    device, scale = q_RHC.device, _CHANNELS**-0.5
+    expected_RHL, out_RHL = torch.zeros(2, num_rows, heads, _LATENT, dtype=torch.bfloat16, device=device)
+    expected_HR, lse_HR = torch.zeros(2, heads, num_rows, device=device)
+    portable.launch(q_RHC, kv_layer, seq_lens, table, plan, scale, None, expected_RHL, expected_HR, tiles=tiles)
+    merge_splits(seq_lens, plan, expected_RHL, expected_HR, tiles)
+    for _ in range(2):  # launches overlap in a step
+        launch(
+            q_RHC,
+            kv_layer,
+            seq_lens=seq_lens,
+            block_table=table,
+            plan=plan,
+            scale=scale,
+            tiles=tiles,
+            out=out_RHL,
+            lse_HR=lse_HR,
         )
-        shape_RHL, scale = (len(_SEQ_LENS), heads, _LATENT), _CHANNELS**-0.5
-        expected_RHL, out_RHL = torch.zeros(2, *shape_RHL, dtype=torch.bfloat16, device=device)
-        expected_HR, lse_HR = torch.zeros(2, heads, len(_SEQ_LENS), device=device)
-        portable.launch(q_RHC, kv_layer, seq_lens, table, plan, scale, None, expected_RHL, expected_HR)
-        merge_splits(seq_lens, plan, expected_RHL, expected_HR)
-        for _ in range(2):  # launches overlap in a step
-            launch(
-                q_RHC,
-                kv_layer,
-                seq_lens=seq_lens,
-                block_table=table,
-                plan=plan,
-                scale=scale,
-                out=out_RHL,
-                lse_HR=lse_HR,
-            )
-            merge_splits(seq_lens, plan, out_RHL, lse_HR)
-        yield out_RHL, expected_RHL
-        yield lse_HR, expected_HR
+        merge_splits(seq_lens, plan, out_RHL, lse_HR, tiles)
+    yield out_RHL, expected_RHL
+    yield lse_HR, expected_HR

@@ -17,7 +17,7 @@ from baton.models.layers.linear import Linear
 from tests.conformance.attention import gqa, mla
 from tests.conformance.attention.batches import Batch
 from tests.conformance.attention.gqa import Shape, gqa_case
-from tests.conformance.attention.mla import DEEPSEEK, TINY, MLAShape, mla_case
+from tests.conformance.attention.mla import DEEPSEEK, TINY, MLACase, MLAShape, mla_case
 from tests.conformance.attention.oracle import relative_error
 from tests.conformance.attention.platform_backends import PLATFORM, backend_name, backends_here
 from tests.conformance.attention.settings import SETTINGS, Setting
@@ -40,9 +40,14 @@ def invariant_backends(kind: KVKind) -> list[BackendClass]:
 
 
 def alone(batch: Batch, request: int) -> CommonAttentionMetadata:
+    return part(batch, request, 0, batch.query_lens[request])
+
+
+def part(batch: Batch, request: int, start: int, stop: int) -> CommonAttentionMetadata:
+    """A batch of some of a request's new tokens; those before them are in the cache."""
     common, _ = build_common_metadata(
-        query_lens=[batch.query_lens[request]],
-        context_lens=[batch.context_lens[request]],
+        query_lens=[stop - start],
+        context_lens=[batch.context_lens[request] + start],
         block_tables=[batch.block_tables[request]],
         block_size=batch.block_size,
         device=DEVICE,
@@ -83,6 +88,38 @@ def test_results_over_keys_and_values_are_equal_in_any_batch(backend: BackendCla
 def test_results_over_latents_are_equal_in_any_batch(
     backend: BackendClass, workspace_tokens: int, num_heads: int
 ) -> None:
+    case = invariant_mla_case(backend, workspace_tokens, num_heads)
+    together = case.run()
+    assert relative_error(together, case.expected()) < LATENT_BOUND
+    for request, rows, _ in case.batch.requests():
+        assert torch.equal(attend_part(case, request, 0, case.batch.query_lens[request]), together[rows]), request
+
+
+@pytest.mark.parametrize("num_heads", [8, 16, 32, 128] if ON_GPU else [3])
+@pytest.mark.parametrize(
+    "backend",
+    [backend for backend in invariant_backends(KVKind.MLA) if backend.capabilities.rows_in_order],
+    ids=backend_name,
+)
+def test_a_token_over_latents_has_the_same_bits_as_a_decode_and_in_any_chunk(
+    backend: BackendClass, num_heads: int
+) -> None:
+    case = invariant_mla_case(backend, 1000, num_heads)
+    together = case.run()
+    for request, rows, _ in case.batch.requests():
+        new = case.batch.query_lens[request]
+        cuts = {
+            (0, new),
+            (0, new // 3),
+            (new // 3, new),
+            *((start, start + 1) for start in range(max(0, new - 9), new)),
+        }
+        for start, stop in cuts - {(0, 0)}:
+            ours = attend_part(case, request, start, stop)
+            assert torch.equal(ours, together[rows][start:stop]), (request, start, stop)
+
+
+def invariant_mla_case(backend: BackendClass, workspace_tokens: int, num_heads: int) -> MLACase:
     dims = DEEPSEEK if ON_GPU else TINY
     shape = MLAShape(dtype=DTYPE, workspace_tokens=workspace_tokens, num_heads=num_heads, dims=dims)
     case = mla_case(mla_backend(backend, shape), LONG if ON_GPU else SIZES, shape)
@@ -91,14 +128,17 @@ def test_results_over_latents_are_equal_in_any_batch(
     projection.weight = case.layer.kv_b_proj.weight
     projection.multiply = multiply_invariant
     case.layer.kv_b_proj = projection
-    together = case.run()
-    assert relative_error(together, case.expected()) < LATENT_BOUND
-    rank = dims.kv_lora_rank
-    for request, rows, context in case.batch.requests():
-        metadata = case.layer.backend.builder.build(0, alone(case.batch, request))
-        new_TC = case.latents[request][context:]
-        out: Tensor = case.layer(case.q_THD[rows], new_TC[:, :rank], new_TC[:, rank:], case.cache, metadata)
-        assert torch.equal(out, together[rows]), (request, rows)
+    return case
+
+
+def attend_part(case: MLACase, request: int, start: int, stop: int) -> Tensor:
+    """Attends with some of a request's new tokens, alone."""
+    rank = case.shape.dims.kv_lora_rank
+    metadata = case.layer.backend.builder.build(0, part(case.batch, request, start, stop))
+    _, rows, context = list(case.batch.requests())[request]
+    new_TC = case.latents[request][context + start : context + stop]
+    out: Tensor = case.layer(case.q_THD[rows][start:stop], new_TC[:, :rank], new_TC[:, rank:], case.cache, metadata)
+    return out
 
 
 @pytest.mark.parametrize("backend", invariant_backends(KVKind.GQA), ids=backend_name)

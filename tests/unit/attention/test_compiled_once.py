@@ -16,6 +16,8 @@ from attention.kernels.blocksparse import prefill as blocksparse
 from attention.kernels.decode import attend as decode
 from attention.kernels.in_order import decodes as in_order_decodes, prompts as in_order_prompts
 from attention.kernels.mla import gathered, hopper as mla_decode_hopper, portable as mla_decode_plain
+from attention.kernels.mla.merge import merge_splits
+from attention.kernels.mla.plan import make_mla_decode_plan
 from attention.kernels.paged import hopper, persistent, portable
 from attention.kernels.paged.call import AttentionCall, KernelFeatures, Keys
 from attention.kernels.paged.work_list import WorkList, list_work
@@ -82,6 +84,25 @@ for launch in paged_launches:
     for num_reqs, moved, width, num_tokens in ((1, 0, 1, 16), (2, 1, 13, 37), (16, 4, 32, 256)):
         launch(paged_call(num_reqs, moved, width, num_tokens))
     assert {len(found) for found in signatures.values()} == {1}, signatures
+
+def latent_prompt(num_tiles, width):
+    # Query tiles have tensors of their own, so these lie where the launches' do.
+    plan = make_mla_decode_plan(
+        num_heads=16, latent_channels=512, max_num_reqs=4, max_model_len=4096, num_sms=132, device="cpu",
+        split_tokens=1024,
+    )
+    q_THC, kv_layer = torch.zeros(8, 16, 576, dtype=torch.bfloat16), torch.zeros(1, 8, 64, 1, 576, dtype=torch.bfloat16)
+    out, lens = torch.zeros(8, 16, 512, dtype=torch.bfloat16), torch.zeros(num_tiles, dtype=torch.int32)
+    tables, tiles = torch.zeros(3, width, dtype=torch.int32), torch.zeros(num_tiles, 3, dtype=torch.int32)
+    given = {"seq_lens": lens, "block_table": tables, "plan": plan, "scale": 0.5, "out": out, "lse_HR": None}
+    mla_decode_plain.launch(q_THC, kv_layer, kv_scale=None, tiles=tiles, **given)
+    mla_decode_hopper.launch(q_THC, kv_layer, tiles=tiles, **given)
+    merge_splits(lens, plan, out, None, tiles)
+
+signatures = {}
+for num_tiles, width in ((1, 1), (3, 13), (129, 16), (512, 32)):
+    latent_prompt(num_tiles, width)
+assert {name: len(found) for name, found in signatures.items()} == {"_decode": 2, "_merge_splits": 1}, signatures
 
 def compiled_for_payload(kernel, number):
     values = {param.name: number if param.annotation in ("i32", "i64") else memory for param in kernel.params}

@@ -40,10 +40,10 @@ def paged(*, wrong: bool) -> HopperVerdict:
 def mla(*, wrong: bool) -> HopperVerdict:
     def launch(q_RHC: Tensor, kv_layer: Tensor, *, out: Tensor, **options: Any) -> None:
         seq_lens, table, plan = options["seq_lens"], options["block_table"], options["plan"]
-        scale, lse_HR = options["scale"], options["lse_HR"]
+        scale, lse_HR, tiles = options["scale"], options["lse_HR"], options["tiles"]
         if wrong:
             scale *= 1.5
-        portable_mla.launch(q_RHC, kv_layer, seq_lens, table, plan, scale, None, out, lse_HR)
+        portable_mla.launch(q_RHC, kv_layer, seq_lens, table, plan, scale, None, out, lse_HR, tiles=tiles)
 
     return check(HopperKernels("mla", lambda device: compare_mla(device, launch)), DEVICE_)
 

@@ -61,14 +61,3 @@ def test_a_batch_of_decodes_has_no_prefills() -> None:
     common, _ = build_common_metadata(query_lens=[1], context_lens=[9], block_tables=[[0, 1, 2]], block_size=4)
     assert plan_prefill(common, 1) is None
     assert plan_context_chunks(common, 1, workspace_tokens=4) == ()
-
-
-def test_apart_a_context_is_cut_where_it_is_cut_alone() -> None:
-    context_lens = [7, 0, 19, 3]
-    common, _ = build_common_metadata(
-        query_lens=[2] * 4, context_lens=context_lens, block_tables=[list(range(6))] * 4, block_size=4
-    )
-    chunks = plan_context_chunks(common, 0, workspace_tokens=8, apart=True)
-    cuts = [(chunk.query_start // 2, int(chunk.tokens.first_position[0]), chunk.num_tokens) for chunk in chunks]
-    assert cuts == [(0, 0, 7), (2, 0, 8), (2, 8, 8), (2, 16, 3), (3, 0, 3)]
-    assert all(chunk.query_stop - chunk.query_start == 2 for chunk in chunks)

@@ -66,6 +66,29 @@ def test_selection_is_the_same_in_half_precision(dtype: torch.dtype) -> None:
     assert slots_of(case, select_slots) == expected_slots(case)
 
 
+def test_with_a_fixed_split_a_query_of_a_decode_or_a_prompt_is_the_same_alone_and_in_a_batch() -> None:
+    case = make_case([(1, 180), (5, 70)], top_k=100)
+    plan = make_mla_decode_plan(
+        num_heads=5, latent_channels=12, max_num_reqs=6, max_model_len=128, num_sms=3, device=DEVICE, split_tokens=64
+    )
+
+    def attend(q_THC: Tensor, queries: SparseQueries, slots_TK: Tensor) -> Tensor:
+        out = torch.full((*q_THC.shape[:2], 12), torch.nan, device=DEVICE)
+        mla_decode_attention(
+            q_THC, case.kv_layer, seq_lens=queries.counts_T, block_table=slots_TK, plan=plan, scale=0.3, selected=True,
+            out=out,
+        )  # fmt: skip
+        return out
+
+    slots_TK = select_slots(case.q_THD, case.weights_TH, case.index_layer, case.queries)
+    together = attend(case.q_THC, case.queries, slots_TK)
+    assert together.isfinite().all()
+    for row, queries in case.queries.pieces(1):
+        rows = slice(row, row + 1)
+        slots_1K = select_slots(case.q_THD[rows], case.weights_TH[rows], case.index_layer, queries)
+        assert torch.equal(attend(case.q_THC[rows], queries, slots_1K), together[rows])
+
+
 def test_padding_selects_nothing() -> None:
     scores_TS = torch.randn(2, 6)
     assert (best_keys(scores_TS, torch.tensor([0, 2]), 3)[0] == -1).all()

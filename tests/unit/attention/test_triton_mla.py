@@ -1,10 +1,12 @@
 """TRITON_MLA's builder and memory. Its numbers are those of `tests.conformance.attention`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attention.backend import AttentionNeeds, MLADims, RaggedLens
-from attention.backends.triton_mla import TritonMLA
+from attention.backends.triton_mla import TritonMLA, TritonMLAMetadata
 from attention.metadata import build_common_metadata
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
@@ -16,10 +18,12 @@ from tests.device import DEVICE
 DIMS = MLADims(qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, kv_lora_rank=32)
 
 
-def backend(*, context_workspace_tokens: int = 8, kv_dtype: str = "") -> TritonMLA:
+def backend(
+    *, context_workspace_tokens: int = 8, kv_dtype: str = "", batch_invariant: bool = False, top_k: int = 0
+) -> TritonMLA:
     needs = AttentionNeeds(
         KVKind.MLA, DEVICE, "bfloat16", 48, 4, KVCacheLayout.LBNC, kv_dtype=kv_dtype, num_heads=3, max_num_reqs=8,
-        max_model_len=64, mla=DIMS,
+        max_model_len=64, mla=replace(DIMS, top_k=top_k), batch_invariant=batch_invariant,
     )  # fmt: skip
     platform = Platform("cuda", num_sms=2)
     return TritonMLA(needs, platform, context_workspace_tokens=context_workspace_tokens)
@@ -53,6 +57,24 @@ def test_a_batch_with_prefills_runs_outside_of_graphs_and_decodes_come_first() -
     swaps: list[tuple[int, int]] = []
     assert made.builder.reorder_batch([3, 1], lambda first, second: swaps.append((first, second)))
     assert swaps == [(0, 1)]
+
+
+def test_in_batch_invariant_mode_prompts_attend_to_latents_in_runs_of_query_tiles() -> None:
+    step = build_common_metadata(
+        query_lens=[1, 3, 1], context_lens=[3, 9, 0], block_tables=[[0], [1, 2, 3], [4]], block_size=4, device=DEVICE
+    )[0]
+    metadata = backend(batch_invariant=True).builder.build(0, step)
+    assert metadata.context_chunks == ()
+    (run,) = metadata.absorbed_prefills
+    assert (run.start, run.stop) == (0, 4)
+    assert isinstance(run.metadata, TritonMLAMetadata)
+    assert run.metadata.block_table.data_ptr() == step.block_table_tensor.data_ptr()
+    assert run.metadata.tiles is not None
+    assert sorted(run.metadata.tiles.tolist()) == [[2, 3, 1], [3, 1, 2]]
+    selected = backend(batch_invariant=True, top_k=4).builder.build(0, step)
+    assert selected.absorbed_prefills == ()
+    assert selected.sparse_prefills is not None
+    assert backend().builder.build(0, step).absorbed_prefills == ()
 
 
 def test_the_workspace_holds_latents_in_the_models_dtype_for_any_cache_dtype() -> None:

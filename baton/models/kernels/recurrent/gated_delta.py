@@ -17,6 +17,7 @@ from baton.models.kernels.recurrent.token_walk import (
     TokenWalk,
     decodes_of,
     first_token,
+    load_token,
     next_decode,
     next_kept,
     prompts_in_order,
@@ -150,29 +151,41 @@ def _correct_and_read(
             + k_K[:, None] * state_stride_K
             + v_V[None, :] * state_stride_V
         )
-        q_ptr += head * q_stride_H
-        k_ptr += head * k_stride_H
-        v_ptr += head * v_stride_H + (value_head % PER_HEAD) * v_stride_R
+        q_ptrs_K = q_ptr + head * q_stride_H + k_K
+        k_ptrs_K = k_ptr + head * k_stride_H + k_K
+        v_ptrs_V = v_ptr + head * v_stride_H + (value_head % PER_HEAD) * v_stride_R + v_V
+        decay_ptrs = decay_ptr + value_head
+        if BY_CHANNEL:
+            decay_ptrs = decay_ptr + value_head * KEYS + k_K
+        beta_ptr += value_head
+        GATES: tl.constexpr = HEADS * PER_HEAD
+        DECAYS: tl.constexpr = GATES * KEYS if BY_CHANNEL else GATES
         state_KV = tl.load(state_ptrs_KV + slot * state_stride_S, mask=has_KV & (context > 0), other=0.0)
         kept_stop, kept_slot = next_kept(
             row, snapshot_slots_ptr, snapshot_lens_ptr, first, first, stop, slot, num_snapshots
         )
         token = first + 0
+        query_K, key_K = load_token(q_ptrs_K, first, q_stride_T, has_K), load_token(k_ptrs_K, first, k_stride_T, has_K)
+        value_V = load_token(v_ptrs_V, first, v_stride_T, has_V)
+        decay = load_token(decay_ptrs, first, DECAYS, has_K if BY_CHANNEL else first >= 0)
+        beta = load_token(beta_ptr, first, GATES, first >= 0)
         while token >= 0:
-            gate = token * (HEADS * PER_HEAD) + value_head
-            key_K = _unit(k_ptr + token * k_stride_T + k_K, has_K)
-            query_K = _unit(q_ptr + token * q_stride_T + k_K, has_K) * scale
-            value_V = tl.load(v_ptr + token * v_stride_T + v_V, mask=has_V, other=0.0).to(tl.float32)
-            if BY_CHANNEL:
-                state_KV *= tl.exp(tl.load(decay_ptr + gate * KEYS + k_K, mask=has_K, other=0.0))[:, None]
-            else:
-                state_KV *= tl.exp(tl.load(decay_ptr + gate))
-            answer_V = tl.sum(state_KV * key_K[:, None], axis=0)
-            correction_V = (value_V - answer_V) * tl.load(beta_ptr + gate)
-            state_KV += key_K[:, None] * correction_V[None, :]
-            read_V = tl.sum(state_KV * query_K[:, None], axis=0)
+            # The next token is loaded while this one is computed: the walk waits for nothing but sums.
+            ahead = token + 1
+            goes_on = ahead < stop
+            ahead_query_K = load_token(q_ptrs_K, ahead, q_stride_T, has_K & goes_on)
+            ahead_key_K = load_token(k_ptrs_K, ahead, k_stride_T, has_K & goes_on)
+            ahead_value_V = load_token(v_ptrs_V, ahead, v_stride_T, has_V & goes_on)
+            ahead_decay = load_token(decay_ptrs, ahead, DECAYS, has_K & goes_on if BY_CHANNEL else goes_on)
+            ahead_beta = load_token(beta_ptr, ahead, GATES, goes_on)
+            unit_K = _unit(key_K)
+            state_KV *= tl.exp(decay)[:, None] if BY_CHANNEL else tl.exp(decay)
+            answer_V = tl.sum(state_KV * unit_K[:, None], axis=0)
+            correction_V = (value_V.to(tl.float32) - answer_V) * beta
+            state_KV += unit_K[:, None] * correction_V[None, :]
+            read_V = tl.sum(state_KV * (_unit(query_K) * scale)[:, None], axis=0)
             out_V = round_to(read_V, out_ptr.dtype.element_ty, INTERPRETED)
-            tl.store(out_ptr + gate * VALUES + v_V, out_V, mask=has_V)
+            tl.store(out_ptr + (token * GATES + value_head) * VALUES + v_V, out_V, mask=has_V)
             token += 1
             if token == kept_stop:
                 tl.store(state_ptrs_KV + kept_slot * state_stride_S, state_KV, mask=has_KV)
@@ -183,10 +196,17 @@ def _correct_and_read(
                 else:
                     token, kept_slot = next_decode(next_ptr, slots_ptr, token - 1, has_next)
                     stop, kept_stop = token + 1, token + 1
+                    goes_on = token >= 0
+                    ahead_query_K = load_token(q_ptrs_K, token, q_stride_T, has_K & goes_on)
+                    ahead_key_K = load_token(k_ptrs_K, token, k_stride_T, has_K & goes_on)
+                    ahead_value_V = load_token(v_ptrs_V, token, v_stride_T, has_V & goes_on)
+                    ahead_decay = load_token(decay_ptrs, token, DECAYS, has_K & goes_on if BY_CHANNEL else goes_on)
+                    ahead_beta = load_token(beta_ptr, token, GATES, goes_on)
+            query_K, key_K, value_V, decay, beta = ahead_query_K, ahead_key_K, ahead_value_V, ahead_decay, ahead_beta
 
 
 @triton.jit
-def _unit(ptrs_K, has_K):
+def _unit(x_K):
     """A vector in float32, brought to unit length."""
-    x_K = tl.load(ptrs_K, mask=has_K, other=0.0).to(tl.float32)
+    x_K = x_K.to(tl.float32)
     return x_K * tl.rsqrt(tl.sum(x_K * x_K, axis=0) + 1e-6)

@@ -16,6 +16,7 @@ from baton.models.kernels.recurrent.token_walk import (
     SAME_FOR_ALL,
     decodes_of,
     first_token,
+    load_token,
     next_decode,
     next_kept,
     prompts_in_order,
@@ -31,7 +32,6 @@ _LEAST_OF_DOT = 16
 # 16-bit inputs are exact in tf32, while states and what fades lose digits to it: of the terms' sum up to 6e-4, where
 # the inputs' own rounding loses 25e-4 in bfloat16, but 3e-4 in float16. In three products tf32 loses none that matter.
 _PRECISIONS = {torch.float32: "ieee", torch.bfloat16: "tf32", torch.float16: "tf32x3"}
-_INPUTS = 1024  # numbers of one program that copies shared inputs
 
 
 def selective_scan(
@@ -105,28 +105,6 @@ def selective_scan(
     return out_THP
 
 
-def share_inputs(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int) -> None:
-    """Implements `baton.models.layers.recurrent.selective_scan.share_inputs`."""
-    _, heads, channels, width = conv_SHXW.shape
-    tiles = triton.cdiv(channels * width, _INPUTS)
-    for slots_R, others, snapshots in (
-        (rows.decode_slots_N, rows.decode_lens_N, 0),
-        (rows.prompt_slots_P, rows.snapshot_slots_PM, rows.snapshot_slots_PM.shape[1]),
-    ):
-        if len(slots_R):
-            _share_inputs[(len(slots_R) * (1 + snapshots), heads, tiles)](
-                conv_SHXW,
-                slots_R,
-                others,
-                *conv_SHXW.stride(),
-                PER_GROUP=heads // num_groups,
-                WIDTH=width,
-                NUMBERS=channels * width,
-                SNAPSHOTS=snapshots,
-                TILE=_INPUTS,
-            )
-
-
 @triton.jit
 def _limited(dt, least, most):
     """Softplus of dt, within limits."""
@@ -195,15 +173,26 @@ def _token_by_token(
             row, snapshot_slots_ptr, snapshot_lens_ptr, first, first, stop, slot, num_snapshots
         )
         token = first + 0
+        dt_ptr += head
+        x_ptrs_P = x_ptr + head * CHANNELS + p_P
+        b_ptrs_N, c_ptrs_N = b_ptr + group * NUMBERS + n_N, c_ptr + group * NUMBERS + n_N
+        given_dt = load_token(dt_ptr, first, dt_stride, first >= 0)
+        given_x_P = load_token(x_ptrs_P, first, x_stride, has_P)
+        given_b_N = load_token(b_ptrs_N, first, b_stride, has_N)
+        given_c_N = load_token(c_ptrs_N, first, c_stride, has_N)
         while token >= 0:
-            dt = tl.load(dt_ptr + token * dt_stride + head).to(tl.float32) + bias
-            dt = _limited(dt, dt_min, dt_max)
+            # The next token is loaded while this one is computed.
+            ahead = token + 1
+            goes_on = ahead < stop
+            ahead_dt = load_token(dt_ptr, ahead, dt_stride, goes_on)
+            ahead_x_P = load_token(x_ptrs_P, ahead, x_stride, has_P & goes_on)
+            ahead_b_N = load_token(b_ptrs_N, ahead, b_stride, has_N & goes_on)
+            ahead_c_N = load_token(c_ptrs_N, ahead, c_stride, has_N & goes_on)
+            dt = _limited(given_dt.to(tl.float32) + bias, dt_min, dt_max)
             fade = tl.exp(-dt * rate)
-            x_P = tl.load(x_ptr + token * x_stride + head * CHANNELS + p_P, mask=has_P, other=0.0).to(tl.float32)
-            b_N = tl.load(b_ptr + token * b_stride + group * NUMBERS + n_N, mask=has_N, other=0.0).to(tl.float32)
-            c_N = tl.load(c_ptr + token * c_stride + group * NUMBERS + n_N, mask=has_N, other=0.0).to(tl.float32)
-            state_PN = state_PN * fade + (dt * x_P)[:, None] * b_N[None, :]
-            y_P = tl.sum(state_PN * c_N[None, :], axis=1) + skip * x_P
+            x_P = given_x_P.to(tl.float32)
+            state_PN = state_PN * fade + (dt * x_P)[:, None] * given_b_N.to(tl.float32)[None, :]
+            y_P = tl.sum(state_PN * given_c_N.to(tl.float32)[None, :], axis=1) + skip * x_P
             out_ptrs_P = out_ptr + (token * HEADS + head) * CHANNELS + p_P
             tl.store(out_ptrs_P, round_to(y_P, dtype, INTERPRETED), mask=has_P)
             token += 1
@@ -216,6 +205,12 @@ def _token_by_token(
                 else:
                     token, kept_slot = next_decode(next_ptr, slots_ptr, token - 1, has_next)
                     stop, kept_stop = token + 1, token + 1
+                    goes_on = token >= 0
+                    ahead_dt = load_token(dt_ptr, token, dt_stride, goes_on)
+                    ahead_x_P = load_token(x_ptrs_P, token, x_stride, has_P & goes_on)
+                    ahead_b_N = load_token(b_ptrs_N, token, b_stride, has_N & goes_on)
+                    ahead_c_N = load_token(c_ptrs_N, token, c_stride, has_N & goes_on)
+            given_dt, given_x_P, given_b_N, given_c_N = ahead_dt, ahead_x_P, ahead_b_N, ahead_c_N
 
 
 @triton.jit
@@ -307,40 +302,3 @@ def _prompt(
             if snapshot >= 0:
                 tl.store(state_ptrs_NP + (snapshot - slot) * state_stride_S, state_NP, mask=has_NP)
         tl.store(state_ptrs_NP, state_NP, mask=has_NP)
-
-
-@triton.jit
-def _share_inputs(
-    conv_ptr,
-    slots_ptr,
-    others_ptr,
-    stride_S,
-    stride_H,
-    stride_X,
-    stride_W,
-    PER_GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    SNAPSHOTS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One head's copy of a part of what its group's first head keeps.
-
-    Args:
-        others_ptr: of prompts, the slots of their snapshots; of decodes, which have none, their lengths.
-    """
-    request = tl.program_id(0) // (1 + SNAPSHOTS)
-    snapshot = tl.program_id(0) % (1 + SNAPSHOTS) - 1  # -1: the request's own slot
-    head = tl.program_id(1)
-    first = head // PER_GROUP * PER_GROUP
-    slot = tl.load(slots_ptr + request).to(tl.int64)
-    if SNAPSHOTS == 0:
-        slot = tl.where(slot < -1, -2 - slot, slot)  # that of a decode that continues another one
-        slot = tl.where(tl.load(others_ptr + request) > 0, slot, -1)
-    elif snapshot >= 0:
-        slot = tl.load(others_ptr + request * SNAPSHOTS + snapshot).to(tl.int64)
-    if (slot >= 0) & (head != first):
-        number = tl.program_id(2) * TILE + tl.arange(0, TILE)
-        ptrs = conv_ptr + slot * stride_S + (number // WIDTH) * stride_X + (number % WIDTH) * stride_W
-        values = tl.load(ptrs + first.to(tl.int64) * stride_H, mask=number < NUMBERS, other=0.0)
-        tl.store(ptrs + head.to(tl.int64) * stride_H, values, mask=number < NUMBERS)

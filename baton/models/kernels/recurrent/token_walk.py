@@ -83,3 +83,9 @@ def next_decode(next_ptr, slots_ptr, token, has_next):
     following = tl.load(next_ptr + token, mask=has_next != 0, other=-1).to(tl.int64)
     slot = -2 - tl.load(slots_ptr + following, mask=following >= 0, other=-2).to(tl.int64)
     return following, slot
+
+
+@triton.jit
+def load_token(ptrs, token, stride, mask):
+    """A token's numbers, 0 where masked."""
+    return tl.load(ptrs + token * stride, mask=mask, other=0.0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.models.kernels.recurrent import selective_scan as kernels
+from baton.models.kernels.recurrent.shared_inputs import share_inputs as share_inputs_on_gpu
 from baton.models.kernels.recurrent.state_rows import StateRows, continued, one_by_one, prompts_of
 from baton.models.layers.elementwise import softplus
 
@@ -119,7 +120,7 @@ def share_inputs(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int) -> None
     if num_groups == conv_SHXW.shape[1]:
         return
     if conv_SHXW.is_cuda:
-        kernels.share_inputs(conv_SHXW, rows, num_groups=num_groups)
+        share_inputs_on_gpu(conv_SHXW, rows, num_groups=num_groups)
         return
     share_inputs_in_torch(conv_SHXW, rows, num_groups=num_groups)
 

@@ -1,7 +1,7 @@
 """Drives a batch-invariant model token by token, so that tests compare a request's logits alone and in a batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from baton.models.families.reader import read_config
 from baton.models.layers.step_context import StepContext
 from baton.models.loading.loader import load_model
 from baton.models.loading.needs import attention_needs, kv_cache_spec
+from tests.unit.models.recurrent_steps import state_rows
 
 MAX_REQUESTS = 40
 
@@ -57,7 +58,9 @@ class Invariant:
         self.vocab_size = config.vocab_size
         self.block_size, self.device = block_size, device
         spec = kv_cache_spec(config, dtype)
-        shape = KVCacheShape(parse_layout("NHD", mla=spec.kind is KVKind.MLA), block_size, num_blocks)
+        layout = parse_layout("NHD", mla=spec.kind is KVKind.MLA)
+        state_slots = 0 if config.recurrent is None else MAX_REQUESTS
+        shape = KVCacheShape(layout, block_size, num_blocks, state_slots=state_slots)
         needs = attention_needs(
             config,
             dtype=dtype,
@@ -86,11 +89,13 @@ class Invariant:
             others: by the step in which they come; single tokens go first, in an order drawn anew in every step.
             seed: for that order, and for the choice of blocks.
         """
-        self.cache.storage.fill_(torch.nan)
+        for part in self.cache.parts:
+            part.storage.fill_(torch.nan)
         generator = torch.Generator().manual_seed(seed)
         free = torch.randperm(self.cache.shape.num_blocks, generator=generator).tolist()
         running = [target]
         blocks: dict[int, list[int]] = {}
+        slots: dict[int, int] = {}
         results = []
         step = 0
         while target.computed < len(target.tokens):
@@ -113,12 +118,20 @@ class Invariant:
             )
             token_ids_T = torch.tensor([token for _, tokens in batch for token in tokens]).to(self.device)
             metadata = self.backend.builder.build(0, common)
-            hidden_TD = self.model.compute(token_ids_T, positions_T, self.cache, StepContext(metadata))
+            states = None
+            if self.cache.state is not None:
+                slots_R = [slots.setdefault(id(request), len(slots)) for request, _ in batch]
+                lens_R = [len(tokens) for _, tokens in batch]
+                contexts_R = [starts[id(request)] for request, _ in batch]
+                rows = state_rows(slots_R, lens_R, contexts_R, device=self.device)
+                states = replace(rows, in_order=self.backend.capabilities.rows_in_order)
+            context = StepContext(metadata, states=states)
+            hidden_TD = self.model.compute(token_ids_T, positions_T, self.cache, context)
             place = next(index for index, (request, _) in enumerate(batch) if request is target)
-            rows = slice(*common.query_start_loc_cpu[place : place + 2].tolist())
+            own_rows = slice(*common.query_start_loc_cpu[place : place + 2].tolist())
             last_R = common.query_start_loc[1:].long() - 1
             logits_RV = self.model.compute_logits(hidden_TD[last_R])
-            results.append(torch.cat((hidden_TD[rows].float().flatten(), logits_RV[place])).cpu())
+            results.append(torch.cat((hidden_TD[own_rows].float().flatten(), logits_RV[place])).cpu())
         return results
 
 

@@ -203,6 +203,7 @@ def build_runner(
         f" draft{identity.draft_digest}" if config.has_draft_layer else ""
     )  # blocks without that part are others
     facts = _facts(config, spec, shape, known_by, num_owners=parallel.num_owners)
+    facts = replace(facts, rows_in_order=settings.batch_invariant and backend.capabilities.rows_in_order)
 
     adapters: AdapterBank | None = None
     if settings.adapter_slots:
@@ -260,7 +261,7 @@ def build_runner(
         parallel=parallel,
         kv_heads=kv_heads(model_spec.num_kv_heads, parallel),
         grammars=grammars,
-        rows_in_order=settings.batch_invariant and backend.capabilities.rows_in_order and config.recurrent is None,
+        rows_in_order=facts.rows_in_order,
     )
 
 

@@ -228,11 +228,13 @@ class ModelFacts:
         identity: a text that differs between models whose KV differs; part of every prefix key.
         window_tokens: the widest sliding window of any layer; 0 where no layer has one.
         state_slots: places for recurrent states; 0: the model has none.
-        scan_tokens: recurrent layers compute prompts in pieces of this many tokens; a chunk that does not end at a
-            multiple changes last bits.
+        scan_tokens: recurrent layers compute prompts in pieces of this many tokens; unless `rows_in_order`, a chunk
+            that does not end at a multiple changes last bits.
         num_owners: pools of `num_blocks` each; every request has its blocks in one of them. More than 1 with attention
             data parallelism: a pool for each rank.
         drafts: the model has a layer of its own that drafts tokens.
+        rows_in_order: a token has the same bits as a decode and in any chunk of a prompt, so recurrent layers compute
+            prompts token by token.
     """
 
     num_blocks: int
@@ -246,6 +248,7 @@ class ModelFacts:
     scan_tokens: int = 64
     num_owners: int = 1
     drafts: bool = False
+    rows_in_order: bool = False
 
 
 @dataclass(frozen=True)

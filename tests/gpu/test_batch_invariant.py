@@ -28,6 +28,7 @@ from tests.unit.attention.paged import Asked, decodes
 from tests.unit.attention.test_decode_kernel import ASKED
 from tests.unit.attention.test_decodes_in_order import AXES
 from tests.unit.attention.test_prompts_in_order import computed, decoded
+from tests.unit.models.tiny import save_tiny
 
 pytestmark = pytest.mark.gpu
 
@@ -209,6 +210,21 @@ def test_a_token_has_the_same_bits_as_a_decode_and_in_any_chunk(config: dict[str
         assert torch.equal(hidden_states(model, tokens, chunk=chunk), decoded), chunk
 
 
+@pytest.mark.parametrize("name", ["lfm2", "qwen3-next", "kimi-linear", "nemotron-h", "falcon-h1", "granite-hybrid"])
+def test_a_token_of_a_model_with_states_has_the_same_bits_as_a_decode_and_in_any_chunk(
+    name: str, tmp_path: Path
+) -> None:
+    save_tiny(name, tmp_path)
+    model = Invariant(tmp_path, device="cuda", dtype="bfloat16", block_size=16)
+    if not model.backend.capabilities.rows_in_order:
+        pytest.skip(f"prompts of {model.backend.capabilities.name} are not in order")
+    tokens = drawn_tokens(model, 300)
+    decoded = hidden_states(model, tokens, chunk=1)
+    assert decoded.isfinite().all()
+    for chunk in (300, 128, 45, 3):
+        assert torch.equal(hidden_states(model, tokens, chunk=chunk), decoded), chunk
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_request_has_the_same_logits_alone_and_in_any_batch(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
@@ -260,4 +276,20 @@ def test_the_engine_cuts_prompts_anywhere_and_computes_known_tokens_with_them(mo
         assert outputs(max_batch_tokens=step_tokens) == whole
     for lost in (1, 20):
         rest = outputs(known=[output.token_ids[:lost] for output in whole])
+        assert [output.logprobs for output in rest] == [output.logprobs[lost:] for output in whole]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "nemotron-h"])
+def test_the_engine_cuts_prompts_of_models_with_states_anywhere(family: str, tmp_path: Path) -> None:
+    """In captured steps; a longer prompt starts from a state that was kept while its beginning was decoded."""
+    save_tiny(family, tmp_path)
+    built = build_demo(tmp_path, dtype="bfloat16", batch_invariant=True, block_size=16)
+    assert built.rows_in_order
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 60, (length,), generator=generator).tolist() for length in (200, 3, 129, 1, 50)]
+    whole = generate(built, prompts, GREEDY, prefix_cache=False)
+    for step_tokens in (48, 100):
+        assert generate(built, prompts, GREEDY, prefix_cache=False, max_batch_tokens=step_tokens) == whole
+    for lost in (1, 20):
+        rest = generate(built, prompts, GREEDY, prefix_cache=False, known=[output.token_ids[:lost] for output in whole])
         assert [output.logprobs for output in rest] == [output.logprobs[lost:] for output in whole]

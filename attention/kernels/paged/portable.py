@@ -21,6 +21,9 @@ from baton.kvcache.fp8 import is_fp8
 from baton.tritonlib.launch import interpreted
 
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# NOTE: with 128 rows, 8 warps and values of 10 channels, an H200 (Triton 3.6) gave other results in each run, from the
+# 17th query of a request on. Heads narrower than this get tiles of 64 rows, which need 4 warps.
+_LEAST_CHANNELS = 64
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ def choose_tiling(call: AttentionCall) -> Tiling:
     rows = max(16 if call.splits == 1 else 64, triton.next_power_of_2(call.max_query_len * call.group))
     # float32 products are unrolled into registers and spill unless tiles are small.
     block_m = min(rows, 32 if element_bytes > 2 else 128)
+    narrow = max(call.q_THD.shape[-1], call.keys.values.shape[-1]) < _LEAST_CHANNELS
+    block_m = min(block_m, 64) if narrow else block_m
     key_channels = sum(split_channels(call.q_THD.shape[-1]))
     channels = key_channels + triton.next_power_of_2(call.keys.values.shape[-1])
     room = _shared_bytes(call.q_THD.device) - block_m * key_channels * element_bytes

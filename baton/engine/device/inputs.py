@@ -58,12 +58,14 @@ def stage_step(
     *,
     block_size: int,
     with_states: bool = False,
+    rows_in_order: bool = False,
     exchange: TokenExchange | None = None,
 ) -> StepInputs:
     """Makes the inputs of a step. The host does not wait for the copy.
 
     Args:
         with_states: the model has recurrent states.
+        rows_in_order: `ModelFacts.rows_in_order`.
         last_tokens: int32, the tokens of the previous step, row by row; `token_source` is an index into it.
         exchange: the model's, with attention data parallelism.
 
@@ -101,7 +103,7 @@ def stage_step(
         token_ids_T.index_copy_(0, places_P, last_tokens.index_select(0, sources_P).to(torch.int64).clamp_(min=0))
     common, positions_T = batch.common(copied)
     adapters_T = _adapters(rows, last_tokens.device)
-    states = _states(rows, last_tokens.device) if with_states else None
+    states = _states(rows, last_tokens.device, in_order=rows_in_order) if with_states else None
     return StepInputs(
         common, token_ids_T, positions_T, adapters_T, states, sampled, sampled_S, last_S, starts.tolist(), shares
     )
@@ -115,7 +117,7 @@ def count_decodes(rows: Sequence[BatchRow]) -> int:
     return len(rows)
 
 
-def _states(rows: Sequence[BatchRow], device: torch.device) -> StateRows:
+def _states(rows: Sequence[BatchRow], device: torch.device, *, in_order: bool) -> StateRows:
     num_decodes = count_decodes(rows)
     slots = np.array([row.state_slot for row in rows], np.int32)
     context = np.array([row.token_start for row in rows], np.int32)
@@ -137,6 +139,7 @@ def _states(rows: Sequence[BatchRow], device: torch.device) -> StateRows:
         snapshot_lens_PM,
         max_prompt_tokens=max(lengths, default=0),
         decode_next_N=next_N,
+        in_order=in_order,
     )
 
 

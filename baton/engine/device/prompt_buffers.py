@@ -172,7 +172,7 @@ class PromptBuffers:
             slot_mapping=self.slot_mapping[:size],
         )
 
-    def state_rows(self, size: int) -> StateRows:
+    def state_rows(self, size: int, *, in_order: bool) -> StateRows:
         """The recurrent states of steps of this many tokens, including padding. It has views, so it stays valid."""
         prompts, decodes = most_prompts(size), self.most_decodes(size)
         return StateRows(
@@ -185,6 +185,7 @@ class PromptBuffers:
             self.snapshot_lens[:prompts],
             max_prompt_tokens=size,
             decode_next_N=self.decodes.state_next[:decodes],
+            in_order=in_order,
         )
 
     def look_tokens_up(self, size: int) -> Tensor:

@@ -51,6 +51,9 @@ class PromptGraphs:
     """Captured steps of any mix of decodes and prompts, for one thread and one stream. On a CPU nothing is captured;
     the same padded step runs.
 
+    Args:
+        rows_in_order: `ModelFacts.rows_in_order`.
+
     Attributes:
         buffers: shared by all sizes.
         draft_states: [T, D], where a step leaves the states that the layer that drafts tokens reads; None: there is no
@@ -68,8 +71,10 @@ class PromptGraphs:
         *,
         decodes: DecodeBuffers,
         marks: LayerMarks,
+        rows_in_order: bool = False,
     ) -> None:
         self._model = model
+        self._rows_in_order = rows_in_order
         self._backend = backend
         self._cache = cache
         self._settings = settings
@@ -205,7 +210,7 @@ class PromptGraphs:
         adapters = self._model.adapters_of(buffers.adapters[:size])
         # NOTE: this must be a kernel of torch, for the reason given in `decode_step`.
         token_ids_T = buffers.look_tokens_up(size)
-        states = None if self._cache.state is None else buffers.state_rows(size)
+        states = None if self._cache.state is None else buffers.state_rows(size, in_order=self._rows_in_order)
         context = StepContext(metadata, slots_T=buffers.slot_mapping[:size], adapters=adapters, states=states)
         hidden_TD = self._model.compute(token_ids_T, buffers.positions[:size], self._cache, context)
         buffers.hidden[:size].copy_(hidden_TD)

@@ -91,7 +91,13 @@ class ModelRunner:
             self._graphs = DecodeGraphs(model, backend, cache, graphs)
             if graphs.max_tokens and model.exchange is None:  # with an exchange, they would differ by the ranks' shares
                 self._prompts = PromptGraphs(
-                    model, backend, cache, graphs, decodes=self._graphs.buffers, marks=self._marks
+                    model,
+                    backend,
+                    cache,
+                    graphs,
+                    decodes=self._graphs.buffers,
+                    marks=self._marks,
+                    rows_in_order=facts.rows_in_order,
                 )
         self.drafts = DraftSteps(model, backend, cache, graphs, self._graphs) if model.drafts else None
         self.grammars = GrammarRows(grammars, self._device)
@@ -266,7 +272,12 @@ class ModelRunner:
         with_states = self._cache.state is not None
         exchange = self.model.exchange
         inputs = stage_step(
-            rows, self._drawing.tokens_N, block_size=self.facts.block_size, with_states=with_states, exchange=exchange
+            rows,
+            self._drawing.tokens_N,
+            block_size=self.facts.block_size,
+            with_states=with_states,
+            rows_in_order=self.facts.rows_in_order,
+            exchange=exchange,
         )
         adapters = self.model.adapters_of(inputs.adapters_T)
         context = StepContext(

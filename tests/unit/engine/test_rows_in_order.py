@@ -2,6 +2,7 @@
 prompt is cut, after known output was computed again with the prompt, and after decoded KV was used for a longer
 prompt."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from tests.unit.models.tiny import save_tiny
 
 PARAMS = ResolvedSampling(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True, logprobs=0)
 PROMPTS = [prompt_of(length, seed=length) for length in (37, 3, 18, 1)]
-FAMILIES = ["mistral-window", "deepseek-v3-yarn", "deepseek-v32", "gpt-oss", "gemma3"]
+ATTENTION = ["mistral-window", "deepseek-v3-yarn", "deepseek-v32", "gpt-oss", "gemma3"]
+RECURRENT = ["lfm2", "qwen3-next", "kimi-linear", "nemotron-h", "falcon-h1", "granite-hybrid"]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*ATTENTION, *RECURRENT])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltRunner:
     return built_of(request.param, tmp_path_factory.mktemp("model"))
 
@@ -52,13 +54,15 @@ def test_known_tokens_are_computed_with_the_prompt(built: BuiltRunner) -> None:
 
 
 async def test_a_prompt_that_goes_on_after_an_answer_uses_its_decoded_kv(built: BuiltRunner) -> None:
+    """States are kept after every 64 tokens."""
+    count, cached = (12, 48) if built.config.recurrent is None else (30, 64)
     async with running(built, max_batch_tokens=64) as (engine, events):
-        engine.submit(request("first", PROMPTS[0], PARAMS))
+        engine.submit(request("first", PROMPTS[0], replace(PARAMS, max_tokens=count)))
         await events.finished("first")
         longer = (*PROMPTS[0], *(token.token_id for token in events.tokens["first"]), 7, 9)
         engine.submit(request("longer", longer, PARAMS))
         await events.finished("longer")
-    assert events.started["longer"].cached_tokens == 48 > len(PROMPTS[0]) + 10
+    assert events.started["longer"].cached_tokens == cached > len(PROMPTS[0]) + 10
     async with running(built, max_batch_tokens=64, prefix_cache=False) as (engine, alone):
         engine.submit(request("longer", longer, PARAMS))
         await alone.finished("longer")
@@ -69,10 +73,3 @@ async def test_a_prompt_that_goes_on_after_an_answer_uses_its_decoded_kv(built: 
 def test_a_node_cuts_where_its_steps_end(built: BuiltRunner) -> None:
     settings = NodeSettings(model=Path("m"), device="cpu", batch_invariant=True)
     assert engine_limits(settings, built, max_context_tokens=256).chunk_align_tokens is None
-
-
-def test_recurrent_states_are_not_in_order(tmp_path: Path) -> None:
-    recurrent = built_of("lfm2", tmp_path)
-    assert not recurrent.rows_in_order
-    settings = NodeSettings(model=tmp_path, device="cpu", batch_invariant=True)
-    assert engine_limits(settings, recurrent, max_context_tokens=256).chunk_align_tokens == 128

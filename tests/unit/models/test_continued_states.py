@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.models.kernels.recurrent import gated_delta as delta_kernels
-from baton.models.kernels.recurrent import selective_scan as scan_kernels
+from baton.models.kernels.recurrent.shared_inputs import share_inputs
 from baton.models.kernels.recurrent.short_conv import short_conv
 from baton.models.kernels.recurrent.state_rows import StateRows, continuing
 from baton.models.layers.recurrent import gated_delta as delta
@@ -110,7 +110,7 @@ def test_continued_decodes_share_the_inputs_of_their_group(twin: str) -> None:
     before = conv_SHXW.clone()
     rows = state_rows([1, continuing(6)], [1, 1], [8, 9], device=DEVICE)
     rows = replace(rows, decode_next_N=torch.tensor([1, -1, -1, -1], dtype=torch.int32, device=DEVICE))
-    share = share_inputs_in_torch if twin == "torch" else scan_kernels.share_inputs
+    share = share_inputs_in_torch if twin == "torch" else share_inputs
     share(conv_SHXW, rows, num_groups=2)
     shared = before[:, ::2].repeat_interleave(2, dim=1)
     for slot in range(SLOTS):

@@ -15,6 +15,7 @@ from torch.nn.functional import softplus
 
 from baton.models.kernels.recurrent import selective_scan as kernels
 from baton.models.kernels.recurrent.gated_group_norm import gated_group_norm
+from baton.models.kernels.recurrent.shared_inputs import share_inputs
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.recurrent.gated_group_norm import GatedGroupNorm
 from baton.models.layers.recurrent.selective_scan import (
@@ -212,7 +213,7 @@ def test_a_step_of_padding_alone_changes_nothing(twin: str) -> None:
 
 
 def shared(twin: str, conv_SHXW: Tensor, rows: StateRows) -> None:
-    twins = {"torch": share_inputs_in_torch, "triton": kernels.share_inputs}
+    twins = {"torch": share_inputs_in_torch, "triton": share_inputs}
     twins[twin](conv_SHXW, rows, num_groups=GROUPS)
 
 

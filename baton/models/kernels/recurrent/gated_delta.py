@@ -1,6 +1,7 @@
-"""The gated delta rule on a GPU: decodes here, one token each; `gated_delta_chunks` has the prompts.
+"""The gated delta rule on a GPU, token by token: decodes, and prompts in order. `gated_delta_chunks` has other prompts.
 
-The twin is in `baton.models.layers.recurrent.gated_delta`. Legend: as there.
+Decodes and prompts in order run one compiled kernel, because two that differ in a constant may differ in last bits. The
+twin is in `baton.models.layers.recurrent.gated_delta`. Legend: as there.
 """
 
 import torch
@@ -8,9 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.models.kernels.recurrent.continued import next_decode
 from baton.models.kernels.recurrent.gated_delta_chunks import prompts
 from baton.models.kernels.recurrent.state_rows import StateRows
+from baton.models.kernels.recurrent.token_walk import (
+    ANY_ALIGNMENT,
+    SAME_FOR_ALL,
+    TokenWalk,
+    decodes_of,
+    first_token,
+    load_token,
+    next_decode,
+    next_kept,
+    prompts_in_order,
+)
 from baton.tritonlib.launch import interpreted
 from baton.tritonlib.rounding import round_to
 
@@ -33,13 +44,16 @@ def gated_delta(
     num_decodes = min(len(rows.decode_slots_N), len(v_THRV))
     operands = (q_THK, k_THK, v_THRV, log_decay.contiguous(), beta_THR.contiguous(), out_THRV, states_SHRKV)
     if num_decodes:
-        _decode(*operands, rows, num_decodes=num_decodes)
+        _token_by_token(*operands, decodes_of(rows), num_rows=num_decodes)
     if len(rows.prompt_slots_P) and rows.max_prompt_tokens:
-        prompts(*operands, rows)
+        if rows.in_order:
+            _token_by_token(*operands, prompts_in_order(rows), num_rows=len(rows.prompt_slots_P))
+        else:
+            prompts(*operands, rows)
     return out_THRV
 
 
-def _decode(
+def _token_by_token(
     q_THK: Tensor,
     k_THK: Tensor,
     v_THRV: Tensor,
@@ -47,14 +61,14 @@ def _decode(
     beta_THR: Tensor,
     out_THRV: Tensor,
     states_SHRKV: Tensor,
-    rows: StateRows,
+    walk: TokenWalk,
     *,
-    num_decodes: int,
+    num_rows: int,
 ) -> None:
     _, heads, per_head, values = v_THRV.shape
     keys = q_THK.shape[2]
     tile = min(_TILE_V, triton.next_power_of_2(values))
-    _decode_token[(num_decodes, heads * per_head, triton.cdiv(values, tile))](
+    _correct_and_read[(num_rows, heads * per_head, triton.cdiv(values, tile))](
         q_THK,
         k_THK,
         v_THRV,
@@ -62,9 +76,7 @@ def _decode(
         beta_THR,
         out_THRV,
         states_SHRKV,
-        rows.decode_slots_N,
-        rows.decode_lens_N,
-        rows.decode_next_N,
+        *walk,
         keys**-0.5,
         *q_THK.stride()[:2],
         *k_THK.stride()[:2],
@@ -82,8 +94,8 @@ def _decode(
     )
 
 
-@triton.jit
-def _decode_token(
+@triton.jit(do_not_specialize=SAME_FOR_ALL, do_not_specialize_on_alignment=ANY_ALIGNMENT)
+def _correct_and_read(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -93,7 +105,13 @@ def _decode_token(
     state_ptr,
     slots_ptr,
     lens_ptr,
+    starts_ptr,
     next_ptr,
+    snapshot_slots_ptr,
+    snapshot_lens_ptr,
+    in_prompts,
+    has_next,
+    num_snapshots,
     scale,
     q_stride_T,
     q_stride_H,
@@ -116,13 +134,12 @@ def _decode_token(
     BY_CHANNEL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One token and those that continue its state, for TILE_V values of one value head."""
-    token = tl.program_id(0).to(tl.int64)
+    """The tokens of a row, for TILE_V values of one value head; the state stays in registers."""
+    row = tl.program_id(0).to(tl.int64)
     value_head = tl.program_id(1)
     head = value_head // PER_HEAD
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    length = tl.load(lens_ptr + token)
-    if (slot >= 0) & (length > 0):
+    first, stop, context, slot = first_token(row, slots_ptr, lens_ptr, starts_ptr, in_prompts)
+    if (slot >= 0) & (first < stop):
         k_K = tl.arange(0, BLOCK_K)
         v_V = tl.program_id(2) * TILE_V + tl.arange(0, TILE_V)
         has_K, has_V = k_K < KEYS, v_V < VALUES
@@ -134,31 +151,62 @@ def _decode_token(
             + k_K[:, None] * state_stride_K
             + v_V[None, :] * state_stride_V
         )
-        q_ptr += head * q_stride_H
-        k_ptr += head * k_stride_H
-        v_ptr += head * v_stride_H + (value_head % PER_HEAD) * v_stride_R
-        state_KV = tl.load(state_ptrs_KV + slot * state_stride_S, mask=has_KV & (length > 1), other=0.0)
+        q_ptrs_K = q_ptr + head * q_stride_H + k_K
+        k_ptrs_K = k_ptr + head * k_stride_H + k_K
+        v_ptrs_V = v_ptr + head * v_stride_H + (value_head % PER_HEAD) * v_stride_R + v_V
+        decay_ptrs = decay_ptr + value_head
+        if BY_CHANNEL:
+            decay_ptrs = decay_ptr + value_head * KEYS + k_K
+        beta_ptr += value_head
+        GATES: tl.constexpr = HEADS * PER_HEAD
+        DECAYS: tl.constexpr = GATES * KEYS if BY_CHANNEL else GATES
+        state_KV = tl.load(state_ptrs_KV + slot * state_stride_S, mask=has_KV & (context > 0), other=0.0)
+        kept_stop, kept_slot = next_kept(
+            row, snapshot_slots_ptr, snapshot_lens_ptr, first, first, stop, slot, num_snapshots
+        )
+        token = first + 0
+        query_K, key_K = load_token(q_ptrs_K, first, q_stride_T, has_K), load_token(k_ptrs_K, first, k_stride_T, has_K)
+        value_V = load_token(v_ptrs_V, first, v_stride_T, has_V)
+        decay = load_token(decay_ptrs, first, DECAYS, has_K if BY_CHANNEL else first >= 0)
+        beta = load_token(beta_ptr, first, GATES, first >= 0)
         while token >= 0:
-            gate = token * (HEADS * PER_HEAD) + value_head
-            key_K = _unit(k_ptr + token * k_stride_T + k_K, has_K)
-            query_K = _unit(q_ptr + token * q_stride_T + k_K, has_K) * scale
-            value_V = tl.load(v_ptr + token * v_stride_T + v_V, mask=has_V, other=0.0).to(tl.float32)
-            if BY_CHANNEL:
-                state_KV *= tl.exp(tl.load(decay_ptr + gate * KEYS + k_K, mask=has_K, other=0.0))[:, None]
-            else:
-                state_KV *= tl.exp(tl.load(decay_ptr + gate))
-            answer_V = tl.sum(state_KV * key_K[:, None], axis=0)
-            correction_V = (value_V - answer_V) * tl.load(beta_ptr + gate)
-            state_KV += key_K[:, None] * correction_V[None, :]
-            read_V = tl.sum(state_KV * query_K[:, None], axis=0)
+            # The next token is loaded while this one is computed: the walk waits for nothing but sums.
+            ahead = token + 1
+            goes_on = ahead < stop
+            ahead_query_K = load_token(q_ptrs_K, ahead, q_stride_T, has_K & goes_on)
+            ahead_key_K = load_token(k_ptrs_K, ahead, k_stride_T, has_K & goes_on)
+            ahead_value_V = load_token(v_ptrs_V, ahead, v_stride_T, has_V & goes_on)
+            ahead_decay = load_token(decay_ptrs, ahead, DECAYS, has_K & goes_on if BY_CHANNEL else goes_on)
+            ahead_beta = load_token(beta_ptr, ahead, GATES, goes_on)
+            unit_K = _unit(key_K)
+            state_KV *= tl.exp(decay)[:, None] if BY_CHANNEL else tl.exp(decay)
+            answer_V = tl.sum(state_KV * unit_K[:, None], axis=0)
+            correction_V = (value_V.to(tl.float32) - answer_V) * beta
+            state_KV += unit_K[:, None] * correction_V[None, :]
+            read_V = tl.sum(state_KV * (_unit(query_K) * scale)[:, None], axis=0)
             out_V = round_to(read_V, out_ptr.dtype.element_ty, INTERPRETED)
-            tl.store(out_ptr + gate * VALUES + v_V, out_V, mask=has_V)
-            tl.store(state_ptrs_KV + slot * state_stride_S, state_KV, mask=has_KV)
-            token, slot = next_decode(next_ptr, slots_ptr, token)
+            tl.store(out_ptr + (token * GATES + value_head) * VALUES + v_V, out_V, mask=has_V)
+            token += 1
+            if token == kept_stop:
+                tl.store(state_ptrs_KV + kept_slot * state_stride_S, state_KV, mask=has_KV)
+                if token < stop:
+                    kept_stop, kept_slot = next_kept(
+                        row, snapshot_slots_ptr, snapshot_lens_ptr, first, token, stop, slot, num_snapshots
+                    )
+                else:
+                    token, kept_slot = next_decode(next_ptr, slots_ptr, token - 1, has_next)
+                    stop, kept_stop = token + 1, token + 1
+                    goes_on = token >= 0
+                    ahead_query_K = load_token(q_ptrs_K, token, q_stride_T, has_K & goes_on)
+                    ahead_key_K = load_token(k_ptrs_K, token, k_stride_T, has_K & goes_on)
+                    ahead_value_V = load_token(v_ptrs_V, token, v_stride_T, has_V & goes_on)
+                    ahead_decay = load_token(decay_ptrs, token, DECAYS, has_K & goes_on if BY_CHANNEL else goes_on)
+                    ahead_beta = load_token(beta_ptr, token, GATES, goes_on)
+            query_K, key_K, value_V, decay, beta = ahead_query_K, ahead_key_K, ahead_value_V, ahead_decay, ahead_beta
 
 
 @triton.jit
-def _unit(ptrs_K, has_K):
+def _unit(x_K):
     """A vector in float32, brought to unit length."""
-    x_K = tl.load(ptrs_K, mask=has_K, other=0.0).to(tl.float32)
+    x_K = x_K.to(tl.float32)
     return x_K * tl.rsqrt(tl.sum(x_K * x_K, axis=0) + 1e-6)

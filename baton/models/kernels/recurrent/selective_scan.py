@@ -1,7 +1,7 @@
 """The scan of Mamba-2 on a GPU. The twin is in `baton.models.layers.recurrent.selective_scan`, which has the formulas.
 
-A decode's program has a tile of one head's state. A prompt's program walks over all sub-chunks of the prompt with such
-a tile in registers, so what it writes does not depend on other programs. Legend: as there.
+A program of decodes and of prompts in order has a tile of one head's state and walks over tokens. A program of other
+prompts walks over sub-chunks. What it writes does not depend on other programs. Legend: as there.
 """
 
 import torch
@@ -9,21 +9,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.models.kernels.recurrent.continued import next_decode
 from baton.models.kernels.recurrent.snapshots import snapshot_slot
 from baton.models.kernels.recurrent.state_rows import StateRows
+from baton.models.kernels.recurrent.token_walk import (
+    ANY_ALIGNMENT,
+    SAME_FOR_ALL,
+    decodes_of,
+    first_token,
+    load_token,
+    next_decode,
+    next_kept,
+    prompts_in_order,
+)
 from baton.tritonlib.launch import bound, interpreted
 from baton.tritonlib.rounding import round_to
 
 # Tokens of a sub-chunk, at multiples of this of a prompt's positions.
 SUB_CHUNK = 64
-_DECODE_CHANNELS, _PROMPT_CHANNELS = 16, 64
-_DECODE_WARPS, _PROMPT_WARPS = 4, 8
+_TOKEN_CHANNELS, _PROMPT_CHANNELS = 16, 64
+_TOKEN_WARPS, _PROMPT_WARPS = 4, 8
 _LEAST_OF_DOT = 16
 # 16-bit inputs are exact in tf32, while states and what fades lose digits to it: of the terms' sum up to 6e-4, where
 # the inputs' own rounding loses 25e-4 in bfloat16, but 3e-4 in float16. In three products tf32 loses none that matter.
 _PRECISIONS = {torch.float32: "ieee", torch.bfloat16: "tf32", torch.float16: "tf32x3"}
-_INPUTS = 1024  # numbers of one program that copies shared inputs
 
 
 def selective_scan(
@@ -58,22 +66,23 @@ def selective_scan(
         "INTERPRETED": interpreted(),
     }
     num_decodes, num_prompts = min(len(rows.decode_slots_N), num_tokens), len(rows.prompt_slots_P)
+    num_prompts = num_prompts if rows.max_prompt_tokens else 0
     block = triton.next_power_of_2(numbers)
-    if num_decodes:
-        tile = min(_DECODE_CHANNELS, triton.next_power_of_2(channels))
-        _decode[(num_decodes, heads, triton.cdiv(channels, tile))](
-            *tensors,
-            rows.decode_slots_N,
-            rows.decode_lens_N,
-            rows.decode_next_N,
-            *dt_limits,
-            *strides,
-            **constants,
-            TILE_P=tile,
-            BLOCK_N=block,
-            num_warps=_DECODE_WARPS,
-        )
-    if num_prompts and rows.max_prompt_tokens:
+    walks = ((num_decodes, decodes_of(rows)), (num_prompts if rows.in_order else 0, prompts_in_order(rows)))
+    for num_rows, walk in walks:
+        if num_rows:
+            tile = min(_TOKEN_CHANNELS, triton.next_power_of_2(channels))
+            _token_by_token[(num_rows, heads, triton.cdiv(channels, tile))](
+                *tensors,
+                *walk,
+                *dt_limits,
+                *strides,
+                **constants,
+                TILE_P=tile,
+                BLOCK_N=block,
+                num_warps=_TOKEN_WARPS,
+            )
+    if num_prompts and not rows.in_order:
         tile = max(_LEAST_OF_DOT, min(_PROMPT_CHANNELS, triton.next_power_of_2(channels)))
         _prompt[(num_prompts, heads, triton.cdiv(channels, tile))](
             *tensors,
@@ -96,28 +105,6 @@ def selective_scan(
     return out_THP
 
 
-def share_inputs(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int) -> None:
-    """Implements `baton.models.layers.recurrent.selective_scan.share_inputs`."""
-    _, heads, channels, width = conv_SHXW.shape
-    tiles = triton.cdiv(channels * width, _INPUTS)
-    for slots_R, others, snapshots in (
-        (rows.decode_slots_N, rows.decode_lens_N, 0),
-        (rows.prompt_slots_P, rows.snapshot_slots_PM, rows.snapshot_slots_PM.shape[1]),
-    ):
-        if len(slots_R):
-            _share_inputs[(len(slots_R) * (1 + snapshots), heads, tiles)](
-                conv_SHXW,
-                slots_R,
-                others,
-                *conv_SHXW.stride(),
-                PER_GROUP=heads // num_groups,
-                WIDTH=width,
-                NUMBERS=channels * width,
-                SNAPSHOTS=snapshots,
-                TILE=_INPUTS,
-            )
-
-
 @triton.jit
 def _limited(dt, least, most):
     """Softplus of dt, within limits."""
@@ -129,8 +116,8 @@ def _limited(dt, least, most):
     return tl.minimum(tl.maximum(soft, least), most)
 
 
-@triton.jit
-def _decode(
+@triton.jit(do_not_specialize=SAME_FOR_ALL, do_not_specialize_on_alignment=ANY_ALIGNMENT)
+def _token_by_token(
     x_ptr,
     dt_ptr,
     b_ptr,
@@ -142,7 +129,13 @@ def _decode(
     state_ptr,
     slots_ptr,
     lens_ptr,
+    starts_ptr,
     next_ptr,
+    snapshot_slots_ptr,
+    snapshot_lens_ptr,
+    in_prompts,
+    has_next,
+    num_snapshots,
     dt_min,
     dt_max,
     x_stride,
@@ -160,13 +153,12 @@ def _decode(
     TILE_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One token of one request and those that continue its state, for TILE_P channels of one head."""
+    """The tokens of a row, for TILE_P channels of one head; the state stays in registers."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    length = tl.load(lens_ptr + token)
-    if (length > 0) & (slot >= 0):
+    first, stop, context, slot = first_token(row, slots_ptr, lens_ptr, starts_ptr, in_prompts)
+    if (slot >= 0) & (first < stop):
         p_P = tl.program_id(2) * TILE_P + tl.arange(0, TILE_P)
         n_N = tl.arange(0, BLOCK_N)
         has_P, has_N = p_P < CHANNELS, n_N < NUMBERS
@@ -176,20 +168,49 @@ def _decode(
         rate = tl.exp(tl.load(log_rate_ptr + head))
         skip = tl.load(skip_ptr + head)
         ptrs_PN = state_ptr + head * state_stride_H + p_P[:, None] * state_stride_P + n_N[None, :]
-        state_PN = tl.load(ptrs_PN + slot * state_stride_S, mask=has_PN & (length > 1), other=0.0)
+        state_PN = tl.load(ptrs_PN + slot * state_stride_S, mask=has_PN & (context > 0), other=0.0)
+        kept_stop, kept_slot = next_kept(
+            row, snapshot_slots_ptr, snapshot_lens_ptr, first, first, stop, slot, num_snapshots
+        )
+        token = first + 0
+        dt_ptr += head
+        x_ptrs_P = x_ptr + head * CHANNELS + p_P
+        b_ptrs_N, c_ptrs_N = b_ptr + group * NUMBERS + n_N, c_ptr + group * NUMBERS + n_N
+        given_dt = load_token(dt_ptr, first, dt_stride, first >= 0)
+        given_x_P = load_token(x_ptrs_P, first, x_stride, has_P)
+        given_b_N = load_token(b_ptrs_N, first, b_stride, has_N)
+        given_c_N = load_token(c_ptrs_N, first, c_stride, has_N)
         while token >= 0:
-            dt = tl.load(dt_ptr + token * dt_stride + head).to(tl.float32) + bias
-            dt = _limited(dt, dt_min, dt_max)
+            # The next token is loaded while this one is computed.
+            ahead = token + 1
+            goes_on = ahead < stop
+            ahead_dt = load_token(dt_ptr, ahead, dt_stride, goes_on)
+            ahead_x_P = load_token(x_ptrs_P, ahead, x_stride, has_P & goes_on)
+            ahead_b_N = load_token(b_ptrs_N, ahead, b_stride, has_N & goes_on)
+            ahead_c_N = load_token(c_ptrs_N, ahead, c_stride, has_N & goes_on)
+            dt = _limited(given_dt.to(tl.float32) + bias, dt_min, dt_max)
             fade = tl.exp(-dt * rate)
-            x_P = tl.load(x_ptr + token * x_stride + head * CHANNELS + p_P, mask=has_P, other=0.0).to(tl.float32)
-            b_N = tl.load(b_ptr + token * b_stride + group * NUMBERS + n_N, mask=has_N, other=0.0).to(tl.float32)
-            c_N = tl.load(c_ptr + token * c_stride + group * NUMBERS + n_N, mask=has_N, other=0.0).to(tl.float32)
-            state_PN = state_PN * fade + (dt * x_P)[:, None] * b_N[None, :]
-            tl.store(ptrs_PN + slot * state_stride_S, state_PN, mask=has_PN)
-            y_P = tl.sum(state_PN * c_N[None, :], axis=1) + skip * x_P
+            x_P = given_x_P.to(tl.float32)
+            state_PN = state_PN * fade + (dt * x_P)[:, None] * given_b_N.to(tl.float32)[None, :]
+            y_P = tl.sum(state_PN * given_c_N.to(tl.float32)[None, :], axis=1) + skip * x_P
             out_ptrs_P = out_ptr + (token * HEADS + head) * CHANNELS + p_P
             tl.store(out_ptrs_P, round_to(y_P, dtype, INTERPRETED), mask=has_P)
-            token, slot = next_decode(next_ptr, slots_ptr, token)
+            token += 1
+            if token == kept_stop:
+                tl.store(ptrs_PN + kept_slot * state_stride_S, state_PN, mask=has_PN)
+                if token < stop:
+                    kept_stop, kept_slot = next_kept(
+                        row, snapshot_slots_ptr, snapshot_lens_ptr, first, token, stop, slot, num_snapshots
+                    )
+                else:
+                    token, kept_slot = next_decode(next_ptr, slots_ptr, token - 1, has_next)
+                    stop, kept_stop = token + 1, token + 1
+                    goes_on = token >= 0
+                    ahead_dt = load_token(dt_ptr, token, dt_stride, goes_on)
+                    ahead_x_P = load_token(x_ptrs_P, token, x_stride, has_P & goes_on)
+                    ahead_b_N = load_token(b_ptrs_N, token, b_stride, has_N & goes_on)
+                    ahead_c_N = load_token(c_ptrs_N, token, c_stride, has_N & goes_on)
+            given_dt, given_x_P, given_b_N, given_c_N = ahead_dt, ahead_x_P, ahead_b_N, ahead_c_N
 
 
 @triton.jit
@@ -281,40 +302,3 @@ def _prompt(
             if snapshot >= 0:
                 tl.store(state_ptrs_NP + (snapshot - slot) * state_stride_S, state_NP, mask=has_NP)
         tl.store(state_ptrs_NP, state_NP, mask=has_NP)
-
-
-@triton.jit
-def _share_inputs(
-    conv_ptr,
-    slots_ptr,
-    others_ptr,
-    stride_S,
-    stride_H,
-    stride_X,
-    stride_W,
-    PER_GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    SNAPSHOTS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One head's copy of a part of what its group's first head keeps.
-
-    Args:
-        others_ptr: of prompts, the slots of their snapshots; of decodes, which have none, their lengths.
-    """
-    request = tl.program_id(0) // (1 + SNAPSHOTS)
-    snapshot = tl.program_id(0) % (1 + SNAPSHOTS) - 1  # -1: the request's own slot
-    head = tl.program_id(1)
-    first = head // PER_GROUP * PER_GROUP
-    slot = tl.load(slots_ptr + request).to(tl.int64)
-    if SNAPSHOTS == 0:
-        slot = tl.where(slot < -1, -2 - slot, slot)  # that of a decode that continues another one
-        slot = tl.where(tl.load(others_ptr + request) > 0, slot, -1)
-    elif snapshot >= 0:
-        slot = tl.load(others_ptr + request * SNAPSHOTS + snapshot).to(tl.int64)
-    if (slot >= 0) & (head != first):
-        number = tl.program_id(2) * TILE + tl.arange(0, TILE)
-        ptrs = conv_ptr + slot * stride_S + (number // WIDTH) * stride_X + (number % WIDTH) * stride_W
-        values = tl.load(ptrs + first.to(tl.int64) * stride_H, mask=number < NUMBERS, other=0.0)
-        tl.store(ptrs + head.to(tl.int64) * stride_H, values, mask=number < NUMBERS)

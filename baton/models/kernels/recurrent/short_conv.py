@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.models.kernels.recurrent.continued import next_decode
 from baton.models.kernels.recurrent.state_rows import StateRows
+from baton.models.kernels.recurrent.token_walk import next_decode
 from baton.tritonlib.launch import interpreted
 from baton.tritonlib.rounding import round_to
 
@@ -57,6 +57,7 @@ def _launch(
 ) -> None:
     num_tokens, num_channels = x_TX.shape
     channels = _DECODE_CHANNELS if decodes else _CHANNELS
+    has_next = decodes and rows.decode_next_N is not None
     _short_conv[(len(slots_R), triton.cdiv(num_channels, channels), tiles)](
         x_TX,
         weight_XW,
@@ -66,10 +67,11 @@ def _launch(
         slots_R,
         starts,
         context_R,
-        rows.decode_next_N if decodes else None,
+        slots_R if not has_next else rows.decode_next_N,
         rows.snapshot_slots_PM,
         rows.snapshot_lens_PM,
         num_tokens,
+        int(has_next),
         x_TX.stride(0),
         *state_SHCW.stride(),
         CHANNELS=num_channels,
@@ -85,7 +87,7 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # no step may wait for another program
+@triton.jit(do_not_specialize=["num_tokens", "has_next"])  # no step may wait for another program
 def _short_conv(
     x_ptr,
     weight_ptr,
@@ -99,6 +101,7 @@ def _short_conv(
     snapshot_slots_ptr,
     snapshot_lens_ptr,
     num_tokens,
+    has_next,
     x_stride,
     state_stride_S,
     state_stride_H,
@@ -181,7 +184,7 @@ def _short_conv(
             if DECODES:
                 tl.debug_barrier()  # other threads read these places
                 before, context = slot, length
-                start, slot = next_decode(next_ptr, slots_ptr, start)
+                start, slot = next_decode(next_ptr, slots_ptr, start, has_next)
             else:
                 start = start * 0 - 1
 

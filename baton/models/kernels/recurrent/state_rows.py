@@ -29,10 +29,12 @@ class StateRows:
             whatever the slot holds.
         snapshot_slots_PM: [P, M] int32, slots that get a prompt's state within its new tokens, in addition to the
             prompt's own slot, which gets the state after all of them; -1: none.
-        snapshot_lens_PM: int32, the number of new tokens in such a state, fewer than the prompt has. They end at a
-            multiple of the layers' sub-chunks of its positions, so the state has the bits that a cut there would give.
+        snapshot_lens_PM: int32, the number of new tokens in such a state, fewer than the prompt has. Unless `in_order`,
+            they end at a multiple of the layers' sub-chunks of its positions, so the state has the bits that a cut
+            there would give.
         max_prompt_tokens: an upper bound of a prompt's new tokens.
         decode_next_N: int32, the decode that continues the state of this one; -1: none. None: no decode does.
+        in_order: prompts are computed token by token, with the bits of decodes.
     """
 
     decode_slots_N: Tensor
@@ -44,6 +46,7 @@ class StateRows:
     snapshot_lens_PM: Tensor
     max_prompt_tokens: int
     decode_next_N: Tensor | None = None
+    in_order: bool = False
 
 
 def continuing(slot: int) -> int:
@@ -111,3 +114,8 @@ def prompts_of(rows: StateRows) -> Iterator[PromptRow]:
         if slot >= 0 and stop > start:
             kept = {start + length: each for each, length in zip(slots_M, lens_M, strict=True) if each >= 0}
             yield PromptRow(slot, context, start, stop, kept)
+
+
+def one_by_one(start: int, stop: int) -> Iterator[slice]:
+    """Each of the tokens start..stop."""
+    return (slice(token, token + 1) for token in range(start, stop))

@@ -4,8 +4,9 @@ first lets it fade, then corrects what S answers to the token's key, then reads 
     S = decay * S;  S += k (beta (v - S^T k))^T;  out = S^T q
 
 (Gated DeltaNet, arXiv 2412.06464. Decays of Kimi delta attention, arXiv 2510.26692, differ by channel of the key.)
-Plain torch, and the choice between it and the kernels. Decodes take the rule as it stands. Prompts are computed in
-sub-chunks at absolute positions, so the result has the same bits wherever a prompt is cut at multiples of CHUNK.
+Plain torch, and the choice between it and the kernels. Decodes and prompts in order take the rule as it stands. Other
+prompts are computed in sub-chunks at absolute positions, so the result has the same bits wherever a prompt is cut at
+multiples of CHUNK.
 
 Legend: T token, N decode, S slot, H key head, R value head of a key head, K key channel, V value channel, I, J token of
 a sub-chunk.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from baton.models.kernels.recurrent import gated_delta as kernels
 from baton.models.kernels.recurrent.gated_delta_systems import CHUNK
-from baton.models.kernels.recurrent.state_rows import StateRows, continued, prompts_of
+from baton.models.kernels.recurrent.state_rows import StateRows, continued, one_by_one, prompts_of
 
 _NORM_EPS = 1e-6
 
@@ -74,8 +75,8 @@ def in_torch(
     if len(rows.prompt_slots_P):
         for slot, context, start, stop, snapshots in prompts_of(rows):
             state_HRKV = states_SHRKV[slot].clone() if context else torch.zeros_like(states_SHRKV[slot])
-            for piece in sub_chunks(start, stop, context):
-                part, state_HRKV = _sub_chunk(tokens.at(piece), state_HRKV)
+            for piece in one_by_one(start, stop) if rows.in_order else sub_chunks(start, stop, context):
+                part, state_HRKV = (_one if rows.in_order else _sub_chunk)(tokens.at(piece), state_HRKV)
                 out_THRV[piece] = part.movedim(2, 0).to(out_THRV.dtype)
                 if piece.stop in snapshots:
                     states_SHRKV[snapshots[piece.stop]] = state_HRKV
@@ -124,13 +125,25 @@ def _decode(tokens: _Tokens, states_SHRKV: Tensor, rows: StateRows, *, num_rows:
     slots_N = slots_N[row_N].clamp(min=0).long()
     stored_NHRKV = states_SHRKV[slots_N]
     state_NHRKV = stored_NHRKV.masked_fill(_by_request(lens_N[row_N] == 1), 0.0)
+    out_NHRV, state_NHRKV = _rule(tokens, state_NHRKV)
+    states_SHRKV[slots_N] = torch.where(_by_request(is_decode_N[row_N]), state_NHRKV, stored_NHRKV)
+    return out_NHRV
+
+
+def _rule(tokens: _Tokens, state_NHRKV: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs [N, H, R, V] of one token of each request, and the states after them."""
     state_NHRKV = state_NHRKV * tokens.log_decay_THRX.exp().unsqueeze(-1)
     k_NH1K1 = tokens.k_TH1K.unsqueeze(-1)
     answer_NHRV = (state_NHRKV * k_NH1K1).sum(-2)
     correction_NHRV = (tokens.v_THRV - answer_NHRV) * tokens.beta_THR.unsqueeze(-1)
     state_NHRKV = state_NHRKV + k_NH1K1 * correction_NHRV.unsqueeze(-2)
-    states_SHRKV[slots_N] = torch.where(_by_request(is_decode_N[row_N]), state_NHRKV, stored_NHRKV)
-    return (state_NHRKV * tokens.q_TH1K.unsqueeze(-1)).sum(-2)
+    return (state_NHRKV * tokens.q_TH1K.unsqueeze(-1)).sum(-2), state_NHRKV
+
+
+def _one(token: _Tokens, state_HRKV: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_sub_chunk`, of one token by the rule of decodes."""
+    out_NHRV, state_NHRKV = _rule(token, state_HRKV.unsqueeze(0))
+    return out_NHRV.movedim(0, 2), state_NHRKV[0]
 
 
 def _by_request(mask_N: Tensor) -> Tensor:

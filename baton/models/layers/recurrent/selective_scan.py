@@ -2,8 +2,8 @@
 
     state = exp(-dt * rate) * state + dt * x (outer) B;    y = state . C + skip * x
 
-Decodes take the recurrence; prompts are computed in sub-chunks of 64 tokens at multiples of 64 of their positions, so a
-prompt that is cut there has the same bits as a whole one.
+Decodes and prompts in order take the recurrence. Other prompts are computed in sub-chunks of 64 tokens at multiples of
+64 of their positions, so a prompt that is cut there has the same bits as a whole one.
 Shapes: T token, S slot, H head, G group of heads that share B and C, P channel of a head, N number of the state of one
 channel, R request, K head of a group, I, J token of a sub-chunk.
 """
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from baton.models.kernels.recurrent import selective_scan as kernels
-from baton.models.kernels.recurrent.state_rows import StateRows, continued, prompts_of
+from baton.models.kernels.recurrent.shared_inputs import share_inputs as share_inputs_on_gpu
+from baton.models.kernels.recurrent.state_rows import StateRows, continued, one_by_one, prompts_of
 from baton.models.layers.elementwise import softplus
 
 SUB_CHUNK = kernels.SUB_CHUNK
@@ -95,8 +96,8 @@ def selective_scan_in_torch(
     if len(rows.prompt_slots_P):
         for slot, context, start, stop, snapshots in prompts_of(rows):
             state_HPN = states_SHPN[slot].clone() if context else torch.zeros_like(states_SHPN[slot])
-            for piece in sub_chunks(start, stop, context):
-                y_IHP, state_HPN = _sub_chunk(of(piece), decay_H, state_HPN)
+            for piece in one_by_one(start, stop) if rows.in_order else sub_chunks(start, stop, context):
+                y_IHP, state_HPN = (_one if rows.in_order else _sub_chunk)(of(piece), decay_H, state_HPN)
                 out_THP[piece] += y_IHP
                 if piece.stop in snapshots:
                     states_SHPN[snapshots[piece.stop]] = state_HPN
@@ -119,7 +120,7 @@ def share_inputs(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int) -> None
     if num_groups == conv_SHXW.shape[1]:
         return
     if conv_SHXW.is_cuda:
-        kernels.share_inputs(conv_SHXW, rows, num_groups=num_groups)
+        share_inputs_on_gpu(conv_SHXW, rows, num_groups=num_groups)
         return
     share_inputs_in_torch(conv_SHXW, rows, num_groups=num_groups)
 
@@ -161,19 +162,32 @@ class _Tokens:
 def _decode(tokens: _Tokens, decay_H: Tensor, states_SHPN: Tensor, rows: StateRows) -> Tensor:
     """Computes one token of each decode. Rows of padding repeat the first decode, so every slot is written with one
     value."""
-    x_RHP, dt_RH, b_RHN, c_RHN = tokens.x_THP, tokens.dt_TH, tokens.b_THN, tokens.c_THN
-    lens_R, slots_R = rows.decode_lens_N[: len(x_RHP)], rows.decode_slots_N[: len(x_RHP)]
+    num_rows = len(tokens.dt_TH)
+    lens_R, slots_R = rows.decode_lens_N[:num_rows], rows.decode_slots_N[:num_rows]
     is_decode_R = (lens_R > 0) & (slots_R >= 0)
     row_R = torch.where(is_decode_R, torch.arange(len(lens_R), device=lens_R.device), is_decode_R.int().argmax())
     slots_R = slots_R[row_R].clamp(min=0).long()
     stored = states_SHPN[slots_R]
     state = stored.masked_fill((lens_R[row_R] <= 1)[:, None, None, None], 0.0)
-    dt_RH = dt_RH[row_R]
-    taken = (dt_RH[:, :, None] * x_RHP[row_R]).unsqueeze(-1) * b_RHN[row_R].unsqueeze(2)
-    state = state * (dt_RH * decay_H).exp()[:, :, None, None] + taken
+    chosen = _Tokens(tokens.x_THP[row_R], tokens.dt_TH[row_R], tokens.b_THN[row_R], tokens.c_THN[row_R])
+    y_RHP, state = _recur(chosen, decay_H, state)
     states_SHPN[slots_R] = torch.where(is_decode_R.any(), state, stored)
     # Padding may stand where a prompt's tokens are, so it adds nothing.
-    return (state * c_RHN[row_R].unsqueeze(2)).sum(-1).masked_fill(~is_decode_R[:, None, None], 0.0)
+    return y_RHP.masked_fill(~is_decode_R[:, None, None], 0.0)
+
+
+def _recur(tokens: _Tokens, decay_H: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs [R, H, P] without the skip of one token of each request, and the states after them."""
+    dt_RH = tokens.dt_TH
+    taken = (dt_RH[:, :, None] * tokens.x_THP).unsqueeze(-1) * tokens.b_THN.unsqueeze(2)
+    state = state * (dt_RH * decay_H).exp()[:, :, None, None] + taken
+    return (state * tokens.c_THN.unsqueeze(2)).sum(-1), state
+
+
+def _one(token: _Tokens, decay_H: Tensor, state_HPN: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_sub_chunk`, of one token by the recurrence of decodes."""
+    y_RHP, state_RHPN = _recur(token, decay_H, state_HPN.unsqueeze(0))
+    return y_RHP, state_RHPN[0]
 
 
 def _sub_chunk(tokens: _Tokens, decay_H: Tensor, state_HPN: Tensor) -> tuple[Tensor, Tensor]:

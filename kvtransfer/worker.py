@@ -46,8 +46,9 @@ _WAIT_LEASED_MS = 20
 _WAIT_IDLE_MS = 200
 # After this time the links are served before further calls: opening a link takes 20 ms, and many may be waiting.
 _CALLS_S = 5e-3
-# During pulls messages advance for so long, as long as they do, before the thread's other parts have their turn. An entry
-# of 8 MiB over shared memory took 10 to 27 turns without it, whose Python was a quarter of the CPU time, and 6 to 7 now.
+# During pulls messages advance for so long, as long as they do, before the thread's other parts have their turn.
+# Without it an entry of 8 MiB over shared memory took 10 to 27 turns, and their Python a quarter of the CPU time; now
+# it takes 6 or 7.
 _PULL_PROGRESS_S = 1e-3
 _CLOSE_TIMEOUT_S = 2.0
 

@@ -135,7 +135,8 @@ class Offloader:
         self._tiers.drop_roots(roots, future)
 
     def step(self) -> bool:
-        """Advances messages in flight and begins at most one more. Returns whether anything happened."""
+        """Advances messages in flight and begins at most one more, or several saves. Returns whether anything
+        happened."""
         moved = self._tiers.step()
         if not self._saves and not self._loads:
             return moved
@@ -143,7 +144,11 @@ class Offloader:
             for slot in job.advance():
                 self._pool.give_back(slot)
                 moved = True
-        moved = self._begin_one() or moved
+        # On a GPU the copies take less of this thread's time than its turns; a CPU copies in the turn itself.
+        most = SLOTS if self._mover.on_gpu and not self._loads else 1
+        while most and self._begin_one():
+            most -= 1
+            moved = True
         return self._finish_jobs() or moved
 
     def close(self) -> None:

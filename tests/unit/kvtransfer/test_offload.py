@@ -814,3 +814,17 @@ def test_saves_of_several_sequences_are_stopped_together() -> None:
     user.offloader.stop(future)
     assert world.result(future) == (0, 0)
     world.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(("on_gpu", "begun"), [(False, 1), (True, SLOTS)])
+def test_copies_of_saves_that_a_gpu_makes_begin_together(on_gpu: bool, begun: int) -> None:
+    world, script, cache = World(places=8), Script(held=frozenset({"copy_out"})), cache_of(SPEC, entries=6)
+    mover = late(script)(cache, lambda: None)
+    mover.on_gpu = on_gpu
+    user = world.user(cache, lambda *_: mover)
+    saved = user.begin_save(keys_of(6), blocks_of(user.cache, 6, 1))
+    user.offloader.step()
+    assert len(script.waiting()) == begun
+    script.release_all()
+    assert world.result(saved) == 6
+    world.check_nothing_is_left()

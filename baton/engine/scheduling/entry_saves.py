@@ -190,9 +190,10 @@ class EntrySaves:
 
     @property
     def is_pressing(self) -> bool:
-        """Whether what was offered holds many blocks, or something must be dropped."""
+        """Whether what was offered holds many blocks or a state, or something must be dropped."""
         most = max(held / pool.num_blocks for held, pool in zip(self._saving, self._pools, strict=True))
-        return most > _WAITING_SHARE or bool(self._forgotten)
+        has_state = any(entries.state is not None for entries in self._finished)  # there are few slots
+        return most > _WAITING_SHARE or has_state or bool(self._forgotten)
 
     def take_finished(self) -> list[EntryBlocks]:
         """The entries offered since the last call; their blocks stay held until `saved`."""

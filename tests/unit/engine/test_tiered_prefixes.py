@@ -234,3 +234,15 @@ async def test_most_requests_need_not_be_looked_for() -> None:
     decode_all(scheduler, "a", LONG)
     save_all(scheduler)
     assert prefixes.wanted(request("b", LONG)) is None  # the cache has it
+
+
+async def test_a_state_is_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_prefixes, "_SAVE_EVERY_S", math.inf)
+    stores, scheduler = CountedSaves(), tiered_states(num_blocks=4096)
+    prefixes = TieredPrefixes(stores, NoSource(), scheduler, on_room=lambda: None)
+    decode_all(scheduler, "a", LONG)
+    scheduler.submit(request("b", LONG[:10]), 0.0)
+    launch(scheduler)
+    prefixes.save_finished()
+    await prefixes.close()
+    assert stores.calls

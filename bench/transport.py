@@ -5,6 +5,7 @@ import multiprocessing
 import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -57,19 +58,23 @@ def memcpy_gigabytes_per_s(num_bytes: int = 64 * MIB) -> float:
     return max(num_bytes / _seconds(lambda: target.copy_(source)) for _ in range(10)) / 1e9
 
 
-def transport_gigabytes_per_s(num_bytes: int) -> tuple[float, str]:
-    """The best round of messages of this size from another process, and the lanes that carried them."""
-    messages = _messages(num_bytes, least=4)
-    with _sender(num_bytes, messages) as connection:
+def transport_gigabytes_per_s(num_bytes: int, *, slots: int = WINDOW) -> tuple[float, str]:
+    """The best round of messages of this size from another process, and the lanes that carried them.
+
+    Args:
+        slots: how many messages the memory on either side holds. They take turns, so many of them leave the caches.
+    """
+    messages = max(slots, _messages(num_bytes, least=4))
+    with _sender(num_bytes, messages, slots) as connection:
         transport = open_transport("ucx")
         connection.send(transport.listen(1))
         transport.connect(1, connection.recv())
         lanes = transport.carrier(1)
-        slots = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(WINDOW)]
+        memory = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(slots)]
         seconds = []
         for _ in range(1 + ROUNDS):  # the first one maps the buffers
             connection.send("go")
-            seconds.append(_seconds(lambda: _receive_all(transport, slots, messages)))
+            seconds.append(_seconds(lambda: _receive_all(transport, memory, messages)))
         transport.close()
     return messages * num_bytes / min(seconds[1:]) / 1e9, lanes
 
@@ -119,13 +124,13 @@ def _wait_for_port(server: psutil.Process, port: int) -> None:
 
 
 def _receive_all(transport: Transport, slots: list[torch.Tensor], messages: int) -> None:
-    free, receiving, received = list(range(len(slots))), list[tuple[TransferRequest, int]](), 0
+    free, receiving, received = deque(slots), list[tuple[TransferRequest, torch.Tensor]](), 0
     while received < messages:
         moved = transport.progress()
-        while free and (arrival := transport.probe()) is not None:
+        while len(receiving) < WINDOW and (arrival := transport.probe()) is not None:
             moved = True
-            slot = free.pop()
-            receiving.append((transport.receive(arrival, slots[slot]), slot))
+            slot = free.popleft()
+            receiving.append((transport.receive(arrival, slot), slot))
         for item in [item for item in receiving if item[0].done]:
             receiving.remove(item)
             free.append(item[1])
@@ -138,27 +143,27 @@ def _send_all(transport: Transport, slots: list[torch.Tensor], messages: int) ->
     sending: list[TransferRequest] = []
     for number in range(messages):
         sending.append(transport.send(1, number, slots[number % len(slots)]))
-        while len(sending) == len(slots) or (number == messages - 1 and sending):
+        while len(sending) == WINDOW or (number == messages - 1 and sending):
             if not transport.progress():
                 time.sleep(NAP_S)
             sending = [request for request in sending if not request.done]
 
 
-def _serve(connection: Connection, num_bytes: int, messages: int) -> None:
+def _serve(connection: Connection, num_bytes: int, messages: int, slots: int) -> None:
     transport = open_transport("ucx")
     connection.send(transport.listen(1))
     transport.connect(1, connection.recv())
-    slots = [torch.full((num_bytes,), index, dtype=torch.uint8) for index in range(WINDOW)]
+    memory = [torch.full((num_bytes,), index % 256, dtype=torch.uint8) for index in range(slots)]
     while connection.recv() == "go":
-        _send_all(transport, slots, messages)
+        _send_all(transport, memory, messages)
     transport.close()
 
 
 @contextmanager
-def _sender(num_bytes: int, messages: int) -> Iterator[Connection]:
+def _sender(num_bytes: int, messages: int, slots: int) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, num_bytes, messages), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, num_bytes, messages, slots), daemon=True)
     process.start()
     try:
         yield ours

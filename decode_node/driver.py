@@ -195,6 +195,8 @@ class DecodeDriver:
             case SendLeaseEnded(lease=lease):
                 self.peers.send_lease_ended(lease)
             case Prefetch(request=request):
+                if not self._engine.may_prefetch(request):
+                    return Prefetched(request.request_id)
                 self._start(self._prefetch(request), name=f"prefetch-{request.request_id}")
             case Abort(engine_id=engine_id):
                 self._start(self._abort(engine_id), name=f"abort-{engine_id}")

@@ -4,9 +4,9 @@ save:  cache ──gather, digest──► slot ──► host memory ··► st
 load:  stores below ··► host memory ──► slot ──check digest──► scatter ──► cache
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.core.errors import BatonError
 from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
@@ -38,11 +38,38 @@ class Offloader:
         self._pool = mover.open_pool(slot_bytes=tiers.layout.message_bytes, slots=SLOTS, through_host=False)
         self._saves: list[Save] = []
         self._loads: list[Load] = []
+        self._groups: dict[Future[Any], Sequence[Future[int]]] = {}  # the saves of each call of `save_all`
 
     @property
     def in_flight(self) -> int:
         """How many calls have not ended."""
         return len(self._saves) + len(self._loads) + self._tiers.calls_waiting
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a request waits for a call that has not ended. None waits for a save."""
+        return bool(self._loads) or self._tiers.calls_waiting > 0
+
+    def save_all(self, saves: Sequence[EntryBlocks], future: "Future[tuple[int, ...]]") -> None:
+        """As `save`, for several sequences. The future gets the number of each when all of them are over."""
+        self._groups[future] = group = [Future[int]() for _ in saves]
+        left = len(group)
+
+        def ended(_: object) -> None:
+            nonlocal left
+            left -= 1
+            if left:
+                return
+            del self._groups[future]
+            error = next(filter(None, (each.exception() for each in group)), None)
+            if error is None:
+                future.set_result(tuple(each.result() for each in group))
+            else:
+                future.set_exception(error)
+
+        for each, entries in zip(group, saves, strict=True):
+            each.add_done_callback(ended)
+            self.save(entries, each)
 
     def save(self, entries: EntryBlocks, future: "Future[int]") -> None:
         """The future gets the number of leading entries that host memory has then, when nothing reads the blocks any
@@ -65,10 +92,11 @@ class Offloader:
         except BatonError as error:
             future.set_exception(error)
 
-    def stop(self, job: "Future[int]") -> None:
-        """Ends the save or load of that future, if it is still there. The future is then done soon."""
+    def stop(self, job: "Future[Any]") -> None:
+        """Ends the saves or the load of that future, if they are still there. The future is then done soon."""
+        stopped = self._groups.get(job, (job,))
         for each in self._jobs:
-            if each.future is job:
+            if each.future in stopped:
                 each.stop()
 
     def find(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
@@ -107,7 +135,8 @@ class Offloader:
         self._tiers.drop_roots(roots, future)
 
     def step(self) -> bool:
-        """Advances messages in flight and begins at most one more. Returns whether anything happened."""
+        """Advances messages in flight and begins at most one more, or several saves. Returns whether anything
+        happened."""
         moved = self._tiers.step()
         if not self._saves and not self._loads:
             return moved
@@ -115,7 +144,11 @@ class Offloader:
             for slot in job.advance():
                 self._pool.give_back(slot)
                 moved = True
-        moved = self._begin_one() or moved
+        # On a GPU the copies take less of this thread's time than its turns; a CPU copies in the turn itself.
+        most = SLOTS if self._mover.on_gpu and not self._loads else 1
+        while most and self._begin_one():
+            most -= 1
+            moved = True
         return self._finish_jobs() or moved
 
     def close(self) -> None:

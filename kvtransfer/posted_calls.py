@@ -19,7 +19,7 @@ class PostedCalls:
     """Takes calls from `open` to `fail`. Any thread may post; one thread runs them."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], bool]] = queue.SimpleQueue()
         self._pending: set[Future[Any]] = set()
         self._lock = threading.Lock()  # guards `_ended` against a post that comes while the thread ends
         self._ended: Exception | None = None
@@ -41,8 +41,12 @@ class PostedCalls:
     def is_open(self) -> bool:
         return self._wake_fd >= 0
 
-    def post(self, function: Callable[["Future[T]"], None]) -> "Future[T]":
-        """Lets the thread run a function, which completes the future that it receives, or begins what does."""
+    def post(self, function: Callable[["Future[T]"], None], *, is_urgent: bool = True) -> "Future[T]":
+        """Lets the thread run a function, which completes the future that it receives, or begins what does.
+
+        Args:
+            is_urgent: more happens soon after it, and somebody waits for that.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -58,7 +62,7 @@ class PostedCalls:
                 future.set_exception(self._ended)
                 return future
             self._pending.add(future)
-            self._calls.put(run)
+            self._calls.put((run, is_urgent))
             os.eventfd_write(self._wake_fd, 1)
         future.add_done_callback(self._pending.discard)
         return future
@@ -74,15 +78,18 @@ class PostedCalls:
             os.eventfd_read(self._wake_fd)
 
     def run(self, *, within_s: float = math.inf) -> bool:
-        """Runs the calls posted so far, or as many as begin within that time. Returns whether there was one."""
+        """Runs the calls posted so far, or as many as begin within that time. Returns whether one was urgent."""
         if self._calls.empty():
             return False
         end_s = time.monotonic() + within_s
+        any_urgent = False
         while not self._calls.empty():
-            self._calls.get_nowait()()
+            run, is_urgent = self._calls.get_nowait()
+            run()
+            any_urgent |= is_urgent
             if time.monotonic() >= end_s:
                 break
-        return True
+        return any_urgent
 
     def fail(self, error: Exception) -> None:
         """Fails every waiting and every later call with this error."""

@@ -181,9 +181,9 @@ class RankTransfer(Protocol):
     # ---- entries: KV that this rank keeps outside of its cache (`kvtransfer.stores`). A rank without a host cache
     # has none.
 
-    async def save_entries(self, entries: EntryBlocks) -> int:
-        """Copies entries from the cache to the stores, unless they are there. Returns how many of the first ones the
-        stores have then.
+    async def save_entries(self, *saves: EntryBlocks) -> tuple[int, ...]:
+        """Copies entries of some sequences from the cache to the stores, unless they are there. Returns for each
+        sequence how many of the first ones the stores have then.
 
         Until it returns or raises nothing may write to the blocks. On a GPU the step that computed the tokens must be
         over. Cancelling the call ends it early; it then raises once nothing reads the blocks.

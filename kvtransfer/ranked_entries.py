@@ -29,8 +29,16 @@ class RankedEntries:
         self._ranks = ranks
         self._pairs = pairs
 
-    async def save_entries(self, entries: EntryBlocks) -> int:
-        return min(await all_done(rank.save_entries(entries) for rank in self._of(entries.owner)))
+    async def save_entries(self, *saves: EntryBlocks) -> tuple[int, ...]:
+        saved = dict[int, int]()  # by place, the least of all ranks
+        by_owner: dict[int | None, list[int]] = {}
+        for place, entries in enumerate(saves):
+            by_owner.setdefault(entries.owner, []).append(place)
+        calls = [(rank, places) for owner, places in by_owner.items() for rank in self._of(owner)]
+        counts = await all_done(rank.save_entries(*(saves[place] for place in places)) for rank, places in calls)
+        for (_, places), of_rank in zip(calls, counts, strict=True):
+            saved |= {place: min(count, saved.get(place, count)) for place, count in zip(places, of_rank, strict=True)}
+        return tuple(saved[place] for place in range(len(saves)))
 
     async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None = None) -> int:
         """

@@ -196,10 +196,10 @@ class KVTransfer(RankTransfer):
     async def close_lease(self, number: int) -> LeaseTotals:
         return await self._call(lambda future: self._thread.receiver.close(number, future))
 
-    async def save_entries(self, entries: EntryBlocks) -> int:
-        if self._tiers is None or not entries:
-            return 0
-        return await self._ended(lambda future: self._thread.offloader.save(entries, future))
+    async def save_entries(self, *saves: EntryBlocks) -> tuple[int, ...]:
+        if self._tiers is None or not any(saves):
+            return (0,) * len(saves)
+        return await self._ended(lambda future: self._thread.offloader.save_all(saves, future), is_urgent=False)
 
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
         if self._tiers is None or not entries:
@@ -280,9 +280,9 @@ class KVTransfer(RankTransfer):
         """Runs a function on the thread; it, or what it begins, completes the future."""
         return asyncio.wrap_future(self._thread.call(function))
 
-    async def _ended(self, begin: Callable[["Future[int]"], None]) -> int:
-        """Awaits a save or a load. If the caller is cancelled, ends it, and waits until nothing uses its blocks."""
-        job = self._thread.call(begin)
+    async def _ended(self, begin: Callable[["Future[T]"], None], *, is_urgent: bool = True) -> T:
+        """Awaits saves or a load. If the caller is cancelled, ends them, and waits until nothing uses their blocks."""
+        job = self._thread.call(begin, is_urgent=is_urgent)
         over = asyncio.wrap_future(job)
         try:
             return await asyncio.shield(over)

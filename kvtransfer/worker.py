@@ -23,6 +23,7 @@ from kvtransfer.entry_pulls import EntryPulls
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover, Mover
+from kvtransfer.naps import Naps
 from kvtransfer.offload import Offloader
 from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.pacing import wake_punctually
@@ -40,21 +41,15 @@ T = TypeVar("T")
 
 log = logging.getLogger("baton")
 
-# While messages are in flight, the thread sleeps between polls for a fraction of the time since the last event.
-# On two busy cores, naps of 20 us moved 0.8-2.4 GB/s through shared memory, waiting for UCX's event 0.2, and polling
-# without a pause 0.1-0.2: each message needs both ends to run in turn. Naps also leave the GIL to the other threads.
-_NAP_SHORTEST_S = 20e-6
-# With a GPU, a message takes 50-200 us and passes six such waits, so they are shorter (see `wake_punctually`).
-_NAP_SHORTEST_GPU_S = 5e-6
-_NAP_LONGEST_S = 1e-3
-_NAP_FRACTION = 1 / 8
-# With nothing in flight, the thread polls this long, because segments arrive in bursts; then it waits for an event.
-_HOT_S = 2e-3
 # The longest wait, in case an event is lost: with open leases, and without.
 _WAIT_LEASED_MS = 20
 _WAIT_IDLE_MS = 200
 # After this time the links are served before further calls: opening a link takes 20 ms, and many may be waiting.
 _CALLS_S = 5e-3
+# During pulls messages advance for so long, as long as they do, before the thread's other parts have their turn.
+# Without it an entry of 8 MiB over shared memory took 10 to 27 turns, and their Python a quarter of the CPU time; now
+# it takes 6 or 7.
+_PULL_PROGRESS_S = 1e-3
 _CLOSE_TIMEOUT_S = 2.0
 
 
@@ -119,9 +114,13 @@ class TransferThread:
         self._thread.start()
         return self._started
 
-    def call(self, function: Callable[["Future[T]"], None]) -> "Future[T]":
-        """Runs a function on the thread. The function, or what it begins, completes the future that it receives."""
-        return self._calls.post(function)
+    def call(self, function: Callable[["Future[T]"], None], *, is_urgent: bool = True) -> "Future[T]":
+        """Runs a function on the thread. The function, or what it begins, completes the future that it receives.
+
+        Args:
+            is_urgent: the thread polls without long naps for a while, because more happens soon.
+        """
+        return self._calls.post(function, is_urgent=is_urgent)
 
     def stop(self) -> None:
         """Cancels what is in flight, closes the transport and waits until the thread has ended."""
@@ -283,7 +282,7 @@ class TransferThread:
         poll = select.poll()
         poll.register(self._calls.fileno(), select.POLLIN)
         poll.register(self.transport.fileno(), select.POLLIN)
-        shortest_s = _NAP_SHORTEST_GPU_S if self.mover.on_gpu else _NAP_SHORTEST_S
+        naps = Naps(on_gpu=self.mover.on_gpu)
         happened_s = time.monotonic()
         while not self._stopping:
             self._turned_s = time.monotonic()
@@ -291,8 +290,8 @@ class TransferThread:
                 happened_s = time.monotonic()
                 continue
             quiet_s = time.monotonic() - happened_s
-            if self._in_flight or quiet_s < _HOT_S:
-                time.sleep(min(max(quiet_s * _NAP_FRACTION, shortest_s), _NAP_LONGEST_S))
+            if (nap := naps.next_s(quiet_s, is_awaited=self._is_awaited, is_saving=self._in_flight > 0)) is not None:
+                time.sleep(nap)
             elif self.transport.arm():
                 poll.poll(self._longest_wait_ms())
                 # Here and not with the calls: a call may run before its wake-up arrives.
@@ -306,13 +305,13 @@ class TransferThread:
         return _WAIT_LEASED_MS if is_waiting else _WAIT_IDLE_MS
 
     def _advance(self) -> bool:
-        """Advances every part once. Returns whether anything happened in one of them."""
+        """Advances every part once. Returns whether anything happened in one of them that somebody waits for."""
         results = (
             self._calls.run(within_s=_CALLS_S),
-            self.transport.progress(),
+            self._progress(),
             self.receiver.step(),
             self.sender.step(),
-            self._tiers is not None and self.offloader.step(),
+            self._tiers is not None and self.offloader.step() and self.offloader.is_awaited,
             self._tiers is not None and self.pulls.step(),
         )
         if self._tiers is not None and (changes := self._tiers.take_changes()) is not None:
@@ -323,10 +322,26 @@ class TransferThread:
             self._finish_disconnects()
         return any(results)
 
+    def _progress(self) -> bool:
+        """Lets messages advance, during pulls for a while at a time. Returns whether anything happened."""
+        if not self.transport.progress():
+            return False
+        if self._tiers is not None and self.pulls.in_flight:
+            end_s = time.monotonic() + _PULL_PROGRESS_S
+            while self.transport.progress() and time.monotonic() < end_s:
+                pass
+        return True
+
     @property
     def _in_flight(self) -> int:
         entries = self.offloader.in_flight + self.pulls.in_flight if self._tiers is not None else 0
         return self.sender.in_flight + self.receiver.in_flight + entries
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether anything in flight is more than a save."""
+        entries = self._tiers is not None and (self.offloader.is_awaited or self.pulls.in_flight)
+        return bool(entries or self.sender.in_flight or self.receiver.in_flight)
 
     def _finish_disconnects(self) -> None:
         waiting = []

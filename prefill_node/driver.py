@@ -170,6 +170,8 @@ class PrefillDriver:
         """Starts a command; returns its answer if that is known at once."""
         match command:
             case Prefetch(call=call, request=request):
+                if not self._engine.may_prefetch(request):
+                    return Prefetched(call)
                 self._spawn(self._prefetch(call, request), name=f"prefetch-{call}")
             case Submit(request=request):
                 return self._submit(request)

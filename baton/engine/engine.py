@@ -193,6 +193,17 @@ class Engine:
         """
         await asyncio.to_thread(self._grammars.check, grammar)
 
+    def may_prefetch(self, request: EngineRequest) -> bool:
+        """Whether `prefetch` would look for anything. A task for nothing would cost the request two turns of the event
+        loop, and so maybe a step."""
+        if self._prefixes is None or self._steps.is_over:
+            return False
+        try:
+            return self._prefixes.wanted(request) is not None
+        except Exception:  # noqa: BLE001  the request does not depend on it
+            _log.exception("a request's prompt could not be looked for")
+            return False
+
     async def prefetch(self, request: EngineRequest) -> int:
         """Reads the start of a request's sequence that the stores have into the prefix cache, where the request finds
         it. Call it before `submit` or `reserve`. Returns at once if there are no stores, and otherwise within a bound.

@@ -18,9 +18,9 @@ class PrefixTier(Protocol):
 
     has_stores: bool
 
-    async def save_entries(self, entries: EntryBlocks) -> int:
-        """Copies entries to the stores. Returns how many of the first ones they have then; a state counts as one more.
-        Until it returns nothing may write to their blocks or to the state."""
+    async def save_entries(self, *saves: EntryBlocks) -> tuple[int, ...]:
+        """Copies entries of some sequences to the stores. Returns for each how many of the first ones they have then; a
+        state counts as one more. Until it returns nothing may write to their blocks or to the state."""
         ...
 
     async def find_entries(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:

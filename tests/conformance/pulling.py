@@ -155,7 +155,8 @@ class PullingNode:
             for token in range(ENTRIES * ENTRY_TOKENS):
                 place = blocks[token // self.block_size], token % self.block_size
                 cache.view[:, :, *place] = whole[:, :, token, heads[0].start : heads[0].stop]
-        return await self.transfer.entries.save_entries(EntryBlocks(KEYS, blocks, owner))
+        (saved,) = await self.transfer.entries.save_entries(EntryBlocks(KEYS, blocks, owner))
+        return saved
 
     async def pull(self, kept: KeptPrefix, keys: tuple[EntryKey, ...] = KEYS, *, owner: int | None = None) -> int:
         return await self.pulls.pull(keys, kept, owner=owner)
@@ -166,7 +167,9 @@ class PullingNode:
         for cache, heads in zip(self.caches, self.heads, strict=True):
             assert cache.state is not None
             cache.state.view[:, 0, 1, 0] = whole[:, heads[-1].start : heads[-1].stop]
-        return await self.transfer.entries.save_entries(EntryBlocks((), (), state=EntryState(KEYS[after - 1], 1)))
+        state = EntryState(KEYS[after - 1], 1)
+        (saved,) = await self.transfer.entries.save_entries(EntryBlocks((), (), state=state))
+        return saved
 
     async def pull_state(
         self, kept: KeptPrefix, keys: tuple[EntryKey, ...] = KEYS, *, held: int = 0, every: int = 1, resumed: int = 0

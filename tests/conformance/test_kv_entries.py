@@ -58,7 +58,7 @@ async def save_and_wipe(transfer: KVTransfer, cache: PagedKVCache) -> tuple[Entr
     """Saves a sequence and wipes the cache. Returns blocks for it, and its bytes."""
     blocks = blocks_of(cache, ENTRIES, 1)
     wanted = as_bytes(tokens_of(cache, blocks, ENTRIES * ENTRY_TOKENS))
-    assert await transfer.save_entries(EntryBlocks(KEYS, blocks)) == ENTRIES
+    assert await transfer.save_entries(EntryBlocks(KEYS, blocks)) == (ENTRIES,)
     cache.memory.zero_()
     return EntryBlocks(KEYS, blocks_of(cache, ENTRIES, 2)), wanted
 
@@ -98,7 +98,7 @@ async def test_without_a_host_cache_there_are_no_entries() -> None:
     transfer = KVTransfer(cache, settings, on_filled=lambda _: None, on_refused=lambda _: None)
     entries = EntryBlocks(KEYS, blocks_of(cache, ENTRIES, 1))
     async with transfer:
-        assert await transfer.save_entries(entries) == 0
+        assert await transfer.save_entries(entries) == (0,)
         assert await transfer.find_entries(KEYS) == 0
         assert await transfer.load_entries(entries, timeout_s=DEADLINE_S) == 0
         await transfer.drop_entries(KEYS)
@@ -123,8 +123,8 @@ async def test_a_state_is_kept_next_to_the_entries_and_found_by_the_last_of_them
     wanted = cache.state.view[:, :, 1].clone()
     async with a_transfer(cache, places=16) as transfer:
         assert await transfer.find_state(KEYS) == 0
-        assert await transfer.save_entries(EntryBlocks((), (), state=EntryState(KEYS[3], 1))) == 1
-        assert await transfer.save_entries(EntryBlocks((), (), state=EntryState(KEYS[1], 2))) == 1
+        assert await transfer.save_entries(EntryBlocks((), (), state=EntryState(KEYS[3], 1))) == (1,)
+        assert await transfer.save_entries(EntryBlocks((), (), state=EntryState(KEYS[1], 2))) == (1,)
         assert [await transfer.find_state(KEYS[:count]) for count in range(ENTRIES + 1)] == [0, 0, 2, 2, 4, 4, 4]
         entries, tokens = await save_and_wipe(transfer, cache)
         both = replace(entries, keys=KEYS[:4], state=EntryState(KEYS[3], 0))
@@ -207,7 +207,7 @@ async def test_each_rank_keeps_its_share_and_an_entry_counts_where_all_have_thei
     async with node_of(SPEC, ranks) as node:
         blocks, target = (blocks_of(node.caches[0], ENTRIES, seed) for seed in (1, 2))
         wanted = [as_bytes(tokens_of(cache, blocks, ENTRIES * ENTRY_TOKENS)) for cache in node.caches]
-        assert await node.transfer.entries.save_entries(EntryBlocks(KEYS, blocks)) == ENTRIES
+        assert await node.transfer.entries.save_entries(EntryBlocks(KEYS, blocks)) == (ENTRIES,)
         assert await node.transfer.entries.find_entries(KEYS) == ENTRIES
         for cache in node.caches:
             cache.memory.zero_()
@@ -226,7 +226,7 @@ async def test_entries_of_a_request_that_one_rank_owns_are_that_ranks() -> None:
     async with node_of(MLA, 2) as node:
         blocks = blocks_of(node.caches[1], ENTRIES, 1)
         wanted = as_bytes(tokens_of(node.caches[1], blocks, ENTRIES * ENTRY_TOKENS))
-        assert await node.transfer.entries.save_entries(EntryBlocks(KEYS, blocks, owner=1)) == ENTRIES
+        assert await node.transfer.entries.save_entries(EntryBlocks(KEYS, blocks, owner=1)) == (ENTRIES,)
         assert await node.transfer.entries.find_entries(KEYS, owner=1) == ENTRIES
         assert await node.transfer.entries.find_entries(KEYS, owner=0) == 0
         assert await node.transfer.entries.find_entries(KEYS) == 0
@@ -248,7 +248,7 @@ async def test_each_rank_pulls_from_the_rank_of_its_number(ranks: int) -> None:
     async with node_of(SPEC, ranks) as owner, node_of(SPEC, ranks) as reader:
         blocks, target = (blocks_of(owner.caches[0], ENTRIES, seed) for seed in (1, 2))
         wanted = [as_bytes(tokens_of(cache, blocks, ENTRIES * ENTRY_TOKENS)) for cache in owner.caches]
-        assert await owner.transfer.entries.save_entries(EntryBlocks(KEYS, blocks)) == ENTRIES
+        assert await owner.transfer.entries.save_entries(EntryBlocks(KEYS, blocks)) == (ENTRIES,)
         theirs = await owner.transfer.listen(FIRST_PULL_LINK, links, sends=True)
         ours = await reader.transfer.listen(FIRST_PULL_LINK, links, sends=False)
         await reader.transfer.connect(FIRST_PULL_LINK, theirs)

@@ -113,7 +113,7 @@ async def test_what_the_owner_does_not_have_makes_nothing_leave_the_readers_full
     reader = PullingNode(READER, KVCacheLayout.HND, 32, places=ENTRIES)
     others = EntryBlocks(keys_of(ENTRIES, seed=1), blocks_of(reader.cache, ENTRIES, 1))
     async with owner_elsewhere() as (owner, kept), reader:
-        assert await reader.transfer.entries.save_entries(others) == ENTRIES
+        assert await reader.transfer.entries.save_entries(others) == (ENTRIES,)
         await owner.call("forget", found)
         assert await reader.pull(kept) == found
         entries = reader.transfer.counters().entries

@@ -233,9 +233,9 @@ async def test_two_ranks_keep_their_shares(start: Machines, reference: Reference
 def _save_slowly() -> None:
     save = RankedEntries.save_entries
 
-    async def save_late(self: RankedEntries, entries: EntryBlocks) -> int:
+    async def save_late(self: RankedEntries, *saves: EntryBlocks) -> tuple[int, ...]:
         await asyncio.sleep(0.5)  # as a copy of many entries over a busy link takes
-        return await save(self, entries)
+        return await save(self, *saves)
 
     RankedEntries.save_entries = save_late  # type: ignore[method-assign]
 

@@ -196,6 +196,10 @@ class BlockManager:
         block_id = self._by_digest.get(digest)
         return None if block_id is None or block_id in self._windowless else self._keys[block_id]
 
+    def is_shown(self, digest: bytes) -> bool:
+        """Whether followers have seen that it has a block of that digest, or will with its next changes."""
+        return self.cached_key(digest) is not None and self._by_digest[digest] not in self._unreported
+
     def follow(self) -> None:
         """Collects changes from now on."""
         self._changes = {}

@@ -17,6 +17,8 @@ from baton.engine.scheduling.state_slots import NO_SLOT, StateSlots
 
 # The share of a pool's blocks that saves may hold, for some milliseconds each. Entries that need more are not saved.
 _SAVING_SHARE = 0.5
+# From this share on saves do not wait for others.
+_WAITING_SHARE = 1 / 16
 # A running request's entries are offered in so many at a time, and the rest when it ends. With a call for each one, the
 # tokens of a chat load on an H200 took 4 % longer than without stores.
 _ENTRIES_AT_ONCE = 16
@@ -180,6 +182,18 @@ class EntrySaves:
         """Sequences of entries to keep for a time, since the last call. Keep them after the saves that have begun."""
         kept, self._to_keep = self._to_keep, []
         return kept
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the next of the calls that take something would."""
+        return bool(self._finished or self._to_keep or self._forgotten)
+
+    @property
+    def is_pressing(self) -> bool:
+        """Whether what was offered holds many blocks or a state, or something must be dropped."""
+        most = max(held / pool.num_blocks for held, pool in zip(self._saving, self._pools, strict=True))
+        has_state = any(entries.state is not None for entries in self._finished)  # there are few slots
+        return most > _WAITING_SHARE or has_state or bool(self._forgotten)
 
     def take_finished(self) -> list[EntryBlocks]:
         """The entries offered since the last call; their blocks stay held until `saved`."""

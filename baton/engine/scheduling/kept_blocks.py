@@ -107,6 +107,9 @@ class KeptBlocks:
     def cached_key(self, digest: bytes) -> BlockKey | None:
         return self._keys.get(digest)
 
+    def is_shown(self, digest: bytes) -> bool:
+        return digest in self._keys
+
     def follow(self) -> None:
         self._changes = {}
 

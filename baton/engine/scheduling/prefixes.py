@@ -30,6 +30,10 @@ class KeyedCache(PrefixCache, Protocol):
 
     def cached_key(self, digest: bytes) -> BlockKey | None: ...
 
+    def is_shown(self, digest: bytes) -> bool:
+        """Whether followers have seen that it has a block of that digest, or will with its next changes."""
+        ...
+
 
 class PooledPrefixes:
     """The union of several prefix caches, such as those of pools: a block is cached while any of them has it.
@@ -54,7 +58,8 @@ class PooledPrefixes:
         for pool in self._pools:
             if (of_pool := pool.take_changes()) is None:
                 return None
-            changes.update(of_pool)
+            # Nearly every block that is saved is in the cache still, and followers know that.
+            changes.update(of_pool if pool is not self._outside else self._seen(of_pool))
         return {digest: self._cached(digest) for digest in changes}
 
     def is_outside(self, digest: bytes) -> bool:
@@ -62,6 +67,12 @@ class PooledPrefixes:
 
     def is_below(self, digest: bytes) -> bool:
         return self._outside is not None and self.is_outside(digest) and self._outside.is_below(digest)
+
+    def _seen(self, outside: CacheChanges) -> CacheChanges:
+        """Those of the changes outside of the caches that make a difference to followers."""
+        return {
+            digest: key for digest, key in outside.items() if not any(pool.is_shown(digest) for pool in self._inside)
+        }
 
     def _cached(self, digest: bytes) -> BlockKey | None:
         """The key of that digest as long as any pool has it."""

@@ -167,8 +167,8 @@ class RankCloseLease(Verb[LeaseTotals]):
 
 
 @dataclass(frozen=True)
-class SaveEntries(Verb[int]):
-    entries: EntryBlocks
+class SaveEntries(Verb[tuple[int, ...]]):
+    saves: tuple[EntryBlocks, ...]
 
 
 @dataclass(frozen=True)

@@ -147,8 +147,8 @@ class RemoteTransfer(RankTransfer):
     async def close_lease(self, number: int) -> LeaseTotals:
         return await self._ask_unless_gone(RankCloseLease(number), LeaseTotals(number, 0, 0, 0.0))
 
-    async def save_entries(self, entries: EntryBlocks) -> int:
-        return await self._ask_to_end(SaveEntries(entries))
+    async def save_entries(self, *saves: EntryBlocks) -> tuple[int, ...]:
+        return await self._ask_to_end(SaveEntries(saves))
 
     async def find_entries(self, keys: tuple[EntryKey, ...]) -> int:
         return await self._ask(FindEntries(keys))

@@ -177,7 +177,7 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
         case RankCloseLease():
             return transfer.close_lease(verb.number)
         case SaveEntries():
-            return transfer.save_entries(verb.entries)
+            return transfer.save_entries(*verb.saves)
         case FindEntries():
             return transfer.find_entries(verb.keys)
         case FindState():

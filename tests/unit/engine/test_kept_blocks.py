@@ -8,6 +8,7 @@ import pytest
 from baton.core.block_keys import KeyChain
 from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
 from baton.engine.scheduling import kept_blocks
+from baton.engine.scheduling.block_manager import BlockManager
 from baton.engine.scheduling.entry_plans import entries_of
 from baton.engine.scheduling.kept_blocks import KeptBlocks
 from baton.engine.scheduling.prefixes import PooledPrefixes
@@ -121,3 +122,22 @@ def test_what_is_lost_while_found_entries_are_added_is_not_added() -> None:
     take(steps)
     assert [kept.has(key) for key in keys] == [True, False, True, True, False, False]
     assert kept._lost_since == []
+
+
+def test_followers_see_no_change_from_a_save_whose_blocks_are_in_the_cache() -> None:
+    pool, kept, chain = BlockManager(64), KeptBlocks(16), block_chain(16)
+    cache = PooledPrefixes((pool,), kept)
+    cache.follow()
+    blocks = pool.take((), 4)
+    for index, block_id in enumerate(blocks):
+        pool.register(block_id, chain.key(index, TOKENS), reported=index < 3)
+    digests = [chain.key(index, TOKENS).digest for index in range(4)]
+    assert set(cache.take_changes() or {}) == set(digests[:3])
+    kept.kept(entries()[:1], chain, TOKENS)
+    assert set(cache.take_changes() or {}) == {digests[3]}  # the one that they have not seen
+    pool.give_back(blocks)
+    pool.take((), 64)
+    assert set(cache.take_changes() or {}) == set(digests)  # now they must be loaded first
+    assert all(cache.is_outside(digest) for digest in digests)
+    kept.lost(key.block.digest for key in entries()[:1])
+    assert cache.take_changes() == dict.fromkeys(digests)

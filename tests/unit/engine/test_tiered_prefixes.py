@@ -1,14 +1,17 @@
 """What a request waits for before it is computed: searches, pulls and loads, each within its bound."""
 
 import asyncio
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix
 from baton.engine import tiered_prefixes
 from baton.engine.tiered_prefixes import TieredPrefixes
-from tests.unit.engine.scheduling import request
+from tests.unit.engine.scheduling import finish, launch, request
 from tests.unit.engine.test_offload import decode_all, save_all, tiered
 from tests.unit.engine.test_offload_states import tiered as tiered_states
 
@@ -32,7 +35,7 @@ class SilentStores:
     async def find_state(self, after: tuple[EntryKey, ...]) -> int:
         raise NotImplementedError
 
-    async def save_entries(self, entries: EntryBlocks) -> int:
+    async def save_entries(self, *saves: EntryBlocks) -> tuple[int, ...]:
         raise NotImplementedError
 
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> int:
@@ -172,3 +175,74 @@ async def test_all_roots_of_a_drop_go_to_the_stores_in_one_call() -> None:
     assert await prefixes.drop_roots(roots) == DroppedEntries()
     assert stores.drops == [roots]
     await prefixes.close()
+
+
+class CountedSaves(SilentStores):
+    """Stores that save all at once, and remember the entries of each call."""
+
+    def __init__(self) -> None:
+        super().__init__(has_stores=False)
+        self.calls: list[list[int]] = []
+
+    async def save_entries(self, *saves: EntryBlocks) -> tuple[int, ...]:
+        self.calls.append([len(entries) for entries in saves])
+        return tuple(map(len, saves))
+
+
+async def saved_while_a_step_runs(num_blocks: int) -> tuple[CountedSaves, TieredPrefixes, Callable[[], object]]:
+    """Two requests have ended, and the step of a third one runs. The function ends that step."""
+    stores, scheduler = CountedSaves(), tiered(num_blocks=num_blocks)
+    prefixes = TieredPrefixes(stores, NoSource(), scheduler, on_room=lambda: None)
+    decode_all(scheduler, "a", LONG)
+    decode_all(scheduler, "b", LONG[::-1])
+    scheduler.submit(request("c", LONG[:10]), 0.0)
+    batch = launch(scheduler)
+    prefixes.save_finished()
+    return stores, prefixes, partial(finish, scheduler, batch)
+
+
+async def test_what_several_requests_have_offered_is_saved_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_prefixes, "_SAVE_EVERY_S", math.inf)
+    stores, prefixes, end_step = await saved_while_a_step_runs(num_blocks=4096)
+    await prefixes.close()
+    assert stores.calls == []
+    end_step()
+    prefixes.save_finished()  # no step runs any more that would bring another occasion
+    await prefixes.close()
+    assert stores.calls == [[3, 3]]
+
+
+async def test_what_was_offered_is_saved_next_to_a_step_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_prefixes, "_SAVE_EVERY_S", 0.0)
+    stores, prefixes, _ = await saved_while_a_step_runs(num_blocks=4096)
+    await prefixes.close()
+    assert stores.calls == [[3, 3]]
+
+
+async def test_what_holds_many_of_the_blocks_is_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_prefixes, "_SAVE_EVERY_S", math.inf)
+    stores, prefixes, _ = await saved_while_a_step_runs(num_blocks=512)
+    await prefixes.close()
+    assert stores.calls == [[3, 3]]
+
+
+async def test_most_requests_need_not_be_looked_for() -> None:
+    scheduler = tiered()
+    prefixes = TieredPrefixes(SilentStores(has_stores=False), NoSource(), scheduler, on_room=lambda: None)
+    assert prefixes.wanted(request("a", LONG)) is None
+    assert prefixes.wanted(replace(request("a", LONG), kept_elsewhere=KeptPrefix("there:1", 7, 192))) is not None
+    decode_all(scheduler, "a", LONG)
+    save_all(scheduler)
+    assert prefixes.wanted(request("b", LONG)) is None  # the cache has it
+
+
+async def test_a_state_is_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_prefixes, "_SAVE_EVERY_S", math.inf)
+    stores, scheduler = CountedSaves(), tiered_states(num_blocks=4096)
+    prefixes = TieredPrefixes(stores, NoSource(), scheduler, on_room=lambda: None)
+    decode_all(scheduler, "a", LONG)
+    scheduler.submit(request("b", LONG[:10]), 0.0)
+    launch(scheduler)
+    prefixes.save_finished()
+    await prefixes.close()
+    assert stores.calls

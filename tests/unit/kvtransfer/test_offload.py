@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import ConfigError, DeadlineExceeded, InternalError
-from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, KeepTime, StoreChanges
+from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryBlocks, KeepTime, StoreChanges
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
@@ -788,3 +788,43 @@ def test_counters_of_ranks_are_added_up() -> None:
     assert EntryCounters.of_ranks([one, other]) == EntryCounters(
         11, 22, 33, {"host": 44, "file": 5}, 66, 77, 88, 99, {"file": StoreCounters(hits=3, failed=3)}
     )
+
+
+def test_saves_of_several_sequences_end_together() -> None:
+    world = World(places=8)
+    user = world.user(cache_of(SPEC))
+    ours, theirs = keys_of(3), keys_of(2, salt="other")
+    future: Future[tuple[int, ...]] = Future()
+    saves = EntryBlocks(ours, blocks_of(user.cache, 3, 1)), EntryBlocks(theirs, blocks_of(user.cache, 2, 2))
+    user.offloader.save_all(saves, future)
+    assert not future.done()
+    assert not user.offloader.is_awaited
+    assert world.result(future) == (3, 2)
+    assert world.find(ours) == 3
+    assert world.find(theirs) == 2
+    world.check_nothing_is_left()
+
+
+def test_saves_of_several_sequences_are_stopped_together() -> None:
+    world = World(places=8)
+    user = world.user(cache_of(SPEC))
+    future: Future[tuple[int, ...]] = Future()
+    sequences = [EntryBlocks(keys_of(2, salt=salt), blocks_of(user.cache, 2, 1)) for salt in ("a", "b")]
+    user.offloader.save_all(sequences, future)
+    user.offloader.stop(future)
+    assert world.result(future) == (0, 0)
+    world.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(("on_gpu", "begun"), [(False, 1), (True, SLOTS)])
+def test_copies_of_saves_that_a_gpu_makes_begin_together(on_gpu: bool, begun: int) -> None:
+    world, script, cache = World(places=8), Script(held=frozenset({"copy_out"})), cache_of(SPEC, entries=6)
+    mover = late(script)(cache, lambda: None)
+    mover.on_gpu = on_gpu
+    user = world.user(cache, lambda *_: mover)
+    saved = user.begin_save(keys_of(6), blocks_of(user.cache, 6, 1))
+    user.offloader.step()
+    assert len(script.waiting()) == begun
+    script.release_all()
+    assert world.result(saved) == 6
+    world.check_nothing_is_left()

@@ -1,4 +1,4 @@
-"""Finds how much memory this machine has and has free, and this process's container allows."""
+"""Finds how much memory this machine has, and this process's container allows."""
 
 import os
 from collections.abc import Sequence
@@ -9,17 +9,6 @@ CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-
-_MEMINFO = Path("/proc/meminfo")
-
-
-def available_bytes(meminfo: Path = _MEMINFO) -> int:
-    """Memory of this machine that processes can still get, without swapping; all of it where Linux does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def memory_limit_bytes(files: Sequence[Path] = CGROUP_LIMITS) -> int:

@@ -25,9 +25,6 @@ GIB = 1 << 30
 # Defaults that depend on the device.
 CPU_CACHE_MIB = 128
 CPU_CACHE_SHARE = 0.25  # of the memory of machine or container, for the caches of one node's ranks
-# Host memory for KV on nodes with GPUs: the share of the memory of machine or container that all GPUs have together,
-# the share of what is free that a node has, and the most GiB of a GPU. Page-locking takes 0.3 s for each.
-HOST_CACHE_SHARE, HOST_CACHE_FREE_SHARE, HOST_CACHE_GIB_MOST = 0.25, 0.5, 32.0
 CPU_BATCH_TOKENS = 256
 CPU_BATCH_REQUESTS = 64
 # Requests of a step on nodes that decode, the smaller number if the cache is too small for more; and on nodes that only
@@ -165,14 +162,12 @@ class NodeSettings(CommonSettings):
         "original context must be given to every node and gateway",
     )
     prefix_cache: bool = Field(True, description="reuse the KV of prefixes that earlier prompts had")
-    host_cache_gib: float | None = Field(
-        None,
+    host_cache_gib: float = Field(
+        0.0,
         ge=0,
         le=_HOST_CACHE_GIB_MAX,
         description="host memory in which each rank keeps a copy of the KV that it computes or receives, for prefixes "
-        "that the cache no longer has; on a GPU it is page-locked; 0: none; default: on a GPU its part of "
-        f"{HOST_CACHE_SHARE:.0%} of the machine's memory, at most {HOST_CACHE_GIB_MOST:g} GiB and "
-        f"{HOST_CACHE_FREE_SHARE:.0%} of what is free; on a CPU none. Needs prefix_cache",
+        "that the cache no longer has; on a GPU it is page-locked; 0: none. Needs prefix_cache",
     )
     file_cache_dir: Path | None = Field(
         None,
@@ -308,8 +303,8 @@ class NodeSettings(CommonSettings):
 
     @property
     def host_cache_bytes(self) -> int:
-        """Host memory of each rank for KV outside of the cache, once its size is known; 0: none."""
-        return int((self.host_cache_gib or 0.0) * GIB) if self.prefix_cache else 0
+        """Host memory of each rank for KV outside of the cache; 0: none."""
+        return int(self.host_cache_gib * GIB) if self.prefix_cache else 0
 
     @property
     def file_cache_bytes(self) -> int:

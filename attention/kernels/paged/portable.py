@@ -21,8 +21,8 @@ from baton.kvcache.fp8 import is_fp8
 from baton.tritonlib.launch import interpreted
 
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# NOTE: with 128 rows, 8 warps and values of 10 channels, an H200 (Triton 3.6) gave other results in each run, from the
-# 17th query of a request on. Heads narrower than this get tiles of 64 rows, which need 4 warps.
+# NOTE: with keys of 20 channels and values of 10, tiles of 32 and 16 channels gave wrong results on an H200 (Triton
+# 3.6), from the 17th key of a tile on. Tiles of 16-bit numbers have this many channels at least.
 _LEAST_CHANNELS = 64
 
 
@@ -48,10 +48,8 @@ def choose_tiling(call: AttentionCall) -> Tiling:
     rows = max(16 if call.splits == 1 else 64, triton.next_power_of_2(call.max_query_len * call.group))
     # float32 products are unrolled into registers and spill unless tiles are small.
     block_m = min(rows, 32 if element_bytes > 2 else 128)
-    narrow = max(call.q_THD.shape[-1], call.keys.values.shape[-1]) < _LEAST_CHANNELS
-    block_m = min(block_m, 64) if narrow else block_m
-    key_channels = sum(split_channels(call.q_THD.shape[-1]))
-    channels = key_channels + triton.next_power_of_2(call.keys.values.shape[-1])
+    key_channels, value_channels = sum(_key_channels(call)), _value_channels(call)
+    channels = key_channels + value_channels
     room = _shared_bytes(call.q_THD.device) - block_m * key_channels * element_bytes
     shapes = ((16, 2),) if element_bytes > 2 else ((64, 3), (64, 2), (32, 2))
     fitting = (shape for shape in shapes if shape[0] * shape[1] * channels * element_bytes <= room)
@@ -63,6 +61,20 @@ def choose_tiling(call: AttentionCall) -> Tiling:
         num_warps=8 if block_m == 128 else 4,
         num_stages=num_stages,
     )
+
+
+def _least_channels(call: AttentionCall) -> int:
+    return 16 if call.q_THD.dtype == torch.float32 or interpreted() else _LEAST_CHANNELS
+
+
+def _key_channels(call: AttentionCall) -> tuple[int, int]:
+    """The channels of a tile's keys, in two parts; the second may be 0."""
+    block_d, block_p = split_channels(call.q_THD.shape[-1])
+    return max(_least_channels(call), block_d), block_p
+
+
+def _value_channels(call: AttentionCall) -> int:
+    return max(_least_channels(call), int(triton.next_power_of_2(call.keys.values.shape[-1])))
 
 
 def _shared_bytes(device: torch.device) -> int:
@@ -116,7 +128,7 @@ def launch(call: AttentionCall, tiling: Tiling | None = None) -> None:
     tiling = tiling or choose_tiling(call)
     q_THD, keys, features = call.q_THD, call.keys, call.features
     head_size, value_size = q_THD.shape[-1], keys.values.shape[-1]
-    block_d, block_p = split_channels(head_size)
+    block_d, block_p = _key_channels(call)
     tiles = call.tiles(tiling.block_m, tiling.pack)
     partials = new_partials(call)
     attend_tile[(tiles.num_tiles * tiles.num_packs, call.splits)](
@@ -148,7 +160,7 @@ def launch(call: AttentionCall, tiling: Tiling | None = None) -> None:
             block_n=tiling.block_n,
             block_d=block_d,
             block_p=block_p,
-            block_v=max(16, triton.next_power_of_2(value_size)),
+            block_v=_value_channels(call),
             block_r=min(256, max(16, triton.next_power_of_2(call.num_reqs))),
             least_keys=LEAST_KEYS,
         ),

@@ -49,6 +49,19 @@ _MODEL = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+_GEMMA = _MODEL | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 128,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GLM = _MODEL | {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "partial_rotary_factor": 0.5}
+MODELS = {"llama": _MODEL, "gemma-2": _GEMMA, "glm-4": _GLM}
 SCHEMES: dict[str, dict[str, Any]] = {
     "blocks": DEEPSEEK,
     "channels": COMPRESSED_DYNAMIC,
@@ -125,10 +138,11 @@ def logits_of(directory: Path, dtype: str) -> Tensor:
 @needs_fp8
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("model", MODELS)
 def test_a_model_computes_the_same_with_and_without_fusing(
-    scheme: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, scheme: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(_MODEL | {"quantization_config": SCHEMES[scheme]}))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model] | {"quantization_config": SCHEMES[scheme]}))
     alone: list[int] = []
 
     def count(x_TK: Tensor, row_format: RowFormat) -> QuantizedRows:

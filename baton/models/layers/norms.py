@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
 
     def add_and_norm_for(
         self,
-        reader: nn.Module,
+        reader: nn.Module | None,
         stream_TD: Tensor,
         update_TD: Tensor | None,
         *,
@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
         launch and changes no bit of what it computes.
 
         Args:
-            reader: the only module that reads the result.
+            reader: the only module that reads the result; None: several do.
         """
         row_format = reader.row_format(len(stream_TD)) if isinstance(reader, RowReader) else None
         if row_format is None:

@@ -61,7 +61,31 @@ _GEMMA = _MODEL | {
     "final_logit_softcapping": 30.0,
 }
 _GLM = _MODEL | {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "partial_rotary_factor": 0.5}
-MODELS = {"llama": _MODEL, "gemma-2": _GEMMA, "glm-4": _GLM}
+_DEEPSEEK = _MODEL | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "first_k_dense_replace": LAYERS,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 256,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "moe_layer_freq": 1,
+}
+# A config, and the number of a layer's linear layers.
+MODELS = {"llama": (_MODEL, 4), "gemma-2": (_GEMMA, 4), "glm-4": (_GLM, 4), "deepseek-v2": (_DEEPSEEK, 5)}
 SCHEMES: dict[str, dict[str, Any]] = {
     "blocks": DEEPSEEK,
     "channels": COMPRESSED_DYNAMIC,
@@ -142,7 +166,8 @@ def logits_of(directory: Path, dtype: str) -> Tensor:
 def test_a_model_computes_the_same_with_and_without_fusing(
     model: str, scheme: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS[model] | {"quantization_config": SCHEMES[scheme]}))
+    config, linear_layers = MODELS[model]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": SCHEMES[scheme]}))
     alone: list[int] = []
 
     def count(x_TK: Tensor, row_format: RowFormat) -> QuantizedRows:
@@ -158,7 +183,7 @@ def test_a_model_computes_the_same_with_and_without_fusing(
     monkeypatch.setattr(Fp8Linear, "row_format", never)
     monkeypatch.setattr(Int8Linear, "row_format", never)
     separate = logits_of(tmp_path, dtype)
-    assert len(alone) == 4 * LAYERS * 3
+    assert len(alone) == linear_layers * LAYERS * 3
     assert torch.equal(fused, separate)
     assert bool(fused.isfinite().all())
     assert float(fused.std()) > 0

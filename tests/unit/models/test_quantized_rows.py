@@ -247,13 +247,23 @@ def test_layers_without_products_in_fp8_and_other_modules_get_tensors() -> None:
 
 # ---- a whole model
 
+# Launches that only quantize, in a step of two layers, fused and separate. Before the output of attention is projected
+# there always is one. Shared experts read what the router reads. An indexer reads what two projections read, and has
+# two of its own.
+LAUNCHES = [
+    ("llama-blocks", 1 + 1, 4 + 4),
+    ("llama-channels", 1 + 1, 4 + 4),
+    ("llama-tensors-static", 1 + 1, 4 + 4),
+    ("deepseek-blocks", 1 + 2, 5 + 4),
+    ("deepseek-v32-blocks", 5 + 6, 7 + 6),
+]
+
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_fp8.py runs whole models")
-@pytest.mark.parametrize("name", ["llama-blocks", "llama-channels", "llama-tensors-static"])
-def test_a_layer_quantizes_once_by_a_kernel_of_its_own(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "fused", "separate"), LAUNCHES, ids=lambda value: str(value))
+def test_few_layers_quantize_by_a_kernel_of_their_own(
+    name: str, fused: int, separate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the output of attention is projected: without fusing there are four in a layer."""
     monkeypatch.setattr(fp8_linear, "multiplies_fp8", lambda device: True)
     pair, counts, logits = CHECKPOINTS[name](tmp_path), [], []
     seen: list[int] = []
@@ -268,7 +278,7 @@ def test_a_layer_quantizes_once_by_a_kernel_of_its_own(
         logits.append(loaded(pair.quantized)[1])
         counts.append(len(seen))
         monkeypatch.setattr(Fp8Linear, "row_format", lambda layer, num_tokens: None)
-    layers, steps = 2, 4
-    assert counts == [layers * steps, 4 * layers * steps]
+    steps = 4
+    assert counts == [fused * steps, separate * steps]
     # torch's norms, which run on a CPU without fusing, add up in another order.
     assert float((logits[0] - logits[1]).std()) < 0.02 * float(logits[1].std())

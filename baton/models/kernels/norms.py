@@ -89,6 +89,9 @@ def _launch(
         INTERPRETED=interpreted(),
         **overlap(x_TD.device, rows=num_tokens),
         num_warps=min(max(block // (32 * _CHANNELS_PER_THREAD), 1), 16),
+        # NOTE: otherwise the compiler fuses the sum of a thread's first two squares with the product of one of them.
+        # Which one depends on what the rest of the kernel does, and a norm's last bits would depend on it too.
+        enable_fp_fusion=False,
     )
 
 

@@ -1,4 +1,5 @@
-"""The activation of gated MLPs: f(gate) * up. It rounds f(gate) to the tensor's dtype, as two calls would.
+"""The activation of gated MLPs: f(gate) * up. It rounds f(gate) to the tensor's dtype, as two calls would. It may be
+fused with the quantization for the linear layer that follows.
 
 The twins are in `baton.models.layers.mlp`. Legend: T rows, I channels of the gate, which the up's follow.
 """
@@ -7,12 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.models.kernels.quantized.rows import QuantizedRows, RowFormat, allocate, quantize, store_quantized
 from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from baton.tritonlib.rounding import round_to
 
 # Channels of gate and of up that one program reads: twice 16 bytes of bf16 of each per thread.
 _TILE = 2048
 _NUM_WARPS = 4
+# Channels of a whole row in one program: 64 of gate and of up in each thread of 16 warps. Compiled for an H200, 28672
+# channels take 123 of a thread's 128 registers.
+_MOST_CHANNELS = 32768
+_CHANNELS_PER_WARP = 512
 
 
 def silu_and_multiply(gate_up_TI: Tensor) -> Tensor:
@@ -44,16 +50,50 @@ def clamp_and_gate(gate_up_TI: Tensor, *, limit: float, alpha: float) -> Tensor:
     return out_TI
 
 
+def activate_and_quantize(gate_up_TI: Tensor, row_format: RowFormat, *, tanh_gelu: bool) -> QuantizedRows:
+    """Does what `silu_and_multiply` or `gelu_tanh_and_multiply` does, and quantizes the result, with the bits of
+    separate calls."""
+    num_rows, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
+    tile = _TILE
+    if row_format.needs_whole_rows:
+        if size > _MOST_CHANNELS:
+            return quantize(_launch(gate_up_TI, tanh_gelu=tanh_gelu), row_format)
+        tile = triton.next_power_of_2(size)
+    out = allocate(num_rows, size, row_format, like=gate_up_TI)
+    _activate[(out.stored_PK.shape[0], triton.cdiv(size, tile))](
+        gate_up_TI,
+        out.stored_PK,
+        out.scale_PC,
+        row_format.scale,
+        num_rows,
+        gate_up_TI.stride(0),
+        SIZE=size,
+        TILE=tile,
+        TANH_GELU=tanh_gelu,
+        BLOCKED=row_format.blocked,
+        POWER_OF_TWO=row_format.power_of_two,
+        INTERPRETED=interpreted(),
+        **overlap(gate_up_TI.device, rows=num_rows),
+        num_warps=min(max(tile // _CHANNELS_PER_WARP, 1), 16),
+    )
+    return out
+
+
 def _launch(gate_up_TI: Tensor, *, tanh_gelu: bool) -> Tensor:
     num_rows, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
     out_TI = gate_up_TI.new_empty(num_rows, size)
     _activate[(num_rows, triton.cdiv(size, _TILE))](
         gate_up_TI,
         out_TI,
+        None,
+        None,
+        num_rows,
         gate_up_TI.stride(0),
         SIZE=size,
         TILE=_TILE,
         TANH_GELU=tanh_gelu,
+        BLOCKED=False,
+        POWER_OF_TWO=False,
         INTERPRETED=interpreted(),
         **overlap(gate_up_TI.device, rows=num_rows),
         num_warps=_NUM_WARPS,
@@ -61,23 +101,30 @@ def _launch(gate_up_TI: Tensor, *, tanh_gelu: bool) -> Tensor:
     return out_TI
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _activate(
     gate_up_ptr,
     out_ptr,
+    scale_ptr,
+    given_scale_ptr,
+    num_rows,
     stride_T,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     TANH_GELU: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Computes TILE channels of one row."""
+    """Computes TILE channels of one row; with pointers of scales quantized, and then zeros from row `num_rows` on."""
     start_dependents(OVERLAP)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     channels_I = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask_I = channels_I < SIZE
+    if scale_ptr is not None:
+        mask_I &= row < num_rows
     await_predecessors(OVERLAP)
     gate_I = tl.load(gate_up_ptr + row * stride_T + channels_I, mask=mask_I, other=0.0).to(tl.float32)
     up_I = tl.load(gate_up_ptr + row * stride_T + SIZE + channels_I, mask=mask_I, other=0.0).to(tl.float32)
@@ -88,7 +135,24 @@ def _activate(
     else:
         gated_I = gate_I * tl.sigmoid(gate_I)
     gated_I = round_to(gated_I, dtype, INTERPRETED).to(tl.float32)
-    tl.store(out_ptr + row * SIZE + channels_I, round_to(gated_I * up_I, dtype, INTERPRETED), mask=mask_I)
+    out_I = round_to(gated_I * up_I, dtype, INTERPRETED)
+    if scale_ptr is None:
+        tl.store(out_ptr + row * SIZE + channels_I, out_I, mask=mask_I)
+    else:
+        first = tl.program_id(1) * TILE
+        store_quantized(
+            out_I.to(tl.float32),
+            row,
+            first,
+            out_ptr,
+            scale_ptr,
+            given_scale_ptr,
+            SIZE,
+            TILE,
+            BLOCKED,
+            POWER_OF_TWO,
+            INTERPRETED,
+        )
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""RMS norms, optionally fused with the preceding addition to the residual stream.
+"""RMS norms, optionally fused with the preceding addition to the residual stream, and with the quantization for the
+linear layer that follows.
 
 The twins are in `baton.models.layers.norms`. A row's result depends on that row only: the row's size alone decides the
 program and the order of the sum. Legend: T tokens, D channels.
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.rotation import RowNorm
+from baton.models.kernels.quantized.rows import QuantizedRows, RowFormat, allocate, store_quantized
 from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from baton.tritonlib.rounding import round_to
 
@@ -34,15 +36,46 @@ def add_rms_norm(stream_TD: Tensor, update_TD: Tensor, norm: RowNorm, *, update_
     return out_TD
 
 
-def _launch(x_TD: Tensor, stream_TD: Tensor | None, update_norm: RowNorm | None, norm: RowNorm, out_TD: Tensor) -> None:
+def norm_and_quantize(
+    stream_TD: Tensor,
+    update_TD: Tensor | None,
+    norm: RowNorm,
+    row_format: RowFormat,
+    *,
+    update_norm: RowNorm | None = None,
+) -> QuantizedRows:
+    """Does what `add_rms_norm` does, or `rms_norm` without an update, and quantizes the result, with the bits of
+    separate calls."""
+    num_tokens, size = stream_TD.shape
+    out = allocate(num_tokens, size, row_format, like=stream_TD)
+    if update_TD is None:
+        _launch(stream_TD, None, None, norm, out.stored_PK, quantized=(out, row_format))
+    else:
+        _launch(update_TD, stream_TD, update_norm, norm, out.stored_PK, quantized=(out, row_format))
+    return out
+
+
+def _launch(
+    x_TD: Tensor,
+    stream_TD: Tensor | None,
+    update_norm: RowNorm | None,
+    norm: RowNorm,
+    out_PD: Tensor,
+    *,
+    quantized: tuple[QuantizedRows, RowFormat] | None = None,
+) -> None:
     num_tokens, size = x_TD.shape
     block = triton.next_power_of_2(size)
-    _norm[(num_tokens,)](
+    rows, row_format = quantized or (None, None)
+    _norm[(out_PD.shape[0],)](
         x_TD,
         stream_TD,
         None if update_norm is None else update_norm.weight,
         norm.weight,
-        out_TD,
+        out_PD,
+        None if rows is None else rows.scale_PC,
+        None if row_format is None else row_format.scale,
+        num_tokens,
         x_TD.stride(0),
         0 if stream_TD is None else stream_TD.stride(0),
         0.0 if update_norm is None else update_norm.eps,
@@ -51,19 +84,27 @@ def _launch(x_TD: Tensor, stream_TD: Tensor | None, update_norm: RowNorm | None,
         BLOCK=block,
         UPDATE_OFFSET=0 if update_norm is None else update_norm.weight_offset,
         OFFSET=norm.weight_offset,
+        BLOCKED=row_format is not None and row_format.blocked,
+        POWER_OF_TWO=row_format is not None and row_format.power_of_two,
         INTERPRETED=interpreted(),
         **overlap(x_TD.device, rows=num_tokens),
         num_warps=min(max(block // (32 * _CHANNELS_PER_THREAD), 1), 16),
+        # NOTE: otherwise the compiler fuses the sum of a thread's first two squares with the product of one of them.
+        # Which one depends on what the rest of the kernel does, and a norm's last bits would depend on it too.
+        enable_fp_fusion=False,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _norm(
     x_ptr,
     stream_ptr,
     update_weight_ptr,
     weight_ptr,
     out_ptr,
+    scale_ptr,
+    given_scale_ptr,
+    num_tokens,
     x_stride,
     stream_stride,
     update_eps,
@@ -72,10 +113,12 @@ def _norm(
     BLOCK: tl.constexpr,
     UPDATE_OFFSET: tl.constexpr,
     OFFSET: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Computes one row."""
+    """Computes one row; with pointers of scales quantized, and then zeros from row `num_tokens` on."""
     start_dependents(OVERLAP)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -86,6 +129,8 @@ def _norm(
     if update_weight_ptr is not None:
         update_weight_D = tl.load(update_weight_ptr + channels_D, mask=mask_D, other=0.0)
     await_predecessors(OVERLAP)
+    if scale_ptr is not None:
+        mask_D &= row < num_tokens
     x_D = tl.load(x_ptr + row * x_stride + channels_D, mask=mask_D, other=0.0).to(tl.float32)
     if stream_ptr is not None:
         stream_ptrs_D = stream_ptr + row * stream_stride + channels_D
@@ -98,7 +143,13 @@ def _norm(
         tl.store(stream_ptrs_D, sum_D, mask=mask_D)
         x_D = sum_D.to(tl.float32)
     out_D = round_to(_normed(x_D, weight_D, eps, SIZE, OFFSET), dtype, INTERPRETED)
-    tl.store(out_ptr + row * SIZE + channels_D, out_D, mask=mask_D)
+    if scale_ptr is None:
+        tl.store(out_ptr + row * SIZE + channels_D, out_D, mask=mask_D)
+    else:
+        out_D = tl.where(mask_D, out_D.to(tl.float32), 0.0)
+        store_quantized(
+            out_D, row, 0, out_ptr, scale_ptr, given_scale_ptr, SIZE, BLOCK, BLOCKED, POWER_OF_TWO, INTERPRETED
+        )
 
 
 @triton.jit

@@ -56,10 +56,12 @@ class DecoderLayer(ExchangingModule):
     ) -> Tensor:
         """Adds the previous layer's update and this layer's attention to the stream; returns this layer's MLP's
         update."""
-        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
-        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
-        attended_TD = self.update(attended_TD) if self.exchange is None else self._scaled(attended_TD)
-        normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD)
+        normed = self.input_layernorm.add_and_norm_for(self.self_attn, stream_TD, update_TD)
+        attended_TD = self.self_attn(normed, rotation, kv_cache, metadata)
+        if self.exchange is None:
+            normed = self.post_attention_layernorm.add_and_norm_for(self.mlp, stream_TD, self.update(attended_TD))
+            return self.update(self.mlp(normed))
+        normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, self._scaled(attended_TD))
         return self.update(self.mlp(self.of_all_ranks(normed_TD)))
 
     def update(self, part_TD: Tensor) -> Tensor:

@@ -77,12 +77,12 @@ class NormsAround(_Block):
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
-        attended_TD = self.parallel.all_reduce(self.self_attn(normed_TD, rotation, kv_cache, metadata))
-        normed_TD = self.post_attention_layernorm.add_and_norm(
-            stream_TD, attended_TD, update_norm=self.post_self_attn_layernorm
+        normed = self.input_layernorm.add_and_norm_for(self.self_attn, stream_TD, update_TD)
+        attended_TD = self.parallel.all_reduce(self.self_attn(normed, rotation, kv_cache, metadata))
+        normed = self.post_attention_layernorm.add_and_norm_for(
+            self.mlp, stream_TD, attended_TD, update_norm=self.post_self_attn_layernorm
         )
-        out_TD: Tensor = self.post_mlp_layernorm(self.parallel.all_reduce(self.mlp(normed_TD)))
+        out_TD: Tensor = self.post_mlp_layernorm(self.parallel.all_reduce(self.mlp(normed)))
         return out_TD
 
 

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from baton.models.kernels.quantized.rows import RowFormat
+from baton.models.layers.row_reader import RowReader
+
 # x, weight [out, in], bias [out]: x @ weight.T + bias
 Multiply: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-class Linear(nn.Linear):
+class Linear(nn.Linear, RowReader):
     """A linear layer that draws no initial weights.
 
     Attributes:
@@ -29,6 +32,9 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.multiply(input, self.weight, self.bias)
+
+    def row_format(self, num_tokens: int) -> RowFormat | None:  # noqa: ARG002 (of quantized layers)
+        return None
 
     def reset_parameters(self) -> None:
         """Does nothing: drawing billions of numbers, which loading overwrites, takes minutes."""

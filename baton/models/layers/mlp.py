@@ -1,4 +1,5 @@
-"""The gated MLP and its activations. On a GPU one kernel applies the activation and multiplies, with torch's roundings.
+"""The gated MLP and its activations. On a GPU one kernel applies the activation and multiplies, with torch's roundings,
+and quantizes the result if the next layer can read it so.
 
 Shapes: T token, D hidden channel, I channel of the MLP.
 """
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from baton.models.kernels import activation
+from baton.models.kernels.quantized.rows import QuantizedRows, RowFormat
 from baton.models.layers.elementwise import gelu, silu
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.row_reader import RowReader
 
 
 def silu_and_multiply(gate_up_TI: Tensor) -> Tensor:
@@ -29,7 +32,7 @@ def gelu_tanh_and_multiply(gate_up_TI: Tensor) -> Tensor:
     return gelu(gate_TI, approximate="tanh") * up_TI
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(nn.Module, RowReader):
     """An MLP whose first product computes gate and up.
 
     Args:
@@ -52,5 +55,16 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, size, dtype=dtype, bias=bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.down_proj(self.activate(self.gate_up_proj(x_TD)))
+        out_TD: Tensor = self.down_proj(self._activated(self.gate_up_proj(x_TD)))
         return out_TD
+
+    def row_format(self, num_tokens: int) -> RowFormat | None:
+        return self.gate_up_proj.row_format(num_tokens)
+
+    def _activated(self, gate_up_TI: Tensor) -> Tensor | QuantizedRows:
+        row_format = self.down_proj.row_format(len(gate_up_TI))
+        if row_format is not None and self.activate is silu_and_multiply:
+            return activation.activate_and_quantize(gate_up_TI, row_format, tanh_gelu=False)
+        if row_format is not None and self.activate is gelu_tanh_and_multiply:
+            return activation.activate_and_quantize(gate_up_TI, row_format, tanh_gelu=True)
+        return self.activate(gate_up_TI)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
 from baton.models.kernels import norms
+from baton.models.kernels.quantized.rows import QuantizedRows
 from baton.models.layers.parallel import ParallelModule, TensorParallel
+from baton.models.layers.row_reader import RowReader
 
 
 class RMSNorm(nn.Module):
@@ -42,6 +44,25 @@ class RMSNorm(nn.Module):
         if stream_TD.is_cuda:
             return norms.add_rms_norm(stream_TD, update_TD, self, update_norm=update_norm)
         return self._in_torch(stream_TD.add_(update_TD if update_norm is None else update_norm(update_TD)))
+
+    def add_and_norm_for(
+        self,
+        reader: nn.Module | None,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        *,
+        update_norm: "RMSNorm | None" = None,
+    ) -> Tensor | QuantizedRows:
+        """Does what `add_and_norm` does. The result is quantized if `reader` can read it so, which spares `reader` a
+        launch and changes no bit of what it computes.
+
+        Args:
+            reader: the only module that reads the result; None: several do.
+        """
+        row_format = reader.row_format(len(stream_TD)) if isinstance(reader, RowReader) else None
+        if row_format is None:
+            return self.add_and_norm(stream_TD, update_TD, update_norm=update_norm)
+        return norms.norm_and_quantize(stream_TD, update_TD, self, row_format, update_norm=update_norm)
 
     def _in_torch(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.weight.shape, self.weight, self.eps)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from baton.models.config.quantization.config import FP8_BLOCK, Fp8Config, Granularity
 from baton.models.formats import fp8
-from baton.models.kernels.quantized import fp8_gemm, fp8_library, fp8_quantize
+from baton.models.kernels.quantized import fp8_gemm, fp8_library
+from baton.models.kernels.quantized.rows import QuantizedRows, RowFormat, quantize
 from baton.models.layers.linear import FusedLinear, Linear
 
 
@@ -96,7 +97,24 @@ class Fp8Linear(FusedLinear):
         assert self.scale_RC is not None, "finish was not called"
         return fp8.dequantize_rows(self.weight, self.scale_RC, rows_per_scale=self.rows_per_scale, dtype=dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def row_format(self, num_tokens: int) -> RowFormat | None:
+        """Returns None where tensors are needed: by adapters, by dequantized weights, and where the batch must not
+        matter."""
+        if self._product is None or self.has_adapters or self.batch_invariant:
+            return None
+        return self._row_format(num_tokens, self._product)
+
+    def _row_format(self, num_tokens: int, weight: fp8_gemm.Weight) -> RowFormat:
+        power_of_two = self.config.power_of_two_inputs
+        if self.config.weights is Granularity.BLOCK:
+            multiple_of = fp8_library.TOKENS if self._is_librarys(num_tokens, weight) else 1
+            return RowFormat(fp8.E4M3, blocked=True, power_of_two=power_of_two, multiple_of=multiple_of)
+        return RowFormat(fp8.E4M3, power_of_two=power_of_two, scale=self.input_scale)
+
+    def forward(self, input: Tensor | QuantizedRows) -> Tensor:
+        if isinstance(input, QuantizedRows):
+            assert self._product is not None, "row_format has said so"
+            return self._multiply(input, self._product)
         if self.scale_RC is None:
             out: Tensor = super().forward(input)
             return out
@@ -104,24 +122,20 @@ class Fp8Linear(FusedLinear):
             return self.multiply(input, self.dequantized(input.dtype), self.bias)
         x_TK = input.flatten(0, -2)
         x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
-        return self._multiply(x_TK, self._product).view(*input.shape[:-1], self.out_features)
+        rows = quantize(x_TK, self._row_format(len(x_TK), self._product))
+        return self._multiply(rows, self._product).view(*input.shape[:-1], self.out_features)
 
-    def _multiply(self, x_TK: Tensor, weight: fp8_gemm.Weight) -> Tensor:
-        num_tokens = x_TK.shape[0]
-        if not self.batch_invariant and self._library_takes and fp8_library.is_faster(num_tokens, weight):
-            stored_PK, scale_PC = self._quantize(x_TK, multiple_of=fp8_library.TOKENS)
-            return fp8_library.multiply(stored_PK, scale_PC, weight, dtype=x_TK.dtype)[:num_tokens]
-        stored_TK, scale_TC = self._quantize(x_TK, multiple_of=1)
-        return fp8_gemm.multiply(stored_TK, scale_TC, weight, dtype=x_TK.dtype, batch_invariant=self.batch_invariant)
+    def _multiply(self, rows: QuantizedRows, weight: fp8_gemm.Weight) -> Tensor:
+        if self._is_librarys(rows.num_tokens, weight):
+            out_PN = fp8_library.multiply(rows.stored_PK, rows.scale_PC, weight, dtype=rows.dtype)
+            return out_PN[: rows.num_tokens]
+        return fp8_gemm.multiply(
+            rows.stored_PK, rows.scale_PC, weight, dtype=rows.dtype, batch_invariant=self.batch_invariant
+        )
 
-    def _quantize(self, x_TK: Tensor, *, multiple_of: int) -> tuple[Tensor, Tensor]:
-        """Returns activations in fp8 and their scales. With blocks, the number of tokens is padded to a multiple."""
-        power_of_two = self.config.power_of_two_inputs
-        if self.config.weights is Granularity.BLOCK:
-            return fp8_quantize.quantize_blocks(x_TK, power_of_two=power_of_two, multiple_of=multiple_of)
-        if self.input_scale is not None:
-            return fp8_quantize.quantize_static(x_TK, self.input_scale)
-        return fp8_quantize.quantize_tokens(x_TK, power_of_two=power_of_two)
+    def _is_librarys(self, num_tokens: int, weight: fp8_gemm.Weight) -> bool:
+        """Whether the library multiplies this number of tokens."""
+        return not self.batch_invariant and self._library_takes and fp8_library.is_faster(num_tokens, weight)
 
 
 def multiplies_fp8(device: torch.device) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from baton.models.config.quantization.int8_config import Int8Config
 from baton.models.kernels.quantized import int8_gemm
+from baton.models.kernels.quantized.rows import QuantizedRows, RowFormat, quantize
 from baton.models.layers.linear import FusedLinear, Linear
 
 
@@ -73,24 +74,36 @@ class Int8Linear(FusedLinear):
         assert self.scale_N is not None, "finish was not called"
         return (self.weight.float() * self.scale_N[:, None]).to(dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def row_format(self, num_tokens: int) -> RowFormat | None:  # noqa: ARG002 (the same for all)
+        """Returns None where tensors are needed: by adapters, by dequantized weights, and where the batch must not
+        matter."""
+        if self._arrived is None or self.has_adapters or self.batch_invariant:
+            return None
+        return RowFormat(torch.int8, scale=self.input_scale)
+
+    def forward(self, input: Tensor | QuantizedRows) -> Tensor:
+        if isinstance(input, QuantizedRows):
+            return self._multiply(input)
         if self.scale_N is None:
             out: Tensor = super().forward(input)
             return out
         if self._arrived is None:
             return self.multiply(input, self.dequantized(input.dtype), self.bias)
         x_TK = input.flatten(0, -2)
-        stored_TK, scale_T = int8_gemm.quantize_tokens(
-            x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous(), self.input_scale
-        )
-        out_TN = int8_gemm.multiply(
-            stored_TK,
-            scale_T,
+        x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
+        rows = quantize(x_TK, RowFormat(torch.int8, scale=self.input_scale))
+        return self._multiply(rows).view(*input.shape[:-1], self.out_features)
+
+    def _multiply(self, rows: QuantizedRows) -> Tensor:
+        assert self.scale_N is not None, "finish was not called"
+        assert self._arrived is not None, "there is no kernel on this device"
+        return int8_gemm.multiply(
+            rows.stored_PK,
+            rows.scale_PC,
             self.weight,
             self.scale_N,
             self.bias,
             self._arrived,
-            dtype=input.dtype,
+            dtype=rows.dtype,
             num_sms=self._num_sms,
         )
-        return out_TN.view(*input.shape[:-1], self.out_features)

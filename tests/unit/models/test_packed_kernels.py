@@ -184,13 +184,15 @@ def test_int8_products_are_those_of_the_rounded_activations(tokens: int, static:
     scale_N, bias_N = torch.rand(70, device=DEVICE) / 128, torch.randn(70, device=DEVICE)
     x_TK = torch.randn(tokens, 1100, device=DEVICE)
     given = torch.tensor(0.02, device=DEVICE) if static else None
-    stored_TK, scale_T = int8_gemm.quantize_tokens(x_TK, given)
+    stored_TK, stored_T1 = int8_gemm.quantize_tokens(x_TK, given)
     scale_T1 = x_TK.abs().amax(1, keepdim=True) / 127 if given is None else given.expand(tokens, 1)
     rounded_TK = (x_TK / scale_T1).round().clamp(-128, 127)
     assert torch.equal(stored_TK.float(), rounded_TK)
-    assert torch.equal(scale_T, scale_T1.flatten())
+    assert torch.equal(stored_T1, scale_T1)
     arrived = torch.zeros(int8_gemm.num_counters(70), dtype=torch.int32, device=DEVICE)
-    out_TN = int8_gemm.multiply(stored_TK, scale_T, weight_NK, scale_N, bias_N, arrived, dtype=torch.float32, num_sms=4)
+    out_TN = int8_gemm.multiply(
+        stored_TK, stored_T1, weight_NK, scale_N, bias_N, arrived, dtype=torch.float32, num_sms=4
+    )
     sums_TN = (rounded_TK.double() @ weight_NK.double().T).float()
     torch.testing.assert_close(out_TN, sums_TN * (scale_N * scale_T1) + bias_N, rtol=1e-6, atol=1e-5)
     assert not arrived.any()

@@ -9,7 +9,7 @@ with a window. Shapes: T token, D hidden channel.
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from attention.backend import AttentionBackend
@@ -19,6 +19,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.gemma_config import NormsBefore
 from baton.models.families.dense.llama import LlamaAttention
+from baton.models.kernels.quantized.rows import QuantizedRows
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.mlp import GatedMLP, gelu_tanh_and_multiply
 from baton.models.layers.norms import RMSNorm
@@ -62,25 +63,29 @@ class GemmaLayer(ParallelModule):
 
     def forward(
         self,
-        normed_TD: Tensor,
+        normed: Tensor | QuantizedRows,
         stream_TD: Tensor,
         rotation: Rotation,
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
         *,
         next_norm: GemmaRMSNorm,
-    ) -> Tensor:
+        next_reader: nn.Module | None,
+    ) -> Tensor | QuantizedRows:
         """Adds both halves of the layer to the stream in place; returns `next_norm` of the stream.
 
         Args:
-            normed_TD: this layer's first norm of the stream.
+            normed: this layer's first norm of the stream, for its attention.
+            next_reader: the only module that reads the result; None: several do.
         """
-        attended_TD = self.parallel.all_reduce(self.self_attn(normed_TD, rotation, kv_cache, metadata))
+        attended_TD = self.parallel.all_reduce(self.self_attn(normed, rotation, kv_cache, metadata))
         before_mlp = self.norm(self.before_mlp)
         assert before_mlp is not None
-        normed_TD = before_mlp.add_and_norm(stream_TD, attended_TD, update_norm=self.norm(self.after_attention))
-        out_TD = self.parallel.all_reduce(self.mlp(normed_TD))
-        return next_norm.add_and_norm(stream_TD, out_TD, update_norm=self.norm(self.after_mlp))
+        normed = before_mlp.add_and_norm_for(
+            self.mlp, stream_TD, attended_TD, update_norm=self.norm(self.after_attention)
+        )
+        out_TD = self.parallel.all_reduce(self.mlp(normed))
+        return next_norm.add_and_norm_for(next_reader, stream_TD, out_TD, update_norm=self.norm(self.after_mlp))
 
 
 class GemmaForCausalLM(CausalLM):
@@ -103,8 +108,10 @@ class GemmaForCausalLM(CausalLM):
         local_rotation = rotation if self.local_rotary is None else self.local_rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T) * self.embedding_scale
         norms: list[Any] = [*(layer.input_layernorm for layer in self.model.layers), self.model.norm]
-        normed_TD: Tensor = norms[0](stream_TD)
-        for layer, next_norm in zip(self.model.layers, norms[1:], strict=True):
-            layer_rotation = local_rotation if layer.slides else rotation
-            normed_TD = layer(normed_TD, stream_TD, layer_rotation, kv_cache, context.metadata, next_norm=next_norm)
-        return normed_TD
+        readers: list[Any] = [*(layer.self_attn for layer in self.model.layers), None]
+        normed = norms[0].add_and_norm_for(readers[0], stream_TD, None)
+        for layer, norm, reader in zip(self.model.layers, norms[1:], readers[1:], strict=True):
+            turns = local_rotation if layer.slides else rotation
+            normed = layer(normed, stream_TD, turns, kv_cache, context.metadata, next_norm=norm, next_reader=reader)
+        assert isinstance(normed, Tensor), "several modules read it"
+        return normed

@@ -19,6 +19,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig, QKNorm
 from baton.models.config.mtp import mtp_config
 from baton.models.families.dense.llama_switches import LlamaSwitches, Norms, QueryGrowth
+from baton.models.kernels.quantized.rows import RowFormat
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.decoder_layers import NormsAfter, NormsAround, ParallelHalves
 from baton.models.layers.elementwise import sigmoid
@@ -31,11 +32,12 @@ from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.query_key_norms import OwnWeightsNorm, make_norms, norm_rows
 from baton.models.layers.rotary import Rotary
+from baton.models.layers.row_reader import RowReader
 from baton.models.layers.step_context import StepContext
 from baton.models.layers.xielu import XieluMLP
 
 
-class LlamaAttention(ParallelModule):
+class LlamaAttention(ParallelModule, RowReader):
     """Grouped-query attention with rotary embedding, which Gemma and gpt-oss use too.
 
     Args:
@@ -93,6 +95,9 @@ class LlamaAttention(ParallelModule):
         out_TX = out_THC.flatten(1)
         out_TD: Tensor = self.o_proj(out_TX if gate_TX is None else out_TX * sigmoid(gate_TX))
         return out_TD
+
+    def row_format(self, num_tokens: int) -> RowFormat | None:
+        return self.qkv_proj.row_format(num_tokens)
 
     def _without_gate(self, x_TX: Tensor) -> tuple[Tensor, Tensor]:
         """Splits the projection into queries, keys and values, and the gate, which follows each head's queries."""

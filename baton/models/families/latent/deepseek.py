@@ -15,18 +15,20 @@ from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import MLAConfig, ModelConfig
 from baton.models.config.mtp import mtp_config
+from baton.models.kernels.quantized.rows import RowFormat
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.indexer import Indexer, Selection
 from baton.models.layers.linear import FusedLinear, Linear
 from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
 from baton.models.layers.norms import RMSNorm
+from baton.models.layers.row_reader import RowReader
 
 # NOTE: the norms of the two latents use this instead of `rms_norm_eps`, as in training.
 _LATENT_NORM_EPS = 1e-6
 
 
-class DeepseekAttention(nn.Module):
+class DeepseekAttention(nn.Module, RowReader):
     def __init__(
         self,
         hidden_size: int,
@@ -78,10 +80,11 @@ class DeepseekAttention(nn.Module):
         sizes = [size for _, size in self.q_and_latent_proj.parts]
         q_TX, latent_TC = self.q_and_latent_proj(x_TD).split(sizes, dim=-1)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            q_a_TX = self.q_a_layernorm(q_TX)
-            q_TX = self.q_b_proj(q_a_TX)
+            reader = self.q_b_proj if self.indexer is None else None
+            q_a = self.q_a_layernorm.add_and_norm_for(reader, q_TX, None)
+            q_TX = self.q_b_proj(q_a)
             if self.indexer is not None:
-                self.selection.keys = self.indexer(x_TD, q_a_TX, rotation, kv_cache, metadata)
+                self.selection.keys = self.indexer(x_TD, q_a, rotation, kv_cache, metadata)
         q_THD = q_TX.unflatten(-1, (-1, self.qk_head_dim))
         out_THV = self.attend.rotate_and_attend(
             q_THD,
@@ -94,6 +97,10 @@ class DeepseekAttention(nn.Module):
         )
         out_TD: Tensor = self.o_proj(out_THV.flatten(1))
         return out_TD
+
+    def row_format(self, num_tokens: int) -> RowFormat | None:
+        """Returns None with an indexer, which reads the input too."""
+        return self.q_and_latent_proj.row_format(num_tokens) if self.indexer is None else None
 
 
 class DeepseekLayer(DecoderLayer):

@@ -21,21 +21,21 @@ _MIN_STEPS = 4
 
 
 def quantize_tokens(x_TK: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns (int8 [T, K], scales [T] float32), by the given scale or one scale per token."""
+    """Returns (int8 [T, K], scales [T, 1] float32), by the given scale or one scale per token."""
     tokens, channels = x_TK.shape
     out_TK = torch.empty(tokens, channels, dtype=torch.int8, device=x_TK.device)
-    scale_T = torch.empty(tokens, dtype=torch.float32, device=x_TK.device)
+    scale_T1 = torch.empty(tokens, 1, dtype=torch.float32, device=x_TK.device)
     if tokens:
         block = triton.next_power_of_2(channels)
         _quantize_kernel[(tokens,)](
-            x_TK, scale, out_TK, scale_T, x_TK.stride(0), channels, BLOCK=block, num_warps=4 if block <= 4096 else 8
+            x_TK, scale, out_TK, scale_T1, x_TK.stride(0), channels, BLOCK=block, num_warps=4 if block <= 4096 else 8
         )
-    return out_TK, scale_T
+    return out_TK, scale_T1
 
 
 def multiply(
     x_TK: Tensor,
-    x_scale_T: Tensor,
+    x_scale_T1: Tensor,
     weight_NK: Tensor,
     scale_N: Tensor,
     bias_N: Tensor | None,
@@ -62,7 +62,7 @@ def multiply(
         partial = torch.empty(tiles_N * splits, _ROWS, block_t, dtype=torch.int32, device=x_TK.device)
     _multiply_kernel[(tiles_N * splits, tiles_T)](
         x_TK,
-        x_scale_T,
+        x_scale_T1,
         weight_NK,
         scale_N,
         bias_N,
@@ -90,19 +90,27 @@ def num_counters(rows: int) -> int:
 
 @triton.jit
 def _quantize_kernel(x_ptr, given_ptr, out_ptr, scale_ptr, x_stride, channels, BLOCK: tl.constexpr):
-    """Quantizes one token. Rounds to nearest, ties to even, by an addend that leaves no bits for a fraction."""
+    """Quantizes one token."""
     token = tl.program_id(0).to(tl.int64)
     channels_K = tl.arange(0, BLOCK)
     in_K = channels_K < channels
     x_K = tl.load(x_ptr + token * x_stride + channels_K, mask=in_K, other=0.0).to(tl.float32)
-    if given_ptr is None:
-        scale = tl.maximum(tl.max(tl.abs(x_K)), _SMALLEST) / 127.0
-    else:
-        scale = tl.load(given_ptr)
-    number_K = tl.minimum(tl.maximum(x_K / scale, -128.0), 127.0)
-    number_K = (number_K + _ROUNDER) - _ROUNDER
-    tl.store(out_ptr + token * channels + channels_K, number_K.to(tl.int8), mask=in_K)
+    scale = scale_of(tl.max(tl.abs(x_K))) if given_ptr is None else tl.load(given_ptr)
+    tl.store(out_ptr + token * channels + channels_K, to_int8(x_K, scale), mask=in_K)
     tl.store(scale_ptr + token, scale)
+
+
+@triton.jit
+def scale_of(largest):
+    """Returns the scale that maps the largest number to int8's, 127."""
+    return tl.maximum(largest, _SMALLEST) / 127.0
+
+
+@triton.jit
+def to_int8(x, scale):
+    """Divides by the scale. Rounds to nearest, ties to even, by an addend that leaves no bits for a fraction."""
+    number = tl.minimum(tl.maximum(x / scale, -128.0), 127.0)
+    return ((number + _ROUNDER) - _ROUNDER).to(tl.int8)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "splits"])

@@ -91,6 +91,7 @@ def _costs_to_json(costs: node_status_pb2.StepCosts) -> dict[str, object]:
         "key_s": costs.key_s,
         "pair_s": costs.pair_s,
         "decode_row_s": costs.decode_row_s,
+        "prompt_step_s": costs.prompt_step_s,
     }
 
 

@@ -4,8 +4,10 @@ Four places use the model: a node's scheduler sizes the slices of prompts by it,
 prefilled, `baton plan` simulates clusters with it, and it travels in every node's status.
 
     seconds = dense(tokens) + key_s * keys + pair_s * pairs + decode_row_s * decode rows
+              + prompt_step_s, if there are prompts
 
-`dense` is linear between measured points, because even a step of few tokens reads all weights.
+`dense` is linear between measured points, because even a step of few tokens reads all weights. Steps with prompts have
+a time of their own, because captured decode steps leave the host nothing to do.
 """
 
 from bisect import bisect_left
@@ -19,14 +21,17 @@ from numpy.typing import NDArray
 # Steps of few tokens cost the same, however few, so the lowest groups of token counts are wide.
 _GROUPS = np.array([2, 8, 32, *(64 << power for power in range(16))])
 _KNOT_RATIO = 1.3
-# Where samples do not determine which cost explains them, tokens do first, then keys and pairs, then decode rows.
-_RIDGE_TOKENS, _RIDGE_ATTENTION, _RIDGE_ROWS = 1e-6, 1e-5, 1e-4
+# Where samples do not determine which cost explains them, tokens do first, then keys and pairs, then decode rows, then
+# whether there are prompts.
+_RIDGE_TOKENS, _RIDGE_ATTENTION, _RIDGE_ROWS, _RIDGE_PROMPTS = 1e-6, 1e-5, 1e-4, 1e-3
 _ROUNDS = 4
 _LEAST_SPREAD = 0.02
 # Next to streams, smaller slices of prompts are not worth their step. After so many steps without a slice, a prompt
-# gets one of this size whatever it costs (`baton.engine.scheduling.slices`).
+# gets one of this size whatever it costs, and of what more costs little: a step with prompts may take long however few
+# tokens they have, because it reads the weights of all experts or is not captured (`baton.engine.scheduling.slices`).
 MIN_SLICE_TOKENS = 64
 SKIPS_MAX = 3
+FORCED_STRETCH = 1.25
 # Beyond the largest measured step, a token costs at least this share of the mean cost of the tokens before.
 _FURTHER_SHARE = 0.25
 
@@ -65,17 +70,20 @@ class StepCosts:
         points: tokens and seconds of steps without attention; at least one. Tokens ascend, seconds never descend.
         key_s, pair_s, decode_row_s: seconds for each key that decodes read, for each pair of a prompt, and for each
             decode row in addition to its token.
+        prompt_step_s: seconds for each step with prompts, in addition to its tokens.
     """
 
     points: tuple[tuple[int, float], ...]
     key_s: float = 0.0
     pair_s: float = 0.0
     decode_row_s: float = 0.0
+    prompt_step_s: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         """The predicted time of a step."""
         attention_s = self.key_s * work.keys + self.pair_s * work.pairs
-        return self.dense_s(work.tokens) + attention_s + self.decode_row_s * work.decode_rows
+        prompts_s = self.prompt_step_s if work.prompt_tokens else 0.0
+        return self.dense_s(work.tokens) + attention_s + self.decode_row_s * work.decode_rows + prompts_s
 
     def dense_s(self, tokens: int) -> float:
         """The time of a step's tokens without attention. Below the first point it is that point's; beyond the last one
@@ -91,11 +99,15 @@ class StepCosts:
         (low, low_s), (high, high_s) = points[place - 1 : place + 1]
         return low_s + (high_s - low_s) * (tokens - low) / (high - low)
 
+    def prompt_tokens_s(self, tokens: int) -> float:
+        """The time of a step of so many tokens of prompts, without attention."""
+        return self.dense_s(tokens) + self.prompt_step_s
+
     def prompt_s(self, start: int, stop: int, *, step_tokens: int) -> float:
         """The time to compute a prompt's tokens from `start` to `stop` alone, in steps of `step_tokens`."""
         tokens = max(0, stop - start)
         whole, rest = divmod(tokens, step_tokens)
-        dense_s = whole * self.dense_s(step_tokens) + (self.dense_s(rest) if rest else 0.0)
+        dense_s = whole * self.prompt_tokens_s(step_tokens) + (self.prompt_tokens_s(rest) if rest else 0.0)
         return dense_s + self.pair_s * chunk_pairs(start, stop)
 
 
@@ -108,6 +120,7 @@ def mixed(first: StepCosts, second: StepCosts, share: float) -> StepCosts:
         key_s=share * first.key_s + rest * second.key_s,
         pair_s=share * first.pair_s + rest * second.pair_s,
         decode_row_s=share * first.decode_row_s + rest * second.decode_row_s,
+        prompt_step_s=share * first.prompt_step_s + rest * second.prompt_step_s,
     )
 
 
@@ -133,8 +146,8 @@ def fit_table(table: NDArray[np.float64], weights: NDArray[np.float64]) -> StepC
     rows, keys, prompt_tokens, pairs, seconds = table.T
     tokens = np.maximum(rows + prompt_tokens, 1.0)
     knots = _knots(tokens)
-    terms = _terms(tokens, knots, keys, pairs, rows)
-    ridge = np.array([_RIDGE_TOKENS] * len(knots) + [_RIDGE_ATTENTION] * 2 + [_RIDGE_ROWS])
+    terms = _terms(tokens, knots, keys, pairs, rows, (prompt_tokens > 0).astype(float))
+    ridge = np.array([_RIDGE_TOKENS] * len(knots) + [_RIDGE_ATTENTION] * 2 + [_RIDGE_ROWS, _RIDGE_PROMPTS])
     # Errors are relative. In the first round they are relative to the measured times, so slow outliers weigh nothing;
     # then to the predicted ones, which are unbiased.
     scale, trust, coefficients = seconds, weights, np.ones(terms.shape[1])
@@ -208,5 +221,4 @@ def _to_costs(knots: Sequence[int], coefficients: NDArray[np.float64], *, least_
     slope_s = rises[-1] / (tokens - knots[-2]) if rises else 0.0
     if slope_s * tokens < least_rise_s:
         points.append((2 * tokens, seconds + least_rise_s))
-    key_s, pair_s, decode_row_s = coefficients[len(knots) :].tolist()
-    return StepCosts(tuple(points), key_s=key_s, pair_s=pair_s, decode_row_s=decode_row_s)
+    return StepCosts(tuple(points), *coefficients[len(knots) :].tolist())

@@ -152,5 +152,5 @@ def _costs(found: Mapping[str, Any]) -> StepCosts:
     pairs = list(pairwise(points))
     if not points or points[0][1] <= 0 or any(high[0] <= low[0] or high[1] < low[1] for low, high in pairs):
         raise ValueError("points ascend in tokens and seconds, from above 0 s")
-    others = {name: float(found.get(name, 0.0)) for name in ("key_s", "pair_s", "decode_row_s")}
+    others = {name: float(found.get(name, 0.0)) for name in ("key_s", "pair_s", "decode_row_s", "prompt_step_s")}
     return StepCosts(points, **others)

@@ -57,4 +57,5 @@ class NodeSpec:
             return self.costs
         costs, factor = self.costs, self.reports_factor
         points = tuple((tokens, factor * max(seconds, self.prompt_floor_s)) for tokens, seconds in costs.points)
-        return StepCosts(points, factor * costs.key_s, factor * costs.pair_s, factor * costs.decode_row_s)
+        others = costs.key_s, costs.pair_s, costs.decode_row_s, costs.prompt_step_s
+        return StepCosts(points, *(factor * seconds for seconds in others))

@@ -40,13 +40,14 @@ def costs_to_proto(costs: StepCosts) -> pb.StepCosts:
         key_s=costs.key_s,
         pair_s=costs.pair_s,
         decode_row_s=costs.decode_row_s,
+        prompt_step_s=costs.prompt_step_s,
     )
 
 
 def costs_from_proto(message: pb.StepCosts) -> StepCosts | None:
     """The costs in a message. Returns None if it has no points or impossible ones, so that the costs are unknown."""
     points = tuple((point.tokens, point.seconds) for point in message.points)
-    others = message.key_s, message.pair_s, message.decode_row_s
+    others = message.key_s, message.pair_s, message.decode_row_s, message.prompt_step_s
     ascending = all(low[0] < high[0] and low[1] <= high[1] for low, high in pairwise(points))
     if not points or points[0][0] < 1 or points[0][1] <= 0 or not ascending:
         return None

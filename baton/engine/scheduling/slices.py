@@ -12,7 +12,8 @@ than these steps can compute must not answer later and later, so the bound grows
 twice as long once the prompt's first token should have come (`Objective.ttft_factor`), then three times, and so on.
 
 Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for a step with more room. After
-`SKIPS_MAX` steps without a slice it gets one of this size in any case. Steps without decodes are not bounded.
+`SKIPS_MAX` steps without a slice it gets one of this size in any case, and as much more as makes this step at most
+`FORCED_STRETCH` times as long. Steps without decodes are not bounded.
 """
 
 from collections.abc import Collection
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple, Protocol
 
-from baton.core.costs import MIN_SLICE_TOKENS, SKIPS_MAX, StepCosts, StepWork, chunk_pairs
+from baton.core.costs import FORCED_STRETCH, MIN_SLICE_TOKENS, SKIPS_MAX, StepCosts, StepWork, chunk_pairs
 
 # A request without a deadline counts as due this long after its arrival.
 DEFAULT_TTFT_S = 10.0
@@ -48,7 +49,7 @@ class StepBound:
     Args:
         seconds: the longest that the step should take.
         least_tokens: least size of a slice that is not the rest of its prompt.
-        forced: whether the first slice may have `least_tokens` at any cost.
+        forced: whether the first slice may have `least_tokens` at any cost, and more if that costs little.
     """
 
     def __init__(self, costs: StepTimes, seconds: float, *, least_tokens: int, forced: bool) -> None:
@@ -59,23 +60,30 @@ class StepBound:
 
     def tokens(self, work: StepWork, start: int, stop: int) -> int:
         """How many tokens of a prompt from `start` to `stop` may be added to a step with this work; may be 0."""
-        if self._fits(work, start, stop):
+        tokens = self._most(work, start, stop, self._seconds)
+        if tokens >= min(self._least_tokens, stop - start):
+            return tokens
+        if not self._forced or work.prompt_tokens:
+            return 0
+        least = min(self._least_tokens, stop - start)
+        return max(least, self._most(work, start, stop, FORCED_STRETCH * self._step_s(work, start, start + least)))
+
+    def _most(self, work: StepWork, start: int, stop: int, seconds: float) -> int:
+        """The most tokens from `start` on with which the step takes at most so long."""
+        if self._step_s(work, start, stop) <= seconds:
             return stop - start
         low, high = 0, stop - start  # `low` fits, `high` does not
         while high - low > 1:
             middle = (low + high) // 2
-            if self._fits(work, start, start + middle):
+            if self._step_s(work, start, start + middle) <= seconds:
                 low = middle
             else:
                 high = middle
-        if low >= self._least_tokens:
-            return low
-        return min(self._least_tokens, stop - start) if self._forced and not work.prompt_tokens else 0
+        return low
 
-    def _fits(self, work: StepWork, start: int, stop: int) -> bool:
+    def _step_s(self, work: StepWork, start: int, stop: int) -> float:
         pairs = work.pairs + chunk_pairs(start, stop)
-        whole = StepWork(work.decode_rows, work.keys, work.prompt_tokens + stop - start, pairs)
-        return self._costs.seconds(whole) <= self._seconds
+        return self._costs.seconds(StepWork(work.decode_rows, work.keys, work.prompt_tokens + stop - start, pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +159,11 @@ class Slicer:
         if not bounds:
             return SlicePace(costs, work, room)
         without_pairs = replace(costs, pair_s=0.0)
-        bound = StepBound(without_pairs, min(bounds), least_tokens=min(self._least_tokens, room), forced=False)
-        if slice_tokens := bound.tokens(work, 0, room):
-            return SlicePace(costs, work, slice_tokens)
-        return SlicePace(costs, work, min(self._least_tokens, room), skips=SKIPS_MAX)
+        for forced in (False, True):
+            bound = StepBound(without_pairs, min(bounds), least_tokens=min(self._least_tokens, room), forced=forced)
+            if slice_tokens := bound.tokens(work, 0, room):
+                break
+        return SlicePace(costs, work, slice_tokens, skips=SKIPS_MAX if forced else 0)
 
     def launched(self, *, skipped: bool) -> None:
         """Records a launched step; `skipped`: the first prompt got no slice for lack of time."""

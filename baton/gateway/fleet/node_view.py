@@ -101,7 +101,7 @@ class NodeView:
     @cached_property
     def step_s(self) -> float:
         """Predicted time of a full prompt step without attention; infinite without costs."""
-        return inf if self.costs is None else self.costs.dense_s(self.step_tokens)
+        return inf if self.costs is None else self.costs.prompt_tokens_s(self.step_tokens)
 
     @cached_property
     def queue_s(self) -> float:
@@ -126,7 +126,7 @@ class NodeView:
         # Equals `StepCosts.prompt_s`, but reuses `step_s`, which is computed once per view.
         start = min(start, stop - 1)
         whole, rest = divmod(stop - start, self.step_tokens)
-        dense_s = whole * self.step_s + (costs.dense_s(rest) if rest else 0.0)
+        dense_s = whole * self.step_s + (costs.prompt_tokens_s(rest) if rest else 0.0)
         return dense_s + costs.pair_s * chunk_pairs(start, stop)
 
     def prefill_s(self, start: int, stop: int) -> float:

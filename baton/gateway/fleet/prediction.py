@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from baton.core.costs import MIN_SLICE_TOKENS, SKIPS_MAX, StepCosts, StepWork, chunk_pairs
+from baton.core.costs import FORCED_STRETCH, MIN_SLICE_TOKENS, SKIPS_MAX, StepCosts, StepWork, chunk_pairs
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.router import OUTPUT_TOKENS, RoutedRequest, decode_s
 
@@ -145,7 +145,9 @@ def _relaxed_steps(costs: StepCosts, rows: int, keys: int, start: int, most: int
     least = min(MIN_SLICE_TOKENS, most)
     if tokens >= least:
         return _steps(costs, rows, keys, start, tokens)
-    steps = _steps(costs, rows, keys, start, least)
+    forced_s = FORCED_STRETCH * _steps(costs, rows, keys, start, least).step_s
+    tokens = max(least, _slice_tokens(costs, rows, keys, start, most=most, step_s=forced_s))
+    steps = _steps(costs, rows, keys, start, tokens)
     return replace(steps, step_s=steps.step_s + SKIPS_MAX * plain_s)
 
 

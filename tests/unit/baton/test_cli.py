@@ -223,6 +223,7 @@ def test_json_of_a_status_has_what_steps_cost() -> None:
         "key_s": 0.0,
         "pair_s": 0.5,
         "decode_row_s": 0.0,
+        "prompt_step_s": 0.0,
     }
     assert unknown["step_costs"] is None
 

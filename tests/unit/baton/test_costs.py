@@ -22,7 +22,8 @@ def models(draw: st.DrawFn) -> StepCosts:
     token_s = least_s / flat * draw(st.floats(0.5, 1.0))
     flat_s, far = least_s * draw(st.floats(1.0, 1.2)), 8192 + flat
     points = ((1, least_s), (flat, flat_s), (far, flat_s + (far - flat) * token_s))
-    return StepCosts(points, key_s=draw(small_s) * 1e-4 * token_s, pair_s=draw(small_s) * 1e-4 * token_s)
+    attention_s = {name: draw(small_s) * 1e-4 * token_s for name in ("key_s", "pair_s")}
+    return StepCosts(points, **attention_s, prompt_step_s=draw(st.sampled_from((0.0, 0.0, 0.5, 5.0))) * least_s)
 
 
 def steps(rng: random.Random, count: int) -> list[StepWork]:

@@ -92,7 +92,21 @@ def test_where_no_slice_is_worth_its_step_a_prompt_gets_one_now_and_then() -> No
     scheduler = decoding(Meter(COSTS), 0.005)
     scheduler.submit(request("p", 4000), 0.0)
     slices = [prompt_tokens(scheduler) for _ in range(8)]
-    assert slices == [0, 0, 0, MIN_SLICE_TOKENS, 0, 0, 0, MIN_SLICE_TOKENS]
+    # 1.25 times the 5 ms of a step with 64 tokens, or with one; and 125 more at 10 us.
+    assert slices == [0, 0, 0, 100 + 125 - 1, 0, 0, 0, 100 + 125 - 1]
+
+
+@pytest.mark.parametrize("stretch", [1.0, 40.0])
+def test_a_forced_slice_is_as_large_as_costs_little_more(stretch: float) -> None:
+    """Where each step with prompts takes 200 ms, one with 64 tokens would waste it."""
+    flat = StepCosts(((1, 0.005), (1000, 0.005 * stretch)), prompt_step_s=0.2)
+    scheduler = decoding(Meter(flat), 0.005)
+    scheduler.submit(request("p", 4000), 0.0)
+    found = [prompt_tokens(scheduler) for _ in range(4)][-1]
+    work = StepWork(1, 5, found, chunk_pairs(0, found))
+    least = StepWork(1, 5, MIN_SLICE_TOKENS, chunk_pairs(0, MIN_SLICE_TOKENS))
+    assert found == 4000 if stretch == 1.0 else MIN_SLICE_TOKENS < found < 1000
+    assert flat.seconds(work) <= 1.25 * flat.seconds(least)
 
 
 def test_aligned_slices_are_whole_and_come_now_and_then_too() -> None:
@@ -153,7 +167,8 @@ def test_prompts_that_fit_do_not_keep_the_first_one_waiting_for_ever() -> None:
         scheduler.reserve(request(name, 50, tpot_s=1.0), 0.0)
         scheduler.prefill_here(name, (), 0.0)
         prompt_tokens(scheduler)
-    assert scheduler.load().tokens_waiting == 4000 - MIN_SLICE_TOKENS + 50  # the last short one waits instead
+    # The last short one waits instead. 4 and 191 tokens take 1.25 times as long as 4 and 64.
+    assert scheduler.load().tokens_waiting == 4000 - 191 + 50
 
 
 @pytest.mark.parametrize("seconds", [0.01, 5.0])

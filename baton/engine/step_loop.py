@@ -172,7 +172,7 @@ class StepLoop:
         outcome = self._outcomes.popleft()
         if isinstance(outcome, LayersDone):
             return self._scheduler.layers_computed(outcome.layer_stop, outcome.index_stop)
-        self._pace.ended(launched_s=outcome.launched_s, seconds=outcome.seconds)
+        self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
         if isinstance(outcome, StepComputed):
             waited_s = None if self._ended_s is None else outcome.ended_s - self._ended_s - outcome.seconds
             read = outcome.scores, outcome.pools, outcome.guessed

@@ -6,7 +6,7 @@ from baton.engine.launch_pace import LaunchPace
 
 STEP_S = 0.010
 LAUNCH_S = 0.001
-MARGIN_S = 0.0003
+MARGINS_S = 0.02 * STEP_S + 0.0005
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
         self.pace.started(self.now, predicted_s, now=self.now)
         launched_s = self.now + launch_s
         self.now += step_s
-        self.pace.ended(launched_s=launched_s, seconds=step_s)
+        self.pace.ended(launched_s=launched_s, ended_s=self.now)
 
     def steps(self, count: int) -> "Clock":
         for _ in range(count):
@@ -47,46 +47,36 @@ def test_a_launch_does_not_wait_without_a_prediction() -> None:
 
 
 def test_steady_steps_leave_the_time_of_a_launch_and_a_margin() -> None:
-    assert Clock().steps(60).wait_s() == pytest.approx(STEP_S - LAUNCH_S - MARGIN_S, abs=1e-6)
+    assert Clock().steps(60).wait_s() == pytest.approx(STEP_S - LAUNCH_S - MARGINS_S, abs=1e-6)
 
 
 def test_steps_that_end_before_their_prediction_are_expected_to() -> None:
     clock = Clock()
     for _ in range(60):
         clock.step(step_s=0.8 * STEP_S)
-    assert clock.wait_s() == pytest.approx(0.8 * STEP_S - LAUNCH_S - MARGIN_S, abs=1e-6)
+    assert clock.wait_s() == pytest.approx(0.8 * STEP_S - LAUNCH_S - MARGINS_S, abs=1e-6)
 
 
-def test_the_longer_half_of_launches_and_the_shorter_half_of_steps_count() -> None:
+def test_launches_or_steps_whose_times_vary_leave_no_time_to_wait() -> None:
     launches, steps = Clock(), Clock()
-    for index in range(64):
-        launches.step(launch_s=LAUNCH_S * (1 + 4 * (index % 2)))
+    for index in range(40):
+        launches.step(launch_s=LAUNCH_S * (1 + 8 * (index % 2)))
         steps.step(step_s=STEP_S * (0.5 + index % 2))
-    assert launches.wait_s() == pytest.approx(STEP_S - 5 * LAUNCH_S - MARGIN_S, abs=1e-6)
-    assert steps.wait_s() == pytest.approx(0.5 * STEP_S - LAUNCH_S - MARGIN_S, abs=1e-6)
+    for clock in (launches, steps):
+        wait_s = clock.wait_s()
+        assert wait_s is not None
+        assert wait_s < 0
 
 
-def test_launches_that_take_as_long_as_steps_are_never_awaited() -> None:
-    clock = Clock()
-    for _ in range(20):
-        clock.step(launch_s=STEP_S)
+def test_one_slow_launch_is_soon_forgotten() -> None:
+    clock = Clock().steps(20)
+    clock.step(launch_s=1.0)
     wait_s = clock.wait_s()
     assert wait_s is not None
     assert wait_s < 0
-
-
-def test_one_slow_launch_among_many_costs_no_request_any_time() -> None:
-    clock = Clock().steps(40)
-    expected_s = clock.wait_s()
-    clock.step(launch_s=1.0)
-    assert clock.steps(1).wait_s() == pytest.approx(expected_s, abs=1e-6)
-
-
-def test_old_times_are_forgotten() -> None:
-    clock = Clock()
-    for _ in range(64):
-        clock.step(launch_s=4 * LAUNCH_S)
-    assert clock.steps(64).wait_s() == pytest.approx(STEP_S - LAUNCH_S - MARGIN_S, abs=1e-6)
+    wait_s = clock.steps(60).wait_s()
+    assert wait_s is not None
+    assert wait_s > 0.7 * STEP_S
 
 
 def test_a_launch_that_waits_for_the_one_before_it_needs_no_more_lead() -> None:
@@ -95,9 +85,9 @@ def test_a_launch_that_waits_for_the_one_before_it_needs_no_more_lead() -> None:
     for number in range(60):
         pace.launched(0.0)
         pace.started(number * STEP_S, STEP_S, now=number * STEP_S)
-        pace.ended(launched_s=(number + 1) * LAUNCH_S, seconds=STEP_S)
+        pace.ended(launched_s=(number + 1) * LAUNCH_S, ended_s=(number + 1) * STEP_S)
     pace.started(0.0, STEP_S, now=0.0)
-    assert pace.due_s == pytest.approx(STEP_S - LAUNCH_S - MARGIN_S, abs=1e-5)
+    assert pace.due_s == pytest.approx(STEP_S - LAUNCH_S - MARGINS_S, abs=1e-5)
 
 
 def test_the_lead_of_a_launch_counts_from_when_it_was_due_except_where_nothing_could_run_then() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from baton.core.costs import StepWork, chunk_pairs
-from baton.core.types import DEFAULT_OBJECTIVE, Objective, Slo
+from baton.core.types import DEFAULT_OBJECTIVE, Objective, Slo, first_token_due_s
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound, StreamBound
 from baton.gateway.fleet.node_view import NodeView
 from baton.planner.host import NO_HOST_TIME, HostTimes
@@ -323,5 +323,5 @@ class SimulatedNode:
         overdue = 0.0
         if waiting is not None:
             alone_s = self.spec.costs.prompt_s(waiting.at, waiting.stop, step_tokens=self.spec.step_tokens)
-            overdue = (now_s - waiting.queued_s) / (self._objective.ttft_factor * alone_s)
+            overdue = (now_s - waiting.queued_s) / first_token_due_s(alone_s, self._objective.ttft_factor)
         return self._slicer.bound(self.spec, work, self._streams, overdue=overdue)

@@ -119,7 +119,7 @@ class GatewaySettings(CommonSettings):
         ge=1,
         le=1000,
         description="time to first token that requests without a TTFT expect, in multiples of the time to compute "
-        "their prompt alone; when prompts wait longer, steps exceed gap_factor more and more",
+        "their prompt alone, but at least 0.2 s; when prompts wait longer, steps exceed gap_factor more and more",
     )
     refuse_late: bool = Field(
         False,

@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.core.errors import Overloaded
+from baton.core.types import first_token_due_s
 from baton.engine.events import RequestFailed
 from baton.engine.request import EngineLimits, QueuePlace
 from baton.engine.scheduling.costs import Costs
@@ -152,7 +153,7 @@ class Prompts:
             return 0.0
         first = min(untouched, key=_place_of)
         alone_s = costs.prompt_s(first.num_computed, first.prefill_stop, step_tokens=self._limits.max_batch_tokens)
-        return (now - first.queued_at) / (first.request.ttft_factor * alone_s)
+        return (now - first.queued_at) / first_token_due_s(alone_s, first.request.ttft_factor)
 
     def _try_to_run(
         self, state: RequestState, step: NextStep, pace: SlicePace | None, now: float, *, others: int

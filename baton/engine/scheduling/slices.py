@@ -9,7 +9,7 @@ It does not count, because it would only make all prompts wait.
 Requests without a TPOT get steps of at most `gap_factor` times a plain decode step. Up to about 1.5 times, prompts are
 cheap: a decode step reads all weights, and has time left to compute some tokens more. A node that gets more prompts
 than these steps can compute must not answer later and later, so the bound grows while the first prompt waits: it is
-twice as long once the prompt's first token should have come (`Objective.ttft_factor`), then three times, and so on.
+twice as long once the prompt's first token should have come (`first_token_due_s`), then three times, and so on.
 
 Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for a step with more room. After
 `SKIPS_MAX` steps without a slice it gets one of this size in any case, and as much more as makes this step at most

@@ -18,7 +18,7 @@ from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
-from baton.gateway.fleet.placement import Placement, place
+from baton.gateway.fleet.placement import Placement, Route, place
 from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS, with_possible_pull, with_shared_read
 from baton.gateway.fleet.prompt_lengths import PromptLengths
 from baton.gateway.fleet.route_overheads import LearnedOverheads
@@ -96,7 +96,7 @@ class Fleet(NodeTable):
         Returns None if no node can take it.
         """
         wanted = replace(
-            self._of_session(wanted), typical_tokens=self._lengths.typical, overheads=self.overheads.present
+            self._of_session(wanted), typical_tokens=self._lengths.typical, overheads=self.overheads.at(now_s)
         )
         self._update_costs(now_s)
         cached = self._cached_tokens(self.nodes(), wanted)
@@ -108,6 +108,9 @@ class Fleet(NodeTable):
         if placement is not None:
             self._picked(self.decoding_node(placement.decode), placement.decode, wanted)
             self._lengths.add(wanted.num_tokens - placement.computing.cached_tokens)
+            overheads = wanted.overheads
+            overhead_s = overheads.local_s if placement.route is Route.LOCAL else overheads.remote_s
+            placement = replace(placement, overhead_s=overhead_s)
         return placement
 
     def _place(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import nsmallest
 
-from baton.core.types import LocalPolicy
+from baton.core.types import LocalPolicy, first_token_due_s
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.prediction import (
     LocalSteps,
@@ -61,6 +61,7 @@ class Placement:
         reason: of the choice, for the receipt.
         predicted_ttft_s: predicted time from now to the first token; None: unknown.
         meets: whether the prediction is within the TTFT; True without a TTFT or a prediction.
+        overhead_s: part of the prediction that is no queue and no step.
     """
 
     route: Route
@@ -70,6 +71,7 @@ class Placement:
     reason: str
     predicted_ttft_s: float | None
     meets: bool = True
+    overhead_s: float = 0.0
 
     @property
     def computing(self) -> NodeView:
@@ -202,11 +204,12 @@ def _relaxed(node: NodeView, first_s: float, wanted: RoutedRequest) -> str:
     alone_s = node.prompt_s(node.cached_tokens, wanted.num_tokens)
     objective = wanted.objective
     waits = node.decode_rows > 0 and node.queue_s > 0 and wanted.slo.tpot_s is None
-    if not waits or first_s <= objective.ttft_factor * alone_s:
+    due_s = first_token_due_s(alone_s, objective.ttft_factor)
+    if not waits or first_s <= due_s:
         return ""
     return (
         f"steps of {node.label} exceed {objective.gap_factor:g} times those without prompts, because the prompt takes "
-        f"{_s(alone_s)} alone and waits for more than {objective.ttft_factor:g} times that"
+        f"{_s(alone_s)} alone and waits for more than {_s(due_s)}"
     )
 
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from baton.core.costs import FORCED_STRETCH, MIN_SLICE_TOKENS, SKIPS_MAX, StepCosts, StepWork, chunk_pairs
+from baton.core.types import first_token_due_s
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.router import OUTPUT_TOKENS, RoutedRequest, decode_s
 
@@ -125,7 +126,7 @@ def local_steps(
         if not waiting_s:
             return steps
         # While this prompt waits, its own wait makes the steps longer, by half of that on average.
-        due_s = wanted.objective.ttft_factor * node.prompt_s(0, prompt_tokens)
+        due_s = first_token_due_s(node.prompt_s(0, prompt_tokens), wanted.objective.ttft_factor)
         gaps = wanted.objective.gap_factor * (1 + steps.stretch * waiting_s / due_s / 2)
         return replace(steps, queue_stretch=_relaxed_steps(costs, rows, keys, middle, most, gaps=gaps).stretch)
     step_s = _TPOT_USED * tpot_s

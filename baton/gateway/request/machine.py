@@ -355,8 +355,14 @@ class RequestMachine:
         self._attempts.leave(attempt)
         state.respond()
         self._end()
-        if self._output.ended is not None:
-            state.choice.learn(self._output.ended.receipt)
+        self._learn()
+
+    def _learn(self) -> None:
+        """Teaches the gateway what the first token took, if nothing was tried twice."""
+        state, predicted_s, first_at_s = self._state, self._receipt.predicted_steps_s, self.first_token_at_s
+        if predicted_s is not None and first_at_s is not None and self._receipt.attempts == 1:
+            ttft_s = first_at_s - state.request.started_at_s
+            state.choice.learn(self._receipt.path, predicted_s=predicted_s, ttft_s=ttft_s, now_s=state.now_s)
 
     def _end(self) -> None:
         self._state.commands.append(self._output.last_message(self._receipt, self._state.now_s))

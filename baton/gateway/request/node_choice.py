@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from baton.core.errors import LOGITS_FIELD, BatonError, DataLoss, InternalError, NoNode, Overloaded
 from baton.core.kv_entries import KeptPrefix
-from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Path, Receipt, Slo
+from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Path, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.core.request import Rules
 from baton.gateway.fleet.adapters import nodes_with
@@ -192,12 +192,9 @@ class NodeChoice:
         for node in nodes:
             self._fleet.breakers.answered(node.incarnation)
 
-    def learn(self, receipt: Receipt) -> None:
-        """Compares the first token's time of a request that was not tried again with the prediction."""
-        if receipt.predicted_ttft_s is not None and receipt.attempts == 1:
-            self._fleet.overheads.add(
-                remote=receipt.path is not Path.LOCAL, predicted_s=receipt.predicted_ttft_s, ttft_s=receipt.ttft_s
-            )
+    def learn(self, path: Path, *, predicted_s: float, ttft_s: float, now_s: float) -> None:
+        """Records when the first token of a request came, and when its nodes alone were predicted to compute it."""
+        self._fleet.overheads.add(remote=path is not Path.LOCAL, predicted_s=predicted_s, ttft_s=ttft_s, now_s=now_s)
 
     def num_unreachable(self, incarnations: Set[int]) -> int:
         """Number of these nodes that are unreachable or removed."""

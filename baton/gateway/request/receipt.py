@@ -47,6 +47,7 @@ class ReceiptDraft:
         self._ticket = lease_pb2.Ticket()
         self._decode_queue_s = 0.0
         self._predicted_ttft_s: float | None = None
+        self._overhead_s = 0.0  # of that
         self._placement_why = ""
         self._pulling = "", ""  # the prefill node that was chosen, and what it pulls
         self._split_tokens = 0
@@ -57,6 +58,7 @@ class ReceiptDraft:
         """Records the placement. `waited_s` is the time from the request's arrival until now."""
         predicted_s = placement.predicted_ttft_s
         self._predicted_ttft_s = None if predicted_s is None else waited_s + predicted_s
+        self._overhead_s = placement.overhead_s
         self._placement_why = placement.reason
         self._pulling = ("", "") if placement.prefill is None else (placement.prefill.label, placement.prefill_pull)
 
@@ -131,6 +133,11 @@ class ReceiptDraft:
 
     def admitted(self, message: decode_pb2.Admitted) -> None:
         self._admitted = message
+
+    @property
+    def predicted_steps_s(self) -> float | None:
+        """The predicted time to the first token without messages and hand-overs."""
+        return None if self._predicted_ttft_s is None else self._predicted_ttft_s - self._overhead_s
 
     @property
     def path(self) -> Path:

@@ -146,10 +146,19 @@ def test_a_request_chooses_its_own_gaps_and_how_long_it_waits_for_longer_steps()
     scheduler.submit(request("d0", 4, gap_factor=3.0), 0.0)
     scheduler.submit(request("d1", 4, gap_factor=2.0), 0.0)
     prompt_tokens(scheduler)
-    scheduler.submit(request("p", 1000, ttft_factor=10.0, gap_factor=9.0), 0.0)  # takes 14 ms alone
+    scheduler.submit(request("p", 1000, ttft_factor=20.0, gap_factor=9.0), 0.0)  # takes 14 ms alone
     assert prompt_tokens(scheduler) == 100 + 500 - 2  # 10 ms
-    scheduler.submit(request("q", 1000, ttft_factor=10.0, gap_factor=9.0), 1.0)
-    assert prompt_tokens(scheduler, 1.14) == 402 + 1000, "twice as long, which both prompts fit into"
+    scheduler.submit(request("q", 1000, ttft_factor=20.0, gap_factor=9.0), 1.0)
+    assert prompt_tokens(scheduler, 1.28) == 402 + 1000, "twice as long, which both prompts fit into"
+
+
+def test_the_first_token_of_a_short_prompt_is_not_due_before_long_steps_would_be_seen() -> None:
+    scheduler = decoding(Meter(COSTS), None)
+    scheduler.submit(request("p", 4000), 0.0)
+    prompt_tokens(scheduler)
+    scheduler.submit(request("q", 20), 1.0)  # takes 5 ms alone
+    assert prompt_tokens(scheduler, 1.02) == 100 + 325 - 1, "a tenth of the time until it is due has passed"
+    assert prompt_tokens(scheduler, 1.2) > 1000
 
 
 def test_without_a_tpot_slow_decodes_get_slow_steps() -> None:

@@ -92,6 +92,19 @@ def test_without_a_slo_predictions_count_with_steps_that_keep_the_gaps(gap_facto
     assert placement.predicted_ttft_s == pytest.approx(steps.ttft_s(0.0, 0, 4000))
 
 
+def test_prompts_before_this_one_take_less_while_it_waits_because_steps_become_longer() -> None:
+    wanted = RoutedRequest(1000, LocalPolicy.LOCAL)
+    short, long = (local_steps(DECODE, 1000, wanted, waiting_s=waiting_s) for waiting_s in (0.001, 2.0))
+    assert short is not None
+    assert long is not None
+    assert short.queue_stretch == pytest.approx(short.stretch, rel=0.02)
+    assert long.queue_stretch is not None
+    assert long.queue_stretch < 0.95 * long.stretch
+    queued = place([DECODE.with_queue(2.0)], [], wanted)
+    assert queued is not None
+    assert queued.predicted_ttft_s == pytest.approx(long.queue_stretch * 2.0 + long.ttft_s(0.0, 0, 1000))
+
+
 def test_a_prompt_that_waits_too_long_says_that_it_makes_gaps_longer() -> None:
     waiting = DECODE.with_queue(0.2)
     placement = place([waiting], [PREFILL.with_queue(2.0)], RoutedRequest(400, LocalPolicy.ELASTIC))

@@ -37,7 +37,7 @@ from baton.gateway.request.commands import (
 from baton.gateway.request.machine import RequestMachine
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.protos.v1 import common_pb2, generation_pb2, node_status_pb2
-from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, request, rules, status
+from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, peer, request, rules, status
 from tests.unit.gateway.served import (
     LENGTH,
     PROGRESS,
@@ -105,6 +105,27 @@ def test_a_remote_prefill_command_by_command() -> None:
     assert (receipt.path, receipt.bytes_sent, receipt.transport) == (common_pb2.PATH_REMOTE, 4096, "cma")
     assert (receipt.ttft_s, receipt.total_s, receipt.attempts) == (0.5, 1.0, 1)
     assert served.machine.deadline_s is None
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_a_request_teaches_the_fleet_what_its_first_token_took_unless_it_was_tried_twice(*, retried: bool) -> None:
+    served = Served(prefills=2, decodes=1, start=False)
+    for role, number in ((PREFILL, 11), (PREFILL, 12), (DECODE, 21)):
+        reported = status(role, number, *([peer(21)] if role == PREFILL else []))
+        reported.step_costs.points.add(tokens=64, seconds=0.005)
+        served.fleet.status_received(role, f"{'p' if role == PREFILL else 'd'}{number % 10}", reported, 0.0)
+    served.handle(events.Started())
+    served.decode(reserved())
+    call = 1
+    if retried:
+        served.prefill_ended(GONE)
+        call = 2
+    served.prefill(SCHEDULED, call=call)
+    served.prefill(first_token(), SENT, call=call, after_s=0.05)
+    served.decode(decode_pb2.Admitted(), token(1, LENGTH), after_s=1.0)
+    learned = served.fleet.overheads.at(served.now_s)
+    assert learned.local_s == 0.0
+    assert learned.remote_s == 0.0 if retried else learned.remote_s > 0.0
 
 
 def test_a_local_prefill_is_served() -> None:

@@ -15,7 +15,8 @@ KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose
 	$(addprefix tests/unit/models/test_, \
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py quantized_rows.py \
 	reading.py)
-RECURRENT := $(addprefix tests/unit/models/test_, gated_delta.py short_conv.py selective_scan.py continued_states.py)
+RECURRENT := $(addprefix tests/unit/models/test_, gated_delta.py short_conv.py selective_scan.py continued_states.py \
+	states_in_order.py)
 
 # Empty: Python writes compiled modules. Where an environment forbids it, as images do, each process compiles torch and
 # all else anew: a node's imports then took 5.8 s of CPU in place of 2.8 s.

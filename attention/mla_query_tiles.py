@@ -13,7 +13,7 @@ from attention.host_to_device import to_device
 from attention.kernels.mla.plan import MAX_QUERY_TILES, TILE, MLADecodePlan
 from attention.metadata import CommonAttentionMetadata, check_causal
 
-# Most queries in the latent space at once: 128 heads of 1,024 tokens and their results take 285 MB.
+# Most queries in the latent space at once, for their memory; `MAX_QUERY_TILES` cuts where heads are many.
 _RUN_QUERIES = 128 * 1024
 
 

@@ -34,14 +34,9 @@ def attend_decompressed(
     lens: RaggedLens,
     causal: bool,
     scale: float,
-    max_query_len: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Implements `MLABackend.attend` by our kernel.
-
-    Args:
-        max_query_len: query length for which the kernel's tile is chosen; None: the batch's longest.
-    """
+    """Implements `MLABackend.attend` by our kernel."""
     num_queries, num_heads, _ = q_THD.shape
     if out is None:
         out = q_THD.new_empty(num_queries, num_heads, v_SHV.shape[-1])
@@ -52,7 +47,7 @@ def attend_decompressed(
         v_SHV,
         query_start_loc=lens.query_start_loc,
         key_start_loc=lens.key_start_loc,
-        max_query_len=max_query_len or lens.max_query_len,
+        max_query_len=lens.max_query_len,
         causal=causal,
         scale=scale,
         out=out,

@@ -22,7 +22,8 @@ from baton.tritonlib.launch import interpreted
 
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # NOTE: with keys of 20 channels and values of 10, tiles of 32 and 16 channels gave wrong results on an H200 (Triton
-# 3.6), from the 17th key of a tile on. Tiles of 16-bit numbers have this many channels at least.
+# 3.6), from the 17th key of a tile on. The first parts of keys, and values, have this many channels at least if they
+# are numbers of 16 bits; second parts of 16 and 32 channels were right.
 _LEAST_CHANNELS = 64
 
 
@@ -69,8 +70,8 @@ def _least_channels(call: AttentionCall) -> int:
 
 def _key_channels(call: AttentionCall) -> tuple[int, int]:
     """The channels of a tile's keys, in two parts; the second may be 0."""
-    block_d, block_p = split_channels(call.q_THD.shape[-1])
-    return max(_least_channels(call), block_d), block_p
+    size, least = call.q_THD.shape[-1], _least_channels(call)
+    return (least, 0) if size <= least else split_channels(size)
 
 
 def _value_channels(call: AttentionCall) -> int:

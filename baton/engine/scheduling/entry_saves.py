@@ -185,15 +185,16 @@ class EntrySaves:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the next of the calls that take something would."""
+        """Whether anything waits to be saved, kept or dropped."""
         return bool(self._finished or self._to_keep or self._forgotten)
 
     @property
     def is_pressing(self) -> bool:
-        """Whether what was offered holds many blocks or a state, or something must be dropped."""
+        """Whether what was offered holds many blocks or a state, blocks are short, or something must be dropped."""
         most = max(held / pool.num_blocks for held, pool in zip(self._saving, self._pools, strict=True))
+        least_free = min(pool.num_free / pool.num_blocks for pool in self._pools)
         has_state = any(entries.state is not None for entries in self._finished)  # there are few slots
-        return most > _WAITING_SHARE or has_state or bool(self._forgotten)
+        return most > _WAITING_SHARE or least_free < _WAITING_SHARE or has_state or bool(self._forgotten)
 
     def take_finished(self) -> list[EntryBlocks]:
         """The entries offered since the last call; their blocks stay held until `saved`."""

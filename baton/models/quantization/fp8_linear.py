@@ -107,7 +107,7 @@ class Fp8Linear(FusedLinear):
     def _row_format(self, num_tokens: int, weight: fp8_gemm.Weight) -> RowFormat:
         power_of_two = self.config.power_of_two_inputs
         if self.config.weights is Granularity.BLOCK:
-            multiple_of = fp8_library.TOKENS if self._is_librarys(num_tokens, weight) else 1
+            multiple_of = fp8_library.TOKENS if self._uses_library(num_tokens, weight) else 1
             return RowFormat(fp8.E4M3, blocked=True, power_of_two=power_of_two, multiple_of=multiple_of)
         return RowFormat(fp8.E4M3, power_of_two=power_of_two, scale=self.input_scale)
 
@@ -126,14 +126,14 @@ class Fp8Linear(FusedLinear):
         return self._multiply(rows, self._product).view(*input.shape[:-1], self.out_features)
 
     def _multiply(self, rows: QuantizedRows, weight: fp8_gemm.Weight) -> Tensor:
-        if self._is_librarys(rows.num_tokens, weight):
+        if self._uses_library(rows.num_tokens, weight):
             out_PN = fp8_library.multiply(rows.stored_PK, rows.scale_PC, weight, dtype=rows.dtype)
             return out_PN[: rows.num_tokens]
         return fp8_gemm.multiply(
             rows.stored_PK, rows.scale_PC, weight, dtype=rows.dtype, batch_invariant=self.batch_invariant
         )
 
-    def _is_librarys(self, num_tokens: int, weight: fp8_gemm.Weight) -> bool:
+    def _uses_library(self, num_tokens: int, weight: fp8_gemm.Weight) -> bool:
         """Whether the library multiplies this number of tokens."""
         return not self.batch_invariant and self._library_takes and fp8_library.is_faster(num_tokens, weight)
 

@@ -183,10 +183,16 @@ class CountedSaves(SilentStores):
     def __init__(self) -> None:
         super().__init__(has_stores=False)
         self.calls: list[list[int]] = []
+        self.keys: list[EntryKey] = []
+        self.dropped: list[EntryKey] = []
 
     async def save_entries(self, *saves: EntryBlocks) -> tuple[int, ...]:
         self.calls.append([len(entries) for entries in saves])
+        self.keys += [key for entries in saves for key in entries.keys]
         return tuple(map(len, saves))
+
+    async def drop_entries(self, keys: tuple[EntryKey, ...]) -> None:
+        self.dropped += keys
 
 
 async def saved_while_a_step_runs(num_blocks: int) -> tuple[CountedSaves, TieredPrefixes, Callable[[], object]]:
@@ -224,6 +230,22 @@ async def test_what_holds_many_of_the_blocks_is_saved_at_once(monkeypatch: pytes
     stores, prefixes, _ = await saved_while_a_step_runs(num_blocks=512)
     await prefixes.close()
     assert stores.calls == [[3, 3]]
+
+
+async def test_what_must_be_dropped_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_prefixes, "_SAVE_EVERY_S", math.inf)
+    stores, scheduler = CountedSaves(), tiered(num_blocks=4096)
+    prefixes = TieredPrefixes(stores, NoSource(), scheduler, on_room=lambda: None)
+    decode_all(scheduler, "a", LONG)
+    prefixes.save_finished()
+    await prefixes.close()
+    scheduler.submit(request("b", LONG[:10]), 0.0)
+    launch(scheduler)
+    assert scheduler.offload is not None
+    scheduler.offload.saves._forgotten.append(stores.keys[0])
+    prefixes.save_finished()
+    await prefixes.close()
+    assert stores.dropped == stores.keys[:1]
 
 
 async def test_most_requests_need_not_be_looked_for() -> None:

@@ -60,7 +60,7 @@ def test_every_request_gets_its_tokens_sooner_with_guesses() -> None:
 
 def test_a_plan_counts_guesses() -> None:
     kind = NodeKind(1, COSTS, COSTS, 800_000, 131072, 100e9)
-    measure = Measure(requests=50, seconds=3.0, precision=0.2)
+    measure = Measure(requests=50, seconds=3.0, precision=0.05)
     plans = [
         find_plan(Question(replace(kind, guesses=guesses), CHAT, GOAL, rate=None, gpus=1, measure=measure))
         for guesses in (NO_GUESSES, GUESSES)

@@ -44,7 +44,7 @@ _TIMEOUT_S = 120.0
 
 
 def rows(progress: Callable[[str], None]) -> list[Row]:
-    """Needs two processes, each with twice the memory of the longest pull, of which it touches half."""
+    """Starts two processes. Each maps twice the memory of the longest pull and touches half of it."""
     counts = tuple(tokens // ENTRY_TOKENS for tokens in (TOKENS if torch.cuda.is_available() else TOKENS[:1]))
     progress(f"kept KV: pulls of 64 to {counts[-1] * ENTRY_TOKENS} tokens from another node")
     pull_costs.UNMEASURED_TOKENS, pull_costs.SHARE = 1, 1e9

@@ -65,8 +65,10 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     def __init__(
         self, *, block_size: int, workspace_tokens: int, in_order: MLADecodePlan | None = None, top_k: int = 0
     ) -> None:
-        """Args:
-        in_order: the plan of decodes, where prefills have their order.
+        """Makes the builder of one backend.
+
+        Args:
+            in_order: the plan of decodes, where prefills have their order.
         """
         self._block_size = block_size
         self._workspace_tokens = workspace_tokens

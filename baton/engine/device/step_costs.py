@@ -7,13 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median
 from typing import Protocol
 
 import numpy as np
 
-from baton.core.costs import StepCosts, StepWork, chunk_pairs, fit
+from baton.core.costs import FORCED_STRETCH, StepCosts, StepWork, chunk_pairs, fit
 from baton.engine.batch import Batch, BatchRow, RowResult
 from baton.engine.request import ModelFacts, int_array
 from baton.engine.sampling.row import GREEDY_ROW
@@ -27,8 +27,11 @@ _GOOD_RATE = 0.95
 _PROMPT_TOKENS = 1024
 _SHORT_CONTEXT, _LONG_CONTEXT = 512, 4096
 _RULE_CONTEXT = 1024
-# Steps of each kind after one that warms up; fewer of large ones.
-_STEPS, _LARGE_STEPS, _LARGE_TOKENS = 6, 3, 2048
+# Context of the step that shows what pairs cost.
+_FAR_CONTEXT = 32768
+# Steps of each kind after one that warms up; fewer of long ones.
+_STEPS, _LONG_STEPS = 6, 3
+_SOMEWHAT_LONG_S = 0.03
 # A step is not measured when the step of half its size took longer than this.
 _LONG_STEP_S = 0.25
 _BUDGET_S = 4.0
@@ -63,9 +66,10 @@ BOTH_RULE = StepRule(longest_s=PREFILL_RULE.longest_s, streams=True)
 
 def choose_step_tokens(costs: StepCosts, sizes: Sequence[int], rule: StepRule) -> int:
     """The smallest step whose prompt tokens per second come close to the best rate of the sizes that the rule allows.
-    If all steps take too long, it is the smallest size."""
+    If all steps take too long, those are allowed that take little longer than the shortest one."""
     step_s = {size: costs.seconds(_served_step(size, rule)) for size in sizes}
-    allowed = [size for size in sizes if step_s[size] <= rule.longest_s] or [min(sizes)]
+    longest_s = max(rule.longest_s, FORCED_STRETCH * min(step_s.values()))
+    allowed = [size for size in sizes if step_s[size] <= longest_s]
     rates = {size: (size - rule.decode_rows) / step_s[size] for size in allowed}
     good = _GOOD_RATE * max(rates.values())
     return min(size for size, rate in rates.items() if rate >= good)
@@ -131,6 +135,7 @@ def served_steps(facts: ModelFacts, *, most_tokens: int, most_requests: int) -> 
     def mixed(tokens: int) -> ServedStep:
         return ServedStep(some, short, min(tokens, most_tokens) - some)
 
+    far = min(_FAR_CONTEXT, longest // 2)
     steps = [
         prompt(256),
         ServedStep(1, short),
@@ -138,12 +143,12 @@ def served_steps(facts: ModelFacts, *, most_tokens: int, most_requests: int) -> 
         prompt(1024),
         ServedStep(some, short),
         ServedStep(some, long),
+        prompt(2048),
         mixed(256),
-        ServedStep(prompt_tokens=min(1024, most_tokens, longest // 2), prompt_context=longest // 2),
+        ServedStep(prompt_tokens=min(1024, most_tokens, far), prompt_context=far),
+        mixed(1024),
         prompt(64),
         prompt(512),
-        prompt(2048),
-        mixed(1024),
         ServedStep(min(128, most_requests), short),
         ServedStep(min(8, most_requests), short),
         ServedStep(min(256, most_requests), short),
@@ -184,10 +189,9 @@ def measure_costs(
     for step in steps:
         if step.tokens >= too_long:
             continue
-        count = 1 + (_LARGE_STEPS if step.tokens >= _LARGE_TOKENS else _STEPS)
-        batches = rows.batches(step, first=number + 1, count=count)
-        number += count
-        seconds = _seconds(launch, batches, clock)
+        batches = rows.batches(step, first=number + 1, count=1 + _STEPS)
+        number += 1 + _STEPS
+        seconds = _seconds(launch, batches, agree, clock)
         measured.append((step.work, seconds))
         if agree(int(seconds < _LONG_STEP_S or not step.prompt_tokens)) == 0:
             too_long = min(too_long, 2 * step.tokens)
@@ -196,9 +200,17 @@ def measure_costs(
     return fit(measured)
 
 
-def _seconds(launch: Callable[[Batch], TimedLaunch], batches: Iterator[Batch], clock: Callable[[], float]) -> float:
+def _seconds(
+    launch: Callable[[Batch], TimedLaunch],
+    batches: Iterator[Batch],
+    agree: Callable[[int], int],
+    clock: Callable[[], float],
+) -> float:
     """The median time from the end of one step to the end of the next."""
+    start_s = clock()
     launch(next(batches)).wait()  # warms up
+    if agree(int(clock() - start_s < _SOMEWHAT_LONG_S)) == 0:
+        batches = islice(batches, _LONG_STEPS)
     in_flight: deque[TimedLaunch] = deque()
     ends_s = [clock()]
     for batch in batches:

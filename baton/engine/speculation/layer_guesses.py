@@ -6,8 +6,10 @@ saturation, the layer no longer computes the tokens of decodes either. Its KV of
 guesses for new requests only.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median_low
 
 from baton.core.costs import StepWork
 from baton.engine.batch import Guessed
@@ -20,15 +22,16 @@ MOST_LAYER_GUESSES = 4
 # After so many steps in which guesses seemed not to pay, the layer no longer computes the tokens of decodes; and one
 # guess is tried, so that chances do not stay at what they were.
 RETRY_STEPS = 64
-# Times of passes are learned by powers of two of their rows.
-_MEMORY = 16
+# Times of passes are learned by powers of two of their rows, from so many of the last ones.
+_MEMORY = 7
 
 
 class PassTimes:
-    """The time of one pass of the layer, by its number of rows."""
+    """The time of one pass of the layer, by its number of rows. It is a median, because the first pass of a kind may
+    have compiled kernels."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, tuple[int, float]] = {}  # number of steps, and the mean
+        self._seconds: dict[int, deque[float]] = {}
 
     def seconds(self, rows: int) -> float:
         """The time of one guess of each row, from the nearest known number of rows; 0 while nothing is known, so that
@@ -37,12 +40,10 @@ class PassTimes:
             return 0.0
         kind = rows.bit_length()
         nearest = min(self._seconds, key=lambda known: (abs(known - kind), known))
-        return self._seconds[nearest][1]
+        return median_low(self._seconds[nearest])
 
     def observe(self, rows: int, passes: int, seconds: float) -> None:
-        count, mean = self._seconds.get(rows.bit_length(), (0, 0.0))
-        count = min(count + 1, _MEMORY)
-        self._seconds[rows.bit_length()] = count, mean + (seconds / passes - mean) / count
+        self._seconds.setdefault(rows.bit_length(), deque(maxlen=_MEMORY)).append(seconds / passes)
 
 
 class LayerGuesses:

@@ -7,9 +7,9 @@ def plain_until_a_rest_ends(balance: Balance) -> int:
     return next(count for count in range(1, 100_000) if balance.add_plain())
 
 
-def test_guesses_rest_once_they_have_lost_a_plain_step() -> None:
+def test_guesses_rest_once_they_have_lost_three_plain_steps() -> None:
     balance = Balance()
-    balance.add(-0.9, guesses=True)
+    balance.add(-2.9, guesses=True)
     assert not balance.resting
     balance.add(-0.2, guesses=False)
     assert balance.resting
@@ -30,7 +30,7 @@ def test_each_vain_trial_doubles_the_rest_up_to_a_limit_and_wins_shorten_it() ->
     balance = Balance()
     rests = []
     for _ in range(8):
-        balance.add(-2.0, guesses=True)
+        balance.add(-6.0, guesses=True)
         assert balance.resting
         rests.append(plain_until_a_rest_ends(balance))
         assert not balance.resting

@@ -113,6 +113,17 @@ def test_times_of_passes_are_known_by_their_rows() -> None:
     assert times.seconds(4) == pytest.approx(0.001, rel=0.01)
 
 
+def test_one_slow_pass_says_little() -> None:
+    """The first pass may have compiled kernels."""
+    times = PassTimes()
+    times.observe(1, 1, 0.4)
+    times.observe(1, 2, 0.002)
+    assert times.seconds(1) == pytest.approx(0.001)
+    times.observe(1, 1, 0.3)
+    times.observe(1, 1, 0.001)
+    assert times.seconds(1) == pytest.approx(0.001)
+
+
 def test_right_guesses_take_a_fraction_of_the_steps() -> None:
     decoded = decode(Speculator(), right=MOST_LAYER_GUESSES)
     assert decoded.steps < len(TARGET) / 4

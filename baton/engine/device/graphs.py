@@ -133,6 +133,7 @@ class DecodeGraphs:
 
     Attributes:
         buffers: shared by all sizes.
+        owned: this rank's part of the buffers, with attention data parallelism.
         sizes: captured numbers of rows, smallest first; with attention data parallelism, those of each rank.
     """
 
@@ -151,15 +152,15 @@ class DecodeGraphs:
             device=self._device,
             hidden=(model.config.hidden_size, model.model.embed_tokens.weight.dtype) if model.drafts else None,
         )
-        self._owned: OwnedBuffers | None = None
+        self.owned: OwnedBuffers | None = None
         if model.exchange is not None:
-            self._owned = new_owned_buffers(self.buffers, model.exchange.parallel)
+            self.owned = new_owned_buffers(self.buffers, model.exchange)
         self.sizes: list[int] = []
         self._steps: dict[int, Steps] = {}
 
     def size_for(self, rows: Sequence[BatchRow]) -> int | None:
         """The captured size for these rows. Returns None if they must run outside of a graph."""
-        most = len(rows) if self._owned is None else max(Counter(row.owner for row in rows).values(), default=0)
+        most = len(rows) if self.owned is None else max(Counter(row.owner for row in rows).values(), default=0)
         place = bisect_left(self.sizes, most)
         # Rows of a single token come first.
         if place == len(self.sizes) or len(rows[-1].token_ids) > 1:
@@ -176,8 +177,8 @@ class DecodeGraphs:
 
     def _fill(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> None:
         self.buffers.fill(rows, step=step, slot=slot)
-        if self._owned is not None:
-            self._owned.fill(rows, size)
+        if self.owned is not None:
+            self.owned.fill(rows, size)
 
     def new_slots(self, *, prompt_input_bytes: int = 0) -> StepSlots:
         """Slots for steps in flight, captured or not."""
@@ -205,8 +206,8 @@ class DecodeGraphs:
     @property
     def _wanted(self) -> list[int]:
         largest = self._settings.most_rows
-        if self._owned is not None:  # owners have about equally many rows
-            largest = min(largest, -(-2 * self._settings.max_requests // self._owned.parallel.size))
+        if self.owned is not None:  # owners have about equally many rows
+            largest = min(largest, -(-2 * self._settings.max_requests // self.owned.parallel.size))
         return capture_sizes(largest)
 
     def _capture_on_gpu(self, recorder: Recorder, progress: Progress | None) -> None:
@@ -248,7 +249,7 @@ class DecodeGraphs:
                 progress(len(self.sizes), len(self.sizes) + len(sizes))
 
     def _common(self, size: int) -> CommonAttentionMetadata:
-        return self.buffers.common(size) if self._owned is None else self._owned.common(size)
+        return self.buffers.common(size) if self.owned is None else self.owned.common(size)
 
     def _uncaptured(self, size: int, *, adapters: bool) -> Step:
         builder, common = self._backend.builder, self._common(size)
@@ -273,17 +274,17 @@ class DecodeGraphs:
 
     def _run(self, size: int, build: Callable[[], AttentionMetadata], *, adapters: bool) -> Tensor:
         self._begin(size)
-        if self._owned is None:
+        if self.owned is None:
             return decode_step(self._model, self._cache, self.buffers, build(), size, adapters=adapters)
-        return owned_decode_step(self._model, self._cache, self._owned, build(), size)
+        return owned_decode_step(self._model, self._cache, self.owned, build(), size)
 
     def _begin(self, size: int) -> None:
         """Makes the tables of the step complete."""
-        if self._owned is None:
+        if self.owned is None:
             self.buffers.place_new_blocks(size)
         else:
-            self.buffers.place_new_blocks(self._owned.num_rows(size))
-            self._owned.take_own(size)
+            self.buffers.place_new_blocks(self.owned.num_rows(size))
+            self.owned.take_own(size)
 
     def fill_for_capture(self, size: int) -> None:
         """Fills the buffers with one row of the longest sequence, by which some backends plan, and short rows, which
@@ -292,7 +293,7 @@ class DecodeGraphs:
         block_ids = int_array([0] * -(-longest // self._cache.shape.block_size))
         row = BatchRow("", int_array([0]), 0, block_ids, None)
         rows = [row._replace(token_start=longest - 1), *[row] * (size - 1)]
-        if self._owned is not None:
-            rows = [each._replace(owner=self._owned.parallel.rank) for each in rows]
+        if self.owned is not None:
+            rows = [each._replace(owner=self.owned.parallel.rank) for each in rows]
         self._fill(rows, size, step=0, slot=self.new_slots().take())
         self.buffers.slot_mapping.fill_(-1)

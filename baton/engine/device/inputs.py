@@ -199,12 +199,17 @@ class RowPlaces(NamedTuple):
 
 
 def place_rows(
-    rows: Sequence[BatchRow], exchange: TokenExchange | None, lengths: Sequence[int] | None = None
+    rows: Sequence[BatchRow],
+    exchange: TokenExchange | None,
+    lengths: Sequence[int] | None = None,
+    *,
+    width: int | None = None,
 ) -> RowPlaces:
     """Places the rows of a step, or of a pass over other numbers of tokens of the same rows.
 
     Args:
         lengths: number of tokens of each row; None: its own.
+        width: each rank's tokens are padded to this many; None: as is best for them.
     """
     lengths = [len(row.token_ids) for row in rows] if lengths is None else lengths
     if exchange is None:
@@ -217,6 +222,8 @@ def place_rows(
         within.append(filled[row.owner])
         filled[row.owner] += length
     shares = TokenShares.of([max(1, count) for count in filled])
+    if width is not None:
+        shares = TokenShares.equal(width, parallel.size)
     firsts = [shares.start(rank) for rank in range(parallel.size)]
     starts = np.array([firsts[row.owner] + place for row, place in zip(rows, within, strict=True)], np.int64)
     own = [row for row in rows if row.owner == parallel.rank]

@@ -1,4 +1,4 @@
-"""The tensors of captured decode steps with attention data parallelism: this rank's rows, and the places of all rows.
+"""The tensors of captured steps with attention data parallelism: this rank's decodes, and the places of all decodes.
 They are filled from the buffers of all rows, on the device, as the first part of each step.
 
 Legend: R row of the step, A row of any rank in the order of ranks, with padding, N most rows of a step.
@@ -17,6 +17,7 @@ from attention.metadata import CommonAttentionMetadata
 from baton.engine.batch import BatchRow
 from baton.engine.device.decode_buffers import DecodeBuffers
 from baton.models.layers.parallel import TensorParallel
+from baton.models.layers.token_exchange import TokenExchange
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class OwnedBuffers:
     """One rank's part of the decode buffers, with attention data parallelism.
 
     Attributes:
+        exchange: the model's.
         rows: the buffers of all rows.
         own: [N] int64, the row of each of this rank's places; 0 for padding.
         is_padding: [N] bool, of this rank's places.
@@ -35,7 +37,7 @@ class OwnedBuffers:
         seq_lens_host, num_computed_host: [N] int32, read by backends that plan on the host.
     """
 
-    parallel: TensorParallel
+    exchange: TokenExchange
     rows: DecodeBuffers
     own: Tensor
     is_padding: Tensor
@@ -49,12 +51,20 @@ class OwnedBuffers:
     seq_lens_host: NDArray[np.int32]
     num_computed_host: NDArray[np.int32]
 
+    @property
+    def parallel(self) -> TensorParallel:
+        return self.exchange.parallel
+
     def num_rows(self, size: int) -> int:
         """Rows of steps with this many rows on each rank, including padding."""
         return min(size * self.parallel.size, self.rows.max_rows)
 
-    def fill(self, rows: Sequence[BatchRow], size: int) -> None:
-        """Places the rows of a step, after `DecodeBuffers.fill`. Queues copies; the host does not wait."""
+    def fill(self, rows: Sequence[BatchRow], size: int, *, has_others: bool = False) -> None:
+        """Places the rows of a step, after `DecodeBuffers.fill`. Queues copies; the host does not wait.
+
+        Args:
+            has_others: this rank has other rows in the step than these decodes.
+        """
         owners_R = np.fromiter((row.owner for row in rows), np.int64, len(rows))
         order_R = owners_R.argsort(kind="stable")
         counts = np.bincount(owners_R, minlength=self.parallel.size)
@@ -63,7 +73,7 @@ class OwnedBuffers:
         own, rows_A, places = (np.zeros(len(each), np.int64) for each in (self.own, self.rows_A, self.places))
         own[: len(own_R)], rows_A[places_R], places[order_R] = own_R, order_R, places_R
         is_padding, padding_lens = np.arange(len(own)) >= len(own_R), np.zeros(len(own), np.int32)
-        padding_lens[0] = not len(own_R)
+        padding_lens[0] = not len(own_R) and not has_others
         targets = (self.own, self.is_padding, self.padding_lens, self.rows_A, self.places)
         copied = to_device((own, is_padding, padding_lens, rows_A, places), self.own.device)
         for target, each in zip(targets, copied, strict=True):
@@ -101,17 +111,17 @@ class OwnedBuffers:
         )
 
 
-def new_owned_buffers(rows: DecodeBuffers, parallel: TensorParallel) -> OwnedBuffers:
+def new_owned_buffers(rows: DecodeBuffers, exchange: TokenExchange) -> OwnedBuffers:
     """Buffers in which every place is padding."""
     count, device = rows.max_rows, rows.token_ids.device
     zeros = torch.zeros(count, dtype=torch.int64, device=device)
     return OwnedBuffers(
-        parallel,
+        exchange,
         rows,
         own=zeros,
         is_padding=torch.ones(count, dtype=torch.bool, device=device),
         padding_lens=torch.zeros(count, dtype=torch.int32, device=device),
-        rows_A=zeros.new_zeros(count * parallel.size),
+        rows_A=zeros.new_zeros(count * exchange.parallel.size),
         places=zeros.clone(),
         seq_lens=torch.zeros(count, dtype=torch.int32, device=device),
         positions=zeros.clone(),

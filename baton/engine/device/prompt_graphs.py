@@ -1,8 +1,8 @@
 """Steps with prompts as CUDA graphs: captured for some numbers of tokens, and replayed for fewer, padded.
 
 A step is a body, by its tokens, which leaves hidden states, and a head, by its rows, which samples their last tokens.
-So few graphs serve every mix of decodes and prompts. Legend: R rows including padding, T tokens including padding, D
-hidden channel, V vocabulary.
+So few graphs serve every mix of decodes and prompts. With attention data parallelism, each rank's tokens are padded to
+the size. Legend: R rows including padding, T tokens including padding, D hidden channel, V vocabulary.
 """
 
 import logging
@@ -19,14 +19,15 @@ from baton.engine.batch import BatchRow
 from baton.engine.device.capture import Progress, Recorder, affordable, thin
 from baton.engine.device.decode_buffers import DecodeBuffers
 from baton.engine.device.graphs import GraphSettings, Step, capture_sizes
-from baton.engine.device.inputs import count_decodes
 from baton.engine.device.layer_marks import LayerMarks
-from baton.engine.device.prompt_buffers import PromptBuffers, most_prompts, new_prompt_buffers
+from baton.engine.device.owned_buffers import OwnedBuffers
+from baton.engine.device.prompt_buffers import FilledRows, PromptBuffers, most_prompts, new_prompt_buffers
 from baton.engine.device.step_slot import StepSlot
 from baton.engine.sampling.choice import choose_tokens
 from baton.kvcache.cache import PagedKVCache
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.step_context import StepContext
+from baton.models.layers.token_exchange import TokenShares
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ MOST_TOKENS = 4096
 
 # Above this size, a captured step with more than half padding takes longer than a step outside of graphs.
 _CHEAP_TOKENS = 512
+# The same for all ranks' tokens of a model whose experts are on different ranks: no expert computes padding.
+_CHEAP_TOKENS_OF_RANKS = 4096
 
 # Queues the body of a step over the tokens in the buffers.
 Body = Callable[[], None]
@@ -70,6 +73,7 @@ class PromptGraphs:
         settings: GraphSettings,
         *,
         decodes: DecodeBuffers,
+        owned: OwnedBuffers | None,
         marks: LayerMarks,
         rows_in_order: bool = False,
     ) -> None:
@@ -80,42 +84,55 @@ class PromptGraphs:
         self._settings = settings
         self._marks = marks
         self._device = cache.view.device
+        most_tokens = MOST_TOKENS if owned is None else 2 * MOST_TOKENS // owned.parallel.size
         self.buffers: PromptBuffers = new_prompt_buffers(
             decodes,
-            max_tokens=min(settings.max_tokens, MOST_TOKENS),
+            owned,
+            max_tokens=min(settings.max_tokens, most_tokens),
             max_requests=settings.max_requests,
             max_context_tokens=settings.max_context_tokens,
             block_size=cache.shape.block_size,
             hidden_size=model.config.hidden_size,
             dtype=model.model.embed_tokens.weight.dtype,
         )
-        self.draft_states = torch.zeros_like(self.buffers.hidden) if model.drafts else None
+        hidden = self.buffers.hidden
+        self.draft_states = torch.zeros_like(hidden[: self.buffers.max_tokens]) if model.drafts else None
         self.sizes: list[int] = []
         self.head_sizes: list[int] = []
         self._bodies: dict[int, Body] = {}
         self._heads: dict[int, Step] = {}
-        # Rows of the step in the buffers.
-        self._num_decodes = self._num_prompts = 0
+        self._filled = FilledRows(0, 0, ())
 
     def size_for(self, rows: Sequence[BatchRow]) -> int | None:
         """The captured size for these rows. Returns None if they must run outside of a graph."""
         if len(rows) > self._settings.max_requests:
             return None
-        num_tokens = sum(len(row.token_ids) for row in rows)
-        place = bisect_left(self.sizes, num_tokens)
-        num_prompts = len(rows) - count_decodes(rows)
-        while place < len(self.sizes) and most_prompts(self.sizes[place]) < num_prompts:
+        ranks = self.buffers.ranks
+        tokens, prompts = [0] * ranks, [0] * ranks
+        for row in rows:
+            owner = row.owner if ranks > 1 else 0
+            tokens[owner] += len(row.token_ids)
+            prompts[owner] += len(row.token_ids) > 1
+        place = bisect_left(self.sizes, max(tokens))
+        while place < len(self.sizes) and most_prompts(self.sizes[place]) < max(prompts):
             place += 1
-        if place == len(self.sizes) or self.sizes[place] > max(_CHEAP_TOKENS, 2 * num_tokens):
+        if place == len(self.sizes) or self.sizes[place] * ranks > max(self._cheap_tokens, 2 * sum(tokens)):
             return None
         return self.sizes[place]
+
+    @property
+    def _cheap_tokens(self) -> int:
+        return _CHEAP_TOKENS if self._model.expert_counts is None else _CHEAP_TOKENS_OF_RANKS
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Place of each row's first token among `buffers.hidden`, of the last step."""
+        return self._filled.starts
 
     def launch(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> Tensor | None:
         """Queues a step that writes its tokens to the decodes' `sampled`, and its hidden states to `buffers.hidden`.
         Returns the logits of its rows, valid until the next step; None if no row is sampled."""
-        self._num_decodes = count_decodes(rows)
-        self._num_prompts = len(rows) - self._num_decodes
-        self.buffers.fill(rows, self._num_decodes, size, step=step, slot=slot)
+        self._filled = self.buffers.fill(rows, size, step=step, slot=slot)
         self._bodies[size]()
         host = self.buffers.decodes.host
         host.copied()
@@ -185,7 +202,7 @@ class PromptGraphs:
         builder, buffers = self._backend.builder, self.buffers
 
         def build() -> AttentionMetadata:
-            return builder.build(0, buffers.common(self._num_decodes, self._num_prompts, size))
+            return builder.build(0, buffers.common(self._filled.num_decodes, self._filled.num_prompts, size))
 
         return lambda: self._run(size, build)
 
@@ -204,18 +221,25 @@ class PromptGraphs:
 
     def _run(self, size: int, build: Callable[[], AttentionMetadata]) -> None:
         """Everything but the head. On a GPU it reads no memory of the host."""
-        buffers = self.buffers
-        buffers.decodes.place_new_blocks(buffers.most_decodes(size))
+        buffers, exchange = self.buffers, self._model.exchange
+        buffers.begin(size)
         metadata = build()
         adapters = self._model.adapters_of(buffers.adapters[:size])
         # NOTE: this must be a kernel of torch, for the reason given in `decode_step`.
         token_ids_T = buffers.look_tokens_up(size)
         states = None if self._cache.state is None else buffers.state_rows(size, in_order=self._rows_in_order)
-        context = StepContext(metadata, slots_T=buffers.slot_mapping[:size], adapters=adapters, states=states)
+        context = StepContext(
+            metadata,
+            slots_T=buffers.slot_mapping[:size],
+            adapters=adapters,
+            states=states,
+            shares=None if exchange is None else TokenShares.equal(size, buffers.ranks),
+        )
         hidden_TD = self._model.compute(token_ids_T, buffers.positions[:size], self._cache, context)
-        buffers.hidden[:size].copy_(hidden_TD)
+        buffers.hidden[: len(hidden_TD)].copy_(hidden_TD)
         if self.draft_states is not None:
-            self.draft_states[:size].copy_(self._model.draft_states(hidden_TD))
+            own_TD = hidden_TD if exchange is None else exchange.own(hidden_TD)
+            self.draft_states[:size].copy_(self._model.draft_states(own_TD))
 
     def _sample(self, size: int) -> Tensor:
         """The head: samples the rows' next tokens. Returns logits [R, V]."""

@@ -7,7 +7,6 @@ logprobs, D hidden channel, V vocabulary, N most rows of a step.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -89,13 +88,14 @@ class ModelRunner:
         self._prompts: PromptGraphs | None = None
         if graphs is not None:
             self._graphs = DecodeGraphs(model, backend, cache, graphs)
-            if graphs.max_tokens and model.exchange is None:  # with an exchange, they would differ by the ranks' shares
+            if graphs.max_tokens:
                 self._prompts = PromptGraphs(
                     model,
                     backend,
                     cache,
                     graphs,
                     decodes=self._graphs.buffers,
+                    owned=self._graphs.owned,
                     marks=self._marks,
                     rows_in_order=facts.rows_in_order,
                 )
@@ -239,8 +239,7 @@ class ModelRunner:
         assert self._prompts is not None
         buffers = self._prompts.buffers
         logits_RV = self._prompts.launch(batch.shared_rows, size, step=batch.step, slot=slot)
-        starts = [0, *accumulate(len(row.token_ids) for row in batch.shared_rows)]
-        read = self._read_states(buffers.hidden[:size], starts, batch)
+        read = self._read_states(buffers.hidden[: size * buffers.ranks], self._prompts.starts, batch)
         if logits_RV is None:
             return self._drawing.draw_none(), read, self._prompts.draft_states
         drawn = self._drawing.draw_padded(buffers.decodes, logits_RV, batch, slot)

@@ -32,7 +32,7 @@ class Scene:
     Attributes:
         second: requests that come when the first ones have ended.
         blocks: of each rank's pool.
-        graphs: decodes run padded, in the buffers of graphs.
+        graphs: steps run padded, in the buffers of graphs.
     """
 
     model: Path
@@ -89,7 +89,7 @@ def _compute(scene: Scene, parallel: TensorParallel) -> Outcome:
     before = built.cache.by_block.clone()
     runner = built.runner
     if scene.graphs:
-        sizes = GraphSettings(max_requests=16, max_context_tokens=256)
+        sizes = GraphSettings(max_requests=16, max_context_tokens=256, max_tokens=scene.batch_tokens)
         runner = ModelRunner(
             runner.model, runner.backend, built.cache, runner.facts, graphs=sizes, grammars=built.grammars
         )

@@ -46,6 +46,7 @@ SCENES: Mapping[str, Scene] = {
     ),
     "prefixes": Scene(DEMO, PREFIX, second=CONTINUED),
     "prompt logprobs": Scene(DEMO, SCORED, batch_tokens=16),
+    "prompt logprobs in graphs": Scene(DEMO, SCORED, batch_tokens=16, graphs=True),
     "graphs": Scene(DEMO, MIXED, batch_tokens=24, block_size=4, blocks=128, graphs=True),
 }
 
@@ -117,21 +118,22 @@ def test_a_request_goes_to_the_rank_that_has_its_prefix(together: list[dict[str,
     assert outcome.owners["0.0"] != outcome.owners["0.1"]
 
 
+@pytest.mark.parametrize("name", ["prompt logprobs", "prompt logprobs in graphs"])
 def test_prompt_logprobs_are_those_of_one_process(
-    together: list[dict[str, Outcome]], alone: dict[str, Outcome]
+    together: list[dict[str, Outcome]], alone: dict[str, Outcome], name: str
 ) -> None:
     expected = alone["prompt logprobs"].prompt_logprobs["0.0"]
     for rank in together:
-        found = rank["prompt logprobs"].prompt_logprobs["0.0"]
+        found = rank[name].prompt_logprobs["0.0"]
         assert [each.token_id for each in found] == [each.token_id for each in expected]
         assert [each.logprob for each in found[1:]] == pytest.approx([each.logprob for each in expected[1:]], abs=1e-4)
 
 
-def test_decodes_run_in_the_buffers_of_graphs(together: list[dict[str, Outcome]]) -> None:
+def test_steps_run_in_the_buffers_of_graphs(together: list[dict[str, Outcome]]) -> None:
     for rank in together:
         for name in ("graphs", "one request in graphs"):
             assert rank[name].launches["decode_graph"] > 0
-            assert rank[name].launches["prompt_graph"] == 0
+            assert rank[name].launches["prompt_graph"] > 0
 
 
 def test_four_ranks_with_unequal_work_compute_what_one_does(

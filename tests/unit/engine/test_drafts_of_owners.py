@@ -21,7 +21,7 @@ from tests.unit.models.tiny import save_tiny
 RANKS, COUNT = 2, 8
 FAMILIES = ("deepseek-v3", "deepseek-v32")
 GUESSED = ("wrong at 1", "any")
-GRAPHS = {"eager": None, "padded": GraphSettings(max_requests=64, max_context_tokens=96)}
+GRAPHS = {"eager": None, "padded": GraphSettings(max_requests=64, max_context_tokens=96, max_tokens=64)}
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"logprobs": 1},
     {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.2},
@@ -54,8 +54,8 @@ def compute_as_owner(
             for name in GUESSED:
                 outputs, _ = with_drafts(runner, asked(RANKS), expected[family], GUESSES[name]())
                 found[family, how, name] = outputs
-            captured = runner.launches["decode_graph"]
-            assert (captured == 0) == (graphs is None), captured
+            for launch in ("decode_graph", "prompt_graph"):
+                assert (runner.launches[launch] == 0) == (graphs is None), launch
     return found
 
 

@@ -19,7 +19,7 @@ from tests.unit.models.tiny_mtp import save_with_mtp
 
 RANKS, GUESSES = 2, 3
 FAMILIES = ("deepseek-v3", "deepseek-v32")
-GRAPHS = {"eager": None, "padded": GraphSettings(max_requests=64, max_context_tokens=96)}
+GRAPHS = {"eager": None, "padded": GraphSettings(max_requests=64, max_context_tokens=96, max_tokens=64)}
 PROMPTS = {f"r{seed}": prompt_of(5 + 8 * seed, seed=seed) for seed in range(3)}
 # The requests of each step. Rank 1 has only r1, so in some steps it has nothing to compute.
 STEPS = [("r0",), ("r0", "r1", "r2"), ("r0", "r1", "r2"), ("r2", "r0"), *[("r1", "r0", "r2")] * 4, ("r0",), ("r1",)]
@@ -43,7 +43,8 @@ def steps_of(of_model: BuiltRunner, graphs: GraphSettings | None, *, owners: int
         drafts = {name: [driver.guessed[name][0], 7] for name in names[::2]} if number >= 6 else None
         driver.step(*names, chunk=12, drafts=drafts)
         found.append({name: (driver.ids(name), driver.guessed[name]) for name in names if name in driver.guessed})
-    assert (runner.launches["decode_graph"] == 0) == (graphs is None)
+    for launch in ("decode_graph", "prompt_graph"):
+        assert (runner.launches[launch] == 0) == (graphs is None)
     return found
 
 

@@ -22,7 +22,8 @@ def find_places(
     counts_P: Tensor | None = None,
     slots_T: Tensor | None = None,
 ) -> Tensor:
-    """Returns int32 [T,K], the number of each expert's place on this rank; -1: the place is on another rank.
+    """Returns int32 [T,K], the number of each expert's place on this rank; -1: the place is on another rank, or the row
+    is padding.
 
     Args:
         turns_EC: int32, the places of each expert's copies, which take tokens in turn by their row. Below 0: the expert
@@ -30,7 +31,7 @@ def find_places(
         copies_E: int32, the number of copies of each expert.
         own: this rank's places.
         counts_P: int64; the assignments of each place are added. Additions commute, so the counts are exact.
-        slots_T: int64; rows whose slot is below 0 are padding and not counted. None: every row counts.
+        slots_T: int64; rows whose slot is below 0 are padding, which no expert computes. None: there is none.
     """
     num_tokens, choices = experts_TK.shape
     places_TK = torch.empty(num_tokens, choices, dtype=torch.int32, device=experts_TK.device)
@@ -80,11 +81,12 @@ def _find_places(
     experts_S = tl.load(experts + assignments_S, mask=exists_S, other=0).to(tl.int32)
     turn_S = rows_S % tl.load(copies + experts_S, mask=exists_S, other=1)
     places_S = tl.load(turns + experts_S * COPIES + turn_S, mask=exists_S, other=0)
+    if slots is not None:
+        is_padding_S = tl.load(slots + rows_S, mask=exists_S, other=-1) < 0
+        places_S = tl.where(is_padding_S, -1, places_S)
     is_own_S = (places_S >= own_start) & (places_S < own_stop)
     tl.store(places + assignments_S, tl.where(is_own_S, places_S - own_start, -1), mask=exists_S)
     if counts is not None:
         counted_S = exists_S & (places_S >= 0)
-        if slots is not None:
-            counted_S = counted_S & (tl.load(slots + rows_S, mask=exists_S, other=-1) >= 0)
         ones_S = tl.full([BLOCK], 1, tl.int64)
         tl.atomic_add(counts + places_S, ones_S, mask=counted_S, sem="relaxed")

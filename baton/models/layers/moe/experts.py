@@ -77,7 +77,8 @@ class RoutedExperts(nn.Module):
         self.copies_E = torch.tensor([len(each) for each in turns], dtype=torch.int32)
 
     def places(self, experts_TK: Tensor) -> Tensor:
-        """Returns the chosen experts' places in memory, -1 for another rank's, and counts the step's tokens."""
+        """Returns the chosen experts' places in memory, -1 for another rank's and for padding, and counts the step's
+        tokens."""
         if self.turns_EC is None or self.copies_E is None:
             return experts_TK
         slots_T = None if self.counts is None else self.counts.of_model.slots_T
@@ -90,8 +91,9 @@ class RoutedExperts(nn.Module):
         rows_T1 = torch.arange(len(experts_TK)).unsqueeze(1)
         places_TK = self.turns_EC[experts_TK, rows_T1 % self.copies_E[experts_TK]]
         if counts_P is not None and slots_T is not None:
-            counted_S = places_TK[slots_T >= 0].flatten()
-            counts_P += counted_S[counted_S >= 0].bincount(minlength=len(counts_P))
+            places_TK = places_TK.masked_fill(slots_T.unsqueeze(1) < 0, -1)
+            counted_S = places_TK[places_TK >= 0]
+            counts_P += counted_S.bincount(minlength=len(counts_P))
         is_own_TK = (places_TK >= self.own.start) & (places_TK < self.own.stop)
         return torch.where(is_own_TK, places_TK - self.own.start, -1)
 

@@ -12,6 +12,7 @@ import torch
 
 from baton.core.errors import ConfigError
 from baton.engine.batch import Batch, BatchRow
+from baton.engine.device.prompt_graphs import MOST_TOKENS_OF_RANK
 from baton.engine.device.runner import ModelRunner
 from baton.engine.request import IntArray, ModelFacts, int_array
 from baton.engine.sampling.row import GREEDY_ROW
@@ -32,10 +33,13 @@ class Profile:
     Attributes:
         step_bytes: peak memory of the largest prefill step in addition to weights and cache.
         decode_bytes: peak memory of the largest decode step in addition to weights and cache.
+        prompt_graph_bytes: memory of the largest captured step with prompts, with attention data parallelism; otherwise
+            it is within what graphs get in any case.
     """
 
     step_bytes: int
     decode_bytes: int
+    prompt_graph_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def plan_memory(memory: DeviceMemory, profile: Profile, share: MemoryShare, *, l
     Raises:
         ConfigError: less than `least_bytes` is left.
     """
-    graph_bytes = profile.decode_bytes + _GRAPH_BYTES if share.graphs else 0
+    graph_bytes = profile.decode_bytes + profile.prompt_graph_bytes + _GRAPH_BYTES if share.graphs else 0
     others = profile.step_bytes + graph_bytes + share.reserved_bytes
     left = min(int(memory.total * share.fraction) - memory.used, memory.free) - others
     if left < least_bytes:
@@ -147,11 +151,14 @@ def profile_runner(runner: ModelRunner, step_tokens: int, *, max_batch_requests:
         runner: its cache holds the prefill step, and one block for each request.
     """
     largest = prefill_step(step_tokens, runner.facts, max_batch_requests=max_batch_requests)
-    step_bytes = _peak_bytes(runner, largest, device)
-    if runner.facts.num_owners > 2:
-        step_bytes = max(step_bytes, _peak_bytes(runner, most_padded(largest, runner.facts.num_owners), device))
-    decodes = decode_step(max_batch_requests, num_owners=runner.facts.num_owners)
-    return Profile(step_bytes, _peak_bytes(runner, decodes, device))
+    step_bytes, owners = _peak_bytes(runner, largest, device), runner.facts.num_owners
+    if owners > 2:
+        step_bytes = max(step_bytes, _peak_bytes(runner, most_padded(largest, owners), device))
+    graph_bytes = 0
+    if owners > 1:
+        graph_bytes = step_bytes * min(step_tokens, owners * MOST_TOKENS_OF_RANK) // step_tokens
+    decodes = decode_step(max_batch_requests, num_owners=owners)
+    return Profile(step_bytes, _peak_bytes(runner, decodes, device), graph_bytes)
 
 
 def prefill_step(num_tokens: int, facts: ModelFacts, *, max_batch_requests: int) -> Batch:

@@ -34,10 +34,11 @@ _log = logging.getLogger(__name__)
 # Steps of more tokens keep the GPU busy for twice as long as the host takes to launch them.
 MOST_TOKENS = 4096
 
+# The same for each rank's tokens, with attention data parallelism.
+MOST_TOKENS_OF_RANK = 1024
+
 # Above this size, a captured step with more than half padding takes longer than a step outside of graphs.
 _CHEAP_TOKENS = 512
-# The same for all ranks' tokens of a model whose experts are on different ranks: no expert computes padding.
-_CHEAP_TOKENS_OF_RANKS = 4096
 
 # Queues the body of a step over the tokens in the buffers.
 Body = Callable[[], None]
@@ -84,7 +85,7 @@ class PromptGraphs:
         self._settings = settings
         self._marks = marks
         self._device = cache.view.device
-        most_tokens = MOST_TOKENS if owned is None else 2 * MOST_TOKENS // owned.parallel.size
+        most_tokens = MOST_TOKENS if owned is None else MOST_TOKENS_OF_RANK
         self.buffers: PromptBuffers = new_prompt_buffers(
             decodes,
             owned,
@@ -116,13 +117,13 @@ class PromptGraphs:
         place = bisect_left(self.sizes, max(tokens))
         while place < len(self.sizes) and most_prompts(self.sizes[place]) < max(prompts):
             place += 1
-        if place == len(self.sizes) or self.sizes[place] * ranks > max(self._cheap_tokens, 2 * sum(tokens)):
+        if place == len(self.sizes):
+            return None
+        # Whole experts of other ranks compute no padding.
+        is_cheap = ranks > 1 and self._model.expert_counts is not None
+        if not is_cheap and self.sizes[place] * ranks > max(_CHEAP_TOKENS, 2 * sum(tokens)):
             return None
         return self.sizes[place]
-
-    @property
-    def _cheap_tokens(self) -> int:
-        return _CHEAP_TOKENS if self._model.expert_counts is None else _CHEAP_TOKENS_OF_RANKS
 
     @property
     def starts(self) -> Sequence[int]:

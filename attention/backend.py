@@ -223,6 +223,8 @@ class MLAMetadata(AttentionMetadata):
         context_chunks: the prefills' context, in order.
         absorbed_prefills: all prefill tokens, where prompts have the order of decodes; () elsewhere. `context_chunks`
             are then empty.
+        prefill_base: the token from which `prefill` counts. It may lie among the decode tokens; prefills then overwrite
+            what decodes wrote for their tokens. None: the first token after the decodes.
         sparse_decodes, sparse_prefills: the queries that attend to selected tokens; None: they attend to all that they
             see.
     """
@@ -233,6 +235,7 @@ class MLAMetadata(AttentionMetadata):
     absorbed_prefills: tuple[AbsorbedPrefills, ...] = field(default=(), kw_only=True)
     sparse_decodes: SparseQueries | None = field(default=None, kw_only=True)
     sparse_prefills: SparseQueries | None = field(default=None, kw_only=True)
+    prefill_base: int | None = field(default=None, kw_only=True)
 
 
 @runtime_checkable

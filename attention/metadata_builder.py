@@ -27,10 +27,12 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
             need not know their values. So `build` may be part of the captured step, and a replay needs no further
             `build`.
         captures_prompts: steps with prompts can be captured too, with `build_padded` as part of the captured step.
+        captures_context: prompts of such a step may have tokens in the cache from before.
     """
 
     plans_on_device: ClassVar[bool] = False
-    captures_prompts: ClassVar[bool] = False
+    captures_prompts: bool = False
+    captures_context: bool = True
 
     @abstractmethod
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False) -> M_co:

@@ -217,8 +217,8 @@ class MLAAttention(nn.Module):
             decode_q_THC: memory for the decodes' queries that already has the rotary part; None: the rotary part is in
                 `q_THD`.
         """
-        decodes = slice(0, metadata.num_decode_tokens)
-        prefills = slice(metadata.num_decode_tokens, metadata.num_actual_tokens)
+        decodes, base = slice(0, metadata.num_decode_tokens), metadata.prefill_base
+        prefills = slice(metadata.num_decode_tokens if base is None else base, metadata.num_actual_tokens)
         if decodes.stop:
             if decode_q_THC is None:
                 decode_q_THC = self._new_decode_queries(q_THD, metadata)

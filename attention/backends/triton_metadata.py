@@ -140,7 +140,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
     """
 
     plans_on_device: ClassVar[bool] = True
-    captures_prompts: ClassVar[bool] = True
+    captures_prompts = True
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, persistent_prefills: bool | None) -> None:
         cache_dtype = TORCH_DTYPES[needs.cache_dtype]

@@ -24,7 +24,7 @@ from attention.backends.mla_prefills import attend_decompressed, new_workspace
 from attention.kernels.mla.decode import mla_decode_attention
 from attention.kernels.mla.plan import TILE, MLADecodePlan, make_mla_decode_plan
 from attention.kernels.sparse.select import select_slots
-from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
+from attention.metadata import AttentionMetadata, CommonAttentionMetadata, PaddedBatch, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.mla_query_tiles import QueryTiles, plan_query_tiles
@@ -58,7 +58,9 @@ class TritonMLAMetadata(MLAMetadata):
 
 class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     """Plans batches for latent attention. A decode step's metadata are views of the common metadata, and the kernel
-    splits its work on the device, so a captured graph needs no refill."""
+    splits its work on the device, so a captured graph needs no refill. Steps with prompts are captured only where no
+    prompt has tokens from before: the host plans how these are read.
+    """
 
     plans_on_device: ClassVar[bool] = True
 
@@ -74,6 +76,8 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
         self._workspace_tokens = workspace_tokens
         self._in_order = in_order
         self._top_k = top_k
+        self.captures_prompts = in_order is None and not top_k
+        self.captures_context = False
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
@@ -125,6 +129,23 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
 
         runs = plan_query_tiles(common, num_decodes, self._in_order)
         return tuple(AbsorbedPrefills(run.start, run.stop, metadata(run)) for run in runs)
+
+    def build_padded(self, batch: PaddedBatch) -> TritonMLAMetadata:
+        # As many tokens as could be decodes are computed as decodes; prefills, which run after them, overwrite their
+        # own. The padding at the end has queries but no keys.
+        starts, size = batch.query_start_loc, batch.slot_mapping.shape[0]
+        key_starts = starts.clone()
+        key_starts[-1:].copy_(starts[-2:-1])
+        return TritonMLAMetadata(
+            new_tokens=WriteIndex(batch.slot_mapping, self._block_size),
+            num_actual_tokens=size,
+            num_decode_tokens=len(batch.decode_seq_lens),
+            prefill=RaggedLens(starts, key_starts, (0, size), (0, size)),
+            context_chunks=(),
+            prefill_base=0,
+            seq_lens=batch.decode_seq_lens,
+            block_table=batch.decode_table,
+        )
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         return common.max_query_len == 1

@@ -98,6 +98,7 @@ class PromptGraphs:
         )
         hidden = self.buffers.hidden
         self.draft_states = torch.zeros_like(hidden[: self.buffers.max_tokens]) if model.drafts else None
+        self._with_context = backend.builder.captures_context or self._device.type != "cuda"
         self.sizes: list[int] = []
         self.head_sizes: list[int] = []
         self._bodies: dict[int, Body] = {}
@@ -107,6 +108,8 @@ class PromptGraphs:
     def size_for(self, rows: Sequence[BatchRow]) -> int | None:
         """The captured size for these rows. Returns None if they must run outside of a graph."""
         if len(rows) > self._settings.max_requests:
+            return None
+        if not self._with_context and any(row.token_start and len(row.token_ids) > 1 for row in rows):
             return None
         ranks = self.buffers.ranks
         tokens, prompts = [0] * ranks, [0] * ranks

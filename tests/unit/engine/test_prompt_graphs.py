@@ -132,14 +132,20 @@ def test_any_mix_of_steps_gives_the_tokens_and_the_kv_of_eager_steps(
     torch.testing.assert_close(*storages, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def mixed_steps(num_steps: int) -> Iterator[Batch]:
-    """Decodes and chunks of prompts, of one to five requests with scattered blocks."""
+def mixed_steps(num_steps: int, *, whole: bool = False) -> Iterator[Batch]:
+    """Decodes and chunks of prompts, of one to five requests with scattered blocks.
+
+    Args:
+        whole: a request decodes after its first step.
+    """
     draw = np.random.default_rng(0)
     blocks = draw.permutation(60).reshape(5, 12).tolist()
     computed = [0] * 5
     for step in range(num_steps):
         live = [each for each in range(5) if step % 3 >= each % 3 and computed[each] < 40]
         lens = {each: 1 if draw.random() < 0.5 else int(draw.integers(2, 8)) for each in live}
+        if whole:
+            lens = {each: 1 if computed[each] else max(2, lens[each]) for each in live}
         rows = [
             BatchRow(
                 "",
@@ -167,18 +173,21 @@ def test_families_give_the_same_tokens_and_kv(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral-window", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("family", "name"), [("mistral-window", "TRITON_ATTN"), ("gpt-oss", "TRITON_ATTN"), ("deepseek-v3", "TRITON_MLA")]
+)
 def test_a_captured_step_depends_on_no_value_of_the_host(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The metadata that graphs are captured with, filled in place by each step, in Triton's interpreter."""
     save_tiny(family, tmp_path)
     built = build(tmp_path)
     eager = runner_of(built, graphs=None)
-    model, backend = load_with("TRITON_ATTN", tmp_path, built)
+    model, backend = load_with(name, tmp_path, built)
     padded = ModelRunner(
         model, backend, runner_of(built, graphs=None)._cache, built.runner.facts, graphs=GRAPHS, grammars=built.grammars
     )
+    assert backend.builder.captures_prompts
     prompts = padded._prompts
     assert prompts is not None
     batches: dict[int, PaddedBatch] = {size: prompts.buffers.padded(size) for size in prompts._wanted}
@@ -188,9 +197,12 @@ def test_a_captured_step_depends_on_no_value_of_the_host(
         lambda size: lambda: prompts._run(size, lambda: backend.builder.build_padded(batches[size])),
     )
     prompts.capture()
-    for batch in mixed_steps(4):
+    prompts._with_context = with_context = backend.builder.captures_context
+    for batch in mixed_steps(4, whole=not with_context):
         assert prompts.size_for(batch.rows) is not None
         assert padded.run(batch) == eager.run(batch)
+    assert padded.launches["prompt_graph"] > 2
+    assert (prompts.size_for([row(1, start=3), row(4, start=9)]) is None) == (not with_context)
     torch.testing.assert_close(padded._cache.storage, eager._cache.storage, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 

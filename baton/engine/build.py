@@ -284,9 +284,12 @@ def calibrate(built: BuiltRunner, settings: NodeSettings) -> BuiltRunner:
     built = built._replace(costs=costs, largest=largest)
     limits = step_limits(built, settings)
     limits = replace(limits, max_batch_tokens=parallel.smallest(limits.max_batch_tokens, device))
-    rates = ", ".join(f"{tokens}: {tokens / seconds:,.0f}" for tokens, seconds in costs.points)
+    rates = ", ".join(f"{tokens}: {tokens / costs.prompt_tokens_s(tokens):,.0f}" for tokens, _ in costs.points)
     _log.info(
-        "%s: steps of up to %d tokens; tokens per second by step size: %s", device, limits.max_batch_tokens, rates
+        "%s: steps of up to %d tokens; prompt tokens per second by step size: %s",
+        device,
+        limits.max_batch_tokens,
+        rates,
     )
     return built._replace(limits=limits)
 

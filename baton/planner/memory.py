@@ -2,8 +2,9 @@
 
 What steps and graphs take was measured on H200s. Llama-3.1-8B's shape logged "weights 15.0 GiB, KV cache 106.5 GiB,
 steps 0.9 GiB, graphs 1.4 GiB, staging 2.0 GiB", and each of four ranks of 30 layers of DeepSeek-V3 with attention data
-parallelism "weights 79.2 GiB, KV cache 40.0 GiB, steps 3.2 GiB" and the same. Activations grow with a layer's width,
-and each of a token's experts has some.
+parallelism "weights 79.2 GiB, KV cache 38.4 GiB, steps 3.2 GiB, graphs 3.0 GiB" and the same staging. Activations grow
+with a layer's width, and each of a token's experts has some. With attention data parallelism, graphs have those of a
+step of 1,024 tokens on each rank.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ _MEMORY_SHARE = 0.9
 # A step of 8,192 tokens, for each channel of a token, of models without and with experts.
 _STEP_TOKENS, _CHANNEL_BYTES, _EXPERTS_CHANNEL_BYTES = 8192, 29.0, 58.0
 # The driver's part of captured graphs, and 512 rows of logits in the model's type and in float32.
-_GRAPHS_BYTES, _GRAPH_ROWS, _LOGIT_BYTES = 1.0 * GIB, 512, 6
+_GRAPHS_BYTES, _GRAPH_ROWS, _LOGIT_BYTES, _RANK_TOKENS = 1.0 * GIB, 512, 6, 1024
 # Two directions of four buffers of `--segment-mib`.
 _STAGING_BYTES = 2.0 * GIB
 
@@ -48,6 +49,8 @@ def rank_memory(size: ModelSize, memory_gib: float, ranks: int) -> RankMemory:
     weights = size.rank_bytes(ranks)
     steps = _STEP_TOKENS * (_EXPERTS_CHANNEL_BYTES if size.experts else _CHANNEL_BYTES) * size.hidden_size
     graphs = _GRAPHS_BYTES + _GRAPH_ROWS * _LOGIT_BYTES * size.head / size.hidden_size
+    if size.own_requests:
+        graphs += steps * min(1.0, ranks * _RANK_TOKENS / _STEP_TOKENS)
     total = memory_gib * GIB
     left = total * _MEMORY_SHARE - weights - steps - graphs - _STAGING_BYTES
     return RankMemory(total, weights, left, steps, graphs, _STAGING_BYTES)

@@ -233,8 +233,8 @@ def test_where_every_step_takes_too_long_none_is_chosen_that_takes_much_longer()
     # Half of DeepSeek-V3 on four H200s: bench/results/half_of_v3.md.
     flat = StepCosts(((1, 0.01), (256, 0.095), (1024, 0.105), (8192, 0.3)), prompt_step_s=0.01)
     chosen = choose_step_tokens(flat, STEP_TOKENS, DECODE_RULE)
-    assert chosen == 1536
-    assert flat.prompt_tokens_s(chosen) <= 1.25 * flat.prompt_tokens_s(256)
+    assert chosen == 2048
+    assert flat.prompt_tokens_s(chosen) <= 1.6 * flat.prompt_tokens_s(256)
 
 
 def test_a_decode_node_has_room_for_prompts_next_to_all_its_decodes() -> None:

@@ -112,7 +112,7 @@ def test_deepseek_v3_fits_eight_h200s_and_not_four(tmp_path: Path) -> None:
     assert cache_tokens(size, GPUS["h200"], 4) < 0
     own = size.with_own_attention()
     assert own.rank_bytes(8) == pytest.approx(94e9, rel=0.01)
-    assert cache_tokens(own, GPUS["h200"], 8) == pytest.approx(3_920_000, rel=0.02)
+    assert cache_tokens(own, GPUS["h200"], 8) == pytest.approx(3_540_000, rel=0.02)
 
 
 def test_the_memory_of_ranks_is_about_what_four_of_half_of_deepseek_v3_logged(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_the_memory_of_ranks_is_about_what_four_of_half_of_deepseek_v3_logged(tm
     found = rank_memory(size, GPUS["h200"].memory_gib, 4)
     assert found.weights == pytest.approx(79.2 * GIB, rel=0.03)
     assert found.steps == pytest.approx(3.2 * GIB, rel=0.05)
-    assert found.graphs == pytest.approx(1.4 * GIB, rel=0.05)
-    assert found.kv_cache == pytest.approx(40.0 * GIB, rel=0.06)
+    assert found.graphs == pytest.approx(3.0 * GIB, rel=0.05)
+    assert found.kv_cache == pytest.approx(38.4 * GIB, rel=0.06)
 
 
 def test_a_rank_with_requests_of_its_own_weighs_what_is_computed_and_leaves_room_on_every_rank() -> None:

@@ -32,7 +32,7 @@ def engine_request(engine_id: str, submit: pb.SubmitRequest, now_s: float) -> En
         tpot_s=submit.tpot_s if submit.HasField("tpot_s") else None,
         gap_factor=submit.gap_factor or DEFAULT_OBJECTIVE.gap_factor,
         ttft_factor=submit.ttft_factor or DEFAULT_OBJECTIVE.ttft_factor,
-        since_s=now_s,
+        since_s=now_s - submit.waited_s,
         kept_elsewhere=kept_prefix_from_proto(submit.kept_elsewhere),
     )
 

@@ -82,7 +82,7 @@ class EngineRequest:
             and its blocks stay held. Only for `prefill_only`, without prompt logprobs.
         pool: pool these hidden states and sample nothing; the request ends with its prompt, and its blocks are free
             then. Only for `prefill_only`, without output and prompt logprobs.
-        since_s: when it arrived, on the engine's clock, if it may have been refused before for lack of room; None: now.
+        since_s: since when its client waits for it, on the engine's clock; None: now.
         kept_elsewhere: a node that has more of the sequence than this one; None: none is known.
         adapter: the node must have it; None: the base model.
         adapter_slot: where the device has the adapter; set by the engine.

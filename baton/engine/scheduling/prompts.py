@@ -141,7 +141,8 @@ class Prompts:
         return refused
 
     def _overdue(self, running: Iterable[RequestState], now: float, *, admit: bool) -> float:
-        """Wait of the first unstarted prompt, in multiples of the time in which its first token should come.
+        """Wait of the first unstarted prompt's client, in multiples of the time in which its first token should come.
+        Prompts also wait in gateways, which send nodes no more than these compute soon.
 
         A prompt in progress does not wait.
         """
@@ -153,7 +154,8 @@ class Prompts:
             return 0.0
         first = min(untouched, key=_place_of)
         alone_s = costs.prompt_s(first.num_computed, first.prefill_stop, step_tokens=self._limits.max_batch_tokens)
-        return (now - first.queued_at) / first_token_due_s(alone_s, first.request.ttft_factor)
+        since_s = first.queued_at if first.request.since_s is None else min(first.queued_at, first.request.since_s)
+        return (now - since_s) / first_token_due_s(alone_s, first.request.ttft_factor)
 
     def _try_to_run(
         self, state: RequestState, step: NextStep, pace: SlicePace | None, now: float, *, others: int

@@ -32,10 +32,12 @@ class Due:
 
     Args:
         ttft_budget_s: time until the first token is due; 0 if it is late or the client already has it.
+        waited_s: for how long the client has waited for its first token; 0 if it has it.
     """
 
     ttft_budget_s: float | None
     tpot_s: float | None
+    waited_s: float = 0.0
 
 
 class NodeMessages:
@@ -83,6 +85,7 @@ class NodeMessages:
             tpot_s=due.tpot_s,
             gap_factor=self._objective.gap_factor,
             ttft_factor=self._objective.ttft_factor,
+            waited_s=due.waited_s,
             to_prefill_node=placement.decode.also_prefills,
             kept_elsewhere=None if kept_elsewhere is None else kept_prefix_to_proto(kept_elsewhere),
             traceparent=self._request.traceparent,
@@ -111,6 +114,7 @@ class NodeMessages:
             ttft_budget_s=due.ttft_budget_s,
             refuse_late=refuse_late,
             ttft_factor=self._objective.ttft_factor,
+            waited_s=due.waited_s,
             kept_elsewhere=None if kept_elsewhere is None else kept_prefix_to_proto(kept_elsewhere),
             traceparent=self._request.traceparent,
         )

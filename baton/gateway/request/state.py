@@ -71,11 +71,11 @@ class GatewayRequestState:
     @property
     def due(self) -> Due:
         """The remaining part of the SLO, for nodes."""
-        if self.slo.ttft_s is None:
-            return Due(None, self.slo.tpot_s)
+        ttft_s, tpot_s = self.slo.ttft_s, self.slo.tpot_s
         if self.output.token_ids:
-            return Due(0.0, self.slo.tpot_s)
-        return Due(max(0.0, self.request.started_at_s + self.slo.ttft_s - self.now_s), self.slo.tpot_s)
+            return Due(None if ttft_s is None else 0.0, tpot_s)
+        waited_s = max(0.0, self.now_s - self.request.started_at_s)
+        return Due(None if ttft_s is None else max(0.0, ttft_s - waited_s), tpot_s, waited_s)
 
     @property
     def slo_left(self) -> Slo:

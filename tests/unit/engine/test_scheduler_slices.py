@@ -183,6 +183,14 @@ def test_the_first_token_of_a_short_prompt_is_not_due_before_long_steps_would_be
     assert prompt_tokens(scheduler, 1.2) > 1000
 
 
+def test_what_a_prompt_has_waited_before_it_came_counts() -> None:
+    """Gateways keep prompts that nodes would not compute soon."""
+    scheduler = decoding(Meter(COSTS), None)
+    alone_s = COSTS.prompt_s(0, 9100, step_tokens=8192)
+    scheduler.submit(request("q", 9100, since_s=1.0), 1.0 + 4 * alone_s)
+    assert prompt_tokens(scheduler, 1.0 + 4 * alone_s) == 100 + 1000 - 1  # 15 ms
+
+
 def test_without_a_tpot_slow_decodes_get_slow_steps() -> None:
     scheduler = decoding(Meter(StepCosts(((1, 0.1), (100, 0.1), (1100, 0.2)))), None)
     scheduler.submit(request("p", 9000), 0.0)

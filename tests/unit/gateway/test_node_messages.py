@@ -8,6 +8,7 @@ from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.request.node_messages import Due, NodeMessages
 from baton.protos.internal.v1 import decode_pb2, lease_pb2
 from baton.protos.v1 import generation_pb2
+from decode_node.submitted import engine_request
 from tests.unit.gateway.fleets import SmallFleet, request
 
 REQUEST = replace(
@@ -47,6 +48,14 @@ def test_a_prefill_has_the_ticket() -> None:
     assert prefill.ticket == ticket
     assert (list(prefill.output_token_ids), prefill.priority) == ([5], -2)
     assert (prefill.ttft_budget_s, prefill.refuse_late) == (0.25, True)
+
+
+def test_nodes_learn_how_long_the_client_has_waited() -> None:
+    messages, due = NodeMessages(REQUEST, LocalPolicy.PREFER), Due(None, None, waited_s=1.5)
+    submission = messages.submit([], placed(Route.REMOTE), due=due, budget_s=9.0, max_queue_s=2.0)
+    prefill = messages.prefill([], lease_pb2.Ticket(), due=due, refuse_late=False)
+    assert submission.waited_s == prefill.waited_s == 1.5
+    assert engine_request("r", submission, 10.0).since_s == 8.5
 
 
 def test_a_submission_says_where_the_prompt_is_prefilled() -> None:

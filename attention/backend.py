@@ -55,7 +55,8 @@ class BackendCapabilities:
         install: command that installs it.
         uniform_layers: all layers must share window, soft cap and scale.
         batch_invariant: on request, a request's result has the same bits alone and in any batch.
-        rows_in_order: then a token has the same bits as a decode and in any chunk of a prompt.
+        rows_in_order: then a token has the same bits as a decode and in any chunk of a prompt. A batch-invariant node
+            takes only backends that have both.
         reasons_against_plans: returns why the package could not plan some batch within a node's limits; None: it always
             can.
     """
@@ -108,7 +109,7 @@ class AttentionNeeds:
             for buffers that are allocated once.
         layers: each attention layer's parameters, by name, without tensors, because none exist yet.
         mla: head sizes of latent attention; None otherwise.
-        batch_invariant: a request's result must have the same bits alone and in any batch, for the same chunks.
+        batch_invariant: a token must have the same bits alone, in any batch, as a decode and in any chunk of a prompt.
     """
 
     kind: KVKind

@@ -84,7 +84,7 @@ def select_backend(
             it.
     """
     platform = platform or probe_platform(needs.device)
-    chosen = _choose(reasons := _reasons(needs, platform), forced)
+    chosen = _choose(reasons := _reasons(needs, platform), forced, needs)
     _log.info("attention backend %s, %s", chosen, _how(forced=forced is not None))
     _log.debug("%s", _report(reasons, chosen, forced=forced is not None))
     backend = next(backend for backend in all_backends() if backend.capabilities.name == chosen)
@@ -98,7 +98,7 @@ def selection_report(needs: AttentionNeeds, platform: Platform, *, forced: str |
         ConfigError: as `select_backend`.
     """
     reasons = _reasons(needs, platform)
-    return _report(reasons, _choose(reasons, forced), forced=forced is not None)
+    return _report(reasons, _choose(reasons, forced, needs), forced=forced is not None)
 
 
 def fitting_backends(needs: AttentionNeeds, platform: Platform) -> list[BackendClass]:
@@ -137,7 +137,7 @@ def _reasons(needs: AttentionNeeds, platform: Platform) -> dict[str, tuple[str, 
     return {backend.capabilities.name: reasons_against(backend.capabilities, needs, platform) for backend in backends}
 
 
-def _choose(reasons: Mapping[str, tuple[str, ...]], forced: str | None) -> str:
+def _choose(reasons: Mapping[str, tuple[str, ...]], forced: str | None, needs: AttentionNeeds) -> str:
     wanted = None if forced is None else forced.strip().upper()
     if wanted is not None and wanted not in reasons:
         raise ConfigError(
@@ -156,10 +156,19 @@ def _choose(reasons: Mapping[str, tuple[str, ...]], forced: str | None) -> str:
         field="attention_backend",
         value=forced or "",
         allowed=fitting,
-        cure="change what the reasons name, or unset BATON_ATTENTION_BACKEND"
-        if wanted
-        else "change what the reasons name",
+        cure=_cure(needs, forced=wanted is not None),
     )
+
+
+def _cure(needs: AttentionNeeds, *, forced: bool) -> str:
+    cure = "change what the reasons name"
+    if forced:
+        cure += ", or unset BATON_ATTENTION_BACKEND"
+    if needs.batch_invariant:
+        able = [each.capabilities for each in BACKENDS if each.capabilities.rows_in_order]
+        names = " and ".join(each.name for each in able if each.kind is needs.kind)
+        cure += f"; --batch-invariant needs a backend with rows_in_order ({names}), without it others may serve"
+    return cure
 
 
 def _how(*, forced: bool) -> str:
@@ -202,6 +211,8 @@ def reasons_against(capabilities: BackendCapabilities, needs: AttentionNeeds, pl
         reasons.append(f"package {capabilities.package} is not installed: {capabilities.install}")
     if needs.batch_invariant and not capabilities.batch_invariant:
         reasons.append("its results depend on the batch")
+    elif needs.batch_invariant and not capabilities.rows_in_order:
+        reasons.append("no rows_in_order: a token's bits depend on how its prompt is cut into chunks")
     if capabilities.reasons_against_plans is not None and needs.kind is capabilities.kind:
         reasons.extend(capabilities.reasons_against_plans(needs, platform))
     if capabilities.uniform_layers and needs.layers:

@@ -86,7 +86,7 @@ class DecodeHost:
         facts = ModelFacts(2 * rows * blocks, _BLOCK_SIZE, _VOCAB, _CONTEXT, (0,), "bench")
         limits = EngineLimits(8192, rows, 64, prefix_cache=True)
         self._scheduler = Scheduler(limits, facts, StepMeter())
-        rules = DecodeRules("decode-0", "127.0.0.1:1", 7, 30.0, lambda *_: "", 64, _BLOCK_SIZE, _BLOCK_SIZE, b"bench")
+        rules = DecodeRules("decode-0", "127.0.0.1:1", 7, 30.0, lambda *_: "", 64, _BLOCK_SIZE, b"bench")
         self._machine = DecodeMachine(rules, itertools.count(1))
         self._counts = NodeMeter(ProcessRole.DECODE)
         device = torch.device("cpu")

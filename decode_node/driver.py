@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import secrets
 from collections import deque
 from collections.abc import Coroutine
@@ -82,7 +81,6 @@ class DecodeDriver:
                 why_local=self._why_local,
                 waiting_max=node.settings.max_waiting,
                 block_size=node.description.shape.block_size,
-                split_unit=math.lcm(node.description.shape.block_size, node.limits.chunk_align_tokens or 1),
                 lease_secret=secrets.token_bytes(64),
                 gives_leases=settings is not None,
                 prefetches=node.engine.has_tier,

@@ -81,5 +81,5 @@ def split_tokens(submit: pb.SubmitRequest, request: EngineRequest, rules: Decode
     asked = submit.placement == pb.PLACEMENT_SPLIT and submit.policy == pb.LOCAL_POLICY_PREFER
     if not asked or request.scores_prompt:  # prompt logprobs come from one node
         return 0
-    tokens = submit.split_tokens // rules.split_unit * rules.split_unit
+    tokens = submit.split_tokens // rules.block_size * rules.block_size
     return tokens if tokens < len(request.prompt) + len(request.output) else 0

@@ -16,8 +16,7 @@ class DecodeRules:
         why_local: maps a prompt's uncached and cached tokens to the reason to prefill it here although a prefill node
             is available; empty: there is none.
         waiting_max: maximum number of requests that wait for blocks.
-        block_size: tokens of one block of the cache.
-        split_unit: the first part of a split prompt is a multiple of this many tokens, which `block_size` divides.
+        block_size: tokens of one block of the cache. The first part of a split prompt has whole blocks.
         lease_secret: up to 64 random bytes of this process, which no other process gets.
         prefetches: whether there are stores outside of the cache.
         gives_leases: False on a prefill node that also decodes: it computes every prompt itself, so no KV arrives.
@@ -30,7 +29,6 @@ class DecodeRules:
     why_local: Callable[[int, int], str]
     waiting_max: int
     block_size: int
-    split_unit: int
     lease_secret: bytes = field(repr=False)
     gives_leases: bool = True
     prefetches: bool = False

@@ -44,7 +44,8 @@ class NodeDescription:
         converted_kv_dtypes: dtypes of senders' caches that this node receives converted to its own.
         attention_data_parallel: each rank has the whole KV of its own requests.
         draft_digest: of the EAGLE-3 head whose KV is in the part `draft`; empty without one.
-        rows_in_order: in batch-invariant mode a token has the same bits as a decode and in any chunk of a prompt.
+        rows_in_order: a token has the same bits as a decode and in any chunk of a prompt. True in batch-invariant mode,
+            but for nodes of earlier versions.
     """
 
     architecture: str
@@ -278,7 +279,7 @@ def _order_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch:
         "rows_in_order",
         words[ours.rows_in_order],
         words[theirs.rows_in_order],
-        "use the same version, kind of device and attention backend on both nodes",
+        "use the same version on both nodes",
     )
 
 

@@ -6,11 +6,6 @@ prompt (preemption, another node, an answer that begins the next prompt) keeps i
 runs one kernel with one tile size, over the cache alone.
 """
 
-import numpy as np
-
-from attention.metadata import CommonAttentionMetadata
-from baton.core.errors import InternalError
-
 # Keys of a decode that make one partial result. On an H200 8 programs read 512 keys of 8 heads in 5 us; smaller splits
 # cost memory and merging, larger ones leave most of the GPU idle when requests are few.
 SPLIT_KEYS = 512
@@ -24,16 +19,3 @@ ANY_QUERY_LEN = 2**15
 def split_tokens_of(num_heads: int) -> int:
     """Number of latent tokens per partial result of a decode; larger where many heads make partial results large."""
     return 1024 if num_heads <= 32 else 4096
-
-
-def check_decodes_first(common: CommonAttentionMetadata, num_decodes: int) -> None:
-    """Raises InternalError if a request of one new token comes after a prefill, where it would run as a prefill."""
-    query_lens_R = np.diff(common.query_start_loc_cpu[num_decodes:].numpy())
-    if (query_lens_R == 1).any():
-        raise InternalError(
-            "a request of one new token comes after a prefill",
-            field="query_start_loc",
-            value=tuple(query_lens_R.tolist()),
-            allowed=("single tokens first",),
-            cure="reorder the batch before its metadata is built",
-        )

@@ -10,7 +10,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
-from attention.backends.invariance import check_decodes_first
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
 from attention.backends.torch_prefills import TorchPrefills, attend_prefills, plan_prefills
 from attention.backends.torch_visibility import KeyVisibility
@@ -43,17 +42,14 @@ class TorchSDPAMetadata(AttentionMetadata):
 
 
 class TorchSDPABuilder(DecodesFirstBuilder[TorchSDPAMetadata]):
-    def __init__(self, block_size: int, *, batch_invariant: bool = False) -> None:
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._batch_invariant = batch_invariant
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> TorchSDPAMetadata:
         del common_prefix_len, fast_build  # cascade attention is unsupported, and layers make the plans
         num_decodes, _, _, _ = split_decodes_and_prefills(common)
-        if self._batch_invariant:
-            check_decodes_first(common, num_decodes)
         return TorchSDPAMetadata(
             new_tokens=WriteIndex(common.slot_mapping, self._block_size),
             num_actual_tokens=common.num_actual_tokens,
@@ -83,7 +79,7 @@ class TorchSDPA:
         self._block_size = needs.block_size
         self._dtype = TORCH_DTYPES[needs.dtype]
         self._apart = needs.batch_invariant
-        self.builder = TorchSDPABuilder(needs.block_size, batch_invariant=needs.batch_invariant)
+        self.builder = TorchSDPABuilder(needs.block_size)
 
     def forward(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds
-from attention.backends.invariance import ANY_QUERY_LEN, MAX_SPLITS, SPLIT_KEYS, check_decodes_first
+from attention.backends.invariance import ANY_QUERY_LEN, MAX_SPLITS, SPLIT_KEYS
 from attention.cascade import SharedPrefix, share_prefix, worth_sharing
 from attention.kernels.decode.plan import (
     DecodePlan,
@@ -186,8 +186,6 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         del fast_build  # a plan costs one small launch
         num_decodes, num_prefills, _, prefill_tokens = split_decodes_and_prefills(common)
         invariant = self._needs.batch_invariant
-        if invariant:
-            check_decodes_first(common, num_decodes)
         prefix = None
         if common_prefix_len and not invariant:
             prefix = share_prefix(common, common_prefix_len, self._needs, num_sms=self._num_sms)

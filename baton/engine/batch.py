@@ -40,10 +40,8 @@ class BatchRow(NamedTuple):
         snapshots: up to MOST_SNAPSHOTS pairs (tokens, slot): the slot gets the recurrent state after this many of the
             row's tokens, fewer than all.
         num_drafts: the last so many of `token_ids` are guesses. The token before them is known, and a token is drawn
-            after it and after each guess; `sample` is for the first of these draws.
-        as_decodes: the tokens are known ones of an output, and are computed as decodes compute them, with the same
-            bits. A step with such a row, or with drafts, is computed in other rows than these (`unfolded`), so the next
-            one has no `token_source`.
+            after it and after each guess; `sample` is for the first of these draws. A step with drafts is computed in
+            other rows than these (`unfolded`), so the next one has no `token_source`.
         draft_slots: slots of the recurrent states after each guess; `state_slot` gets the one before them. Empty: the
             model has none.
         state_next: the row of the step that continues this one's recurrent state; -1: none does.
@@ -63,7 +61,6 @@ class BatchRow(NamedTuple):
     owner: int = 0
     snapshots: tuple[tuple[int, int], ...] = ()
     num_drafts: int = 0
-    as_decodes: bool = False
     draft_slots: tuple[int, ...] = ()
     state_next: int = -1
     next_token: int = -1
@@ -71,11 +68,6 @@ class BatchRow(NamedTuple):
     @property
     def token_stop(self) -> int:
         return self.token_start + len(self.token_ids)
-
-    @property
-    def unfolds(self) -> bool:
-        """Whether each of its tokens, or each of its drafts, is computed by a row of its own."""
-        return self.as_decodes or self.num_drafts > 0
 
     @property
     def drafts(self) -> IntArray:

@@ -82,7 +82,6 @@ def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
         row.owner,
         row.snapshots,
         row.num_drafts,
-        row.as_decodes,
         row.draft_slots,
         row.state_next,
         row.next_token,

@@ -80,7 +80,6 @@ class BuiltRunner(NamedTuple):
         kv_heads: the model's KV heads on this rank; an MLA model has one, which every rank holds.
         grammars: compiler for the model's tokenizer, already loaded.
         costs: measured costs of served steps; None before `calibrate`.
-        rows_in_order: a token has the same bits as a decode and in any chunk of a prompt.
     """
 
     runner: ModelRunner
@@ -96,7 +95,6 @@ class BuiltRunner(NamedTuple):
     kv_heads: range
     grammars: GrammarCompiler
     costs: StepCosts | None = None
-    rows_in_order: bool = False
     largest: StepLimits | None = None  # what the runner was prepared for; None before `calibrate`
 
 
@@ -202,8 +200,9 @@ def build_runner(
     known_by += (
         f" draft{identity.draft_digest}" if config.has_draft_layer else ""
     )  # blocks without that part are others
-    facts = _facts(config, spec, shape, known_by, num_owners=parallel.num_owners)
-    facts = replace(facts, rows_in_order=settings.batch_invariant and backend.capabilities.rows_in_order)
+    # In batch-invariant mode every backend's rows are in order.
+    in_order = settings.batch_invariant
+    facts = _facts(config, spec, shape, known_by, num_owners=parallel.num_owners, rows_in_order=in_order)
 
     adapters: AdapterBank | None = None
     if settings.adapter_slots:
@@ -261,7 +260,6 @@ def build_runner(
         parallel=parallel,
         kv_heads=kv_heads(model_spec.num_kv_heads, parallel),
         grammars=grammars,
-        rows_in_order=facts.rows_in_order,
     )
 
 
@@ -312,7 +310,13 @@ def step_rule(settings: NodeSettings) -> StepRule:
 
 
 def _facts(
-    config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity: str, *, num_owners: int
+    config: ModelConfig,
+    spec: KVCacheSpec,
+    shape: KVCacheShape,
+    identity: str,
+    *,
+    num_owners: int,
+    rows_in_order: bool,
 ) -> ModelFacts:
     return ModelFacts(
         num_blocks=shape.num_blocks,
@@ -326,6 +330,7 @@ def _facts(
         state_slots=shape.state_slots,
         num_owners=num_owners,
         drafts=config.has_draft_layer,
+        rows_in_order=rows_in_order,
     )
 
 

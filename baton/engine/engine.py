@@ -175,8 +175,8 @@ class Engine:
 
         Args:
             received_tokens: number of leading tokens whose KV has arrived in the reserved blocks; it was sent with the
-                lesser of the reservation's `resume_at` and this number. A multiple of the block size, and of
-                `EngineLimits.chunk_align_tokens`; 0: none has arrived.
+                lesser of the reservation's `resume_at` and this number. A multiple of the block size; 0: none has
+                arrived.
 
         Raises:
             UnknownLease: no such reservation.

@@ -163,11 +163,6 @@ class EngineLimits:
         max_batch_requests: requests of one step. See `seats`.
         max_waiting: requests that may wait for room.
         max_context_tokens: longest prompt plus output; None: the limit of the model and the cache.
-        chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the prompt,
-            so the cuts of a prompt do not depend on other requests. Known tokens of the output, which were decoded
-            before a preemption or on a lost node, are computed again as they were decoded: each in a row of its own,
-            many in a step, but one in a step with recurrent states. A chunk of a prompt that does not fit into a step's
-            budget waits for the next step. None: a chunk ends where the budget ends.
         stream_share: largest share of seats and blocks for requests that decode here, so that `prefill_only` requests
             find room. The first request that decodes is admitted at its turn in any case.
 
@@ -180,7 +175,6 @@ class EngineLimits:
     max_waiting: int
     prefix_cache: bool
     max_context_tokens: int | None = None
-    chunk_align_tokens: int | None = None
     stream_share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -189,34 +183,12 @@ class EngineLimits:
         _at_least("max_waiting", self.max_waiting, 0)
         if self.max_context_tokens is not None:
             _at_least("max_context_tokens", self.max_context_tokens, 2)
-        if self.chunk_align_tokens is not None:
-            _at_least("chunk_align_tokens", self.chunk_align_tokens, 1)
-            self._check_room_for_a_chunk(self.chunk_align_tokens)
 
     @property
     def seats(self) -> int:
         """Most requests that run at a time: each must find a token in every step. A request takes a seat when it can be
         computed, not while its KV is on the way; as many more may be on the way."""
         return min(self.max_batch_requests, self.max_batch_tokens)
-
-    def chunk_stop(self, start: int, stop: int, *, prompt_tokens: int) -> int:
-        """The latest end of a chunk from `start`, at most `stop`. Tokens from `prompt_tokens` on are output."""
-        if self.chunk_align_tokens is None or start >= prompt_tokens:
-            return stop
-        return min(stop, prompt_tokens, (start // self.chunk_align_tokens + 1) * self.chunk_align_tokens)
-
-    def _check_room_for_a_chunk(self, chunk_tokens: int) -> None:
-        """A whole chunk must fit next to the decodes of all other requests, or its prompt might wait forever."""
-        least = chunk_tokens + self.max_batch_requests - 1
-        if self.max_batch_tokens < least:
-            raise ConfigError(
-                f"max_batch_tokens is {self.max_batch_tokens}, which leaves no room for a chunk of {chunk_tokens} "
-                f"tokens next to the decodes of {self.max_batch_requests - 1} other requests",
-                field="max_batch_tokens",
-                value=self.max_batch_tokens,
-                allowed=(f"an integer of at least {least}",),
-                cure="raise max_batch_tokens, or lower max_batch_requests",
-            )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from baton.core.types import TokenOutput
 from baton.engine.request import EngineRequest
 
 
-def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens: int, align_tokens: int = 1) -> None:
+def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens: int) -> None:
     """Checks that the request can run; raises InvalidRequest otherwise."""
     if not request.prompt:
         raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("at least 1 token",))
@@ -22,17 +22,17 @@ def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens
         assert not request.output, "as above"
         assert not request.scores_prompt, "as above"
     if request.stop_tokens is not None:
-        _check_stop(request, request.stop_tokens, multiple=align_tokens)
+        _check_stop(request, request.stop_tokens)
 
 
-def _check_stop(request: EngineRequest, stop_tokens: int, *, multiple: int) -> None:
+def _check_stop(request: EngineRequest, stop_tokens: int) -> None:
     length = len(request.prompt) + len(request.output)
-    if not 0 < stop_tokens < length or stop_tokens % multiple:
+    if not 0 < stop_tokens < length:
         raise InvalidRequest(
             f"stop_tokens is {stop_tokens} of {length} tokens",
             field="stop_tokens",
             value=stop_tokens,
-            allowed=(f"a multiple of {multiple} from 1 to {length - 1}",),
+            allowed=(f"1 to {length - 1}",),
         )
     if not request.prefill_only:
         raise InvalidRequest(

@@ -362,5 +362,5 @@ def _describe(identity: ModelIdentity, built: BuiltRunner, settings: NodeSetting
         tensor_parallel_size=built.parallel.size,
         converted_kv_dtypes=settings.converted_kv_dtypes,
         attention_data_parallel=built.parallel.num_owners > 1,
-        rows_in_order=built.rows_in_order,
+        rows_in_order=settings.batch_invariant,
     )

@@ -1,7 +1,6 @@
 """Makes the parts of a node from its settings: the loaded model, the engine's limits, the transfer of one rank."""
 
 from contextlib import nullcontext
-from types import MappingProxyType
 
 import torch
 
@@ -17,11 +16,6 @@ from kvtransfer.flows import heads_of
 from kvtransfer.rank_transfer import OnFilled, OnRefused, OnStoresChanged
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
-
-# In batch-invariant mode every node whose rows are not in order cuts prompts at multiples of this, regardless of its
-# step size.
-_INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
-
 
 # The share of a prefill node's seats and blocks that requests may take to decode there; the rest is for other prompts.
 _STREAM_SHARE = 0.75
@@ -96,22 +90,13 @@ def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgre
 
 
 def engine_limits(settings: NodeSettings, built: BuiltRunner, *, max_context_tokens: int) -> EngineLimits:
-    """The engine's limits in a role. Raises ConfigError if the settings contradict each other."""
+    """The engine's limits in a role."""
     limits = step_limits(built, settings)
-    max_batch_tokens, max_batch_requests = limits.max_batch_tokens, limits.max_batch_requests
-    aligned = settings.batch_invariant and not built.rows_in_order
-    align_tokens = _INVARIANT_CHUNK_TOKENS[built.cache.view.device.type] if aligned else None
-    if align_tokens is not None and settings.max_batch_tokens is None:
-        # A step size chosen for speed may be too small for a chunk next to decodes.
-        max_batch_tokens = max(max_batch_tokens, align_tokens + max_batch_requests - 1)
-    elif align_tokens is not None and settings.max_batch_requests is None:
-        max_batch_requests = max(1, min(max_batch_requests, max_batch_tokens - align_tokens + 1))
     return EngineLimits(
-        max_batch_tokens=max_batch_tokens,
-        max_batch_requests=max_batch_requests,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_batch_requests=limits.max_batch_requests,
         max_context_tokens=max_context_tokens,
         max_waiting=settings.max_waiting,
         prefix_cache=settings.prefix_cache,
-        chunk_align_tokens=align_tokens,
         stream_share=_STREAM_SHARE if isinstance(settings, PrefillSettings) else 1.0,
     )

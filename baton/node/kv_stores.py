@@ -191,7 +191,7 @@ def _origin(settings: NodeSettings, built: BuiltRunner) -> bytes:
         str(built.dtype),
         built.config.max_context_tokens,
         settings.batch_invariant,
-        *((built.rows_in_order,) if settings.batch_invariant else ()),
+        *((True,) if settings.batch_invariant else ()),  # earlier versions also had rows that are not in order
         device if exact else "",
         *((identity.draft_digest,) if identity.draft_digest else ()),
     )

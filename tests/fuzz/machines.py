@@ -92,7 +92,6 @@ class _Node:
             lease_s=30.0,
             why_local=partial(local_prefill_reason, 32, streams=UNKNOWN),
             block_size=4,
-            split_unit=4,
             waiting_max=8,
             lease_secret=bytes(64),
             gives_leases=gives_leases,

@@ -32,7 +32,7 @@ NODE: dict[str, object] = {"dtype": "bfloat16", "batch_invariant": "on", "num_bl
 
 def on_one_gpu(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     built = build_demo(model, dtype="bfloat16", batch_invariant=True, max_batch_tokens=1024)
-    return [output.token_ids for output in generate(built, prompts, PARAMS.resolved(), chunk_align_tokens=512)]
+    return [output.token_ids for output in generate(built, prompts, PARAMS.resolved())]
 
 
 async def handed_over(gateway: Process | str, prompts: list[list[int]]) -> list[list[int]]:

@@ -42,7 +42,6 @@ class DecodeSide:
                 why_local=partial(local_prefill_reason, scenario.local_prefill_tokens, streams=UNKNOWN),
                 waiting_max=scenario.waiting_max,
                 block_size=block_size,
-                split_unit=block_size,
                 gives_leases=on_lease is not None,
                 prefetches=scenario.prefetch_s > 0,
             ),

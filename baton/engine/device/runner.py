@@ -211,7 +211,7 @@ class ModelRunner:
         return LaunchedStep(num_rows, drawn, slot, self._slots, read, unfolded, guesses)
 
     def _unfolded(self, batch: Batch) -> Unfolded | None:
-        """The batch with rows for single drafts and decoded tokens. Returns None if it has neither."""
+        """The batch with a row for each draft. Returns None if it has none."""
         rows = batch.shared_rows
         before, self._unfolded_before = self._unfolded_before, unfolds(rows)
         if before or (self._unfolded_before and any(row.num_drafts for row in rows)):

@@ -1,5 +1,4 @@
-"""Computes rows with drafts, and rows `as_decodes`, as rows of single tokens, and folds their draws into one result per
-row. Pure.
+"""Computes rows with drafts as rows of single tokens, and folds their draws into one result per row. Pure.
 
 Each draft is computed like the token of a decode, by a row of its own with the same blocks. It sees the drafts before
 it, because each layer writes the KV of all rows before it attends. So drafts run in the captured steps of decodes, and
@@ -26,7 +25,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class Unfolded:
-    """A step in which drafts, and tokens of rows `as_decodes`, have rows of their own.
+    """A step in which drafts have rows of their own.
 
     Args:
         batch: the step without such rows.
@@ -50,7 +49,7 @@ class Unfolded:
             draws: the results of the rows of `batch`.
         """
         return [
-            _kept([draws[place] for place in places], drafts) if drafts else draws[places[-1]]
+            _kept([draws[place] for place in places], drafts) if drafts else draws[places[0]]
             for places, drafts in zip(self.places, self.drafts, strict=True)
         ]
 
@@ -60,10 +59,9 @@ class Unfolded:
 
 
 def unfolds(rows: Sequence[BatchRow]) -> bool:
-    """Whether a row has drafts or is `as_decodes`. Rows of a single token come first and have none, so none of them is
-    looked at."""
+    """Whether a row has drafts. Rows of a single token come first and have none, so none of them is looked at."""
     for row in reversed(rows):
-        if row.unfolds and len(row.token_ids) > 1:
+        if row.num_drafts:
             return True
         if len(row.token_ids) == 1:
             return False
@@ -79,7 +77,7 @@ def unfold(batch: Batch) -> Unfolded:
     rows = batch.shared_rows
     pieces = [(index, count, piece) for index, row in enumerate(rows) for count, piece in enumerate(_pieces(row))]
     pieces.sort(key=_order)
-    places = [[0] * (len(row.token_ids) if row.as_decodes else 1 + row.num_drafts) for row in rows]
+    places = [[0] * (1 + row.num_drafts) for row in rows]
     for place, (index, count, _) in enumerate(pieces):
         places[index][count] = place
     firsts = [each[0] for each in places]
@@ -98,8 +96,6 @@ def unfold(batch: Batch) -> Unfolded:
 
 
 def _pieces(row: BatchRow) -> list[BatchRow]:
-    if row.as_decodes:
-        return _decodes(row)
     if not row.num_drafts:
         return [row]
     sample, drafts, draft_slots = row.sample, row.drafts, row.draft_slots
@@ -120,22 +116,6 @@ def _pieces(row: BatchRow) -> list[BatchRow]:
         for place, slot in enumerate(state_slots)
     ]
     return [row._replace(token_ids=row.token_ids[:first]), *later]
-
-
-def _decodes(row: BatchRow) -> list[BatchRow]:
-    """A row for each token of one that is `as_decodes`; only the last one is sampled."""
-    last = len(row.token_ids) - 1
-    return [
-        row._replace(
-            token_ids=row.token_ids[place : place + 1],
-            token_start=row.token_start + place,
-            sample=row.sample if place == last else None,
-            as_decodes=False,
-            state_slot=continuing(row.state_slot) if place and row.state_slot >= 0 else row.state_slot,
-            next_token=row.next_token if place == last else row.token_ids[place + 1],
-        )
-        for place in range(last + 1)
-    ]
 
 
 def _order(piece: tuple[int, int, BatchRow]) -> int:

@@ -52,7 +52,6 @@ class BlockManager:
         max_blocks: int,
         *,
         window_blocks: int = 0,
-        multiple: int = 1,
         ends_after: Callable[[int], bool] | None = None,
     ) -> list[int]:
         """The longest run of cached blocks at the start of `tokens` from which the next token can be computed. Takes no
@@ -61,14 +60,12 @@ class BlockManager:
         Args:
             max_blocks: longest run to return.
             window_blocks: how many blocks before a token its layers with a sliding window read.
-            multiple: the length of the run is a multiple of this many blocks.
             ends_after: whether a run may end after this block of the sequence; None: after any.
         """
         blocks = self._run(chain, tokens, max_blocks)
         while True:
-            del blocks[len(blocks) - len(blocks) % multiple :]
             while blocks and ends_after is not None and not ends_after(len(blocks) - 1):
-                del blocks[-multiple:]
+                del blocks[-1]
             first_read = max(0, len(blocks) - window_blocks)
             lacking = [index for index in range(first_read, len(blocks)) if blocks[index] in self._windowless]
             if not lacking:

@@ -23,8 +23,6 @@ class PrefixSearch:
 
     Args:
         offload: the entries for the stores outside of the cache; None: there are no such stores.
-        align_blocks: prefixes are reused up to a multiple of so many blocks.
-        prompts_only: whether only the KV of prompt tokens is reused.
     """
 
     def __init__(
@@ -35,8 +33,6 @@ class PrefixSearch:
         offload: Offload | None,
         *,
         prefix_cache: bool,
-        align_blocks: int,
-        prompts_only: bool,
     ) -> None:
         self._identity = facts.identity
         self._block_size = facts.block_size
@@ -45,8 +41,6 @@ class PrefixSearch:
         self._states = states
         self._offload = offload
         self._prefix_cache = prefix_cache
-        self._align_blocks = align_blocks
-        self._prompts_only = prompts_only
 
     def keys(self, request: EngineRequest) -> KeyChain:
         """The keys of the request's blocks, in a chain that its output may extend."""
@@ -80,13 +74,12 @@ class PrefixSearch:
         """
         if not self._prefix_cache:
             return []
-        most = self._reusable_tokens(state) if stop is None else min(self._reusable_tokens(state), stop - 1)
+        most = state.reusable_tokens if stop is None else min(state.reusable_tokens, stop - 1)
         return pool.match(
             state.keys,
             state.tokens,
             most // self._block_size,
             window_blocks=self._window_blocks,
-            multiple=self._align_blocks,
             ends_after=ends_after,
         )
 
@@ -106,8 +99,6 @@ class PrefixSearch:
         usable = 0 if request.scores_prompt else len(tokens) - 1
         if request.pool is not None:
             usable = request.pool.start
-        if self._prompts_only:
-            usable = min(usable, len(request.prompt))
         stop = usable // ENTRY_TOKENS
         if not stop:
             return None
@@ -144,6 +135,3 @@ class PrefixSearch:
     def run(self, pool: BlockManager, keys: KeyChain, tokens: IntArray, stop: int) -> list[int]:
         """The pool's cached blocks for a sequence's tokens before `stop`."""
         return pool.match(keys, tokens, stop // self._block_size, window_blocks=self._window_blocks)
-
-    def _reusable_tokens(self, state: RequestState) -> int:
-        return min(state.reusable_tokens, state.prompt_tokens) if self._prompts_only else state.reusable_tokens

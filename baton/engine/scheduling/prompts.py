@@ -79,7 +79,7 @@ class Prompts:
         self._blocks = blocks
         self._limits = limits
         self._meter = meter
-        self._slicer = Slicer(limits.chunk_align_tokens or 1)
+        self._slicer = Slicer()
         self._refused: list[RequestFailed] = []
 
     def set_limits(self, limits: EngineLimits) -> None:

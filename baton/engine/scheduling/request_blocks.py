@@ -5,7 +5,6 @@
 With attention data parallelism each rank has a pool of blocks, and a request has all of its blocks in one pool.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -38,8 +37,6 @@ class RequestBlocks:
     """The blocks of all requests of one engine.
 
     Args:
-        align_tokens: prefixes are reused up to a multiple of it. Above 1 the KV of decoded tokens is not reused: it
-            differs in its last bits from the KV of the same tokens in a prompt.
         offloads: whether there are stores outside of the cache. Not with recurrent states and several owners.
 
     Attributes:
@@ -49,17 +46,14 @@ class RequestBlocks:
         queried_tokens, hit_tokens: tokens looked up in the prefix cache so far, and tokens found there.
     """
 
-    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int = 1, offloads: bool = False) -> None:
+    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, offloads: bool = False) -> None:
         self._block_size = facts.block_size
         self._prefix_cache = prefix_cache
-        self._aligned = align_tokens > 1
-        self._align_blocks = math.lcm(align_tokens, facts.block_size) // facts.block_size
         self._window_tokens = facts.window_tokens
         self._pools = tuple(BlockManager(facts.num_blocks) for _ in range(facts.num_owners))
         self.states = RequestStates(
             facts,
             prefix_cache=prefix_cache,
-            align_tokens=align_tokens,
             entry_tokens=ENTRY_TOKENS if offloads else 1,
         )
         self.queried_tokens = self.hit_tokens = 0
@@ -79,8 +73,6 @@ class RequestBlocks:
             self.states,
             self.offload,
             prefix_cache=prefix_cache,
-            align_blocks=self._align_blocks,
-            prompts_only=self._aligned,
         )
 
     @property
@@ -119,8 +111,7 @@ class RequestBlocks:
         if self._prefix_cache:
             # A later sequence can share all full blocks of this one. Prefixes match in whole blocks, so the KV of a
             # sliding window must begin at a block.
-            unit = self._align_blocks * self._block_size
-            resume_at = max(state.num_cached, resume_at // unit * unit - self._block_size + 1)
+            resume_at = max(state.num_cached, (resume_at // self._block_size - 1) * self._block_size + 1)
         return Reservation(
             state.request_id,
             tuple(state.blocks),
@@ -130,11 +121,6 @@ class RequestBlocks:
             state.owner,
             state.restart_at,
         )
-
-    @property
-    def split_multiple(self) -> int:
-        """A part of a prompt that is computed elsewhere has a multiple of this many tokens."""
-        return self._align_blocks * self._block_size
 
     def fill(self, state: RequestState) -> None:
         """Records that the KV of all the request's tokens has arrived, as its reservation asks."""
@@ -258,10 +244,9 @@ class RequestBlocks:
         """Offers the request's full, computed blocks to later requests."""
         if not self._prefix_cache or not state.is_shared:
             return
-        num_tokens = min(state.num_computed, state.prompt_tokens) if self._aligned else state.num_computed
         # In a model with states, later blocks serve only requests whose state arrives.
-        reported_tokens = state.state_tokens if self.states.unit else num_tokens
-        for index in range(state.num_registered, num_tokens // self._block_size):
+        reported_tokens = state.state_tokens if self.states.unit else state.num_computed
+        for index in range(state.num_registered, state.num_computed // self._block_size):
             self._pools[state.pool].register(
                 state.blocks[index],
                 state.keys.key(index, state.tokens),

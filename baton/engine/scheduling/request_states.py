@@ -29,21 +29,18 @@ class RequestStates:
     """Assigns state slots to requests and plans snapshots. Does nothing for models without states.
 
     Args:
-        align_tokens: `EngineLimits.chunk_align_tokens`, or 1. Above 1, chunks end at its multiples only, and states
-            after decoded tokens are not kept: they differ in their last bits from those after a prompt's.
         entry_tokens: of entries of stores outside of the cache, which keep states after an entry; 1: there are none.
 
     Attributes:
         unit: snapshots are taken at multiples of this many tokens; 0: the model has no states.
     """
 
-    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int, entry_tokens: int = 1) -> None:
+    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, entry_tokens: int = 1) -> None:
         self.slots = StateSlots(facts.state_slots)
-        unit = math.lcm(facts.block_size, facts.scan_tokens, align_tokens, entry_tokens)
+        unit = math.lcm(facts.block_size, facts.scan_tokens, entry_tokens)
         self.unit = unit if facts.state_slots else 0
         self._block_size = facts.block_size
         self._keeps = prefix_cache and self.unit > 0
-        self._aligned = align_tokens > 1
 
     def has_room(self, *, others: int = 0) -> bool:
         """Whether a slot is left for a request after `others` other requests."""
@@ -64,7 +61,7 @@ class RequestStates:
         source = state.keys.key(cached_blocks - 1, state.tokens) if cached_blocks else None
         state.state_slot, state.restore_from = self.slots.take(source)
         state.state_tokens = cached_blocks * self._block_size
-        if self._keeps and not self._aligned:
+        if self._keeps:
             last = (state.prefill_stop - 1) // self.unit * self.unit
             departs = min(known_blocks * self._block_size // self.unit * self.unit, last)
             state.snapshot_stops = tuple(stop for stop in sorted({departs, last}) if stop > state.state_tokens)
@@ -93,7 +90,7 @@ class RequestStates:
 
     def begin_decoded(self, step: NextStep, decoding: Iterable[RequestState]) -> None:
         """Adds snapshots that are taken before the step, for requests that decode in it and have no row in it yet."""
-        if not self._keeps or self._aligned:
+        if not self._keeps:
             return
         for state in decoding:
             stop = state.num_scheduled
@@ -131,7 +128,7 @@ class RequestStates:
     def _stops(self, state: RequestState, row: BatchRow) -> list[int]:
         """The token counts after which the row leaves snapshots, in order."""
         stops = [stop for stop in state.snapshot_stops if row.token_start < stop < row.token_stop]
-        if row.token_stop % self.unit == 0 and not (self._aligned and row.token_stop > state.prompt_tokens):
+        if row.token_stop % self.unit == 0:
             stops.append(row.token_stop)
         return stops
 
@@ -200,7 +197,7 @@ class RequestStates:
         state.state_slot = slots[num_kept]
         for place, slot in enumerate(slots):
             stop = row.token_start + place + 1
-            if place < num_kept and self._keeps and not self._aligned and stop % self.unit == 0:
+            if place < num_kept and self._keeps and stop % self.unit == 0:
                 key = state.keys.key(stop // self._block_size - 1, state.tokens)
                 is_new = state.is_shared and not self.slots.has(key)
                 self.slots.end_snapshot(key, slot, written=state.is_shared, root=state.keys.root)

@@ -57,7 +57,6 @@ class RequestTable:
         self.blocks = RequestBlocks(
             facts,
             prefix_cache=limits.prefix_cache,
-            align_tokens=limits.chunk_align_tokens or 1,
             offloads=offloads,
         )
         self.roster = Roster(seats=limits.seats, may_run=self._may_run, num_pools=facts.num_owners)
@@ -139,7 +138,6 @@ class RequestTable:
             request,
             vocab_size=self._facts.vocab_size,
             max_context_tokens=self.max_context_tokens,
-            align_tokens=self._limits.chunk_align_tokens or 1,
         )
         return RequestState(
             request,

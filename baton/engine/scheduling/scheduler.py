@@ -79,9 +79,7 @@ class Scheduler:
         self._prompts = Prompts(self._roster, self._blocks, limits, self._meter, stop=self._requests.stop_running)
 
     def set_limits(self, limits: EngineLimits) -> None:
-        """Replaces the limits from the next step on. The cache's contents stay valid, because `chunk_align_tokens` does
-        not change."""
-        assert limits.chunk_align_tokens == self._limits.chunk_align_tokens
+        """Replaces the limits from the next step on."""
         self._limits = limits
         if self._drafts is not None:
             self._drafts.seats = limits.seats
@@ -209,8 +207,7 @@ class Scheduler:
         """
         state = self._requests.reserved(request_id)
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
-        multiple = self._blocks.split_multiple
-        check_received(state.request, received_tokens, stop=state.num_tokens, multiple=multiple)
+        check_received(state.request, received_tokens, stop=state.num_tokens, multiple=self._block_size)
         if has_arrived := received_tokens > state.num_cached:
             self._blocks.fill_part(state, received_tokens)
         state.replace_output(output)

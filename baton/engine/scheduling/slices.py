@@ -114,15 +114,9 @@ class SlicePace:
 
 
 class Slicer:
-    """Makes the bound of each step and counts steps without a slice.
+    """Makes the bound of each step and counts steps without a slice."""
 
-    Args:
-        align_tokens: prompts are cut at multiples of it, so no slice is smaller.
-    """
-
-    def __init__(self, align_tokens: int = 1) -> None:
-        self._align_tokens = align_tokens
-        self._least_tokens = max(MIN_SLICE_TOKENS, align_tokens)
+    def __init__(self) -> None:
         self._skips = 0
 
     def bound(
@@ -140,7 +134,7 @@ class Slicer:
             return None
         seconds = decodes_bound_s(costs.seconds(work), streams, overdue=overdue)
         forced = self._skips >= SKIPS_MAX
-        return StepBound(costs, seconds, least_tokens=self._least_tokens, forced=forced)
+        return StepBound(costs, seconds, least_tokens=MIN_SLICE_TOKENS, forced=forced)
 
     def pace(
         self, costs: StepCosts, work: StepWork, streams: Collection[StreamBound], *, step_tokens: int
@@ -152,15 +146,14 @@ class Slicer:
             work, streams: as for `bound`.
             step_tokens: most tokens of one step.
         """
-        # An aligned prompt gets one piece of a step.
-        room = self._align_tokens if self._align_tokens > 1 else max(1, step_tokens - work.decode_rows)
+        room = max(1, step_tokens - work.decode_rows)
         plain_s = costs.seconds(work) if work.decode_rows else 0.0
         bounds = [each for each in (_tpot_bound(stream, plain_s) for stream in streams) if each] if plain_s else []
         if not bounds:
             return SlicePace(costs, work, room)
         without_pairs = replace(costs, pair_s=0.0)
         for forced in (False, True):
-            bound = StepBound(without_pairs, min(bounds), least_tokens=min(self._least_tokens, room), forced=forced)
+            bound = StepBound(without_pairs, min(bounds), least_tokens=min(MIN_SLICE_TOKENS, room), forced=forced)
             if slice_tokens := bound.tokens(work, 0, room):
                 break
         return SlicePace(costs, work, slice_tokens, skips=SKIPS_MAX if forced else 0)

@@ -84,7 +84,7 @@ class NextStep:
         scores: the requests whose prompt logprobs this step computes.
         pools: the requests whose hidden states this step pools.
         num_decodes: rows of `add_decodes`; they come before all others.
-        unfolds: whether a row has guesses, or known tokens that are computed as decodes.
+        unfolds: whether a row has guesses.
         late: whether it was prepared only when the step before had ended, because one of the two unfolds or might.
         work: what the step computes.
         plain: its decodes without guesses.
@@ -168,19 +168,13 @@ class NextStep:
         Args:
             others: requests that must find a row after this one.
         """
-        free_rows = self._limits.seats - len(self.rows) - self._num_more - others
-        if self._num_more and free_rows <= 0:
+        if self._num_more and self._limits.seats <= len(self.rows) + self._num_more + others:
             return 0
-        stop = self._limits.chunk_stop(start, state.prefill_stop, prompt_tokens=state.prompt_tokens)
-        again = self._decodes_again(state, start)
-        if again:  # each token takes a row
-            stop = min(stop, start + max(1, free_rows))
-        num_tokens = min(self.budget, stop - start)
+        wanted = state.prefill_stop - start
+        num_tokens = min(self.budget, wanted)
         if self.bound is not None and num_tokens > 0:
             num_tokens = self.bound.tokens(self.work, start, start + num_tokens)
-        if num_tokens < stop - start and self._limits.chunk_align_tokens is not None and not again:
-            num_tokens = 0
-        elif num_tokens < stop - start and self._state_unit:
+        if num_tokens < wanted and self._state_unit:
             aligned = (start + num_tokens) // self._state_unit * self._state_unit - start
             num_tokens = aligned if aligned > 0 else num_tokens
         if not num_tokens and not self.work.prompt_tokens:
@@ -203,10 +197,6 @@ class NextStep:
         index = self._num_single if num_tokens == 1 else len(self.rows)
         self.states.insert(index, state)
         row = state.next_row(num_tokens, block_size=self._block_size)
-        if num_tokens > 1 and self._decodes_again(state, start):
-            row = row._replace(as_decodes=True)
-            self._num_more += num_tokens - 1
-            self.unfolds = True
         self.rows.insert(index, row)
         if (score := state.score_row(row)) is not None:
             self.scores.append((state, score))
@@ -215,17 +205,9 @@ class NextStep:
         self.budget -= num_tokens
         self._num_single += num_tokens == 1
         work, pairs = self.work, chunk_pairs(start, start + num_tokens)
-        if row.as_decodes:
-            self.work = StepWork(work.decode_rows + num_tokens, work.keys + pairs, work.prompt_tokens, work.pairs)
-        else:
-            tokens = work.prompt_tokens + num_tokens
-            self.work = StepWork(work.decode_rows, work.keys, tokens, work.pairs + pairs)
+        self.work = StepWork(work.decode_rows, work.keys, work.prompt_tokens + num_tokens, work.pairs + pairs)
         if wanted := state.request.layers_per_group:
             self.layers_per_group = min(wanted, self.layers_per_group or wanted)
-
-    def _decodes_again(self, state: RequestState, start: int) -> bool:
-        """Whether the request's tokens from `start` on are known ones of its output that keep the bits of decodes."""
-        return self._limits.chunk_align_tokens is not None and start >= state.prompt_tokens
 
 
 class Step(NamedTuple):

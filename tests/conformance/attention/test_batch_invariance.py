@@ -10,7 +10,6 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
 from attention.selection import BackendClass
-from baton.core.errors import InternalError
 from baton.kvcache.spec import KVKind
 from baton.models.kernels.matmul.matmul import multiply_heads_invariant, multiply_invariant
 from baton.models.layers.linear import Linear
@@ -96,11 +95,7 @@ def test_results_over_latents_are_equal_in_any_batch(
 
 
 @pytest.mark.parametrize("num_heads", [8, 16, 32, 128] if ON_GPU else [3])
-@pytest.mark.parametrize(
-    "backend",
-    [backend for backend in invariant_backends(KVKind.MLA) if backend.capabilities.rows_in_order],
-    ids=backend_name,
-)
+@pytest.mark.parametrize("backend", invariant_backends(KVKind.MLA), ids=backend_name)
 def test_a_token_over_latents_has_the_same_bits_as_a_decode_and_in_any_chunk(
     backend: BackendClass, num_heads: int
 ) -> None:
@@ -139,13 +134,3 @@ def attend_part(case: MLACase, request: int, start: int, stop: int) -> Tensor:
     new_TC = case.latents[request][context + start : context + stop]
     out: Tensor = case.layer(case.q_THD[rows][start:stop], new_TC[:, :rank], new_TC[:, rank:], case.cache, metadata)
     return out
-
-
-@pytest.mark.parametrize("backend", invariant_backends(KVKind.GQA), ids=backend_name)
-def test_a_decode_after_a_prefill_is_refused(backend: BackendClass) -> None:
-    made = gqa_backend(backend, SETTINGS[0], Shape(dtype=DTYPE))
-    common, _ = build_common_metadata(
-        query_lens=[3, 1], context_lens=[0, 5], block_tables=[[0], [1]], block_size=16, device=DEVICE
-    )
-    with pytest.raises(InternalError, match="comes after a prefill"):
-        made.builder.build(0, common)

@@ -14,13 +14,13 @@ GROUP = plugins.TRANSPORTS
 OURS = {"ucx": 1, "loopback": 2}
 
 
-def install(folder: Path, distribution: str, entry: str, *, code: str = "") -> None:
+def install(folder: Path, distribution: str, entry: str, *, code: str = "", group: str = GROUP) -> None:
     """Writes what pip leaves of a distribution with one module and one entry point."""
     module = distribution.replace("-", "_")
     info = folder / f"{module}-1.5.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
-    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{entry}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
     (folder / f"{module}.py").write_text(code)
 
 

@@ -56,7 +56,6 @@ class Scene:
             lease_s=LEASE_S,
             why_local=partial(local_prefill_reason, local_prefill_tokens, streams=UNKNOWN),
             block_size=4,
-            split_unit=4,
             waiting_max=waiting_max,
             gives_leases=gives_leases,
             prefetches=prefetches,

@@ -60,7 +60,6 @@ class HostilePeers(RuleBasedStateMachine):
             why_local=lambda uncached, cached: "",
             waiting_max=100,
             block_size=1,
-            split_unit=1,
         )
         self.machine = DecodeMachine(rules, lease_numbers(Random(0).getrandbits))
         self.table = LeaseTable(parts_of(SPEC, (range(1),)), incarnation=INCARNATION)

@@ -50,7 +50,6 @@ class DecodeNode(RuleBasedStateMachine):
             why_local=partial(local_prefill_reason, 20, streams=UNKNOWN),
             waiting_max=4,
             block_size=4,
-            split_unit=4,
         )
         self.machine = DecodeMachine(rules, itertools.count(1))
         self.env = Environment(self.machine, num_blocks=NUM_BLOCKS)

@@ -75,7 +75,6 @@ class World:
     """A scheduler over a model of hashes, two steps in flight where it allows that.
 
     Args:
-        align: `EngineLimits.chunk_align_tokens`.
         owners: pools of this many blocks each.
         layer_errors: share of wrong guesses of the model's own layer; None: it has none.
     """
@@ -87,7 +86,6 @@ class World:
         *,
         num_blocks: int = 40,
         requests: int = 6,
-        align: int | None = None,
         owners: int = 1,
         state_slots: int = 0,
         layer_errors: float | None = None,
@@ -98,7 +96,6 @@ class World:
             max_batch_requests=requests,
             max_waiting=99,
             prefix_cache=True,
-            chunk_align_tokens=align,
         )
         facts = ModelFacts(
             num_blocks=num_blocks,

@@ -34,7 +34,6 @@ def make(
     requests: int = 8,
     waiting: int = 8,
     prefix_cache: bool = True,
-    align: int | None = None,
     window: int = 0,
     costs: StepCosts | None = None,
     stream_share: float = 1.0,
@@ -49,7 +48,6 @@ def make(
         max_batch_requests=requests,
         max_waiting=waiting,
         prefix_cache=prefix_cache,
-        chunk_align_tokens=align,
         stream_share=stream_share,
     )
     facts = ModelFacts(

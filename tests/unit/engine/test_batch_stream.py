@@ -48,7 +48,7 @@ def test_every_field_of_a_row_arrives() -> None:
     sample = SampleRow(GREEDY, 4, (), int_array(), 0)
     states = {"snapshots": ((1, 4),), "draft_slots": (8, 9), "state_next": 6}
     row = BatchRow("a", int_array([3, 4, 5]), 9, int_array([2]), sample, 1, 3, 2, 5, 1, num_drafts=2, **states)  # type: ignore[arg-type]
-    row = row._replace(as_decodes=True, next_token=8)
+    row = row._replace(next_token=8)
     defaults = BatchRow._field_defaults
     assert all(getattr(row, name) != default for name, default in defaults.items()), "a field has its default"
     ((arrived, _),) = sent([Batch(3, (decode("b", 6, [1]), row))])

@@ -148,8 +148,7 @@ def test_a_shorter_run_that_reads_no_lacking_block_is_found() -> None:
     for index, block_id in enumerate(held):
         blocks.register(block_id, keys.key(index, tokens), windowless=index == 4)
     assert blocks.match(keys, tokens, 6, window_blocks=2) == held[:4]
-    assert blocks.match(keys, tokens, 6, window_blocks=2, multiple=3) == held[:3]
-    assert blocks.match(keys, tokens, 6, window_blocks=1, multiple=2) == held
+    assert blocks.match(keys, tokens, 6, window_blocks=1) == held
 
 
 def test_a_whole_block_takes_the_place_of_one_that_lacks_windows_and_not_the_other_way_round() -> None:

@@ -125,25 +125,6 @@ def test_steps_that_are_launched_ahead_have_the_same_guesses(built: BuiltRunner)
     check_same(ours, theirs)
 
 
-def test_tokens_that_are_computed_again_as_decodes_keep_their_kv(built: BuiltRunner) -> None:
-    ours, theirs = drivers_of(built)
-    for driver in (ours, theirs):
-        for _ in range(5):
-            driver.step("r0")
-        driver.move("r0")
-        driver.step("r0", chunk=4)
-        launch = driver.launch
-        driver.launch = lambda batch, launch=launch: launch(  # type: ignore[method-assign,misc]
-            Batch(
-                0, tuple(row._replace(as_decodes=len(row.token_ids) > 1) for row in batch.shared_rows), guesses=GUESSES
-            )
-        )
-        driver.step("r0")
-    check_same(ours, theirs)
-    runners = [driver.runner.drafts for driver in (ours, theirs)]
-    assert [0 if each is None else each.captured for each in runners] == [6, 0]
-
-
 def test_a_row_at_the_end_of_its_blocks_guesses_one_token(built: BuiltRunner) -> None:
     driver = Driver(new_runner(built, captured=True), guesses=GUESSES)
     driver.add("a", prompt_of(BLOCK_SIZE - 2))

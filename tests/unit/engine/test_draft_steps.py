@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from baton.core.sampling import ResolvedSampling
-from baton.engine.batch import Batch
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.runner import ModelRunner
@@ -120,21 +119,6 @@ def test_guesses_after_drafts_of_which_some_are_right(model: Built, graphs: Grap
         for name in PROMPTS:
             model.check(driver, name)
             assert driver.ids(name) == alone.ids(name)[: len(driver.ids(name))]
-
-
-@KINDS
-def test_a_prompt_computed_again_as_decodes_leaves_the_same_kv(model: Built, graphs: GraphSettings | None) -> None:
-    driver = driver_of(model, graphs)
-    for _ in range(5):
-        driver.step("a")
-    driver.move("a")
-    driver.step("a", chunk=9)
-    launch = driver.launch
-    driver.launch = lambda batch: launch(  # type: ignore[method-assign]
-        Batch(0, tuple(row._replace(as_decodes=len(row.token_ids) > 1) for row in batch.shared_rows), guesses=GUESSES)
-    )
-    driver.step("a")
-    model.check(driver, "a")
 
 
 @KINDS

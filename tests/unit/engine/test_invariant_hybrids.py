@@ -13,8 +13,7 @@ from baton.settings.node_config import NodeSettings
 from tests.unit.engine.tiny import EventRecorder, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
 
-CHUNK = 32
-LIMITS: dict[str, Any] = {"chunk_align_tokens": CHUNK, "max_batch_requests": 6, "max_batch_tokens": 64}
+LIMITS: dict[str, Any] = {"max_batch_requests": 6, "max_batch_tokens": 64}
 PARAMS = ResolvedSampling(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=0)
 FAMILIES = ["lfm2", "qwen3-next", "kimi-linear", "granite-hybrid", "bamba", "nemotron-h"]
 MODELS = [
@@ -48,7 +47,7 @@ async def alone(built: BuiltRunner, prompts: Mapping[str, Sequence[int]]) -> Out
 
 async def test_a_request_has_the_same_bits_alone_among_others_and_after_a_preemption(built: BuiltRunner) -> None:
     """The cache is too small for all of them."""
-    prompts = {f"r{length}": prompt_of(length, seed=length) for length in (CHUNK + 1, 45, 3, 1, CHUNK, 41)}
+    prompts = {f"r{length}": prompt_of(length, seed=length) for length in (33, 45, 3, 1, 32, 41)}
     async with running(built, **LIMITS) as (engine, events):
         for name, prompt in prompts.items():
             engine.submit(request(name, prompt, PARAMS))

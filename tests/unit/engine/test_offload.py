@@ -23,10 +23,8 @@ BLOCKS_PER_ENTRY = ENTRY_TOKENS // BLOCK_SIZE
 PROMPT = tuple(range(100, 100 + 2 * ENTRY_TOKENS + 10))
 
 
-def tiered(*, num_blocks: int = 256, owners: int = 1, window: int = 0, align: int | None = None) -> Scheduler:
-    return make(
-        num_blocks=num_blocks, tokens=256, context=1000, owners=owners, window=window, align=align, offloads=True
-    )
+def tiered(*, num_blocks: int = 256, owners: int = 1, window: int = 0) -> Scheduler:
+    return make(num_blocks=num_blocks, tokens=256, context=1000, owners=owners, window=window, offloads=True)
 
 
 def offload(scheduler: Scheduler) -> Offload:
@@ -88,12 +86,6 @@ def test_decoded_tokens_are_offered_too() -> None:
     decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS - 3], tokens=5)
     (entries,) = offload(scheduler).saves.take_finished()
     assert [key.number for key in entries.keys] == [0]
-
-
-def test_batch_invariant_mode_offers_no_decoded_tokens() -> None:
-    scheduler = tiered(align=16)
-    decode_all(scheduler, "a", PROMPT[: ENTRY_TOKENS - 3], tokens=5)
-    assert offload(scheduler).saves.take_finished() == []
 
 
 def test_what_came_from_the_cache_is_not_offered_again() -> None:

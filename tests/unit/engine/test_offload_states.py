@@ -22,7 +22,6 @@ def tiered(
     *,
     slots: int = 6,
     num_blocks: int = 256,
-    align: int | None = None,
     scan_tokens: int = 16,
     costs: StepCosts | None = None,
 ) -> Scheduler:
@@ -33,7 +32,6 @@ def tiered(
         context=1000,
         state_slots=slots,
         scan_tokens=scan_tokens,
-        align=align,
         offloads=True,
     )
 
@@ -85,12 +83,6 @@ def test_of_the_states_after_decoded_tokens_the_last_is_offered() -> None:
     scheduler = tiered()
     run(scheduler, "a", PROMPT[: ENTRY_TOKENS + 10], tokens=3 * ENTRY_TOKENS)
     assert states_of(save_all(scheduler)) == [ENTRY_TOKENS, 4 * ENTRY_TOKENS]
-
-
-def test_batch_invariant_mode_offers_the_last_state_of_a_prompt() -> None:
-    scheduler = tiered(align=ENTRY_TOKENS)
-    run(scheduler, "a", tokens=2 * ENTRY_TOKENS)
-    assert states_of(save_all(scheduler)) == [3 * ENTRY_TOKENS]
 
 
 def test_where_a_prompt_departs_from_another_a_state_is_offered_too() -> None:

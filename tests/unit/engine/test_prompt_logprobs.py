@@ -76,8 +76,7 @@ async def test_a_batch_invariant_engine_gives_the_same_bits_alone_and_in_a_batch
     prompts = {str(length): prompt_of(length, seed=length) for length in (37, 17, 5, 16)}
 
     async def scored(*names: str) -> dict[str, tuple[PromptLogprob, ...]]:
-        aligned = {"chunk_align_tokens": 16, "max_batch_requests": 8, "max_batch_tokens": 64}
-        async with running(built, prefix_cache=False, **aligned) as (engine, events):
+        async with running(built, prefix_cache=False, max_batch_requests=8, max_batch_tokens=64) as (engine, events):
             for each in names:
                 engine.submit(request(each, prompts[each], scoring(3)))
             await events.finished(*names)

@@ -10,7 +10,6 @@ import pytest
 
 from baton.core.sampling import ResolvedSampling
 from baton.engine.build import BuiltRunner, build_runner
-from baton.node.from_settings import engine_limits
 from baton.settings.node_config import NodeSettings
 from tests.gpu.demo import Output, generate
 from tests.unit.engine.tiny import prompt_of, request, running
@@ -38,7 +37,6 @@ def outputs(built: BuiltRunner, prompts: list[tuple[int, ...]] = PROMPTS, **more
 
 
 def test_any_step_size_cuts_prompts_without_a_change(built: BuiltRunner) -> None:
-    assert built.rows_in_order
     whole = outputs(built)
     for step_tokens in (8, 13):
         assert outputs(built, max_batch_tokens=step_tokens) == whole
@@ -68,8 +66,3 @@ async def test_a_prompt_that_goes_on_after_an_answer_uses_its_decoded_kv(built: 
         await alone.finished("longer")
     assert alone.started["longer"].cached_tokens == 0
     assert alone.tokens["longer"] == events.tokens["longer"]
-
-
-def test_a_node_cuts_where_its_steps_end(built: BuiltRunner) -> None:
-    settings = NodeSettings(model=Path("m"), device="cpu", batch_invariant=True)
-    assert engine_limits(settings, built, max_context_tokens=256).chunk_align_tokens is None

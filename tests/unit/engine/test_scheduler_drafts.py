@@ -48,19 +48,18 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_a_node_guesses_gives_the_tokens_of_decoding(seed: int) -> None:
-    """With few seats and many, aligned chunks, pools of ranks, recurrent states, tenants, and drops of their KV."""
+    """With few seats and many, pools of ranks, recurrent states, tenants, and drops of their KV."""
     chosen = Random(seed)
     model = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS)
     speculator = Speculator(always=True)
     seats, num_blocks = chosen.choice((1, 2, 6, 12)), chosen.choice((16, 20, 60))
-    align, owners = chosen.choice((None, 4, 8)), chosen.choice((1, 2))
+    owners = chosen.choice((1, 2))
     state_slots = chosen.choice((0, 7, 30)) if owners == 1 else 0
     world = World(
         speculator,
         model,
         num_blocks=num_blocks,
         requests=seats,
-        align=align,
         owners=owners,
         state_slots=state_slots,
     )

@@ -5,8 +5,6 @@ exactly its own tokens. Steps copy states before and after their rows, and rows 
 elsewhere is written at once, whatever steps are queued.
 """
 
-from math import lcm
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
@@ -42,7 +40,7 @@ class RecurrentMachine(SchedulerMachine):
     @rule(length=st.integers(3, 9), blocks=st.integers(1, 3))
     def reserve_part(self, length: int, blocks: int) -> None:
         """A prompt whose first part alone is to be computed."""
-        part = blocks * lcm(BLOCK_SIZE, self.align or 1)
+        part = blocks * BLOCK_SIZE
         if part < length:
             self.reserve_plain((0,) * length, part=part)
 
@@ -133,14 +131,7 @@ class FewSlotsMachine(RecurrentMachine):
     state_slots = 2
 
 
-class AlignedRecurrentMachine(RecurrentMachine):
-    budget = 6
-    align = 3
-
-
 TestRecurrentMachine = RecurrentMachine.TestCase
 TestRecurrentMachine.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
 TestFewSlotsMachine = FewSlotsMachine.TestCase
 TestFewSlotsMachine.settings = settings(max_examples=20, stateful_step_count=50, deadline=None)
-TestAlignedRecurrentMachine = AlignedRecurrentMachine.TestCase
-TestAlignedRecurrentMachine.settings = settings(max_examples=15, stateful_step_count=50, deadline=None)

@@ -18,10 +18,8 @@ from tests.unit.engine.scheduling import Meter, finish, request
 COSTS = StepCosts(((1, 0.005), (100, 0.005), (1100, 0.015)))
 
 
-def make(meter: Meter, *, align: int | None = None) -> Scheduler:
-    limits = EngineLimits(
-        max_batch_tokens=8192, max_batch_requests=8, max_waiting=8, prefix_cache=False, chunk_align_tokens=align
-    )
+def make(meter: Meter) -> Scheduler:
+    limits = EngineLimits(max_batch_tokens=8192, max_batch_requests=8, max_waiting=8, prefix_cache=False)
     facts = ModelFacts(2000, 16, vocab_size=1000, max_context_tokens=20000, eos_token_ids=(), identity="m")
     return Scheduler(limits, facts, meter)
 
@@ -34,9 +32,9 @@ def prompt_tokens(scheduler: Scheduler, now: float = 0.0) -> int:
     return sum(len(row.token_ids) for row in batch.rows if len(row.token_ids) > 1)
 
 
-def decoding(meter: Meter, *tpots: float | None, align: int | None = None) -> Scheduler:
+def decoding(meter: Meter, *tpots: float | None) -> Scheduler:
     """One request decodes for each TPOT."""
-    scheduler = make(meter, align=align)
+    scheduler = make(meter)
     for index, tpot_s in enumerate(tpots):
         scheduler.submit(request(f"d{index}", 4, tpot_s=tpot_s), 0.0)
     prompt_tokens(scheduler)
@@ -129,12 +127,6 @@ def test_prompts_next_to_streams_do_not_crawl_where_each_step_with_prompts_takes
         scheduler.complete(results, seconds, {})
         now, with_prompts = now + seconds, with_prompts + has_prompts
     assert with_prompts < 100  # 43 steps of 768 tokens are the fewest
-
-
-def test_aligned_slices_are_whole_and_come_now_and_then_too() -> None:
-    scheduler = decoding(Meter(COSTS), 0.01, align=1024)
-    scheduler.submit(request("p", 4000), 0.0)
-    assert [prompt_tokens(scheduler) for _ in range(4)] == [0, 0, 0, 1024]
 
 
 def test_the_rest_of_a_prompt_that_fits_is_taken_however_short() -> None:
@@ -268,25 +260,18 @@ def test_a_tpot_out_of_reach_does_not_stop_prompts() -> None:
     assert hasty.tokens(work, 0, 1000) == steady.tokens(work, 0, 1000) > 0
 
 
-BOUND = (), (0.01,), (0.02, 0.007, None), (0.005,), (0.0052,)
-UNBOUND = (None,), (0.001,)  # a prompt that has waited gets steps of any length, but only up to its first slice
-
-
-@pytest.mark.parametrize(
-    ("tpots", "align"),
-    [*((tpots, align) for tpots in BOUND for align in (None, 512)), *((each, None) for each in UNBOUND)],
-)
-def test_the_pace_is_that_of_the_steps_that_follow(tpots: tuple[float | None, ...], align: int | None) -> None:
+@pytest.mark.parametrize("tpots", [(), (0.01,), (0.02, 0.007, None), (0.005,), (0.0052,), (None,), (0.001,)])
+def test_the_pace_is_that_of_the_steps_that_follow(tpots: tuple[float | None, ...]) -> None:
     costs = StepCosts(COSTS.points, pair_s=1e-9)
     meter = Meter(costs)
-    scheduler = make(meter, align=align)
+    scheduler = make(meter)
     for index, tpot_s in enumerate(tpots):
         stays = ResolvedSampling(max_tokens=5000, temperature=0.0)
         scheduler.submit(request(f"d{index}", 4, tpot_s=tpot_s, sampling=stays), 0.0)
     if tpots:
         prompt_tokens(scheduler)
     decodes = StepWork(len(tpots), 5 * len(tpots))
-    pace = Slicer(align or 1).pace(costs, decodes, [_stream(tpot_s) for tpot_s in tpots], step_tokens=8192)
+    pace = Slicer().pace(costs, decodes, [_stream(tpot_s) for tpot_s in tpots], step_tokens=8192)
     scheduler.submit(request("p", 6000, prefill_only=True), 0.0)
     meter.observed.clear()
     while scheduler.load().tokens_waiting:

@@ -11,10 +11,8 @@ UNIT = 8
 TEXT = tuple(range(100, 164))
 
 
-def scheduler_of(*, tokens: int = 64, slots: int = 9, align: int | None = None, prefix_cache: bool = True) -> Scheduler:
-    return make(
-        tokens=tokens, state_slots=slots, scan_tokens=UNIT, align=align, prefix_cache=prefix_cache, num_blocks=64
-    )
+def scheduler_of(*, tokens: int = 64, slots: int = 9, prefix_cache: bool = True) -> Scheduler:
+    return make(tokens=tokens, state_slots=slots, scan_tokens=UNIT, prefix_cache=prefix_cache, num_blocks=64)
 
 
 def places(batch: Batch) -> dict[str, tuple[list[int], bool]]:
@@ -90,8 +88,3 @@ def test_a_snapshot_without_a_slot_is_left_out(slots: int, within: list[int]) ->
 
 def test_nothing_is_kept_without_a_prefix_cache() -> None:
     assert computed(scheduler_of(prefix_cache=False), "a", 16) == {"a": ([], False)}
-
-
-def test_aligned_chunks_leave_snapshots_at_their_ends_alone() -> None:
-    scheduler = scheduler_of(align=16, tokens=64)
-    assert computed(scheduler, "a", 31) == {"a": ([], True)}

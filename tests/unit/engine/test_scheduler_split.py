@@ -56,17 +56,6 @@ def test_a_part_that_cannot_be_is_refused(given: dict[str, Any], why: str) -> No
     assert refused.value.field == "stop_tokens"
 
 
-def test_where_chunks_are_aligned_so_is_a_split() -> None:
-    scheduler = make(tokens=32, align=8)
-    with pytest.raises(InvalidRequest, match="stop_tokens is 12"):
-        scheduler.submit(request("a", 20, prefill_only=True, stop_tokens=12), 0.0)
-    scheduler.reserve(request("b", 20), 0.0)
-    with pytest.raises(InvalidRequest, match="KV of 12 of 20 tokens"):
-        scheduler.prefill_here("b", (), 0.0, received_tokens=12)
-    scheduler.prefill_here("b", (), 0.0, received_tokens=8)
-    assert step(scheduler)[0] == {"b": 8}
-
-
 def test_the_rest_is_computed_after_what_was_received_and_both_are_cached() -> None:
     scheduler = make()
     scheduler.reserve(request("a", range(18)), 0.0)

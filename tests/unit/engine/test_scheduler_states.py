@@ -8,7 +8,6 @@ exactly its own sequence, and no other request may hold a slot that a step in fl
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -68,7 +67,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     budget = 5
     state_slots = 0
     owners = 1
-    align: int | None = None
     meter: KnownCosts | None = None
 
     def __init__(self) -> None:
@@ -78,7 +76,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch_requests=SEATS,
             max_waiting=3,
             prefix_cache=True,
-            chunk_align_tokens=self.align,
         )
         facts = ModelFacts(
             NUM_BLOCKS,
@@ -133,7 +130,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.request(
             prompt, max_tokens, prefill_only=prefill_only, priority=priority, alternatives=alternatives
         )
-        part -= part % (self.align or 1)
         request = replace(
             request,
             due_s=None if due_in_s is None else self.now + due_in_s,
@@ -170,7 +166,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         except Overloaded:
             return
         assert reservation.cached_tokens % BLOCK_SIZE == 0
-        assert reservation.cached_tokens % (self.align or 1) == 0
         assert reservation.cached_tokens < len(prompt) + len(output) < len(reservation.block_ids) * BLOCK_SIZE
         self.live.add(request.request_id)
         self.reserved[request.request_id] = reservation
@@ -199,7 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         if here:
             reservation = self.reserved.pop(name)
-            part -= part % lcm(BLOCK_SIZE, self.align or 1)
+            part -= part % BLOCK_SIZE
             if not reservation.cached_tokens <= part < len(self.sequences[name]) or state.request.scores_prompt:
                 part = 0
             self.write(self.sequences[name], reservation, reservation.cached_tokens, part)
@@ -255,7 +250,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         left = [state.place for state in waiting if state.phase is RequestPhase.WAITING]
         assert not any(state.place > min(left) for state in waiting if left and state.phase is RequestPhase.RUNNING)
         sent_back = self.scheduler.load().preemptions - before.preemptions
-        if len(self.in_flight) == 2 or any(row.unfolds for step in self.in_flight for row in step.batch.rows):
+        if len(self.in_flight) == 2 or any(row.num_drafts for step in self.in_flight for row in step.batch.rows):
             assert batch is None
             return
         if self.in_flight:
@@ -402,11 +397,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run_row(self, row: BatchRow, token_ids: Tokens, drawn: int) -> None:
         sequence = self.sequences[row.request_id]
         assert token_ids == sequence[row.token_start : row.token_stop]
-        if self.align is not None:
-            prompt, start = self.prompts[row.request_id], row.token_start
-            chunk_stop = min(prompt, (start // self.align + 1) * self.align)
-            assert row.token_stop == chunk_stop or start >= prompt
-            assert row.as_decodes == (start >= prompt and len(row.token_ids) > 1)
         for position in range(row.token_start):
             assert self.written[self.slot(row, position)] == sequence[: position + 1]
         self.write(sequence, row, row.token_start, row.token_stop)
@@ -525,11 +515,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.written[self.slot(of, position)] = sequence[: position + 1]
 
 
-class AlignedSchedulerMachine(SchedulerMachine):
-    budget = 6
-    align = 3
-
-
 class OwnersSchedulerMachine(SchedulerMachine):
     owners = 2
 
@@ -540,8 +525,6 @@ class BoundedSchedulerMachine(SchedulerMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
-TestAlignedSchedulerMachine = AlignedSchedulerMachine.TestCase
-TestAlignedSchedulerMachine.settings = settings(max_examples=20, stateful_step_count=50, deadline=None)
 TestOwnersSchedulerMachine = OwnersSchedulerMachine.TestCase
 TestOwnersSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestBoundedSchedulerMachine = BoundedSchedulerMachine.TestCase

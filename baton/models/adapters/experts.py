@@ -24,6 +24,7 @@ class AdaptedExperts:
 
     Args:
         rows: the adapters of the step's tokens; None: no token has one.
+        batch_invariant: a token has the same bits in every step, also in one in which no token has an adapter.
     """
 
     def __init__(
@@ -44,20 +45,23 @@ class AdaptedExperts:
         self.down = AdaptedLayer(inner, (size,), slots=self._slots, rank=rank, dtype=dtype, device=device)
 
     def __call__(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor | None:
-        """Returns the weighted sum of each token's experts; None in a step in which no token has an adapter."""
+        """Returns the weighted sum of each token's experts. Returns None in a step in which no token has an adapter,
+        whose experts other kernels compute faster and with other bits; in batch-invariant mode it computes them too."""
         rows = self._rows()
-        if rows is None or not len(x_TD):
+        if not len(x_TD) or (rows is None and not self._batch_invariant):
             return None
         choices, places_TK = experts_TK.shape[1], self._experts.places(experts_TK)
         tokens_S = torch.arange(experts_TK.numel(), device=x_TD.device) // choices
-        pairs_S = self._pairs(places_TK, rows.slots_T)
+        pairs_S = None if rows is None else self._pairs(places_TK, rows.slots_T)
         # NOTE: this torch kernel must run between the sorting and the products (see `group_by_adapter`).
         x_SD = x_TD.index_select(0, tokens_S)
         gate_up_SI = self._multiply(x_SD, self._experts.gate_up_proj, places_TK)
-        self.gate_up.add(x_SD, gate_up_SI, pairs_S, batch_invariant=self._batch_invariant)
+        if pairs_S is not None:
+            self.gate_up.add(x_SD, gate_up_SI, pairs_S, batch_invariant=self._batch_invariant)
         gated_SI = silu_and_multiply(gate_up_SI)
         out_SD = self._multiply(gated_SI, self._experts.down_proj, places_TK)
-        self.down.add(gated_SI, out_SD, pairs_S, batch_invariant=self._batch_invariant)
+        if pairs_S is not None:
+            self.down.add(gated_SI, out_SD, pairs_S, batch_invariant=self._batch_invariant)
         out_TKD = out_SD.unflatten(0, experts_TK.shape).float()
         if self._experts.of is not None:
             out_TKD = torch.where((places_TK >= 0).unsqueeze(2), out_TKD, 0)

@@ -43,14 +43,15 @@ class Adapted:
         experts: bool = False,
         parallel: TensorParallel = SINGLE,
         batch_invariant: bool = False,
+        dtype: str = "float32",
     ) -> None:
         config = read_config(directory)
-        backend = backend_for(local_config(config, parallel))
+        backend = backend_for(local_config(config, parallel), dtype)
         self.model = load_model(
             directory,
             config,
             backend=backend,
-            dtype="float32",
+            dtype=dtype,
             device="cpu",
             parallel=parallel,
             batch_invariant=batch_invariant,
@@ -64,7 +65,7 @@ class Adapted:
             parallel=parallel,
             batch_invariant=batch_invariant,
         )
-        self.driver = PagedDriver(self.model, backend)
+        self.driver = PagedDriver(self.model, backend, dtype)
 
     def load(self, slot: int, directory: Path) -> Adapter:
         adapter = read_adapter(directory, self.bank.layers, max_rank=8)

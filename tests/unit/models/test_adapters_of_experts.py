@@ -76,6 +76,19 @@ def test_logits_with_each_expert_s_layers_equal_those_of_merged_weights(base: st
     assert near(mixed["b"], plain)
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_without_an_adapter_a_batch_invariant_node_gives_the_same_bits_next_to_adapters_and_alone(
+    base: str, bases: Path, tmp_path: Path
+) -> None:
+    """In bfloat16, in which the kernels of a step without adapters give others."""
+    adapter = save_adapter(bases / base, tmp_path / "adapter", seed=3, targets=TARGETS)
+    adapted = Adapted(bases / base, experts=True, batch_invariant=True, dtype="bfloat16")
+    adapted.load(1, adapter)
+    mixed = adapted.step({"a": PROMPTS["a"], "b": PROMPTS["b"]}, {"a": 1})
+    assert torch.equal(adapted.driver.step({"b alone": PROMPTS["b"]})["b alone"], mixed["b"])
+    assert torch.equal(adapted.step({"a alone": PROMPTS["a"]}, {"a alone": 1})["a alone"], mixed["a"])
+
+
 @pytest.mark.parametrize("whole_experts", [False, True], ids=["parts of experts", "whole experts"])
 def test_ranks_give_the_logits_of_one(whole_experts: bool, bases: Path, tmp_path: Path) -> None:
     adapters = {

@@ -32,7 +32,7 @@ def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     node: Flags = {"model": model, "num_blocks": 256, "max_batch_tokens": 32}
     other: Flags = {"block_size": 32, "kv_cache_layout": "BLNC"}
     with machines() as start:
-        nodes = start.nodes(
+        first, first_decode, second, second_decode, alone = nodes = start.nodes(
             ("prefill", {**node, "speculation": "always"}),
             ("decode", {**node, **other, "speculation": "text"}),
             ("prefill", {**node, "speculation": "text"}),
@@ -40,10 +40,10 @@ def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             ("decode", {**node, "speculation": "off"}),
         )
         pairs = {
-            side: start.gateway([prefill], [decode], model=model, local_policy="strict")
-            for side, prefill, decode in (("prefill", *nodes[:2]), ("decode", *nodes[2:4]))
+            "prefill": start.gateway([first], [first_decode], model=model, local_policy="strict"),
+            "decode": start.gateway([second], [second_decode], model=model, local_policy="strict"),
         }
-        yield Mixed(pairs, start.gateway([], nodes[4:], model=model, local_policy="local"), nodes)
+        yield Mixed(pairs, start.gateway([], [alone], model=model, local_policy="local"), nodes)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -39,7 +39,7 @@ def with_draft_layer(config: ModelConfig, settings: NodeSettings, *, logs: bool 
     """
     if settings.draft_head is not None:
         return _with_head(config, settings)
-    if settings.speculation in _WITHOUT_LAYER or not config.mtp_layers:
+    if settings.speculation in _WITHOUT_LAYER or not config.mtp_layers or config.headless:
         return config
     problem = why_no_mtp(config)
     if not problem and settings.load_format == "safetensors":

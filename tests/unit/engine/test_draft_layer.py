@@ -18,6 +18,7 @@ from baton.engine import build as building
 from baton.engine.build import build_runner
 from baton.engine.draft_layer import with_draft_layer
 from baton.models.config.model_config import ModelConfig
+from baton.models.config.mtp import with_mtp
 from baton.models.families.reader import read_config
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.parallel import TensorParallel
@@ -163,6 +164,26 @@ def test_ranks_leave_the_layer_out_together(model: Path, tmp_path: Path) -> None
     one, other = run_ranks(left_out_of_ranks, 2, tmp_path, model)
     assert one == other
     assert one[0] is False
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV3Model", "DeepseekV3ForSequenceClassification"])
+def test_a_model_that_generates_nothing_has_no_use_for_it(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, architecture: str
+) -> None:
+    without_tensors(model, tmp_path, lambda name: name != "lm_head.weight")
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text()) | {"architectures": [architecture], "id2label": {"0": "only"}}
+    path.write_text(json.dumps(fields))
+    if architecture.endswith("Classification"):
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["score.weight"] = torch.ones(1, fields["hidden_size"])
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.INFO):
+        built = build_runner(settings(tmp_path, num_blocks=8))
+    assert built.runner.model.mtp is None
+    assert not left_out_lines(caplog)
+    config = read_config(tmp_path)
+    assert with_mtp(config) is config
 
 
 def test_a_model_without_such_a_layer_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

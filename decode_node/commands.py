@@ -60,11 +60,13 @@ class PrefillHere:
 
     Args:
         received_tokens: the KV of the tokens before this one has arrived in the request's blocks.
+        has_draft: so has that of layers that draft tokens, if the model has such layers here.
     """
 
     engine_id: str
     output: tuple[int, ...]
     received_tokens: int = 0
+    has_draft: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,13 @@ class Admit:
 
     Args:
         guesses: for the tokens after `first`.
+        has_draft: the blocks also have the KV of layers that draft tokens, if the model has such layers here.
     """
 
     engine_id: str
     first: TokenOutput
     guesses: tuple[int, ...] = ()
+    has_draft: bool = True
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from enum import Enum
 
 from baton.core.errors import BatonError, DataLoss, DeadlineExceeded, Overloaded
-from baton.core.types import FinishReason, TokenOutput
+from baton.core.types import FinishReason
 from baton.engine.events import ChunkComputed
 from baton.engine.request import EngineRequest, Reservation
 from baton.protos.internal.v1 import decode_pb2 as pb
@@ -226,13 +226,13 @@ class DecodeTask:
         match self._decision:
             case HandedOver(finished=True):
                 return self._end()
-            case HandedOver(first=first, sampled_ago_s=transfer_s, guesses=guesses):
+            case HandedOver(sampled_ago_s=transfer_s) as handed_over:
                 self._enter(DecodePhase.DECODING)
                 admitted = pb.Admitted(
                     key=self.key, transfer_s=transfer_s, bytes_received=totals.bytes, segments=totals.segments
                 )
                 self.times.trace_admitted(admitted, now_s)
-                return [self._send(pb.SessionResponse(admitted=admitted)), self._admit(first, guesses, now_s)]
+                return [self._send(pb.SessionResponse(admitted=admitted)), self._admit(handed_over, now_s)]
             case Renewal(output=output, prefill_incarnation=incarnation):
                 self._enter(DecodePhase.EXTENDING)
                 self.prefill_incarnation = incarnation
@@ -271,13 +271,13 @@ class DecodeTask:
         self.times.trace_accepted(accepted, now_s)
         return [self._send(pb.SessionResponse(accepted=accepted)), PrefillHere(self.engine_id, output)]
 
-    def _admit(self, first: TokenOutput | None, guesses: tuple[int, ...], now_s: float) -> Command:
+    def _admit(self, sent: HandedOver, now_s: float) -> Command:
         """Continues after the tokens of the lease, which have arrived."""
-        if first is not None:
-            return Admit(self.engine_id, first, guesses)
+        if sent.first is not None:
+            return Admit(self.engine_id, sent.first, sent.guesses, sent.has_draft)
         assert self._offer is not None
         self.prefill_started_s = now_s
-        return PrefillHere(self.engine_id, self._request.output, received_tokens=self._offer.token_stop)
+        return PrefillHere(self.engine_id, self._request.output, self._offer.token_stop, sent.has_draft)
 
     def chunk_computed(self, chunk: ChunkComputed, now_s: float) -> None:
         """The engine has computed a part of the prompt, before the first token."""

@@ -212,10 +212,10 @@ class DecodeDriver:
                     return Reserved(engine_id, self._engine.reserve(request, arriving_tokens=arriving_tokens))
                 case ExtendReserved(output=output):
                     return Reserved(engine_id, self._engine.extend_reserved(engine_id, output))
-                case Admit(first=first, guesses=guesses):
-                    return Admitted(engine_id, self._engine.admit(engine_id, first, guesses))
-                case PrefillHere(output=output, received_tokens=received_tokens):
-                    self._engine.prefill_here(engine_id, output, received_tokens=received_tokens)
+                case Admit(first=first, guesses=guesses, has_draft=has_draft):
+                    return Admitted(engine_id, self._engine.admit(engine_id, first, guesses, has_draft=has_draft))
+                case PrefillHere(output=output, received_tokens=received, has_draft=has_draft):
+                    self._engine.prefill_here(engine_id, output, received_tokens=received, has_draft=has_draft)
         except Exception as error:  # noqa: BLE001  the request gets an answer after any error
             return EngineRefused(engine_id, _to_baton_error(error, f"request {engine_id}"))
         return None

@@ -36,11 +36,16 @@ class SessionClosed:
 
 @dataclass(frozen=True)
 class HandOverReceived:
-    """A prefill node of that incarnation reports that it has computed all KV of a lease."""
+    """A prefill node of that incarnation reports that it has computed all KV of a lease.
+
+    Args:
+        has_draft: KV of layers that draft tokens comes too, if this node has such layers.
+    """
 
     peer: int
     message: pb.HandOver
     incarnation: int = 0
+    has_draft: bool = True
 
 
 @dataclass(frozen=True)

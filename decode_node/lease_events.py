@@ -21,6 +21,7 @@ class HandedOver:
         finished: the first token was also the last one, so no KV is needed.
         sampled_ago_s: how long ago the first token was sampled, or the first part was computed.
         guesses: of the prefill node for the tokens after the first.
+        has_draft: KV of layers that draft tokens comes too, if this node has such layers.
     """
 
     lease: int
@@ -28,6 +29,7 @@ class HandedOver:
     finished: bool
     sampled_ago_s: float
     guesses: tuple[int, ...] = ()
+    has_draft: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class LocalPrefill:
 LeaseEvent = HandedOver | Filled | LeaseLost | Renewal | LocalPrefill
 
 
-def handed_over(message: pb.HandOver) -> HandedOver:
+def handed_over(message: pb.HandOver, *, has_draft: bool = True) -> HandedOver:
     """A prefill node's message as an event of its lease."""
     return HandedOver(
         lease=message.lease,
@@ -77,4 +79,5 @@ def handed_over(message: pb.HandOver) -> HandedOver:
         finished=message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED,
         sampled_ago_s=message.sampled_ago_s,
         guesses=tuple(message.guesses[:_GUESSES_MAX]),
+        has_draft=has_draft,
     )

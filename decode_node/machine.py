@@ -125,8 +125,8 @@ class DecodeMachine:
             case SessionClosed(session=session):
                 self._sessions.discard(session)
                 return self._cancel(task for task in self._by_key.values() if task.session == session)
-            case HandOverReceived(message=hand_over, incarnation=incarnation):
-                return self._peer_report(incarnation, handed_over(hand_over), now_s)
+            case HandOverReceived(message=hand_over, incarnation=incarnation, has_draft=has_draft):
+                return self._peer_report(incarnation, handed_over(hand_over, has_draft=has_draft), now_s)
             case QuietReceived(message=quiet, incarnation=incarnation):
                 if not quiet.HasField("error"):
                     return []

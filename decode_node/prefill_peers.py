@@ -67,12 +67,14 @@ class _Peer:
         state: its entry in the status.
         outbox: the queued messages to it; None ends the stream.
         ended: set when its stream has ended.
+        has_draft: it sends KV of layers that draft tokens, if this node has such layers.
     """
 
     number: int
     state: node_status_pb2.PeerState
     outbox: asyncio.Queue[pb.PairResponse | None] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    has_draft: bool = True
 
     def note_traffic(self, traffic: Mapping[int, PeerTraffic]) -> None:
         if sent := traffic.get(self.number):
@@ -238,7 +240,9 @@ class PrefillPeers:
             to_addresses(worker_addresses),
             incarnation=peer.state.incarnation,
             sealed=plan.sealed,
+            has_draft=plan.has_draft,
         )
+        peer.has_draft = plan.has_draft
         await write(pb.PairResponse(connected=pb.PairConnected()))
         measure = await self._measure(peer, incoming)
         if mismatch := below_floor(self._node, measure):
@@ -276,7 +280,8 @@ class PrefillPeers:
             async for message in incoming:
                 match message.WhichOneof("message"):
                     case "hand_over":
-                        self._deliver(HandOverReceived(peer.number, message.hand_over, peer.state.incarnation))
+                        incarnation, has_draft = peer.state.incarnation, peer.has_draft
+                        self._deliver(HandOverReceived(peer.number, message.hand_over, incarnation, has_draft))
                     case "quiet":
                         self._deliver(QuietReceived(peer.number, message.quiet, peer.state.incarnation))
                     case "refused":

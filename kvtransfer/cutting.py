@@ -60,14 +60,13 @@ def segments_of(
 
 
 def _shares(job: SendJob, parts: Sequence[Part]) -> Iterator[_Share]:
-    last = parts[-1]
-    sent_last = last.layers.stop if job.state_slot >= 0 or last.spec.kind is not KVKind.STATE else last.layers.start
-    wanted = range(sent_last) if job.layers is None else job.layers
     carried: Sequence[Flow | Part] = job.flows or parts
     for flow in carried:
-        part, layers = part_with(parts, flow.layers), common(flow.layers, wanted)
+        part = part_with(parts, flow.layers)
         assert part is not None, "a flow lies in one part"
-        if layers:
+        layers = flow.layers if job.layers is None else common(flow.layers, job.layers)
+        without_state = job.layers is None and job.state_slot < 0 and part.spec.kind is KVKind.STATE
+        if layers and not without_state:
             own_layers = range(layers.start - part.layers.start, layers.stop - part.layers.start)
             yield _Share(part, own_layers, part.spec.first_kept(job.token_start, job.token_stop), flow.heads)
 

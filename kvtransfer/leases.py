@@ -262,11 +262,17 @@ class LeaseTable:
             return None
         return lease.grant.number if lease.group in (None, tag.sender if group is None else group) else None
 
-    def start_scatter(self, tag: Tag, segment: Segment, *, group: int | None = None) -> SegmentRefusal | None:
+    def start_scatter(
+        self, tag: Tag, segment: Segment, *, group: int | None = None, has_draft: bool = True
+    ) -> SegmentRefusal | None:
         """Why a received segment may not be scattered. Returns None if it may, and claims its cells.
 
         The caller then scatters it and always calls `finish_scatter` afterwards. The first segment binds the lease to
         its sender's group.
+
+        Args:
+            has_draft: the sender has KV of layers that draft tokens, if this cache has. Otherwise the lease is filled
+                without that.
         """
         group = tag.sender if group is None else group
         lease = self._leases.get(tag.lease)
@@ -281,12 +287,14 @@ class LeaseTable:
         if (tag.sender, tag.number) in lease.seen:
             return SegmentRefusal.DUPLICATE
         part = part_with(self._parts, range(segment.layer_start, segment.layer_stop))
-        if part is None or not _within(lease.grant, part, segment):
+        if part is None or (part.drafts and not has_draft) or not _within(lease.grant, part, segment):
             return SegmentRefusal.OUT_OF_RANGE
         if segment.payload_bytes != _payload_bytes(part, segment):
             return SegmentRefusal.WRONG_SIZE
         if not lease.coverage.claim(segment.layers, segment.token_start, segment.token_stop, segment.heads):
             return SegmentRefusal.OVERLAP
+        if lease.group is None and not has_draft:
+            lease.cells_missing -= sum(lease.grant.cells(part) for part in self._parts if part.drafts)
         lease.group = group
         lease.seen.add((tag.sender, tag.number))
         lease.scattering += 1

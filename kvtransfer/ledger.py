@@ -30,6 +30,7 @@ class Peer:
         converter: applied to KV sent to this peer; None: KV keeps its dtype.
         incarnation: of its node; leases may be bound to it.
         sealed: segments between the two have seals.
+        has_draft: it has KV of layers that draft tokens, if this node has.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Peer:
     converter: Converter | None = None
     incarnation: int = 0
     sealed: bool = False
+    has_draft: bool = True
 
     def payload_bytes_for(self, job_bytes: int, *, handling_s: float) -> int:
         """Largest payload of one message of a job of that size."""

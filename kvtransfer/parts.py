@@ -30,12 +30,14 @@ class Part:
         spec: of the rank's cache, or of the payloads if a sender converts them.
         layers: its layers, numbered over all parts.
         heads: the model's heads that the cache holds.
+        drafts: it belongs to layers that draft tokens, which the other node of a pair may lack.
     """
 
     number: int
     spec: KVCacheSpec
     layers: range
     heads: range
+    drafts: bool = False
 
     def place(self, segment: Segment) -> PartPlace:
         """Where one of this part's segments lies. A state's slot holds one cell, so its token is always 0."""
@@ -56,7 +58,9 @@ def parts_of(spec: KVCacheSpec, heads: Sequence[range] = ()) -> tuple[Part, ...]
         heads: the model's heads that each part holds; empty: those of its spec, from the first.
     """
     held = heads or [range(part.num_kv_heads) for part in spec.parts]
-    return tuple(map(Part, range(len(spec.parts)), spec.parts, spec.part_layers, held))
+    num_others = len(spec.without_draft.parts)
+    drafts = [number >= num_others for number in range(len(spec.parts))]
+    return tuple(map(Part, range(len(spec.parts)), spec.parts, spec.part_layers, held, drafts))
 
 
 def part_with(parts: Sequence[Part], layers: range) -> Part | None:

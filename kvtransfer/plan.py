@@ -21,22 +21,21 @@ _WIRE_DRAFT = 7
 
 
 def wire_oldest(spec: KVCacheSpec, *, attention_data_parallel: bool = False) -> int:
-    """The oldest wire version that carries every part of such a cache to the right ranks."""
-    if spec.draft is not None:
-        return _WIRE_DRAFT
+    """The oldest wire version for such a cache and its ranks. Layers that draft need none, as they may be left out."""
     if attention_data_parallel:
         return _WIRE_OWNERS
-    return WIRE_OLDEST if len(spec.parts) == 1 else _WIRE_PARTS
+    return WIRE_OLDEST if len(spec.without_draft.parts) == 1 else _WIRE_PARTS
 
 
 @dataclass(frozen=True)
 class NodeDescription:
     """A node as its peers see it.
 
-    Model identity, `spec`, `batch_invariant` and `rows_in_order` must be equal on both ends, and wire ranges must
-    overlap; an unknown content digest equals all, because older versions have none. `shape`, `package_version`,
-    `tensor_parallel_size` and `attention_data_parallel` may differ. The dtype of `spec` may differ if the receiver
-    accepts conversion and neither node is batch-invariant; other parts are never converted.
+    Model identity, `spec` but for its `draft`, `batch_invariant` and `rows_in_order` must be equal on both ends, and
+    wire ranges must overlap; an unknown content digest equals all, because older versions have none. `shape`,
+    `package_version`, `tensor_parallel_size` and `attention_data_parallel` may differ. The dtype of `spec` may differ
+    if the receiver accepts conversion and neither node is batch-invariant; other parts are never converted. KV of
+    layers that draft travels if both nodes have it.
 
     Attributes:
         spec: of the whole model, not of one rank's share.
@@ -96,7 +95,7 @@ class WirePlan:
     """How KV travels between two nodes that agreed: the same for both ends, without blocks or layout.
 
     Attributes:
-        spec: of KV as it travels, which is as the receiver stores it.
+        spec: of KV as it travels, which is as the receiver stores it. Without `draft` if one of them has none.
         converted_from: dtype of the sender's cache; None if the receiver's is the same.
     """
 
@@ -108,6 +107,11 @@ class WirePlan:
     def sealed(self) -> bool:
         """Whether segments have seals."""
         return self.wire_version >= _WIRE_SEALED
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether KV of layers that draft tokens travels too."""
+        return self.spec.draft is not None
 
     @property
     def conversion(self) -> str:
@@ -132,8 +136,6 @@ _SPEC_CURES = {
 }
 _PART_CURES = {
     "index": f"{_SAME_CHECKPOINT}, with the same version of the package",
-    "draft": "give both nodes the same --speculation and --draft-head; where one node's log says why it has no layer "
-    "that drafts tokens, give the other one --speculation text",
     "state": f"{_SAME_CHECKPOINT}, with the same version of the package",
 }
 
@@ -153,9 +155,10 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
     if not mismatches and (mismatch := _content_mismatch(ours, theirs)):
         mismatches.append(mismatch)
     mismatches += _spec_mismatches(ours.spec, theirs.spec, _SPEC_CURES)
+    with_draft = _both_draft(ours, theirs)
     for name, cure in _PART_CURES.items():
         mismatches += _part_mismatches(name, getattr(ours.spec, name), getattr(theirs.spec, name), cure)
-    if ours.spec.draft is not None and theirs.spec.draft is not None:
+    if with_draft:
         mismatches += _draft_mismatches(ours, theirs)
     converts = receiver is not None and ours.spec.dtype != theirs.spec.dtype
     if receiver is None or (converts and ours.batch_invariant and theirs.batch_invariant):
@@ -172,17 +175,24 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
     if mismatches or receiver is None:
         raise PlanRefused(tuple(mismatches))
     sender = theirs if receiver is ours else ours
-    return WirePlan(wire_version, receiver.spec, sender.spec.dtype if converts else None)
+    spec = receiver.spec if with_draft else receiver.spec.without_draft
+    return WirePlan(wire_version, spec, sender.spec.dtype if converts else None)
 
 
 def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping[RankPair, tuple[Flow, ...]]:
     """The links between two nodes that agreed, and what each carries of each part."""
     return part_flows(
-        sender.spec,
+        sender.spec if _both_draft(sender, receiver) else sender.spec.without_draft,
         senders=sender.tensor_parallel_size,
         receivers=receiver.tensor_parallel_size,
         whole_requests=sender.attention_data_parallel,
     )
+
+
+def _both_draft(ours: NodeDescription, theirs: NodeDescription) -> bool:
+    """Whether KV of layers that draft travels: both nodes have such layers, and their versions can send it."""
+    new_enough = min(ours.wire_newest, theirs.wire_newest) >= _WIRE_DRAFT
+    return new_enough and ours.spec.draft is not None and theirs.spec.draft is not None
 
 
 def _spec_mismatches(
@@ -213,7 +223,8 @@ def _draft_mismatches(ours: NodeDescription, theirs: NodeDescription) -> list[Mi
     """The mismatches of layers that draft, in what is not a field of their KV."""
     assert ours.spec.draft is not None
     assert theirs.spec.draft is not None
-    found = _part_mismatches("draft.index", ours.spec.draft.index, theirs.spec.draft.index, _PART_CURES["index"])
+    found = _part_mismatches("draft", ours.spec.draft, theirs.spec.draft, _SAME_HEAD)
+    found += _part_mismatches("draft.index", ours.spec.draft.index, theirs.spec.draft.index, _PART_CURES["index"])
     if ours.draft_digest != theirs.draft_digest:
         heads = ours.draft_digest or "none", theirs.draft_digest or "none"
         found.append(Mismatch("draft_digest", *heads, _SAME_HEAD))

@@ -86,6 +86,7 @@ class RankTransfer(Protocol):
         conversion: KVConversion | None = None,
         incarnation: int = 0,
         sealed: bool = False,
+        has_draft: bool = True,
     ) -> None:
         """Makes the endpoint to a peer that listens.
 
@@ -95,6 +96,7 @@ class RankTransfer(Protocol):
             conversion: applied to the KV sent to this peer; None: KV keeps its dtype.
             incarnation: of the peer's node, which fills no lease that is bound to another incarnation.
             sealed: segments to and from the peer have seals, which need their leases' keys.
+            has_draft: the peer sends KV of layers that draft tokens, if this rank's cache has it.
 
         Raises:
             PeerRefused: the address belongs to another kind of transport, or would end this process.

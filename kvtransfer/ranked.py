@@ -151,6 +151,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         conversion: KVConversion | None = None,
         incarnation: int = 0,
         sealed: bool = False,
+        has_draft: bool = True,
     ) -> None:
         """Connects all links of a pair. Raises PeerRefused if the peer listens on other links."""
         ends = self._pairs[pair]
@@ -169,6 +170,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
                     conversion=conversion,
                     incarnation=incarnation,
                     sealed=sealed,
+                    has_draft=has_draft,
                 )
                 for call in calls
             )

@@ -295,7 +295,7 @@ class Receiver:
             self._refuse(tag, opened, peer=tag.sender, authenticated=not peer.sealed)
             return None
         refusal = self._check(opened, item.num_bytes, reading)
-        refusal = refusal or self._leases.start_scatter(tag, opened, group=peer.group)
+        refusal = refusal or self._leases.start_scatter(tag, opened, group=peer.group, has_draft=peer.has_draft)
         if refusal is not None:
             self._refuse(tag, refusal, peer=tag.sender)
             return None

@@ -133,6 +133,7 @@ class KVTransfer(RankTransfer):
         conversion: KVConversion | None = None,
         incarnation: int = 0,
         sealed: bool = False,
+        has_draft: bool = True,
     ) -> None:
         limit = self.message_bytes if message_bytes is None else min(message_bytes, self.message_bytes)
         if self._probe is not None:
@@ -143,7 +144,13 @@ class KVTransfer(RankTransfer):
             converter = await asyncio.to_thread(open_converter, self._cache, conversion.target_dtype, conversion.scales)
         check_segment_bytes(converter.spec if converter else self._cache.spec, limit - TRAILER_BYTES)
         wanted = Peer(
-            peer, limit - TRAILER_BYTES, group=group, converter=converter, incarnation=incarnation, sealed=sealed
+            peer,
+            limit - TRAILER_BYTES,
+            group=group,
+            converter=converter,
+            incarnation=incarnation,
+            sealed=sealed,
+            has_draft=has_draft,
         )
         await self._call(lambda future: self._thread.connect(wanted, address, future))
 

@@ -35,7 +35,8 @@ class CallSends:
         self._block_ids: tuple[int, ...] = ()
         self._owner: int | None = None
         self._state_slot = -1  # of the state after the ticket's last token, once it is computed
-        self._unsent = Unsent(spec, token_start=self._ticket.token_start, token_stop=self._ticket.token_stop)
+        sent = spec if called.peer.has_draft else spec.without_draft
+        self._unsent = Unsent(sent, token_start=self._ticket.token_start, token_stop=self._ticket.token_stop)
         self._pieces: deque[SegmentPiece] = deque()  # taken from `_unsent`, and sent one after the other
         self._sending: SegmentPiece | None = None  # the last one that was given to the transport
         self._segments: list[Segment] = []

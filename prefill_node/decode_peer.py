@@ -84,6 +84,7 @@ class DecodePeer:
         self._max_context_tokens: int | None = None
         self._conversion: KVConversion | None = None
         self._sealed = False
+        self._has_draft = True
         self._outbox: asyncio.Queue[pb.PairRequest] = asyncio.Queue()
         self._settled = asyncio.Event()
         self._ending = False
@@ -106,6 +107,7 @@ class DecodePeer:
             transport=self.state.transport,
             kv_converted=self.state.kv_converted,
             max_context_tokens=self._max_context_tokens,
+            has_draft=self._has_draft,
         )
 
     async def settled(self) -> node_status_pb2.PeerState:
@@ -170,6 +172,7 @@ class DecodePeer:
             return None
         self.state.kv_converted = plan.conversion
         self._sealed = plan.sealed
+        self._has_draft = plan.has_draft
         self._conversion = conversion_of(plan, response.accepted.kv_scales)
         return response.accepted
 

@@ -22,6 +22,7 @@ class PeerFacts:
         sender_number: the peer's number for this node.
         kv_converted: how KV is converted, such as "bfloat16 to fp8"; empty if it is not.
         max_context_tokens: of the decode node; None: unknown.
+        has_draft: it takes KV of layers that draft tokens, if this node has such layers.
     """
 
     number: int
@@ -29,6 +30,7 @@ class PeerFacts:
     transport: str
     kv_converted: str
     max_context_tokens: int | None
+    has_draft: bool = True
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from baton.engine.device.fits import check_fits
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.out_of_memory import allocating
 from baton.engine.device.profile import MemoryPlan
+from baton.engine.device.resolve_device import resolve_device
 from baton.engine.device.runner import ModelRunner
 from baton.engine.device.step_costs import (
     BOTH_RULE,
@@ -31,6 +32,7 @@ from baton.engine.device.step_costs import (
 )
 from baton.engine.draft_layer import draft_digest, load_draft_head, with_draft_layer
 from baton.engine.expert_plan import check_same_plan, plan_experts
+from baton.engine.optional_layer import LayerTrial, without_layer_if_needed
 from baton.engine.request import ModelFacts
 from baton.engine.same_model import check_same_config, check_same_files, hashing_content
 from baton.grammar.compiler import GrammarCompiler
@@ -41,6 +43,7 @@ from baton.models.adapters.bank import AdapterBank
 from baton.models.config.model_config import ModelConfig
 from baton.models.config.quantization.config import Fp8Config
 from baton.models.families.reader import read_config
+from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.parallel import SINGLE, TensorParallel, kv_heads, refuse_batch_invariance
 from baton.models.loading.identity import ModelIdentity, model_identity
 from baton.models.loading.loader import load_model
@@ -56,8 +59,6 @@ from baton.settings.node_config import (
 )
 
 _log = logging.getLogger(__name__)
-
-_DEVICES = ("auto", "cpu", "cuda", "cuda:<index>")
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,16 @@ def build_runner(
     Raises:
         ConfigError: a value is wrong, or model, backend and cache do not fit together.
     """
-    device = _resolve_device(settings.device)
+    return without_layer_if_needed(
+        lambda given: _build_runner(given, parallel, progress), settings, logs=parallel.rank == 0
+    )
+
+
+def _build_runner(
+    settings: NodeSettings, parallel: TensorParallel, progress: Callable[[int, int], None] | None
+) -> BuiltRunner:
+    """Builds a runner as `build_runner` does, or raises LayerLeftOut."""
+    device = resolve_device(settings.device)
     if device.type == "cuda":
         # NOTE: Triton launches on the thread's current GPU, wherever the tensors are, and loading runs kernels.
         torch.cuda.set_device(device)
@@ -137,7 +147,8 @@ def build_runner(
             config.max_context_tokens,
             config.max_position_embeddings,
         )
-    config = with_draft_layer(config, settings)
+    config = with_draft_layer(config, settings, logs=parallel.rank == 0)
+    trial = LayerTrial(config, parallel, device)
     parallel = plan_experts(parallel, config, settings)
     dtype = resolve_dtype(config, settings.dtype, device_type=device.type)
     kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]
@@ -157,8 +168,9 @@ def build_runner(
     check_same_plan(parallel, device)
     spec = kv_cache_spec(rank_config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, setting=settings.kv_cache_layout)
-    sizes = given_sizes(settings, spec, device, context_tokens=config.max_context_tokens)
-    check_fits(settings, spec, num_blocks=sizes.num_blocks, state_slots=sizes.state_slots, device=device)
+    with trial.step():
+        sizes = given_sizes(settings, spec, device, context_tokens=config.max_context_tokens)
+        check_fits(settings, spec, num_blocks=sizes.num_blocks, state_slots=sizes.state_slots, device=device)
     # Until a profile sets the number of blocks, the cache is assumed to hold the longest sequence.
     num_blocks = sizes.num_blocks or -(-config.max_context_tokens // settings.block_size)
     shape = KVCacheShape(layout.get_kv_cache_layout(), settings.block_size, num_blocks, sizes.state_slots)
@@ -177,19 +189,20 @@ def build_runner(
     identity = replace(identity, draft_digest=draft_digest(config, settings, parallel, device))
     tokenizer = tokenizer_json(settings.model)
     check_same_files(parallel, settings.model, identity, tokenizer, device)
-    with allocating("the weights"), hashing_content(parallel, settings, device) as content:
-        model = load_model(
-            settings.model,
-            config,
-            backend=backend,
-            dtype=dtype,
-            device=device,
-            kv_dtype=kv_dtype,
-            load_format=settings.load_format,
-            batch_invariant=settings.batch_invariant,
-            parallel=parallel,
-            progress=progress,
-        )
+    with hashing_content(parallel, settings, device) as content:
+        with trial.step(), allocating("the weights"):
+            model = load_model(
+                settings.model,
+                config,
+                backend=backend,
+                dtype=dtype,
+                device=device,
+                kv_dtype=kv_dtype,
+                load_format=settings.load_format,
+                batch_invariant=settings.batch_invariant,
+                parallel=parallel,
+                progress=progress,
+            )
         if rank_config.eagle is not None:
             head_backend = select_backend(needs_of(rank_config.eagle.layer), forced=settings.attention_backend)
             load_draft_head(
@@ -206,7 +219,10 @@ def build_runner(
 
     adapters: AdapterBank | None = None
     if settings.adapter_slots:
-        with allocating(f"{settings.adapter_slots} slots for adapters of rank {settings.max_adapter_rank}"):
+        with (
+            trial.step(),
+            allocating(f"{settings.adapter_slots} slots for adapters of rank {settings.max_adapter_rank}"),
+        ):
             adapters = AdapterBank(
                 model,
                 config,
@@ -230,12 +246,20 @@ def build_runner(
 
     memory: MemoryPlan | None = None
     if sizes.num_blocks is None:
-        sizes, memory = profiled_sizes(settings, sizes, make_runner, spec, shape, device)
+        with trial.step():
+            sizes, memory = profiled_sizes(settings, sizes, make_runner, spec, shape, device)
     assert sizes.num_blocks is not None, "given or profiled"
     num_blocks = parallel.smallest(sizes.num_blocks, device)
     state_slots = parallel.smallest(sizes.state_slots, device)
     limits = StepLimits(parallel.smallest(sizes.max_batch_tokens, device), sizes.max_batch_requests)
-    with allocating(f"the KV cache, {num_blocks} blocks of {settings.block_size} tokens"):
+    trial.check_room(
+        settings,
+        spec,
+        replace(sizes, num_blocks=num_blocks),
+        context_tokens=config.max_context_tokens,
+        layer_bytes=0 if memory is None else _layer_bytes(model),
+    )
+    with trial.step(), allocating(f"the KV cache, {num_blocks} blocks of {settings.block_size} tokens"):
         cache = PagedKVCache(spec, replace(shape, num_blocks=num_blocks, state_slots=state_slots), device)
     if state_slots:
         _log.info("%s: %d slots for recurrent states of %.1f MiB", device, state_slots, spec.bytes_per_slot / MIB)
@@ -334,24 +358,6 @@ def _facts(
     )
 
 
-def _resolve_device(device: str) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError:
-        raise ConfigError(f"device is {device!r}", field="device", value=device, allowed=_DEVICES) from None
-    if resolved.type != "cuda":
-        return resolved
-    count = torch.cuda.device_count()
-    index = resolved.index or 0
-    if index >= count:
-        raise ConfigError(
-            f"device is {device}, and this machine has {count} GPU(s)",
-            field="device",
-            value=device,
-            allowed=("auto", "cpu", *(f"cuda:{index}" for index in range(count))),
-            cure="install a torch with CUDA, give the container a GPU, or use --device cpu" if count == 0 else "",
-        )
-    # With an index, so that it means the same GPU in every thread.
-    return torch.device("cuda", index)
+def _layer_bytes(model: CausalLM) -> int:
+    """Bytes of the weights of the model's layer for multi-token prediction."""
+    return sum(weight.nbytes for weight in model.mtp.parameters()) if model.mtp is not None else 0

@@ -8,9 +8,11 @@ import torch
 
 from attention.backend import AttentionBackend
 from baton.core.errors import ConfigError
+from baton.engine.optional_layer import log_left_out
 from baton.engine.same_model import check_same_head
 from baton.kvcache.spec import KV_CACHE_DTYPES
 from baton.models.checkpoint.checkpoint import read_checkpoint
+from baton.models.checkpoint.names import LANGUAGE_MODEL, renamed
 from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.config.mtp import LAYER, mtp_form, why_no_mtp, with_mtp
 from baton.models.families.dense.eagle_config import read_head
@@ -26,25 +28,40 @@ _log = logging.getLogger(__name__)
 _WITHOUT_LAYER = "off", "text"
 
 
-def with_draft_layer(config: ModelConfig, settings: NodeSettings) -> ModelConfig:
+def with_draft_layer(config: ModelConfig, settings: NodeSettings, *, logs: bool = False) -> ModelConfig:
     """Returns the config with the layer that drafts tokens, if the node guesses tokens and has such a layer.
+
+    Args:
+        logs: whether to log why the checkpoint's layer is left out, if it is.
 
     Raises:
         ConfigError: the settings name a head that the node cannot use.
     """
     if settings.draft_head is not None:
         return _with_head(config, settings)
-    if settings.speculation in _WITHOUT_LAYER or not config.mtp_layers:
+    if settings.speculation in _WITHOUT_LAYER or not config.mtp_layers or config.headless:
         return config
     problem = why_no_mtp(config)
     if not problem and settings.load_format == "safetensors":
-        stored, prefix = read_checkpoint(settings.model), mtp_form(config).prefixes(config.num_layers)[LAYER]
-        if not any(name.removeprefix("language_model.").startswith(prefix) for name in stored):
-            problem = "the files have no tensors of it, as those that transformers saves"
+        problem = _why_not_stored(config, settings)
     if not problem:
         return with_mtp(config)
-    _log.warning("the checkpoint's layer for multi-token prediction is not used: %s", problem)
+    if logs:
+        log_left_out(problem)
     return config
+
+
+def _why_not_stored(config: ModelConfig, settings: NodeSettings) -> str:
+    """Returns which part of the layer the files lack; empty if there is something of each part."""
+    stored = {renamed(name, LANGUAGE_MODEL) for name in read_checkpoint(settings.model)}
+    lacking = [
+        prefix
+        for prefix in mtp_form(config).prefixes(config.num_layers).values()
+        if not any(name.startswith(prefix) for name in stored)
+    ]
+    if mtp_form(config).prefixes(config.num_layers)[LAYER] in lacking:
+        return "the files have no tensors of it, as those that transformers saves"
+    return f"the files have no tensors {', '.join(f'{prefix}*' for prefix in lacking)}" if lacking else ""
 
 
 def _with_head(config: ModelConfig, settings: NodeSettings) -> ModelConfig:

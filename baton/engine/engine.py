@@ -153,12 +153,15 @@ class Engine:
         """
         return self._scheduler.extend_reserved(request_id, output)
 
-    def admit(self, request_id: str, first: TokenOutput, guesses: Sequence[int] = ()) -> FinishReason | None:
+    def admit(
+        self, request_id: str, first: TokenOutput, guesses: Sequence[int] = (), *, has_draft: bool = True
+    ) -> FinishReason | None:
         """Lets a reserved request decode, once all KV before `first`, its next token, has arrived. It joins the next
         step that is not launched yet and has a seat.
 
         Args:
             guesses: for the tokens after `first`, from the node that computed the prompt. Any are safe.
+            has_draft: KV of layers that draft tokens has arrived too, if the model has such layers here.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
@@ -166,23 +169,28 @@ class Engine:
             UnknownLease: no such reservation.
             InvalidRequest: `first` is not the request's next token.
         """
-        reason = self._scheduler.admit(request_id, first, guesses)
+        reason = self._scheduler.admit(request_id, first, guesses, has_draft=has_draft)
         self._steps.wake()
         return reason
 
-    def prefill_here(self, request_id: str, output: tuple[int, ...], *, received_tokens: int = 0) -> None:
+    def prefill_here(
+        self, request_id: str, output: tuple[int, ...], *, received_tokens: int = 0, has_draft: bool = True
+    ) -> None:
         """Computes the rest of a reserved request's sequence here. `output` is its whole output so far.
 
         Args:
             received_tokens: number of leading tokens whose KV has arrived in the reserved blocks; it was sent with the
                 lesser of the reservation's `resume_at` and this number. A multiple of the block size; 0: none has
                 arrived.
+            has_draft: as in `admit`.
 
         Raises:
             UnknownLease: no such reservation.
             InvalidRequest: `output` does not continue what the request had, or `received_tokens` cannot be right.
         """
-        self._scheduler.prefill_here(request_id, output, self._clock(), received_tokens=received_tokens)
+        self._scheduler.prefill_here(
+            request_id, output, self._clock(), received_tokens=received_tokens, has_draft=has_draft
+        )
         self._steps.wake()
 
     async def compile_grammar(self, grammar: Grammar) -> None:

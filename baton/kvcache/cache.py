@@ -61,7 +61,7 @@ class PagedKVCache:
     @property
     def parts(self) -> "tuple[PagedKVCache, ...]":
         """This cache and its further parts, in the order of `KVCacheSpec.parts`."""
-        further = (part for part in (self.index, self.draft, self.state) if part is not None)
+        further = (part for part in (self.index, self.state, self.draft) if part is not None)
         return self, *(each for part in further for each in part.parts)
 
     @property

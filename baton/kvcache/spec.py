@@ -6,7 +6,7 @@ spec: `index` holds the keys by which sparse attention selects tokens, `draft` t
 numbered consecutively (`parts`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 from types import MappingProxyType
@@ -64,9 +64,15 @@ class KVCacheSpec:
 
     @property
     def parts(self) -> "tuple[KVCacheSpec, ...]":
-        """This spec, then those of its further parts, in the order in which layers are numbered on the wire."""
-        further = (part for part in (self.index, self.draft, self.state) if part is not None)
+        """This spec, then those of its further parts, in the order in which layers are numbered on the wire. Layers
+        that draft come last, so that all others have the same numbers on nodes without them."""
+        further = (part for part in (self.index, self.state, self.draft) if part is not None)
         return self, *(each for part in further for each in part.parts)
+
+    @property
+    def without_draft(self) -> "KVCacheSpec":
+        """This spec without layers that draft tokens."""
+        return self if self.draft is None else replace(self, draft=None)
 
     @property
     def part_layers(self) -> tuple[range, ...]:

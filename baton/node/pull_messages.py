@@ -137,7 +137,8 @@ def check_hello(hello: pb.PullHello, ours: node_status_pb2.NodeInfo, namespace: 
             field="namespace",
             value=hello.namespace.hex(),
             allowed=(namespace.hex(),),
-            cure="pull between nodes of the same model and KV dtype, and in batch-invariant mode of as many ranks",
+            cure="pull between nodes of the same model, KV dtype and --speculation, in batch-invariant mode also of as "
+            "many ranks",
         )
 
 
@@ -165,6 +166,7 @@ def _differences(ours: node_status_pb2.NodeInfo, theirs: node_status_pb2.NodeInf
         ("config_digest", ours.model.config_digest, theirs.model.config_digest),
         ("weights_digest", ours.model.weights_digest, theirs.model.weights_digest),
         ("content_digest", ours.model.content_digest, theirs.model.content_digest),
+        ("layers that draft", ours.cache_spec.draft.num_layers, theirs.cache_spec.draft.num_layers),
         ("draft_digest", ours.draft_digest, theirs.draft_digest),
         ("KV dtype", ours.cache_spec.dtype, theirs.cache_spec.dtype),
         ("tensor_parallel_size", ours.tensor_parallel_size, theirs.tensor_parallel_size),

@@ -19,6 +19,7 @@ from baton.load.goals import DEFAULT_SHARE, Goal
 from baton.load.lengths import FORMS
 from baton.load.shape import Shape
 from baton.load.workload import PRESETS, LengthSpan, TraceReplay, Workload
+from baton.models.config.mtp import with_mtp
 from baton.models.families.reader import read_config
 from baton.models.loading.gguf.view import model_directory
 from baton.planner.goodput import Measure
@@ -127,7 +128,8 @@ def plan(
     )  # fmt: skip
     shape.check()
     directory = model_directory(model, weights=False)
-    size = model_size(read_config(directory), redundant_experts=redundant_experts)
+    # As nodes do by default, whose `--speculation text` would leave the layer out.
+    size = model_size(with_mtp(read_config(directory)), redundant_experts=redundant_experts)
     if attention_data_parallel:
         size = size.with_own_attention()
     load, own_rate = _fitting(shape, size.max_context_tokens)

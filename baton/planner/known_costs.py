@@ -63,7 +63,7 @@ def kind_by_roofline(
                 costs,
                 costs,
                 tokens,
-                size.kv_bytes,
+                size.cached_bytes,
                 link_bytes_per_s,
                 seats=seats,
                 prefill_seats=seats,
@@ -75,8 +75,8 @@ def kind_by_roofline(
     states = f", recurrent states of {size.state_bytes / 1e9:,.2f} GB a request" if size.state_bytes else ""
     gpus = f"{tried[-1]} GPU{'s' if tried[-1] > 1 else ''} of {gpu.memory_gib:g} GiB"
     raise ConfigError(
-        f"{size.weight_bytes / 1e9:.1f} GB of weights{states} and KV of {needed} tokens, {size.kv_bytes} bytes each, "
-        f"do not fit on {gpus}",
+        f"{size.weight_bytes / 1e9:.1f} GB of weights{states} and KV of {needed} tokens, {size.cached_bytes} bytes "
+        f"each, do not fit on {gpus}",
         field="tensor_parallel_size",
         value=tried[-1],
         cure="give more GPUs to a node by --tensor-parallel-size, a larger GPU, or shorter requests",

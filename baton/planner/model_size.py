@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from baton.core.errors import ConfigError
 from baton.kvcache.spec import DTYPE_BYTES
 from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig
+from baton.models.config.mtp import mtp_config
 from baton.models.config.quantization.config import Quantization
 from baton.models.config.quantization.mxfp4_config import MXFP4_BLOCK, Mxfp4Config
 from baton.models.config.recurrent import RecurrentConfig
@@ -38,6 +39,7 @@ class ModelSize:
         copies: redundant experts, in addition to `experts`.
         ranks_min: fewest ranks such that a rank holds each expert at most once.
         windowed_share, window: share of layers that see only a window of recent tokens, and its size.
+        draft: the layer for multi-token prediction, which takes memory, and no time in steps without guesses.
     """
 
     num_layers: int
@@ -65,6 +67,12 @@ class ModelSize:
     ranks_min: int = 1
     windowed_share: float = 0.0
     window: int = 0
+    draft: "ModelSize | None" = None
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of one token in the cache: its KV, also in the layer that drafts."""
+        return self.kv_bytes + (0 if self.draft is None else self.draft.kv_bytes)
 
     @property
     def weight_bytes(self) -> int:
@@ -72,9 +80,11 @@ class ModelSize:
         return linear + (self.head + self.embedding + self.tables) * self.head_bytes
 
     def rank_bytes(self, ranks: int) -> float:
-        """Bytes of one rank's weights. Ranks share the experts evenly, by channels or whole, with their copies."""
+        """Bytes of one rank's weights, with the layer that drafts. Ranks share the experts evenly, by channels or
+        whole, with their copies."""
         whole = self.whole * self.linear_bytes + self.tables * self.head_bytes
-        return (self.weight_bytes + self.copies * self.expert_bytes - whole) / ranks + whole
+        draft = 0.0 if self.draft is None else self.draft.rank_bytes(ranks)
+        return (self.weight_bytes + self.copies * self.expert_bytes - whole) / ranks + whole + draft
 
     def with_own_attention(self) -> "ModelSize":
         """The sizes with attention data parallelism, where every rank holds all of attention.
@@ -88,7 +98,8 @@ class ModelSize:
                 field="attention_data_parallel", value=True, allowed=("false",),
             )  # fmt: skip
         routers = self.whole - self.latent_whole
-        return replace(self, whole=self.latent_attention + routers, own_requests=True)
+        draft = None if self.draft is None else self.draft.with_own_attention()
+        return replace(self, whole=self.latent_attention + routers, own_requests=True, draft=draft)
 
     def rank_read_bytes(self, tokens: int, ranks: int) -> float:
         """`read_bytes` of one of several ranks."""
@@ -184,7 +195,15 @@ def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
         ranks_min=1 if moe is None else 1 + -(-redundant_experts // moe.num_experts),
         windowed_share=len(bounded) / layers,
         window=max(bounded, default=0),
+        draft=_draft_size(config, redundant_experts) if config.drafts else None,
     )
+
+
+def _draft_size(config: ModelConfig, redundant_experts: int) -> ModelSize:
+    """The layer for multi-token prediction. It has the model's embedding and head, and a projection of its own."""
+    size = model_size(mtp_config(config), redundant_experts=redundant_experts)
+    projection = 2 * config.hidden_size * config.hidden_size
+    return replace(size, dense=size.dense + projection, head=0, embedding=0, tables=0)
 
 
 def _quantized_bytes(quantization: Quantization | None, dtype_bytes: int) -> tuple[float, float]:

@@ -111,7 +111,7 @@ def roofline(size: ModelSize, gpu: Gpu, ranks: int = 1) -> StepCosts:
 def cache_tokens(size: ModelSize, gpu: Gpu, ranks: int) -> int:
     """Tokens of KV that fit next to weights and states on each of `ranks` GPUs; at most 0 if the weights do not fit."""
     states = state_slots(size, gpu, ranks) * _rank_state_bytes(size, ranks)
-    return int((_room_bytes(size, gpu, ranks) - states) / (size.kv_bytes / kv_holders(size, ranks)))
+    return int((_room_bytes(size, gpu, ranks) - states) / (size.cached_bytes / kv_holders(size, ranks)))
 
 
 def state_slots(size: ModelSize, gpu: Gpu, ranks: int) -> int:

@@ -142,12 +142,11 @@ class NodeSettings(CommonSettings):
     cuda_graphs: bool = Field(True, description="on a GPU, capture steps as CUDA graphs")
     batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
     speculation: Literal["off", "text", "auto", "always"] = Field(
-        "text",
+        "auto",
         description="guess next tokens and compute several of them in one step, where the measured times of steps say "
         "that it is faster; no token changes. text: from a request's own text, from what its tenant's requests were "
-        "answered lately and from its grammar; auto: also with the checkpoint's layer for multi-token prediction or "
-        "with draft_head, which prefill and decode nodes then both need; always: as auto, wherever something can be "
-        "guessed",
+        "answered lately and from its grammar; auto: also with the checkpoint's layer for multi-token prediction, "
+        "if it has one that fits, or with draft_head; always: as auto, wherever something can be guessed",
     )
     draft_head: Path | None = Field(
         None,

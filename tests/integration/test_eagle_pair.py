@@ -116,7 +116,7 @@ async def test_ranks_guess_together(start: Machines, gateways: Guessing, saved: 
         assert result.proof.accepted_tokens > 0.7 * result.proof.drafted_tokens
 
 
-async def test_a_pair_with_one_head_or_two_is_refused_with_the_cure(
+async def test_a_pair_with_two_heads_is_refused_with_the_cure_and_one_with_a_head_serves(
     start: Machines, saved: Saved, tmp_path: Path
 ) -> None:
     """A decode node with a retrained head, next to prefill nodes without one and with the old one."""
@@ -127,12 +127,14 @@ async def test_a_pair_with_one_head_or_two_is_refused_with_the_cure(
     plain, old, decode = start.nodes(
         ("prefill", saved.flags), ("prefill", saved.guessing), ("decode", {**saved.guessing, "draft_head": tmp_path})
     )
-    gateway = start.gateway([plain, old], [decode], model=saved.model)
-    for prefill, field, ours in ((plain, "draft", "none"), (old, "draft_digest", "")):
-        last = await until_status(prefill, lambda last: any(peer.mismatches for peer in last.peers))
-        (reason,) = last.peers[0].mismatches
-        assert reason.field == field
-        assert reason.ours == ours or (len(reason.ours) == 64 and reason.ours != reason.theirs)
-        assert "--draft-head" in reason.cure
-    result = await generate(gateway, PROMPTS[0], GREEDY)
-    assert result.proof.path is RequestPath.LOCAL
+    refused = start.gateway([old], [decode], model=saved.model)
+    last = await until_status(old, lambda last: any(peer.mismatches for peer in last.peers))
+    (reason,) = last.peers[0].mismatches
+    assert reason.field == "draft_digest"
+    assert len(reason.ours) == 64
+    assert reason.ours != reason.theirs
+    assert "--draft-head" in reason.cure
+    served = start.gateway([plain], [decode], model=saved.model, local_policy="strict")
+    results = [await generate(gateway, PROMPTS[0], GREEDY) for gateway in (refused, served)]
+    assert [each.proof.path for each in results] == [RequestPath.LOCAL, RequestPath.REMOTE]
+    assert results[0].token_ids == results[1].token_ids

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.sampling import SamplingParams
-from baton.core.types import Path as RequestPath
-from tests.integration.cluster import Flags, Machines, until_status
+from tests.integration.cluster import Flags, Machines
 from tests.integration.generation import generate
 from tests.integration.guessing_pair import (
     DRAWN,
@@ -87,18 +86,3 @@ async def test_ranks_guess_together(start: Machines, gateways: Guessing, model: 
         result, expected = await generate(pair, prompt, GREEDY), await generate(plain, prompt, GREEDY)
         assert result.token_ids == expected.token_ids
         assert result.proof.accepted_tokens > 0.6 * result.proof.drafted_tokens
-
-
-async def test_a_pair_of_which_one_node_has_no_such_layer_is_refused_with_the_cure(
-    start: Machines, model: Path
-) -> None:
-    node: Flags = {"model": model, "num_blocks": 64}
-    prefill, decode = start.nodes(("prefill", node), ("decode", {**node, "speculation": "auto"}))
-    gateway = start.gateway([prefill], [decode], model=model)
-    for each, ours, theirs in ((prefill, "none", "1 layers"), (decode, "1 layers", "none")):
-        last = await until_status(each, lambda last: any(peer.mismatches for peer in last.peers))
-        reasons = {reason.field: reason for reason in last.peers[0].mismatches}
-        assert (reasons["draft"].ours, reasons["draft"].theirs) == (ours, theirs)
-        assert "--speculation" in reasons["draft"].cure
-    result = await generate(gateway, PROMPTS[0], GREEDY)
-    assert result.proof.path is RequestPath.LOCAL

@@ -11,7 +11,6 @@ import pytest
 
 from baton.client.resumption import _Amount
 from baton.core.errors import BatonError
-from baton.core.types import TokenOutput
 from baton.engine.scheduling.request_table import RequestTable
 from baton.engine.scheduling.state import RequestState
 from baton.gateway.fleet.fleet import Fleet
@@ -162,8 +161,8 @@ def _renewal_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
 def _split_counts_a_block_too_many(patch: pytest.MonkeyPatch) -> None:
     admit = DecodeTask._admit
 
-    def mutated(self: DecodeTask, first: TokenOutput | None, guesses: tuple[int, ...], now_s: float) -> DecodeCommand:
-        command = admit(self, first, guesses, now_s)
+    def mutated(self: DecodeTask, sent: HandedOver, now_s: float) -> DecodeCommand:
+        command = admit(self, sent, now_s)
         if isinstance(command, PrefillHere):
             return replace(command, received_tokens=command.received_tokens + self._rules.block_size)
         return command

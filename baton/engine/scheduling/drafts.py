@@ -163,6 +163,13 @@ class Drafts:
         if tokens and self._has_layer:
             self._speculator.guessed(state, tokens[:MOST_LAYER_GUESSES])
 
+    def lacks_layer_kv(self, state: RequestState) -> None:
+        """A request's KV comes without that of the model's own layer, from a node that has none."""
+        if self._has_layer:
+            self._speculator.has_hole(state)
+            # As in `ask_layer`.
+            state.is_shared = False
+
     def end(self, state: RequestState) -> None:
         """The request has ended."""
         self._speculator.end(state)

@@ -165,12 +165,15 @@ class Scheduler:
         state.replace_output(output)
         return self._blocks.reservation(state)
 
-    def admit(self, request_id: str, first: TokenOutput, guesses: Sequence[int] = ()) -> FinishReason | None:
+    def admit(
+        self, request_id: str, first: TokenOutput, guesses: Sequence[int] = (), *, has_draft: bool = True
+    ) -> FinishReason | None:
         """Lets a reserved request decode after `first`, once the KV of all its known tokens has arrived. It runs as
         soon as a seat is free.
 
         Args:
             guesses: for the tokens after `first`, from the node that computed the prompt.
+            has_draft: KV of layers that draft tokens has arrived too, if the model has such layers here.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
@@ -180,6 +183,8 @@ class Scheduler:
         """
         state = self._requests.reserved(request_id)
         check_first_token(first, index=state.num_output, vocab_size=self._facts.vocab_size)
+        if self._drafts is not None and not has_draft:
+            self._drafts.lacks_layer_kv(state)
         self._blocks.fill(state)
         if (end := state.append(first.token_id)) is not NO_END:
             self._requests.end(state)
@@ -191,7 +196,15 @@ class Scheduler:
             self._requests.fill_seats()
         return end.reason
 
-    def prefill_here(self, request_id: str, output: tuple[int, ...], now: float, *, received_tokens: int = 0) -> None:
+    def prefill_here(
+        self,
+        request_id: str,
+        output: tuple[int, ...],
+        now: float,
+        *,
+        received_tokens: int = 0,
+        has_draft: bool = True,
+    ) -> None:
         """Computes a reserved request's tokens from `Reservation.restart_at` on here. `output` is its whole output so
         far.
 
@@ -199,6 +212,7 @@ class Scheduler:
             received_tokens: number of leading tokens whose KV is in the request's blocks, cached or received; layers
                 with a sliding window may lack what a computation from the lesser of `Reservation.resume_at` and this
                 number does not read. A multiple of the block size; 0: none has arrived.
+            has_draft: as in `admit`.
 
         Raises:
             UnknownLease: no such reservation.
@@ -209,6 +223,8 @@ class Scheduler:
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         check_received(state.request, received_tokens, stop=state.num_tokens, multiple=self._block_size)
         if has_arrived := received_tokens > state.num_cached:
+            if self._drafts is not None and not has_draft:
+                self._drafts.lacks_layer_kv(state)
             self._blocks.fill_part(state, received_tokens)
         state.replace_output(output)
         state.score_prompt()

@@ -237,6 +237,10 @@ class Speculator:
         self._with_hole.update([request.request_id for request in requests])
         return False
 
+    def has_hole(self, request: Speculating) -> None:
+        """The model's own layer has no KV of some of a request's tokens, so it guesses nothing for the request."""
+        self._with_hole.add(request.request_id)
+
     def guessed(self, request: Speculating, tokens: Sequence[int]) -> None:
         """Takes the guesses of the model's own layer after the known tokens of a request that has begun."""
         if request.request_id not in self._with_hole:

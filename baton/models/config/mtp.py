@@ -107,6 +107,8 @@ def why_no_mtp(config: ModelConfig) -> str:
     attention = config.attention
     if not config.mtp_layers:
         return "its checkpoint has no layers for multi-token prediction"
+    if config.headless:
+        return "it generates nothing"
     if config.architecture not in _FORMS:
         return f"the MTP layers of {config.architecture} are not supported, only those of {', '.join(_FORMS)}"
     if isinstance(attention, GQAConfig) and any(attention.sliding_windows):

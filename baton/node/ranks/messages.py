@@ -118,6 +118,7 @@ class RankConnect(Verb[None]):
     conversion: KVConversion | None
     incarnation: int
     sealed: bool
+    has_draft: bool
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,10 @@ class RemoteTransfer(RankTransfer):
         conversion: KVConversion | None = None,
         incarnation: int = 0,
         sealed: bool = False,
+        has_draft: bool = True,
     ) -> None:
-        await self._ask(RankConnect(peer, address, message_bytes, group, conversion, incarnation, sealed))
+        verb = RankConnect(peer, address, message_bytes, group, conversion, incarnation, sealed, has_draft)
+        await self._ask(verb)
 
     async def disconnect(self, peer: int) -> tuple[int, ...]:
         return await self._ask_unless_gone(Disconnect(peer), ())

@@ -159,6 +159,7 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
                 conversion=verb.conversion,
                 incarnation=verb.incarnation,
                 sealed=verb.sealed,
+                has_draft=verb.has_draft,
             )
         case Disconnect():
             return transfer.disconnect(verb.peer)

@@ -106,7 +106,7 @@ async def test_a_ready_peers_messages_are_delivered_until_its_stream_ends(built:
         stream.end()
         await ended(serving)
         assert peers.delivered == [
-            HandOverReceived(number, hand_over, node.incarnation),
+            HandOverReceived(number, hand_over, node.incarnation, has_draft=False),
             QuietReceived(number, quiet, node.incarnation),
             PeerLost(number, node.name, ()),
         ]

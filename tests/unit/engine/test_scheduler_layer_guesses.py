@@ -138,3 +138,29 @@ def test_chunks_say_which_token_follows_them() -> None:
     assert second.rows[0].next_token == -1, "the step draws it"
     assert (first.guesses, second.guesses) == (0, 4)
     assert node.schedule(0.0) is None, "the next step waits for the guesses"
+
+
+@pytest.mark.parametrize("part_tokens", [0, 8])
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_the_layer_guesses_nothing_for_kv_that_came_without_its_own_and_such_kv_is_kept_for_nobody(
+    part_tokens: int, has_draft: bool
+) -> None:
+    """Of a whole prompt, and of the first part of one whose rest is computed here."""
+    node, prompt = scheduler(), list(range(100, 112))
+    node.reserve(request("a", prompt, sampling=SAMPLING), 0.0, arriving_tokens=part_tokens)
+    if part_tokens:
+        node.prefill_here("a", (), 0.0, received_tokens=part_tokens, has_draft=has_draft)
+    else:
+        node.admit("a", TokenOutput(5, 0), (7, 8), has_draft=has_draft)
+    step = node.schedule(0.0)
+    assert step is not None
+    (row,) = step.rows
+    assert bool(step.guesses) is has_draft
+    assert (list(row.drafts) == [7, 8]) is (has_draft and not part_tokens)
+    assert step.writes_draft_kv is (has_draft or part_tokens > 0), "a chunk is computed with the layer"
+    guessed = Guessed({0: (9,) * step.guesses}, 1, 0.001) if has_draft else None
+    drawn = TokenOutput(6, 0 if part_tokens else 1)
+    node.complete([(drawn,) if row.num_drafts else drawn], 0.0, guessed=guessed)
+    node.abort("a")
+    kept = node.reserve(request("b", prompt, sampling=SAMPLING), 0.0).cached_tokens
+    assert (kept > 0) is has_draft

@@ -177,8 +177,13 @@ def test_nobody_is_told_of_a_node_that_keeps_nothing_is_gone_or_has_another_kind
     report = node_status_pb2.NodeStatus()
     report.CopyFrom(decode.status)
     report.info.batch_invariant = True
-    kept, decode.kept_kind = decode.kept_kind, kept_kind(report)
-    assert fleet.kept_elsewhere(reader, long_prompt()) is None
+    drafting = node_status_pb2.NodeStatus()
+    drafting.CopyFrom(decode.status)
+    drafting.info.cache_spec.draft.num_layers = 1
+    kept = decode.kept_kind
+    for other in (report, drafting):
+        decode.kept_kind = kept_kind(other)
+        assert fleet.kept_elsewhere(reader, long_prompt()) is None
     decode.kept_kind = kept
     report.CopyFrom(decode.status)
     report.draining = True

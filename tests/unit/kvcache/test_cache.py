@@ -68,7 +68,7 @@ def test_the_index_has_the_blocks_of_kv_and_the_state_has_slots() -> None:
 def test_layers_that_draft_may_have_an_index_in_the_same_blocks() -> None:
     draft = KVCacheSpec(KVKind.MLA, 1, 1, 9, "bfloat16", index=KVCacheSpec(KVKind.MLA, 1, 1, 5, "float32"))
     spec = replace(WHOLE, draft=draft)
-    assert spec.part_layers == (range(2), range(2, 4), range(4, 5), range(5, 6), range(6, 10))
+    assert spec.part_layers == (range(2), range(2, 4), range(4, 8), range(8, 9), range(9, 10))
     cache = PagedKVCache(spec, KVCacheShape(KVCacheLayout.NHD, 5, 7, state_slots=3))
     assert [part.spec for part in cache.parts] == list(spec.parts)
     assert [part.view.shape[2] for part in cache.blockwise] == [7] * 4

@@ -92,6 +92,23 @@ def test_a_state_is_taken_once() -> None:
     assert table.start_scatter(Tag(1, 4, 1), again) is SegmentRefusal.OVERLAP
 
 
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_a_lease_is_filled_without_the_draft_kv_that_its_sender_does_not_have(has_draft: bool) -> None:
+    spec = replace(SPEC, draft=replace(SPEC, num_layers=1))
+    table = LeaseTable(parts_of(spec), incarnation=OURS)
+    table.open(LEASE)
+    kv = segment(4, 0, tokens=(0, 5)), segment(4, 1, tokens=(5, 8))
+    draft = segment(4, 2, layers=(2, 3))
+    for each in kv:
+        assert table.start_scatter(Tag(1, 4, each.number), each, has_draft=has_draft) is None
+        done = table.finish_scatter(each, 0.0)
+    assert (done.filled is not None) is not has_draft
+    refusal = table.start_scatter(Tag(1, 4, 2), draft, has_draft=has_draft)
+    assert refusal is (None if has_draft else SegmentRefusal.OUT_OF_RANGE)
+    if has_draft:
+        assert table.finish_scatter(draft, 0.0).filled is not None
+
+
 def test_a_lease_without_tokens_wants_no_state() -> None:
     table = LeaseTable(parts_of(WHOLE), incarnation=OURS)
     assert table.open(LeaseGrant(4, (0,), 8, 8, state_slot=1)) is not None

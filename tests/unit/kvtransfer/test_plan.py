@@ -272,7 +272,6 @@ WHOLE = replace(NODE, spec=replace(SPEC, index=INDEX, state=STATE), wire_oldest=
         ("index", replace(INDEX, head_dim=5), "index.head_dim"),
         ("state", replace(STATE, num_layers=2), "state.num_layers"),
         ("state", replace(STATE, num_kv_heads=4), "state.num_kv_heads"),
-        ("draft", DRAFT, "draft"),
     ],
 )
 def test_another_part_is_refused(part: str, theirs: KVCacheSpec | None, field: str) -> None:
@@ -301,16 +300,32 @@ def test_a_peer_that_knows_only_kv_is_refused_by_a_model_with_more() -> None:
     assert agree(NODE, older).wire_version == 4
 
 
-def test_nodes_of_which_one_drafts_are_refused_with_the_cure() -> None:
-    drafting = replace(NODE, spec=replace(SPEC, draft=DRAFT), wire_oldest=wire_oldest(replace(SPEC, draft=DRAFT)))
-    assert agree(drafting, drafting).spec.draft == DRAFT
+@pytest.mark.parametrize("index", [None, INDEX])
+@pytest.mark.parametrize("state", [None, STATE])
+def test_kv_of_layers_that_draft_travels_between_nodes_that_both_have_them(
+    index: KVCacheSpec | None, state: KVCacheSpec | None
+) -> None:
+    spec = replace(SPEC, index=index, state=state)
+    plain = replace(NODE, spec=spec, wire_oldest=wire_oldest(spec))
+    drafting = replace(plain, spec=replace(plain.spec, draft=DRAFT))
+    assert wire_oldest(drafting.spec) == plain.wire_oldest
+    assert agree(drafting, drafting).spec == drafting.spec
+    older = replace(drafting, wire_newest=6)
+    for sender, receiver in ((drafting, plain), (plain, drafting), (drafting, older), (older, drafting)):
+        plan = agree(sender, receiver)
+        assert plan == agree(receiver, sender)
+        assert (plan.spec, plan.has_draft) == (plain.spec, False)
+        assert links_between(sender, receiver) == links_between(plain, plain), "all others keep their numbers"
+    both = links_between(drafting, drafting)[RankPair(0, 0)]
+    assert both[:-1] == links_between(plain, plain)[RankPair(0, 0)]
+
+
+def test_layers_that_draft_with_other_kv_are_refused() -> None:
+    drafting = replace(NODE, spec=replace(SPEC, draft=DRAFT))
     with pytest.raises(PlanRefused) as refused:
-        agree(drafting, NODE)
+        agree(drafting, replace(drafting, spec=replace(SPEC, draft=replace(DRAFT, num_layers=2))))
     (mismatch,) = refused.value.mismatches
-    assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("draft", "1 layers", "none")
-    assert "--speculation" in mismatch.cure
-    with pytest.raises(PlanRefused, match="wire is 7 to 7"):
-        agree(drafting, replace(drafting, wire_oldest=5, wire_newest=6))
+    assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("draft.num_layers", "1", "2")
 
 
 def test_nodes_with_different_heads_that_draft_are_refused_with_the_cure() -> None:

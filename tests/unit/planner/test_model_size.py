@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.core.errors import ConfigError
+from baton.models.config.mtp import with_mtp
 from baton.models.families.reader import read_config
 from baton.models.loading.loader import _build
 from baton.models.loading.needs import kv_cache_spec
@@ -79,3 +80,16 @@ def test_states_that_no_gpu_holds_are_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         kind_by_roofline(size, H200, Lengths(100, 100), ranks=None, link_bytes_per_s=1e9)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("shape", ["deepseek-v3-4-layers", "qwen3-next-24-layers"])
+def test_a_layer_that_drafts_takes_the_memory_of_its_weights_and_of_its_kv(shape: str) -> None:
+    config = with_mtp(read_config(CONFIGS / shape))
+    without, size = model_size(replace(config, drafts=False)), model_size(config)
+    added, spec = size.rank_bytes(1) - without.rank_bytes(1), kv_cache_spec(config, "bfloat16")
+    assert spec.draft is not None
+    assert size.cached_bytes - without.cached_bytes == spec.draft.bytes_per_token
+    assert size.cached_bytes == spec.bytes_per_token
+    model = _build(config, backend=backend_for(config), dtype=torch.bfloat16, device="meta")
+    assert model.mtp is not None
+    assert added == pytest.approx(sum(weight.nbytes for weight in model.mtp.parameters()), rel=0.01)

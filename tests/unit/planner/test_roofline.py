@@ -11,6 +11,7 @@ import torch
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.core.errors import ConfigError
+from baton.models.config.mtp import with_mtp
 from baton.models.families.reader import read_config
 from baton.models.layers.parallel import TensorParallel, with_experts_placed
 from baton.models.loading.loader import _build
@@ -113,6 +114,12 @@ def test_deepseek_v3_fits_eight_h200s_and_not_four(tmp_path: Path) -> None:
     own = size.with_own_attention()
     assert own.rank_bytes(8) == pytest.approx(94e9, rel=0.01)
     assert cache_tokens(own, GPUS["h200"], 8) == pytest.approx(3_540_000, rel=0.02)
+    drafting = model_size(with_mtp(read_config(tmp_path)))
+    assert drafting.rank_bytes(8) == pytest.approx(86e9, rel=0.01)
+    assert cache_tokens(drafting, GPUS["h200"], 8) == pytest.approx(591_000, rel=0.02)
+    own = drafting.with_own_attention()
+    assert own.rank_bytes(8) == pytest.approx(96e9, rel=0.01)
+    assert cache_tokens(own, GPUS["h200"], 8) == pytest.approx(3_310_000, rel=0.02)
 
 
 def test_the_memory_of_ranks_is_about_what_four_of_half_of_deepseek_v3_logged(tmp_path: Path) -> None:

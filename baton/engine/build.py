@@ -246,7 +246,7 @@ def _build_runner(
 
     memory: MemoryPlan | None = None
     if sizes.num_blocks is None:
-        with trial.step():
+        with trial.step(communicates=True):
             sizes, memory = profiled_sizes(settings, sizes, make_runner, spec, shape, device)
     assert sizes.num_blocks is not None, "given or profiled"
     num_blocks = parallel.smallest(sizes.num_blocks, device)

@@ -65,8 +65,12 @@ class LayerTrial:
         self._device = device
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """A step of all ranks, which communicate in none of it.
+    def step(self, *, communicates: bool = False) -> Iterator[None]:
+        """A step of all ranks.
+
+        Args:
+            communicates: ranks communicate in it. If one of several then has no memory left, the others wait for it in
+                the middle of the step, so its error ends the node.
 
         Raises:
             LayerLeftOut: it has failed on a rank of a node that would have the layer.
@@ -79,7 +83,8 @@ class LayerTrial:
             yield
         except (ConfigError, RuntimeError, MemoryError) as error:
             problem = str(error) if isinstance(error, ConfigError) else describe_out_of_memory(error) or ""
-            if not problem:
+            waits = communicates and self._parallel.size > 1 and not isinstance(error, ConfigError)
+            if not problem or waits:
                 raise
         if not self._parallel.smallest(int(not problem), self._device):
             raise LayerLeftOut(problem or "another rank cannot have it")

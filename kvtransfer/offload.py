@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, StoreChanges
 from kvtransfer.movers.mover import SAVED_AT_ONCE, Mover
 from kvtransfer.offload_jobs import OffloadJob
 from kvtransfer.offload_load import Load
@@ -40,6 +40,7 @@ class Offloader:
         self._clock = clock
         # Made now: on a GPU, an allocation would pause the engine later.
         self._pool = mover.open_pool(slot_bytes=tiers.layout.message_bytes, slots=SLOTS, through_host=False)
+        self._has_ended = False  # a save or a load has ended in the last step
         self._saves: list[Save] = []
         self._loads: list[Load] = []
         # The host begins the copies of a GPU, so several at a time cost fewer turns. A CPU copies in the turn itself.
@@ -124,6 +125,7 @@ class Offloader:
         """Advances messages in flight and begins at most one more, or several saves. Returns whether anything
         happened."""
         moved = self._tiers.step()
+        self._has_ended = False
         if not self._saves and not self._loads:
             return moved
         for job in self._jobs:
@@ -135,7 +137,15 @@ class Offloader:
         while most and self._begin_one():
             most -= 1
             moved = True
-        return self._finish_jobs() or moved
+        self._has_ended = self._finish_jobs()
+        return self._has_ended or moved
+
+    def take_changes(self) -> StoreChanges | None:
+        """What has changed in the stores since the last call. Returns None if nothing has.
+
+        What leaves while entries are saved is reported when a save has ended, because each report wakes the event loop.
+        """
+        return None if self._saves and not self._has_ended else self._tiers.take_changes()
 
     def close(self) -> None:
         """Begins nothing more. Call `step` until nothing is in flight."""

@@ -314,7 +314,7 @@ class TransferThread:
             self._tiers is not None and self.offloader.step() and self.offloader.is_awaited,
             self._tiers is not None and self.pulls.step(),
         )
-        if self._tiers is not None and (changes := self._tiers.take_changes()) is not None:
+        if self._tiers is not None and (changes := self.offloader.take_changes()) is not None:
             self._on_stores_changed(changes)
         for peer, error in self.transport.failures():
             self._on_link_failed(peer, error)

@@ -89,7 +89,8 @@ class _Saving(_Queued):
 
     @property
     def digests(self) -> list[int]:
-        return list(map(int, self.buffers.saved[: self.count]))
+        digests: list[int] = self.buffers.saved[: self.count].tolist()
+        return digests
 
 
 class CudaMover:

@@ -100,8 +100,7 @@ def test_followers_see_again_what_moves_and_what_is_lost() -> None:
     assert gone is not None
     assert set(gone.values()) == {None}
     assert not kept._below
-    assert not kept._entries
-    assert not kept._keys
+    assert not kept._ends
 
 
 def test_only_so_many_blocks_below_host_memory_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -862,3 +862,20 @@ def test_an_error_of_a_gpus_copies_leaves_what_was_complete_before() -> None:
     assert world.find(keys) == SAVED_AT_ONCE
     assert not script.placed
     world.check_nothing_is_left()
+
+
+def test_what_leaves_for_a_save_is_reported_when_the_save_has_ended() -> None:
+    world, script = World(places=2), Script(held=frozenset({"save"}))
+    user = world.user(cache_of(SPEC), late(script))
+    old, new = keys_of(2), keys_of(2, salt="new")
+    script.held = frozenset()
+    user.save(old, blocks_of(user.cache, 2, 1))
+    script.held = frozenset({"save"})
+    save = user.begin_save(new, blocks_of(user.cache, 2, 2))
+    world.run()
+    assert user.offloader.take_changes() is None
+    script.release_all()
+    while not save.done():
+        user.offloader.step()
+    assert user.offloader.take_changes() == StoreChanges(gone=tuple(key.block.digest for key in reversed(old)))
+    world.check_nothing_is_left()

@@ -16,7 +16,7 @@ _FRACTION = 1 / 8
 _HOT_S = 2e-3
 # While only saves are in flight, for which nobody waits. Each nap ends with a wait for the GIL, which the engine needs.
 # With the short naps 325 saved entries a second took 2,000 turns of the thread. A GPU copies meanwhile, so the thread
-# waits for an event, at most 1 ms; a CPU copies in the turns.
+# waits for an event, at most 2 ms; a CPU copies in the turns.
 _SAVES_S = 3e-4
 
 

@@ -45,7 +45,7 @@ log = logging.getLogger("baton")
 _WAIT_LEASED_MS = 20
 _WAIT_IDLE_MS = 200
 # The longest wait while a GPU copies saves.
-_WAIT_SAVES_MS = 1
+_WAIT_SAVES_MS = 2
 # After this time the links are served before further calls: opening a link takes 20 ms, and many may be waiting.
 _CALLS_S = 5e-3
 # During pulls messages advance for so long, as long as they do, before the thread's other parts have their turn.

@@ -179,6 +179,7 @@ class EntrySaves:
             if entries.root in roots:
                 self.saved(entries, 0)
         self._finished = [entries for entries in self._finished if entries.root not in roots]
+        self._has_state = any(entries.state is not None for entries in self._finished)
 
     def take_kept(self) -> list[tuple[tuple[EntryKey, ...], KeepTime]]:
         """Sequences of entries to keep for a time, since the last call. Keep them after the saves that have begun."""

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
-from kvtransfer.movers.mover import Mover
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, StoreChanges
+from kvtransfer.movers.mover import SAVED_AT_ONCE, Mover
 from kvtransfer.offload_jobs import OffloadJob
 from kvtransfer.offload_load import Load
 from kvtransfer.offload_save import Save
@@ -19,6 +19,11 @@ from kvtransfer.offload_tiers import EntryTiers
 J = TypeVar("J", bound=OffloadJob)
 
 SLOTS = 4
+# On a GPU each slot of a save has several messages, so that copies go on while the host looks at the slots.
+_SLOTS_OF_SAVES = 2
+# Bytes of them. A step's results may wait as long for the copies of two slots: 2.5 ms at 54 GB/s. Most saves are less,
+# and begin when a step has ended.
+_SAVED_BYTES = 64 << 20
 
 
 class Offloader:
@@ -36,9 +41,12 @@ class Offloader:
         self._clock = clock
         # Made now: on a GPU, an allocation would pause the engine later.
         self._pool = mover.open_pool(slot_bytes=tiers.layout.message_bytes, slots=SLOTS, through_host=False)
+        self._has_ended = False  # a save or a load has ended in the last step
         self._saves: list[Save] = []
         self._loads: list[Load] = []
-        self._groups: dict[Future[Any], Sequence[Future[int]]] = {}  # the saves of each call of `save_all`
+        # The host begins the copies of a GPU, so several at a time cost fewer turns. A CPU copies in the turn itself.
+        self._saved_at_once = _at_once(tiers.layout.message_bytes) if mover.on_gpu else 1
+        self._slots_of_saves = _SLOTS_OF_SAVES if mover.on_gpu else SLOTS
 
     @property
     def in_flight(self) -> int:
@@ -50,34 +58,15 @@ class Offloader:
         """Whether a request waits for a call that has not ended. None waits for a save."""
         return bool(self._loads) or self._tiers.calls_waiting > 0
 
-    def save_all(self, saves: Sequence[EntryBlocks], future: "Future[tuple[int, ...]]") -> None:
-        """As `save`, for several sequences. The future gets the number of each when all of them are over."""
-        self._groups[future] = group = [Future[int]() for _ in saves]
-        left = len(group)
-
-        def ended(_: object) -> None:
-            nonlocal left
-            left -= 1
-            if left:
-                return
-            del self._groups[future]
-            error = next(filter(None, (each.exception() for each in group)), None)
-            if error is None:
-                future.set_result(tuple(each.result() for each in group))
-            else:
-                future.set_exception(error)
-
-        for each, entries in zip(group, saves, strict=True):
-            each.add_done_callback(ended)
-            self.save(entries, each)
-
-    def save(self, entries: EntryBlocks, future: "Future[int]") -> None:
-        """The future gets the number of leading entries that host memory has then, when nothing reads the blocks any
-        more."""
+    def save(self, saves: Sequence[EntryBlocks], future: "Future[tuple[int, ...]]") -> None:
+        """The future gets for each sequence the number of leading entries that host memory has then, when nothing reads
+        the blocks any more."""
         try:
-            self._saves.append(Save(entries, future, self._mover, self._tiers))
+            save = Save(saves, future, self._mover, self._tiers, at_once=self._saved_at_once)
         except BatonError as error:
             future.set_exception(error)
+        else:
+            self._saves.append(save)
 
     def load(self, entries: EntryBlocks, timeout_s: float, entry_s: float, future: "Future[int]") -> None:
         """The future gets the number of leading entries that are in the blocks, whole and checked, when nothing writes
@@ -94,9 +83,8 @@ class Offloader:
 
     def stop(self, job: "Future[Any]") -> None:
         """Ends the saves or the load of that future, if they are still there. The future is then done soon."""
-        stopped = self._groups.get(job, (job,))
         for each in self._jobs:
-            if each.future in stopped:
+            if each.future is job:
                 each.stop()
 
     def find(self, keys: tuple[EntryKey, ...], future: "Future[int]") -> None:
@@ -138,18 +126,27 @@ class Offloader:
         """Advances messages in flight and begins at most one more, or several saves. Returns whether anything
         happened."""
         moved = self._tiers.step()
+        self._has_ended = False
         if not self._saves and not self._loads:
             return moved
         for job in self._jobs:
             for slot in job.advance():
                 self._pool.give_back(slot)
                 moved = True
-        # On a GPU the copies take less of this thread's time than its turns; a CPU copies in the turn itself.
-        most = SLOTS if self._mover.on_gpu and not self._loads else 1
+        # A CPU copies in the turn itself.
+        most = _SLOTS_OF_SAVES if self._mover.on_gpu and not self._loads else 1
         while most and self._begin_one():
             most -= 1
             moved = True
-        return self._finish_jobs() or moved
+        self._has_ended = self._finish_jobs()
+        return self._has_ended or moved
+
+    def take_changes(self) -> StoreChanges | None:
+        """What has changed in the stores since the last call. Returns None if nothing has.
+
+        What leaves while entries are saved is reported when a save has ended, because each report wakes the event loop.
+        """
+        return None if self._saves and not self._has_ended else self._tiers.take_changes()
 
     def close(self) -> None:
         """Begins nothing more. Call `step` until nothing is in flight."""
@@ -166,8 +163,11 @@ class Offloader:
         them, but saves always have a slot, because they keep blocks from being freed."""
         if not self._pool.available:
             return False
-        last_is_kept = self._pool.available == 1 and self._saves and not any(job.in_flight for job in self._saves)
-        job = (None if last_is_kept else _next(self._loads)) or _next(self._saves)
+        saving = sum(job.in_flight for job in self._saves)
+        last_is_kept = self._pool.available == 1 and self._saves and not saving
+        job: OffloadJob | None = None if last_is_kept else _next(self._loads)
+        if job is None and saving < self._slots_of_saves:
+            job = _next(self._saves)
         if job is None:
             return False
         slot = self._pool.take()
@@ -184,6 +184,11 @@ class Offloader:
         for job in over:
             job.finish()
         return bool(over)
+
+
+def _at_once(message_bytes: int) -> int:
+    """How many messages of that size go through a slot together."""
+    return max(1, min(SAVED_AT_ONCE, _SAVED_BYTES // message_bytes))
 
 
 def _next(jobs: list[J]) -> J | None:

@@ -1,11 +1,11 @@
-"""What a save and a load of one sequence's entries have in common, as `Offloader` sees it.
+"""What a save and a load of entries have in common, as `Offloader` sees it.
 
 `Offloader` owns the slots and calls both alike: `ready`, `begin` in a slot, `advance` until `is_over`, `finish`.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.core.kv_entries import EntryBlocks, EntryKey
 from kvtransfer.staging import Slot
@@ -16,17 +16,18 @@ Piece = tuple[EntryKey, tuple[EntryMessage, ...]]
 
 
 class OffloadJob(Protocol):
-    """A save or a load. Its future gets a number of entries once none of its messages is in a slot. A state counts as
-    one more, if all of its pieces do."""
+    """A save or a load. Its future is done once none of its messages is in a slot."""
 
-    future: Future[int]
+    @property
+    def future(self) -> Future[Any]: ...
 
     def ready(self) -> bool:
         """Whether a message can begin now."""
         ...
 
     def begin(self, slot: Slot) -> bool:
-        """Begins a message in a slot. Returns False if an error has ended the job instead."""
+        """Begins a message in a slot, or several one after another. Returns False if an error has ended the job
+        instead."""
         ...
 
     def advance(self) -> list[Slot]:
@@ -39,7 +40,7 @@ class OffloadJob(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """How many messages are in slots."""
+        """How many slots it has."""
         ...
 
     @property

@@ -126,7 +126,7 @@ class EntryTiers:
 
     def has(self, key: EntryKey) -> bool:
         """Whether host memory has an entry, or is about to."""
-        return self.is_coming(key) or self._host.find((key,)) == 1
+        return self._host.has(key)
 
     def is_coming(self, key: EntryKey) -> bool:
         """Whether host memory is about to have an entry."""

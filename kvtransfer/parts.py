@@ -41,14 +41,18 @@ class Part:
 
     def place(self, segment: Segment) -> PartPlace:
         """Where one of this part's segments lies. A state's slot holds one cell, so its token is always 0."""
-        layers, heads = segment.layers, segment.heads
+        layers, heads = self.cells(segment.layers, segment.heads)
+        if self.spec.kind is KVKind.STATE:
+            return PartPlace(self.number, layers, 0, 1, heads)
+        return PartPlace(self.number, layers, segment.token_start, segment.token_stop, heads)
+
+    def cells(self, layers: range, heads: range) -> tuple[range, range]:
+        """The cache's own numbers of some of this part's layers and heads."""
         if self.layers.start:
             layers = range(layers.start - self.layers.start, layers.stop - self.layers.start, layers.step)
         if self.heads.start:
             heads = range(heads.start - self.heads.start, heads.stop - self.heads.start)
-        if self.spec.kind is KVKind.STATE:
-            return PartPlace(self.number, layers, 0, 1, heads)
-        return PartPlace(self.number, layers, segment.token_start, segment.token_stop, heads)
+        return layers, heads
 
 
 def parts_of(spec: KVCacheSpec, heads: Sequence[range] = ()) -> tuple[Part, ...]:

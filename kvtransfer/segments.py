@@ -149,22 +149,60 @@ class Segment:
         return int.from_bytes(hashed[:SEAL_BYTES], "little"), int.from_bytes(hashed[SEAL_BYTES:], "little")
 
     def _pack(self, first_tag: int, first: int, digest: int) -> bytes:
-        # fmt: off
-        return _TRAILER.pack(
-            first_tag, first,
-            0x11, self.lease,
-            0x1D, self.number,
-            0x25, self.layer_start,
-            0x2D, self.layer_stop,
-            0x35, self.token_start,
-            0x3D, self.token_stop,
-            0x45, self.head_start,
-            0x4D, self.head_stop,
-            0x51, self.payload_bytes,
-            0x59, digest,
-            0x65, self.layer_step,
-        )
-        # fmt: on
+        layers = self.layer_start, self.layer_stop, self.layer_step
+        tokens, heads = (self.token_start, self.token_stop), (self.head_start, self.head_stop)
+        return _pack(first_tag, first, self.lease, self.number, layers, tokens, heads, self.payload_bytes, digest)
+
+
+def trailer_over(
+    payload_digest: int,
+    *,
+    lease: int,
+    number: int,
+    layers: range,
+    token_start: int,
+    token_stop: int,
+    heads: range,
+    payload_bytes: int,
+) -> bytes:
+    """The trailer of a segment without incarnation and key over a payload with that digest: what `Segment.encode` gives
+    for its `digest_over`, without the objects between."""
+    of_layers, of_heads = (layers.start, layers.stop, layers.step), (heads.start, heads.stop)
+    unsealed = _pack(_TAGS[0], 0, lease, number, of_layers, (token_start, token_stop), of_heads, payload_bytes, 0)
+    summand = int.from_bytes(hashlib.blake2b(unsealed, digest_size=DIGEST_BYTES).digest(), "little")
+    digest = (payload_digest + summand) % (1 << 64)
+    stop = DIGEST_OFFSET + DIGEST_BYTES
+    return unsealed[:DIGEST_OFFSET] + digest.to_bytes(DIGEST_BYTES, "little") + unsealed[stop:]
+
+
+def _pack(
+    first_tag: int,
+    first: int,
+    lease: int,
+    number: int,
+    layers: tuple[int, int, int],
+    tokens: tuple[int, int],
+    heads: tuple[int, int],
+    payload_bytes: int,
+    digest: int,
+) -> bytes:
+    """A trailer. Layers are their start, stop and step, tokens and heads their start and stop."""
+    # fmt: off
+    return _TRAILER.pack(
+        first_tag, first,
+        0x11, lease,
+        0x1D, number,
+        0x25, layers[0],
+        0x2D, layers[1],
+        0x35, tokens[0],
+        0x3D, tokens[1],
+        0x45, heads[0],
+        0x4D, heads[1],
+        0x51, payload_bytes,
+        0x59, digest,
+        0x65, layers[2],
+    )
+    # fmt: on
 
 
 # The serialized `baton.internal.v1.Segment`: its fields in order, each a tag byte and a fixed-size number. Packed by

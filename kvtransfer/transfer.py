@@ -206,7 +206,7 @@ class KVTransfer(RankTransfer):
     async def save_entries(self, *saves: EntryBlocks) -> tuple[int, ...]:
         if self._tiers is None or not any(saves):
             return (0,) * len(saves)
-        return await self._ended(lambda future: self._thread.offloader.save_all(saves, future), is_urgent=False)
+        return await self._ended(lambda future: self._thread.offloader.save(saves, future), is_urgent=False)
 
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
         if self._tiers is None or not entries:

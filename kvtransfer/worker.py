@@ -44,6 +44,8 @@ log = logging.getLogger("baton")
 # The longest wait, in case an event is lost: with open leases, and without.
 _WAIT_LEASED_MS = 20
 _WAIT_IDLE_MS = 200
+# The longest wait while a GPU copies saves.
+_WAIT_SAVES_MS = 2
 # After this time the links are served before further calls: opening a link takes 20 ms, and many may be waiting.
 _CALLS_S = 5e-3
 # During pulls messages advance for so long, as long as they do, before the thread's other parts have their turn.
@@ -298,6 +300,8 @@ class TransferThread:
                 self._calls.take_wake_up()
 
     def _longest_wait_ms(self) -> int:
+        if self._in_flight:
+            return _WAIT_SAVES_MS
         limited_s = self.receiver.limited_s
         if limited_s is not None:
             return min(math.ceil(limited_s * 1e3), _WAIT_LEASED_MS)
@@ -314,7 +318,7 @@ class TransferThread:
             self._tiers is not None and self.offloader.step() and self.offloader.is_awaited,
             self._tiers is not None and self.pulls.step(),
         )
-        if self._tiers is not None and (changes := self._tiers.take_changes()) is not None:
+        if self._tiers is not None and (changes := self.offloader.take_changes()) is not None:
             self._on_stores_changed(changes)
         for peer, error in self.transport.failures():
             self._on_link_failed(peer, error)

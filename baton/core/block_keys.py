@@ -58,6 +58,12 @@ class KeyChain:
             self._keys.append(BlockKey(_digest(parent, content), content, parent))
         return self._keys[index]
 
+    def run(self, start: int, stop: int, tokens: IntArray) -> list[BlockKey]:
+        """Keys of the blocks [start, stop); as `key`."""
+        if start < stop:
+            self.key(stop - 1, tokens)
+        return self._keys[start:stop]
+
     def copy(self) -> "KeyChain":
         """A chain of the same sequence, which may grow differently from here on."""
         copied = copy(self)

@@ -140,7 +140,7 @@ class StepLoop:
         if refused is not None:
             self._on_step(refused)
         if self._prefixes is not None:
-            self._prefixes.save_finished()
+            self._prefixes.save_finished(is_quiet=events is not None and not launched)
         return launched or events is not None
 
     def _is_due(self) -> bool:

@@ -13,7 +13,7 @@ from baton.kvcache.wire.conversion import Converter, gather_converted
 from baton.kvcache.wire.digest import digest
 from baton.kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 from kvtransfer.movers.host_pages import HostPages
-from kvtransfer.movers.mover import Blocks, DoneReading, MoveDone, check_blocks
+from kvtransfer.movers.mover import Blocks, DoneReading, DoneSaving, MoveDone, SavedPayload, check_blocks
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
@@ -124,9 +124,8 @@ class CpuMover:
     def open_host_memory(self, num_bytes: int) -> HostPages:
         return HostPages(num_bytes, pinned=False)
 
-    def copy_out(self, slot: Slot, num_bytes: int, to: Tensor) -> MoveDone:
-        to.copy_(slot.message(num_bytes))
-        return MoveDone()
+    def save(self, slot: Slot, payloads: Sequence[SavedPayload]) -> DoneSaving:  # noqa: ARG002
+        return DoneSaving(tuple(map(self._save, payloads)))
 
     def copy_in(self, slot: Slot, num_bytes: int, source: Tensor) -> MoveDone:
         slot.message(num_bytes).copy_(source)
@@ -134,6 +133,23 @@ class CpuMover:
 
     def close(self) -> None:
         pass
+
+    def _save(self, payload: SavedPayload) -> int:
+        """Gathers a payload into host memory, where this CPU needs no slot. Returns its digest."""
+        blocks, place = payload.blocks, payload.place
+        assert isinstance(blocks, PlacedBlocks)
+        gather_to_wire(
+            self._parts[place.part],
+            block_ids=blocks.block_ids[place.part],
+            token_start=place.token_start,
+            token_stop=place.token_stop,
+            layers=place.layers,
+            heads=place.heads,
+            out=torch.frombuffer(payload.to, dtype=torch.uint8),
+            digest_out=self._gathered,
+            between=self._between,
+        )
+        return int(self._gathered) % (1 << 64)
 
     def _seal(self, slot: Slot, segment: Segment, digest: int) -> MoveDone:
         slot.bytes[segment.payload_bytes : segment.payload_bytes + TRAILER_BYTES] = segment.encode(digest)

@@ -20,7 +20,7 @@ from baton.kvcache.wire.conversion import Converter, gather_converted
 from baton.kvcache.wire.prepared import DeviceWire
 from kvtransfer.movers.cuda_tables import BlockTable, BlockTables, PlacedTables, open_copy
 from kvtransfer.movers.host_pages import HostPages
-from kvtransfer.movers.mover import Blocks, check_blocks
+from kvtransfer.movers.mover import SAVED_AT_ONCE, Blocks, SavedPayload, check_blocks
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
@@ -37,6 +37,7 @@ class _SlotBuffers:
         work: the message for kernels: the slot itself or, for a slot in host memory, device memory of the same size.
         over: event recorded after the last operation.
         trailer_cpu, digest_cpu: a message's trailer and digest, in pinned memory.
+        saved_cpu: digests of payloads that are saved, each a tensor of its own, in pinned memory.
     """
 
     def __init__(self, slot: Slot, work: Tensor) -> None:
@@ -48,6 +49,8 @@ class _SlotBuffers:
         self.trailer = self.trailer_cpu.numpy().data
         self.digest = self.digest_cpu.view(1).numpy().view(np.uint64)
         self.extremes_cpu = torch.zeros(2, dtype=torch.uint8, pin_memory=True)
+        saved_cpu = torch.zeros(SAVED_AT_ONCE, dtype=torch.int64, pin_memory=True)
+        self.saved_cpu, self.saved = saved_cpu.unbind(), saved_cpu.numpy().view(np.uint64)
         self.work_ptr, self.slot_ptr = work.data_ptr(), slot.memory.data_ptr()
         self.trailer_ptr = self.trailer_cpu.data_ptr()
         # Payload size to the digest's place in the message.
@@ -76,6 +79,18 @@ class _Queued:
     def extremes(self) -> tuple[int, int]:
         lowest, highest = self.buffers.extremes_cpu.tolist()
         return lowest, highest
+
+
+@dataclass(frozen=True)
+class _Saving(_Queued):
+    """Payloads that the device copies to host memory."""
+
+    count: int
+
+    @property
+    def digests(self) -> list[int]:
+        digests: list[int] = self.buffers.saved[: self.count].tolist()
+        return digests
 
 
 class CudaMover:
@@ -214,12 +229,28 @@ class CudaMover:
     def open_host_memory(self, num_bytes: int) -> HostPages:
         return HostPages(num_bytes, pinned=True)
 
-    def copy_out(self, slot: Slot, num_bytes: int, to: Tensor) -> _Queued:
-        assert to.numel() == num_bytes
+    def save(self, slot: Slot, payloads: Sequence[SavedPayload]) -> _Saving:
         buffers, stream = self._buffers[slot], self._outgoing
         assert not buffers.in_host
-        self._copy(to.data_ptr(), buffers.work_ptr, num_bytes, stream.cuda_stream)
-        return self._end(buffers, stream)
+        tables = [self._table(payload.blocks, payload.place) for payload in payloads]
+        # The stream runs one after another, so all of them use the slot, and the host waits for the last one only.
+        gather, form, handle = None, None, stream.cuda_stream
+        for table, payload, digest in zip(tables, payloads, buffers.saved_cpu, strict=False):
+            part, layers, start, stop, heads = payload.place
+            if gather is None or form != (table, part, layers, stop - start, heads):
+                form = table, part, layers, stop - start, heads
+                gather = self._wires[part].gathers(
+                    block_ids=table.block_ids,
+                    num_tokens=stop - start,
+                    layers=layers,
+                    heads=heads,
+                    out=buffers.work,
+                    stream=stream,
+                )
+            gather(start, digest)
+            self._copy(payload.address, buffers.work_ptr, payload.to.nbytes, handle)
+        buffers.over.record(stream)
+        return _Saving(buffers, len(payloads))
 
     def copy_in(self, slot: Slot, num_bytes: int, source: Tensor) -> _Queued:
         assert source.numel() == num_bytes

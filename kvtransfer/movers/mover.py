@@ -5,7 +5,7 @@ A mover begins an operation and returns an object that reports when it is done; 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import Segment
 from kvtransfer.staging import Slot, StagingPool
+
+# The most payloads of one `Mover.save`.
+SAVED_AT_ONCE = 16
 
 
 class Pending(Protocol):
@@ -50,16 +53,40 @@ class CacheReading(Pending, Protocol):
         ...
 
 
+class SavedPayload(NamedTuple):
+    """A payload on its way from the cache to host memory.
+
+    Attributes:
+        blocks: of its request, placed for gathers.
+        place: in its part's cache.
+        to: the part of host memory for it, which must not change until the operation is done.
+        address: of that part.
+    """
+
+    blocks: Blocks
+    place: PartPlace
+    to: memoryview
+    address: int
+
+
+class Saving(Pending, Protocol):
+    """Payloads on their way to host memory."""
+
+    @property
+    def digests(self) -> Sequence[int]:
+        """The digest of each payload, available once done."""
+        ...
+
+
 class Mover(Protocol):
     """Moves KV into and out of one cache and its other parts. The transfer thread makes, uses and closes it.
 
-    Operations on one slot must not overlap; those on different slots may. There are two exceptions: `copy_out` may be
-    begun right after `gather` on its slot, and `read` right after `copy_in`. The second then runs after the first, and
-    when it is done both are.
+    Operations on one slot must not overlap; those on different slots may. There is one exception: `read` may be begun
+    right after `copy_in` on its slot. It then runs after the copy, and when it is done both are.
 
-    `gather` may read the cache at any time until it is done: the tokens' KV must be there when it begins, and their
-    blocks must not change until it is done. `scatter` may write to the blocks at any time until it is done, and nothing
-    else may use them meanwhile.
+    `gather` and `save` may read the cache at any time until they are done: the tokens' KV must be there when they
+    begin, and their blocks must not change until they are done. `scatter` may write to the blocks at any time until it
+    is done, and nothing else may use them meanwhile.
 
     Attributes:
         on_gpu: the cache, and staging that a transport reaches directly, are GPU memory.
@@ -121,18 +148,21 @@ class Mover(Protocol):
         ...
 
     def open_host_memory(self, num_bytes: int) -> HostPages:
-        """Memory for `copy_out` and `copy_in`. Its maker closes it, after the last of these operations.
+        """Memory for `save` and `copy_in`. Its maker closes it, after the last of these operations.
 
         Raises:
             ConfigError: the machine cannot give that much.
         """
         ...
 
-    def copy_out(self, slot: Slot, num_bytes: int, to: Tensor) -> Pending:
-        """Copies a message from a slot to host memory.
+    def save(self, slot: Slot, payloads: Sequence[SavedPayload]) -> Saving:
+        """Gathers and digests payloads, and copies them to host memory, one after another through a slot.
 
         Args:
-            to: a part of host memory with that many bytes; it must not change until the operation is done.
+            payloads: up to SAVED_AT_ONCE, each no larger than the slot.
+
+        Raises:
+            InternalError: blocks do not hold such tokens, or a cache has no such layers or heads. Nothing has begun.
         """
         ...
 
@@ -163,6 +193,14 @@ class DoneReading:
     trailer: bytes
     digest: int = 0
     extremes: tuple[int, int] = (0, 0)
+    done: bool = True
+
+
+@dataclass(frozen=True)
+class DoneSaving:
+    """Payloads that are in host memory."""
+
+    digests: tuple[int, ...]
     done: bool = True
 
 

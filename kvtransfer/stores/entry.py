@@ -10,14 +10,14 @@ entry's size, each with a key of its own, and is of use where all of them are th
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from baton.core.block_keys import DIGEST_BYTES, BlockKey
 from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
 from baton.kvcache.spec import KVKind
-from kvtransfer.parts import Part
-from kvtransfer.segments import LEASE_NUMBER_BITS, TRAILER_BYTES, Segment, payload_bytes
+from kvtransfer.parts import Part, PartPlace
+from kvtransfer.segments import LEASE_NUMBER_BITS, TRAILER_BYTES, Segment, payload_bytes, trailer_over
 
 # Messages begin at multiples of this, so that files can be read without the page cache.
 MESSAGE_ALIGN_BYTES = 4096
@@ -36,6 +36,7 @@ class EntryMessage:
         number: in its trailer.
         layers, heads: in the numbers of segments.
         start, size: first byte in the entry, and number of bytes.
+        payload_bytes: without the trailer.
     """
 
     part: Part
@@ -44,6 +45,28 @@ class EntryMessage:
     heads: range
     start: int
     size: int
+    payload_bytes: int = field(init=False, repr=False)
+    _cells: tuple[range, range] = field(init=False, repr=False)
+    _is_state: bool = field(init=False, repr=False)
+
+    def place(self, key: EntryKey) -> PartPlace:
+        """Where this entry's payload lies in its part's cache."""
+        layers, heads = self._cells
+        if self._is_state:
+            return PartPlace(self.part.number, layers, 0, 1, heads)
+        start = key.number * ENTRY_TOKENS
+        return PartPlace(self.part.number, layers, start, start + ENTRY_TOKENS, heads)
+
+    def token_start(self, key: EntryKey) -> int:
+        """The first token of this entry's segment."""
+        return key.token_stop - 1 if self._is_state else key.number * ENTRY_TOKENS
+
+    def __post_init__(self) -> None:
+        # NOTE: not as cached properties, which take a lock each time: they cost more than all else that an entry needs
+        # of its message.
+        object.__setattr__(self, "_cells", self.part.cells(self.layers, self.heads))
+        object.__setattr__(self, "_is_state", self.part.spec.kind is KVKind.STATE)
+        object.__setattr__(self, "payload_bytes", self.size - TRAILER_BYTES)
 
 
 class EntryLayout:
@@ -103,19 +126,36 @@ class EntryLayout:
 
     def segment(self, key: EntryKey, message: EntryMessage) -> Segment:
         """The segment that a message of this entry must hold, without its digest."""
-        is_state = message.part.spec.kind is KVKind.STATE
         return Segment(
             incarnation=0,
-            lease=int.from_bytes(key.block.digest[:8], "little") % (1 << LEASE_NUMBER_BITS),
+            lease=_lease_of(key),
             number=message.number,
             layer_start=message.layers.start,
             layer_stop=message.layers.stop,
-            token_start=key.token_stop - 1 if is_state else key.token_start,
+            token_start=message.token_start(key),
             token_stop=key.token_stop,
             head_start=message.heads.start,
             head_stop=message.heads.stop,
-            payload_bytes=message.size - TRAILER_BYTES,
+            payload_bytes=message.payload_bytes,
         )
+
+    def seal(self, memory: memoryview, key: EntryKey, message: EntryMessage, payload_digest: int) -> None:
+        """Writes the trailer of a message of this entry behind its payload, which has that digest."""
+        stop = message.start + message.size
+        memory[stop - TRAILER_BYTES : stop] = trailer_over(
+            payload_digest,
+            lease=_lease_of(key),
+            number=message.number,
+            layers=message.layers,
+            token_start=message.token_start(key),
+            token_stop=key.token_stop,
+            heads=message.heads,
+            payload_bytes=message.payload_bytes,
+        )
+
+
+def _lease_of(key: EntryKey) -> int:
+    return int.from_bytes(key.block.digest[:8], "little") % (1 << LEASE_NUMBER_BITS)
 
 
 def _piece_key(after: EntryKey, number: int) -> EntryKey:

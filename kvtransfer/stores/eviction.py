@@ -8,7 +8,6 @@ are kept for a time leave after all others, and those of sessions that are over 
 
 import heapq
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -51,7 +50,7 @@ class GreedyDual:
         self._keeps = KeepTimes(capacity)
         self._clock = clock
         self._ranked: dict[bytes, _Ranked] = {}
-        self._followers = Counter[bytes]()
+        self._followers: dict[bytes, int] = {}
         # Whether it is kept, value, use and key.
         self._heap: list[tuple[bool, float, int, bytes]] = []
         self._uses = count()
@@ -63,16 +62,17 @@ class GreedyDual:
     def __contains__(self, key: bytes) -> bool:
         return key in self._ranked
 
-    def add(self, key: bytes, cost: float, parent: bytes) -> None:
+    def add(self, key: bytes, cost: float, parent: bytes, *, pinned: bool = False) -> None:
         """Adds an entry as the one used last.
 
         Args:
             cost: of computing its tokens again, in any unit that all entries share.
         """
         assert key not in self._ranked
-        self._ranked[key] = _Ranked(cost, parent, self._inflation + cost, next(self._uses))
-        self._followers[parent] += 1
-        self._queue(key)
+        self._ranked[key] = _Ranked(cost, parent, self._inflation + cost, next(self._uses), pinned)
+        self._followers[parent] = self._followers.get(parent, 0) + 1
+        if not pinned:
+            self._queue(key)
 
     def touch(self, key: bytes) -> None:
         """Marks an entry as used."""
@@ -98,7 +98,7 @@ class GreedyDual:
         for key in reversed(sequence):
             if key not in self._ranked:
                 continue
-            if self._followers[key] > own_followers or self._keeps.is_others(key, tenant):
+            if self._followers.get(key, 0) > own_followers or self._keeps.is_others(key, tenant):
                 return
             self._keeps.forget(key)
             self._rank(key, 0.0)
@@ -116,35 +116,35 @@ class GreedyDual:
         """Forgets an entry, pinned or not."""
         parent = self._ranked.pop(key).parent
         self._keeps.forget(key)
-        self._followers[parent] -= 1
-        if not self._followers[parent]:
+        left = self._followers[parent] - 1
+        if left:
+            self._followers[parent] = left
+        else:
             del self._followers[parent]
             self._queue(parent)
 
     def evict(self) -> bytes | None:
         """Removes the entry of least value that is not pinned and that no entry follows. Returns its key; None if there
         is no such entry."""
-        self._end_keeps()
+        if self._keeps:
+            self._end_keeps()
         while self._heap:
             _, value, used, key = heapq.heappop(self._heap)
             ranked = self._ranked.get(key)
             if ranked is None or ranked.used != used:
                 continue
             ranked.queued = False
-            if self._may_leave(key):
+            if not ranked.pinned and key not in self._followers:
                 # A parent may be worth less than the child that kept it, so the highest value counts.
                 self._inflation = max(self._inflation, value)
                 self.remove(key)
                 return key
         return None
 
-    def _may_leave(self, key: bytes) -> bool:
-        return not self._ranked[key].pinned and key not in self._followers
-
     def _queue(self, key: bytes) -> None:
         """Gives an entry that may leave its row in the heap, unless it has it."""
         ranked = self._ranked.get(key)
-        if ranked is None or ranked.queued or not self._may_leave(key):
+        if ranked is None or ranked.queued or ranked.pinned or key in self._followers:
             return
         ranked.queued = True
         heapq.heappush(self._heap, (key in self._keeps, ranked.value, ranked.used, key))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+import torch
 from torch import Tensor
 
 from baton.core.kv_entries import EntryKey, KeepTime
@@ -21,8 +22,9 @@ class HostPlace:
     """The place of one entry, between `take` and `commit` or `abandon`, and between `pin` and `unpin`.
 
     Attributes:
-        number: of the place in the tensor.
-        tensor: the entry's bytes, uint8.
+        number: of the place in host memory.
+        memory: the entry's bytes.
+        address: of the first of them.
         source: where an entry that no load has checked yet came from; empty: from this node.
         users: one for the writer, and one for each pin. Nothing else is written to the place before they are gone.
         is_written: committed.
@@ -31,16 +33,17 @@ class HostPlace:
 
     key: EntryKey
     number: int
-    tensor: Tensor
+    memory: memoryview
+    address: int
     source: str = ""
     users: int = 1
     is_written: bool = False
     is_forgotten: bool = False
 
     @property
-    def memory(self) -> memoryview:
-        """The entry's bytes, of the same memory as the tensor."""
-        return self.tensor.numpy().data
+    def tensor(self) -> Tensor:
+        """The same memory, uint8."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
 class HostMemory:
@@ -56,7 +59,7 @@ class HostMemory:
         assert tensor.ndim == 1
         assert tensor.itemsize == 1
         assert tensor.numel() >= entry_bytes > 0
-        self._tensor = tensor
+        self._memory, self._address = tensor.view(torch.uint8).numpy().data, tensor.data_ptr()
         self._entry_bytes = entry_bytes
         self._places: dict[bytes, HostPlace] = {}
         self._unused = list(range(tensor.numel() // entry_bytes))[::-1]
@@ -79,6 +82,11 @@ class HostMemory:
                 return number
         return len(keys)
 
+    def has(self, key: EntryKey) -> bool:
+        """Whether it has an entry, or is about to."""
+        place = self._places.get(key.block.digest)
+        return place is not None and (place.key is key or place.key == key)
+
     def first(self, keys: Sequence[EntryKey]) -> int:
         """The position of the first of these keys that it has; their number if it has none."""
         return next((number for number, key in enumerate(keys) if self._written(key) is not None), len(keys))
@@ -92,20 +100,19 @@ class HostMemory:
         Args:
             cost: of computing the entry's tokens again, relative to other entries.
         """
-        digest = key.block.digest
+        digest, _, parent = key.block
         if digest in self._places:
             return None
         # Pinned before another leaves, so that none of the entries before it does.
-        self._order.add(digest, cost, key.block.parent)
-        self._order.pin(digest)
-        if not self._unused and (key.block.parent in self._refused or not self._evict()):
+        self._order.add(digest, cost, parent, pinned=True)
+        if not self._unused and (parent in self._refused or not self._evict()):
             self._order.remove(digest)
             self._refused.add(digest)
             return None
         self._refused.discard(digest)
-        number = self._unused.pop()
-        start = number * self._entry_bytes
-        place = HostPlace(key, number, self._tensor[start : start + self._entry_bytes])
+        number, size = self._unused.pop(), self._entry_bytes
+        start = number * size
+        place = HostPlace(key, number, self._memory[start : start + size], self._address + start)
         self._places[digest] = place
         self._unwritten += 1
         return place
@@ -183,7 +190,7 @@ class HostMemory:
     def _written(self, key: EntryKey) -> HostPlace | None:
         # A digest may be another entry's, by chance or by an attacker's work: then tokens, parent or root differ.
         place = self._places.get(key.block.digest)
-        return place if place is not None and place.is_written and place.key == key else None
+        return place if place is not None and place.is_written and (place.key is key or place.key == key) else None
 
     def _has_digest(self, key: EntryKey) -> bool:
         place = self._places.get(key.block.digest)

@@ -36,6 +36,9 @@ class KeepTimes:
         # May have rows of times that have changed since.
         self._ends: list[tuple[float, bytes]] = []
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._kept
 

@@ -14,7 +14,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.wire.conversion import Converter
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.host_pages import HostPages
-from kvtransfer.movers.mover import Blocks, DoneReading, MoveDone
+from kvtransfer.movers.mover import Blocks, DoneReading, DoneSaving, MoveDone, SavedPayload
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
@@ -29,11 +29,11 @@ class Operation:
 
     kind: str
     segment: Segment | None
-    happen: Callable[[], MoveDone | DoneReading]
+    happen: Callable[[], MoveDone | DoneReading | DoneSaving]
     polls_left: int
     follows: "Operation | None" = None
     polls: int = 0
-    result: MoveDone | DoneReading | None = None
+    result: MoveDone | DoneReading | DoneSaving | None = None
 
     @property
     def done(self) -> bool:
@@ -48,6 +48,11 @@ class Operation:
     def digest(self) -> int:
         assert isinstance(self.result, DoneReading)
         return self.result.digest
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        assert isinstance(self.result, DoneSaving)
+        return self.result.digests
 
     @property
     def trailer(self) -> bytes:
@@ -78,7 +83,7 @@ class Script:
         self,
         kind: str,
         segment: Segment | None,
-        happen: Callable[[], MoveDone | DoneReading],
+        happen: Callable[[], MoveDone | DoneReading | DoneSaving],
         follows: Operation | None = None,
     ) -> Operation:
         with self._lock:
@@ -124,15 +129,16 @@ class LateMover:
 
     Args:
         cpu: runs the operations.
+        on_gpu: it looks like the mover of a GPU.
     """
 
-    on_gpu = False
     handling_s = 0.0
 
-    def __init__(self, cpu: CpuMover, script: Script) -> None:
+    def __init__(self, cpu: CpuMover, script: Script, *, on_gpu: bool = False) -> None:
+        self.on_gpu = on_gpu
         self._cpu = cpu
         self._script = script
-        # The operation of each slot that `copy_out` or `read` may follow.
+        # The operation of each slot that `read` may follow.
         self._first: dict[Slot, Operation] = {}
 
     def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
@@ -160,8 +166,7 @@ class LateMover:
         assert isinstance(blocks, WatchedBlocks)
         gather(elsewhere, blocks.use(), with_digest=False)
         happen = partial(gather, slot, with_digest=with_digest)
-        self._first[slot] = gathering = self._script.begin("gather", segment, lambda: happen(blocks.use()))
-        return gathering
+        return self._script.begin("gather", segment, lambda: happen(blocks.use()))
 
     def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> Operation:
         fill = partial(self._cpu.fill, slot, segment, value, with_digest=with_digest)
@@ -182,9 +187,16 @@ class LateMover:
     def open_host_memory(self, num_bytes: int) -> HostPages:
         return self._cpu.open_host_memory(num_bytes)
 
-    def copy_out(self, slot: Slot, num_bytes: int, to: Tensor) -> Operation:
-        copy = partial(self._cpu.copy_out, slot, num_bytes, to)
-        return self._script.begin("copy_out", None, copy, self._first.pop(slot, None))
+    def save(self, slot: Slot, payloads: Sequence[SavedPayload]) -> Operation:
+        # As for `gather`.
+        for payload in payloads:
+            elsewhere = memoryview(bytearray(payload.to.nbytes))
+            self._cpu.save(slot, [self._in_use(payload)._replace(to=elsewhere)])
+        return self._script.begin("save", None, lambda: self._cpu.save(slot, list(map(self._in_use, payloads))))
+
+    def _in_use(self, payload: SavedPayload) -> SavedPayload:
+        assert isinstance(payload.blocks, WatchedBlocks)
+        return payload._replace(blocks=payload.blocks.use())
 
     def copy_in(self, slot: Slot, num_bytes: int, source: Tensor) -> Operation:
         copy = partial(self._cpu.copy_in, slot, num_bytes, source)
@@ -198,6 +210,6 @@ class LateMover:
                 operation.result = operation.happen()
 
 
-def late(script: Script) -> Callable[[PagedKVCache, Callable[[], object]], LateMover]:
+def late(script: Script, *, on_gpu: bool = False) -> Callable[[PagedKVCache, Callable[[], object]], LateMover]:
     """For `make_mover` of a KVTransfer."""
-    return lambda cache, between: LateMover(CpuMover(cache, between), script)
+    return lambda cache, between: LateMover(CpuMover(cache, between), script, on_gpu=on_gpu)

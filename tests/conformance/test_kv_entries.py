@@ -146,7 +146,7 @@ async def test_a_cancelled_call_returns_when_nothing_uses_its_blocks_any_more(ki
         entries, _ = await save_and_wipe(transfer, cache)
         if kind == "save":
             await transfer.drop_entries(KEYS)
-        script.held = frozenset({"copy_out", "scatter"})
+        script.held = frozenset({"save", "scatter"})
         call = transfer.save_entries(entries) if kind == "save" else transfer.load_entries(entries, timeout_s=60)
         task = asyncio.create_task(call)
         await eventually(lambda: len(script.waiting()) == SLOTS)

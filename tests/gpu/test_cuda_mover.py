@@ -12,7 +12,7 @@ from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.cuda import CudaMover
 from kvtransfer.movers.host_pages import HostPages
-from kvtransfer.movers.mover import Pending
+from kvtransfer.movers.mover import Pending, SavedPayload
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment, payload_bytes
 from kvtransfer.staging import Slot
@@ -158,11 +158,17 @@ def test_a_message_in_host_memory_is_that_of_the_cpu_and_comes_back(spec: KVCach
         slots = [slot_of(mover, num_bytes) for _ in range(2)]
         kept = pages[mover].tensor[num_bytes:]
         sent, received = mover.place(BLOCKS, incoming=False), mover.place(OTHERS, incoming=True)
-        # The host waits for the second operation of a slot only.
-        mover.gather(slots[0], sent, segment, place_of(segment), with_digest=True)
-        wait_for(mover.copy_out(slots[0], num_bytes, kept))
+        payload = kept[: segment.payload_bytes]
+        saved = SavedPayload(sent, place_of(segment), payload.numpy().data, payload.data_ptr())
+        saving = mover.save(slots[0], [saved, saved])
+        wait_for(saving)
+        first, second = saving.digests
+        assert first == second
+        trailer = segment.encode(segment.digest_over(second))
+        kept[segment.payload_bytes :] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
         mover._cache.memory.fill_(OLD)
         torch.cuda.synchronize()
+        # The host waits for the second operation of a slot only.
         mover.copy_in(slots[1], num_bytes, kept)
         reading = mover.read(slots[1], num_bytes, with_digest=True, with_extremes=False)
         wait_for(reading)
@@ -184,8 +190,9 @@ def test_copies_to_and_from_host_memory_neither_wait_nor_allocate() -> None:
 
     def all_of_it() -> None:
         blocks = gpu.place(BLOCKS, incoming=False)
-        gpu.gather(slot, blocks, segment, place_of(segment), with_digest=True)
-        wait_for(gpu.copy_out(slot, num_bytes, pages.tensor))
+        payload = pages.tensor[: segment.payload_bytes]
+        saved = SavedPayload(blocks, place_of(segment), payload.numpy().data, payload.data_ptr())
+        wait_for(gpu.save(slot, [saved] * 3))
         gpu.copy_in(slot, num_bytes, pages.tensor)
         wait_for(gpu.read(slot, num_bytes, with_digest=True, with_extremes=False))
         blocks.free()

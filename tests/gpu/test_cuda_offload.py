@@ -76,8 +76,8 @@ def test_a_state_of_a_gpu_comes_back_bit_for_bit(head_dim: int) -> None:
     world = World(spec, places=64)
     user = world.user(cache, gpu_mover)
     (key,) = keys_of(1)
-    saved, loaded = Future[int](), Future[int]()
-    user.offloader.save(EntryBlocks((), (), state=EntryState(key, 1)), saved)
+    loaded = Future[int]()
+    saved = user.begin_save((), (), EntryState(key, 1))
     assert world.result(saved) == 1
     user.offloader.load(EntryBlocks((), (), state=EntryState(key, 2)), LIMIT_S, math.inf, loaded)
     assert world.result(loaded) == 1

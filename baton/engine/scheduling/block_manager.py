@@ -193,9 +193,13 @@ class BlockManager:
         block_id = self._by_digest.get(digest)
         return None if block_id is None or block_id in self._windowless else self._keys[block_id]
 
-    def is_shown(self, digest: bytes) -> bool:
-        """Whether followers have seen that it has a block of that digest, or will with its next changes."""
-        return self.cached_key(digest) is not None and self._by_digest[digest] not in self._unreported
+    def not_shown(self, digests: Iterable[bytes]) -> list[bytes]:
+        """Those of the digests of which followers have seen no block here, and will see none with its next changes."""
+        known = self._by_digest
+        if not self._windowless and not self._unreported:
+            return [digest for digest in digests if digest not in known]
+        hidden = self._windowless | self._unreported
+        return [digest for digest in digests if digest not in known or known[digest] in hidden]
 
     def follow(self) -> None:
         """Collects changes from now on."""

@@ -9,7 +9,8 @@ from baton.engine.request import IntArray
 
 def entries_of(chain: KeyChain, tokens: IntArray, start: int, stop: int) -> tuple[EntryKey, ...]:
     """The keys of a sequence's entries [start, stop)."""
-    return tuple(EntryKey(chain.key(index, tokens), chain.root, index) for index in range(start, stop))
+    root = chain.root
+    return tuple([EntryKey(key, root, index) for index, key in enumerate(chain.run(start, stop, tokens), start)])
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class EntrySaves:
         self._entry_keys = entry_keys
         self._saving = [0] * len(pools)
         self._finished: list[EntryBlocks] = []
+        self._has_state = False  # among what was offered; there are few slots
         self._forgotten: list[EntryKey] = []
         self._to_keep: list[tuple[tuple[EntryKey, ...], KeepTime]] = []
         # Entries that were not offered though the cache has, or had, their blocks: the oldest first.
@@ -146,6 +147,7 @@ class EntrySaves:
         self._shown[after] = tuple(key.block.digest for key in shown)
         state.num_shown = max(state.num_shown, count)
         self._finished.append(EntryBlocks((), (), state=EntryState(after, slot)))
+        self._has_state = True
 
     def forget(self, state: RequestState) -> None:
         """Takes a request's entries back, because its KV is not to be trusted."""
@@ -177,6 +179,7 @@ class EntrySaves:
             if entries.root in roots:
                 self.saved(entries, 0)
         self._finished = [entries for entries in self._finished if entries.root not in roots]
+        self._has_state = any(entries.state is not None for entries in self._finished)
 
     def take_kept(self) -> list[tuple[tuple[EntryKey, ...], KeepTime]]:
         """Sequences of entries to keep for a time, since the last call. Keep them after the saves that have begun."""
@@ -191,14 +194,17 @@ class EntrySaves:
     @property
     def is_pressing(self) -> bool:
         """Whether what was offered holds many blocks or a state, blocks are short, or something must be dropped."""
-        most = max(held / pool.num_blocks for held, pool in zip(self._saving, self._pools, strict=True))
-        least_free = min(pool.num_free / pool.num_blocks for pool in self._pools)
-        has_state = any(entries.state is not None for entries in self._finished)  # there are few slots
-        return most > _WAITING_SHARE or least_free < _WAITING_SHARE or has_state or bool(self._forgotten)
+        if self._forgotten or self._has_state:
+            return True
+        for pool, held in zip(self._pools, self._saving, strict=True):
+            few = pool.num_blocks * _WAITING_SHARE
+            if held > few or pool.num_free < few:
+                return True
+        return False
 
     def take_finished(self) -> list[EntryBlocks]:
         """The entries offered since the last call; their blocks stay held until `saved`."""
-        finished, self._finished = self._finished, []
+        finished, self._finished, self._has_state = self._finished, [], False
         return finished
 
     def take_forgotten(self) -> tuple[EntryKey, ...]:

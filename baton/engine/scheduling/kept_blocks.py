@@ -6,7 +6,7 @@ Followers of the cache see them as cached: a request that arrives at this node f
 from collections.abc import Iterable, Iterator
 
 from baton.core.block_keys import BlockKey, KeyChain, block_keys_of
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
 from baton.engine.request import IntArray
 from baton.engine.scheduling.block_manager import CacheChanges
 
@@ -33,21 +33,21 @@ class KeptBlocks:
         self._by_entry: dict[bytes, tuple[BlockKey, ...]] = {}
         self._roots: dict[bytes, bytes] = {}  # of the same entries
         self._below: dict[bytes, None] = {}  # entries that host memory does not have, the oldest first
-        self._keys: dict[bytes, BlockKey] = {}
-        self._entries: dict[bytes, bytes] = {}  # of the same blocks
+        self._ends: dict[bytes, bytes] = {}  # by block, the entry that ends it
         self._lost_since: list[set[bytes]] = []  # what has been lost since each call of `found` began
         self._changes: CacheChanges | None = None
 
     def kept(self, entries: Iterable[EntryKey], keys: KeyChain, tokens: IntArray) -> None:
         """The stores have these entries of a sequence, or will have them soon; `keys` are those of its blocks."""
+        size = self._block_size
         for entry in entries:
-            self._names[entry.block.digest] = entry.block
-            self.entry_keys[entry.block.parent, entry.block.tokens] = entry.block
-            if entry.block.digest in self._by_entry:
-                self._move(entry.block.digest, is_below=False)
+            digest, content, parent = entry.block
+            self._names[digest] = self.entry_keys[parent, content] = entry.block
+            if digest in self._by_entry:
+                self._move(digest, is_below=False)
                 continue
-            first, stop = entry.token_start // self._block_size, entry.token_stop // self._block_size
-            self._add(entry, tuple(keys.key(index, tokens) for index in range(first, stop)))
+            start = entry.number * ENTRY_TOKENS
+            self._add(entry, tuple(keys.run(start // size, (start + ENTRY_TOKENS) // size, tokens)))
 
     def below(self, digests: Iterable[bytes]) -> None:
         """Host memory no longer has the entries with these digests, but a store below it does."""
@@ -83,6 +83,7 @@ class KeptBlocks:
 
     def lost(self, digests: Iterable[bytes]) -> None:
         """The stores no longer have the entries with these digests."""
+        gone: list[bytes] = []
         for digest in digests:
             for lost in self._lost_since:
                 lost.add(digest)
@@ -91,9 +92,12 @@ class KeptBlocks:
             if (name := self._names.pop(digest, None)) is not None:
                 del self.entry_keys[name.parent, name.tokens]
             for key in self._by_entry.pop(digest, ()):
-                self._entries.pop(key.digest, None)
-                if self._keys.pop(key.digest, None) is not None:
-                    self._note(key.digest, None)
+                if self._ends.get(key.digest) == digest:  # files may give a block two names
+                    del self._ends[key.digest]
+                    gone.append(key.digest)
+        if gone and self._changes is not None:
+            self._changes.update(dict.fromkeys(gone))
+            self._check_changes()
 
     def lost_roots(self, roots: frozenset[bytes]) -> None:
         """The stores no longer have any entry with one of these roots."""
@@ -102,13 +106,14 @@ class KeptBlocks:
     # ---- following
 
     def cached_keys(self) -> list[BlockKey]:
-        return list(self._keys.values())
+        return [key for blocks in self._by_entry.values() for key in blocks]
 
     def cached_key(self, digest: bytes) -> BlockKey | None:
-        return self._keys.get(digest)
+        entry = self._ends.get(digest)
+        return None if entry is None else next(key for key in self._by_entry[entry] if key.digest == digest)
 
-    def is_shown(self, digest: bytes) -> bool:
-        return digest in self._keys
+    def not_shown(self, digests: Iterable[bytes]) -> list[bytes]:
+        return [digest for digest in digests if digest not in self._ends]
 
     def follow(self) -> None:
         self._changes = {}
@@ -123,15 +128,15 @@ class KeptBlocks:
         return True
 
     def is_below(self, digest: bytes) -> bool:
-        return self._entries.get(digest, b"") in self._below
+        return self._ends.get(digest, b"") in self._below
 
     def _add(self, entry: EntryKey, blocks: tuple[BlockKey, ...]) -> None:
-        self._by_entry[entry.block.digest] = blocks
-        self._roots[entry.block.digest] = entry.root
-        for key in blocks:
-            self._keys[key.digest] = key
-            self._entries[key.digest] = entry.block.digest
-            self._note(key.digest, key)
+        digest = entry.block.digest
+        self._by_entry[digest] = blocks
+        self._roots[digest] = entry.root
+        named = {key.digest: key for key in blocks}
+        self._ends.update(dict.fromkeys(named, digest))
+        self._note(named)
 
     def _move(self, digest: bytes, *, is_below: bool) -> None:
         """Records where a known entry is now; does nothing for others."""
@@ -141,13 +146,16 @@ class KeptBlocks:
             self._below[digest] = None
         else:
             del self._below[digest]
-        for key in self._by_entry[digest]:
-            self._note(key.digest, key)
+        self._note({key.digest: key for key in self._by_entry[digest]})
         if len(self._below) > _BELOW_MAX:
             self.lost([next(iter(self._below))])
 
-    def _note(self, digest: bytes, key: BlockKey | None) -> None:
+    def _note(self, blocks: dict[bytes, BlockKey]) -> None:
         if self._changes is not None:
-            self._changes[digest] = key
-            if len(self._changes) > len(self._keys) // 2 + _CHANGES_MIN:  # then reading all keys costs less
-                self._changes = None
+            self._changes.update(blocks)
+            self._check_changes()
+
+    def _check_changes(self) -> None:
+        assert self._changes is not None
+        if len(self._changes) > len(self._ends) // 2 + _CHANGES_MIN:  # then reading all keys costs less
+            self._changes = None

@@ -1,6 +1,6 @@
 """Presents several prefix caches as one, to followers of a node's cache. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from baton.core.block_keys import BlockKey
@@ -30,8 +30,8 @@ class KeyedCache(PrefixCache, Protocol):
 
     def cached_key(self, digest: bytes) -> BlockKey | None: ...
 
-    def is_shown(self, digest: bytes) -> bool:
-        """Whether followers have seen that it has a block of that digest, or will with its next changes."""
+    def not_shown(self, digests: Iterable[bytes]) -> list[bytes]:
+        """Those of the digests of which followers have seen no block here, and will see none with its next changes."""
         ...
 
 
@@ -60,7 +60,8 @@ class PooledPrefixes:
                 return None
             # Nearly every block that is saved is in the cache still, and followers know that.
             changes.update(of_pool if pool is not self._outside else self._seen(of_pool))
-        return {digest: self._cached(digest) for digest in changes}
+        # A key is the latest change of its cache, which has that block then.
+        return {digest: self._cached(digest) if key is None else key for digest, key in changes.items()}
 
     def is_outside(self, digest: bytes) -> bool:
         return all(pool.cached_key(digest) is None for pool in self._inside)
@@ -70,9 +71,10 @@ class PooledPrefixes:
 
     def _seen(self, outside: CacheChanges) -> CacheChanges:
         """Those of the changes outside of the caches that make a difference to followers."""
-        return {
-            digest: key for digest, key in outside.items() if not any(pool.is_shown(digest) for pool in self._inside)
-        }
+        left: Iterable[bytes] = outside
+        for pool in self._inside:
+            left = pool.not_shown(left)
+        return {digest: outside[digest] for digest in left}
 
     def _cached(self, digest: bytes) -> BlockKey | None:
         """The key of that digest as long as any pool has it."""

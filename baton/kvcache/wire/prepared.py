@@ -4,7 +4,10 @@ Everything that all segments have in common is computed once, so a segment costs
 After a stream's first use nothing is allocated, and the host never waits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +95,48 @@ class DeviceWire:
             *numbers,
         )
         return num_bytes
+
+    def gathers(
+        self,
+        *,
+        block_ids: Tensor,
+        num_tokens: int,
+        layers: range,
+        heads: range,
+        out: Tensor,
+        stream: torch.cuda.Stream | None = None,
+    ) -> Callable[[int, Tensor], None]:
+        """Prepares gathers of equally many tokens with a digest. The result launches one: its arguments are the first
+        token and `digest_out` of `gather`."""
+        moves = self._usual_moves(block_ids, 0, num_tokens, layers, heads, out)
+        if moves is None or moves.gather_and_digest is None:
+            arguments = {"block_ids": block_ids, "layers": layers, "heads": heads, "out": out, "stream": stream}
+            return partial(self._gather_at, num_tokens, arguments)
+        handle = current_stream(self._device) if stream is None else stream.cuda_stream
+        num_bytes = num_tokens * len(layers) * moves.token_layer_bytes
+        num_rows, token_rows, _, *rest = moves.numbers(0, num_tokens, layers)
+        launch = partial(
+            moves.gather_and_digest.launch,
+            programs_for(-(-num_bytes // ROW_BYTES), self._programs),
+            handle,
+            self._memory,
+            out,
+            block_ids,
+            self._scratch_of(handle, stream),
+        )
+        constant, last_start = (
+            constant_term(num_bytes, 0),
+            block_ids.numel() * self._cache.shape.block_size - num_tokens,
+        )
+
+        def gather(token_start: int, digest_out: Tensor) -> None:
+            assert 0 <= token_start <= last_start, "the caller checks the tokens"
+            launch(digest_out, constant, num_rows, token_rows, token_start, *rest)
+
+        return gather
+
+    def _gather_at(self, num_tokens: int, arguments: dict[str, Any], token_start: int, digest_out: Tensor) -> None:
+        self.gather(token_start=token_start, token_stop=token_start + num_tokens, digest_out=digest_out, **arguments)
 
     def scatter(
         self,

@@ -49,6 +49,23 @@ def test_entries_without_the_beginning_of_their_sequence_are_not_seen() -> None:
     assert [found.has(key) for key in keys] == [True, False, False, False, False, False]
 
 
+def test_a_block_to_which_a_file_gave_a_second_name_is_seen_until_its_last_name_is_lost() -> None:
+    kept = KeptBlocks(16)
+    (first,) = entries()[:1]
+    second = first._replace(block=first.block._replace(digest=b"another"))
+    take(kept.found((first, second)))
+    block = kept.cached_keys()[0]
+    kept.follow()
+    kept.lost([first.block.digest])
+    assert kept.cached_key(block.digest) == block
+    kept.lost([b"another"])
+    assert kept.cached_key(block.digest) is None
+    changes = kept.take_changes()
+    assert changes is not None
+    assert set(changes.values()) == {None}
+    assert len(changes) == ENTRY_TOKENS // 16
+
+
 def test_what_is_known_already_stays_where_it_is() -> None:
     kept = KeptBlocks(16)
     kept.kept(entries()[:2], block_chain(16), TOKENS)
@@ -100,8 +117,7 @@ def test_followers_see_again_what_moves_and_what_is_lost() -> None:
     assert gone is not None
     assert set(gone.values()) == {None}
     assert not kept._below
-    assert not kept._entries
-    assert not kept._keys
+    assert not kept._ends
 
 
 def test_only_so_many_blocks_below_host_memory_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

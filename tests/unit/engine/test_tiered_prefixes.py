@@ -225,6 +225,29 @@ async def test_what_was_offered_is_saved_next_to_a_step_after_a_while(monkeypatc
     assert stores.calls == [[3, 3]]
 
 
+async def test_a_save_waits_as_long_again_for_a_turn_without_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(tiered_prefixes, "monotonic", lambda: now_s)
+    stores, prefixes, _ = await saved_while_a_step_runs(num_blocks=4096)
+    now_s += 1.5 * tiered_prefixes._SAVE_EVERY_S
+    prefixes.save_finished(is_quiet=False)
+    await prefixes.close()
+    assert stores.calls == []
+    prefixes.save_finished(is_quiet=True)
+    await prefixes.close()
+    assert stores.calls == [[3, 3]]
+
+
+async def test_a_save_does_not_wait_for_ever_for_a_turn_without_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(tiered_prefixes, "monotonic", lambda: now_s)
+    stores, prefixes, _ = await saved_while_a_step_runs(num_blocks=4096)
+    now_s += 2 * tiered_prefixes._SAVE_EVERY_S
+    prefixes.save_finished(is_quiet=False)
+    await prefixes.close()
+    assert stores.calls == [[3, 3]]
+
+
 async def test_what_holds_many_of_the_blocks_is_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiered_prefixes, "_SAVE_EVERY_S", math.inf)
     stores, prefixes, _ = await saved_while_a_step_runs(num_blocks=512)

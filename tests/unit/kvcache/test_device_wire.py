@@ -56,6 +56,11 @@ def test_prepared_moves_equal_their_twins(
         assert left[:8].cpu().numpy().tobytes() == ((taken - 1) % 2**64).to_bytes(8, "little")
         assert wire.gather(block_ids=blocks, out=out.fill_(0), **where) == size
         assert torch.equal(out[:size].cpu(), expected)
+        start, stop, given = where["token_start"], where["token_stop"], {"layers": layers, "heads": where["heads"]}
+        gather = wire.gathers(block_ids=blocks, num_tokens=stop - start, out=out.fill_(0), **given)
+        gather(start, left[3:])
+        assert torch.equal(out[:size].cpu(), expected)
+        assert left[3:].cpu().numpy().tobytes() == taken.to_bytes(8, "little")
     payload = expected.flip(0)
     scatter_from_wire(cache, block_ids=block_ids, payload=payload, **where)
     out[:size].copy_(payload)

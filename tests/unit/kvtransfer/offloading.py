@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from baton.core.block_keys import KeyChain, root_digest
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, KeepTime
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, EntryState, KeepTime
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.movers.cpu import CpuMover
@@ -232,6 +232,14 @@ class World:
         assert not any(place.users for place in self.tiers._host._places.values())
 
 
+class SavedSequence(Future[Any]):
+    """The future of a save of one sequence; its result is that sequence's number."""
+
+    def result(self, timeout: float | None = None) -> int:
+        (count,) = super().result(timeout)
+        return int(count)
+
+
 @dataclass
 class User:
     """One cache of a `World`."""
@@ -240,9 +248,11 @@ class User:
     cache: PagedKVCache
     offloader: Offloader
 
-    def begin_save(self, keys: tuple[EntryKey, ...], blocks: tuple[int, ...]) -> "Future[int]":
-        future: Future[int] = Future()
-        self.offloader.save(EntryBlocks(keys, blocks), future)
+    def begin_save(
+        self, keys: tuple[EntryKey, ...], blocks: tuple[int, ...], state: EntryState | None = None
+    ) -> "Future[int]":
+        future = SavedSequence()
+        self.offloader.save((EntryBlocks(keys, blocks, state=state),), future)
         return future
 
     def begin_load(

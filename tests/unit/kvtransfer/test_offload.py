@@ -14,6 +14,7 @@ from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryBlocks, Kee
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
+from kvtransfer.movers.mover import SAVED_AT_ONCE
 from kvtransfer.offload import SLOTS
 from kvtransfer.offload_calls import DROP_LIMIT_S, FIND_LIMIT_S
 from kvtransfer.offload_tiers import EntryTiers
@@ -262,7 +263,7 @@ def test_after_the_time_limit_no_entry_begins() -> None:
 
 def test_a_stopped_save_keeps_whole_entries_only() -> None:
     spec = SPECS["sparse"]
-    script = Script(held=frozenset({"copy_out"}))
+    script = Script(held=frozenset({"save"}))
     world = World(spec)
     user = world.user(cache_of(spec), late(script))
     keys, blocks, target = keys_of(5), blocks_of(user.cache, 5, 1), blocks_of(user.cache, 5, 2)
@@ -282,7 +283,7 @@ def test_a_stopped_save_keeps_whole_entries_only() -> None:
 
 @pytest.mark.parametrize("by_root", [False, True])
 def test_entries_that_are_dropped_while_they_are_saved_are_not_kept(by_root: bool) -> None:
-    script = Script(held=frozenset({"copy_out"}))
+    script = Script(held=frozenset({"save"}))
     store = MemoryStore()
     world = World(stores=[store])
     user = world.user(cache_of(SPEC, entries=8), late(script))
@@ -307,7 +308,7 @@ def test_entries_that_are_dropped_while_they_are_saved_are_not_kept(by_root: boo
 
 
 def test_an_entry_that_is_dropped_while_it_is_saved_can_be_saved_again_at_once() -> None:
-    script = Script(held=frozenset({"copy_out"}))
+    script = Script(held=frozenset({"save"}))
     world = World()
     user = world.user(cache_of(SPEC), late(script))
     keys, blocks = keys_of(1), blocks_of(user.cache, 1, 1)
@@ -736,7 +737,7 @@ def test_closing_waits_for_writes_but_not_for_a_store_that_hangs(monkeypatch: py
 
 
 def test_a_save_has_a_slot_while_loads_have_all_others() -> None:
-    script = Script(held=frozenset({"scatter", "copy_out"}))
+    script = Script(held=frozenset({"scatter", "save"}))
     world = World()
     user = world.user(cache_of(SPEC, entries=8), late(script))
     keys, blocks = keys_of(8), blocks_of(user.cache, 8, 1)
@@ -745,7 +746,7 @@ def test_a_save_has_a_slot_while_loads_have_all_others() -> None:
     loads = [user.begin_load(keys[:6], blocks_of(user.cache, 6, seed)) for seed in (2, 3)]
     save = user.begin_save(keys[6:], blocks)
     world.run_until(lambda: len(script.waiting()) == SLOTS)
-    assert sorted(operation.kind for operation in script.waiting()) == ["copy_out", *["scatter"] * (SLOTS - 1)]
+    assert sorted(operation.kind for operation in script.waiting()) == ["save", *["scatter"] * (SLOTS - 1)]
     script.release_all()
     assert [world.result(load) for load in loads] == [6, 6]
     world.result(save)
@@ -796,7 +797,7 @@ def test_saves_of_several_sequences_end_together() -> None:
     ours, theirs = keys_of(3), keys_of(2, salt="other")
     future: Future[tuple[int, ...]] = Future()
     saves = EntryBlocks(ours, blocks_of(user.cache, 3, 1)), EntryBlocks(theirs, blocks_of(user.cache, 2, 2))
-    user.offloader.save_all(saves, future)
+    user.offloader.save(saves, future)
     assert not future.done()
     assert not user.offloader.is_awaited
     assert world.result(future) == (3, 2)
@@ -810,21 +811,71 @@ def test_saves_of_several_sequences_are_stopped_together() -> None:
     user = world.user(cache_of(SPEC))
     future: Future[tuple[int, ...]] = Future()
     sequences = [EntryBlocks(keys_of(2, salt=salt), blocks_of(user.cache, 2, 1)) for salt in ("a", "b")]
-    user.offloader.save_all(sequences, future)
+    user.offloader.save(sequences, future)
     user.offloader.stop(future)
     assert world.result(future) == (0, 0)
     world.check_nothing_is_left()
 
 
-@pytest.mark.parametrize(("on_gpu", "begun"), [(False, 1), (True, SLOTS)])
-def test_copies_of_saves_that_a_gpu_makes_begin_together(on_gpu: bool, begun: int) -> None:
-    world, script, cache = World(places=8), Script(held=frozenset({"copy_out"})), cache_of(SPEC, entries=6)
-    mover = late(script)(cache, lambda: None)
-    mover.on_gpu = on_gpu
-    user = world.user(cache, lambda *_: mover)
-    saved = user.begin_save(keys_of(6), blocks_of(user.cache, 6, 1))
-    user.offloader.step()
-    assert len(script.waiting()) == begun
+@pytest.mark.parametrize(("on_gpu", "copies"), [(False, 6), (True, 1)])
+def test_a_gpu_copies_several_messages_of_a_save_through_one_slot(on_gpu: bool, copies: int) -> None:
+    world, script = World(places=8), Script()
+    user = world.user(cache_of(SPEC, entries=6), late(script, on_gpu=on_gpu))
+    keys, blocks, target = keys_of(6), blocks_of(user.cache, 6, 1), blocks_of(user.cache, 6, 2)
+    fill_randomly(user.cache)
+    wanted = kv_of(user.cache, blocks, 6)
+    assert user.save(keys, blocks) == 6
+    assert [operation.kind for operation in script.begun] == ["save"] * copies
+    assert user.load(keys, target) == 6
+    assert equal(kv_of(user.cache, target, 6), wanted)
+    world.check_nothing_is_left()
+
+
+def test_a_gpu_copies_more_messages_than_two_slots_take_one_after_another() -> None:
+    entries = 3 * SAVED_AT_ONCE + 1
+    world, script = World(places=entries), Script(held=frozenset({"save"}))
+    user = world.user(cache_of(SPEC, entries=entries), late(script, on_gpu=True))
+    save = user.begin_save(keys_of(entries), blocks_of(user.cache, entries, 1))
+    world.run()
+    assert len(script.waiting()) == 2
+    script.release(script.waiting()[1])  # the later one first
+    world.run_until(lambda: len(script.waiting()) == 2)
+    assert world.find(keys_of(entries)) == 0
     script.release_all()
-    assert world.result(saved) == 6
+    assert world.result(save) == entries
+    world.check_nothing_is_left()
+
+
+def test_an_error_of_a_gpus_copies_leaves_what_was_complete_before() -> None:
+    spec = SPECS["sparse"]
+    world, script = World(spec, places=40), Script(held=frozenset({"save"}))
+    cache = cache_of(spec, entries=20)
+    user = world.user(cache, late(script, on_gpu=True))
+    keys, blocks = keys_of(20), blocks_of(cache, 20, 1)
+    short = EntryBlocks(keys, blocks[: 17 * ENTRY_TOKENS // cache.shape.block_size])  # lacks the last entries
+    future: Future[tuple[int, ...]] = Future()
+    user.offloader.save((short,), future)
+    world.run()
+    script.release_all()
+    with pytest.raises(InternalError, match="block"):
+        world.result(future)
+    assert world.find(keys) == SAVED_AT_ONCE
+    assert not script.placed
+    world.check_nothing_is_left()
+
+
+def test_what_leaves_for_a_save_is_reported_when_the_save_has_ended() -> None:
+    world, script = World(places=2), Script(held=frozenset({"save"}))
+    user = world.user(cache_of(SPEC), late(script))
+    old, new = keys_of(2), keys_of(2, salt="new")
+    script.held = frozenset()
+    user.save(old, blocks_of(user.cache, 2, 1))
+    script.held = frozenset({"save"})
+    save = user.begin_save(new, blocks_of(user.cache, 2, 2))
+    world.run()
+    assert user.offloader.take_changes() is None
+    script.release_all()
+    while not save.done():
+        user.offloader.step()
+    assert user.offloader.take_changes() == StoreChanges(gone=tuple(key.block.digest for key in reversed(old)))
     world.check_nothing_is_left()

@@ -75,16 +75,14 @@ def test_a_flipped_bit_in_a_state_is_never_scattered_as_a_whole_state(head_dim: 
     wanted = user.cache.state.view[:, :, 0].clone()
     for piece, form in zip(world.layout.state_keys(key), world.layout.pieces, strict=True):
         for bit in (0, form.size // 2, form.size - 1):
-            saved = Future[int]()
-            user.offloader.save(EntryBlocks((key,), blocks, state=EntryState(key, 0)), saved)
+            saved = user.begin_save((key,), blocks, EntryState(key, 0))
             assert world.result(saved) == 2
             world.tiers._host._places[piece.block.digest].tensor[bit] ^= 1 << bit % 8
             for _ in range(2):
                 loaded = Future[int]()
                 user.offloader.load(EntryBlocks((key,), other, state=EntryState(key, 1)), LIMIT_S, math.inf, loaded)
                 assert world.result(loaded) == 1, "the entry, but no state"
-    saved = Future[int]()
-    user.offloader.save(EntryBlocks((key,), blocks, state=EntryState(key, 0)), saved)
+    saved = user.begin_save((key,), blocks, EntryState(key, 0))
     assert world.result(saved) == 2
     loaded = Future[int]()
     user.offloader.load(EntryBlocks((key,), other, state=EntryState(key, 1)), LIMIT_S, math.inf, loaded)
@@ -104,8 +102,8 @@ def test_a_state_for_which_there_is_no_room_is_not_found() -> None:
     world.tiers._host.pin(key)
     taken = world.tiers.take(other)
     assert taken is not None
-    saved, found = Future[int](), Future[int]()
-    user.offloader.save(EntryBlocks((), (), state=EntryState(key, 0)), saved)
+    found = Future[int]()
+    saved = user.begin_save((), (), EntryState(key, 0))
     assert world.result(saved) == 0
     user.offloader.find_state((key,), found)
     assert world.result(found) == 0
@@ -128,8 +126,7 @@ def test_the_last_state_is_found_in_host_memory_or_a_store() -> None:
 
     assert found() == 0
     for number in (1, 4):
-        saved = Future[int]()
-        user.offloader.save(EntryBlocks((), (), state=EntryState(keys[number], 0)), saved)
+        saved = user.begin_save((), (), EntryState(keys[number], 0))
         assert world.result(saved) == 1
         world.settle()
     assert found() == 5
@@ -156,8 +153,7 @@ def test_a_state_is_not_read_where_its_pieces_take_longer_than_computing_it(*, w
     user = world.user(make_cache(spec, KVCacheLayout.NHD, 16, 64 * ENTRY_TOKENS))
     keys, blocks = keys_of(20), blocks_of(user.cache, 20, 1)
     user.save(keys, blocks)
-    saved = Future[int]()
-    user.offloader.save(EntryBlocks((), (), state=EntryState(keys[0], 0)), saved)
+    saved = user.begin_save((), (), EntryState(keys[0], 0))
     assert world.result(saved) == 1
     world.settle()
     state_keys = world.layout.state_keys(keys[0])
@@ -180,8 +176,7 @@ def test_a_state_is_kept_with_the_entries_before_it(seconds: float | None) -> No
     world = World(spec, places=24)
     user = world.user(cache_of(spec))
     ours, others = keys_of(2), [keys_of(1, seed=number + 1) for number in range(90)]
-    saved = Future[int]()
-    user.offloader.save(EntryBlocks(ours, blocks_of(user.cache, 2, 1), state=EntryState(ours[1], 0)), saved)
+    saved = user.begin_save(ours, blocks_of(user.cache, 2, 1), EntryState(ours[1], 0))
     assert world.result(saved) == 3
     if seconds is not None:
         user.offloader.keep(ours, KeepTime(seconds, 5), Future(), with_state=True)

@@ -76,13 +76,16 @@ def check(begun: Begun, taken: set[int]) -> None:
         begun.user.cache.view[:, :, block] = -1.0
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_load_never_reports_what_was_not_computed(seed: int) -> None:
+def test_a_load_never_reports_what_was_not_computed(seed: int, on_gpu: bool) -> None:
     rng = random.Random(seed)
     store = Forgetful(random.Random(seed + 1000))
     world = World(SPEC, places=rng.choice([2, 3, 6, 20]), stores=[store] if seed % 4 else [])
     shape = KVCacheShape(KVCacheLayout.NHD, BLOCK, 48)
-    users = [world.user(PagedKVCache(SPEC, shape), late(Script(seed=seed + number))) for number in range(2)]
+    users = [
+        world.user(PagedKVCache(SPEC, shape), late(Script(seed=seed + number), on_gpu=on_gpu)) for number in range(2)
+    ]
     taken: dict[int, set[int]] = {0: set(), 1: set()}
     running: list[tuple[int, Begun]] = []
     for _ in range(ACTIONS):

@@ -24,6 +24,7 @@ from kvtransfer.segments import (
     decode_sealed,
     decode_trailer,
     payload_bytes,
+    trailer_over,
 )
 
 SEGMENT = Segment(2**64 - 1, 77, 3, 0, 4, 16, 32, 0, 2, 4096)
@@ -59,6 +60,23 @@ def test_a_part_that_does_not_fit_is_an_error(parts: tuple[int, int, int]) -> No
 def test_every_trailer_has_the_same_size_and_comes_back_whole(segment: Segment) -> None:
     assert len(segment.encode(segment.digest)) == TRAILER_BYTES
     assert decode_trailer(segment.encode(segment.digest)) == segment
+
+
+@settings(deadline=None)
+@given(segments, st.integers(0, 2**64 - 1))
+def test_the_trailer_of_a_segment_without_key_can_be_made_without_the_segment(segment: Segment, digest: int) -> None:
+    named = replace(segment, incarnation=0, layer_step=max(1, segment.layer_step))
+    trailer = trailer_over(
+        digest,
+        lease=named.lease,
+        number=named.number,
+        layers=named.layers,
+        token_start=named.token_start,
+        token_stop=named.token_stop,
+        heads=named.heads,
+        payload_bytes=named.payload_bytes,
+    )
+    assert trailer == named.encode(named.digest_over(digest))
 
 
 @settings(deadline=None)

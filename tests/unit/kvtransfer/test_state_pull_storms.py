@@ -48,8 +48,7 @@ class Side:
         write(self.user, keys, BLOCKS)
         assert self.user.cache.state is not None
         self.user.cache.state.view[:, :, 1] = value_of(keys[-1])
-        saved: Future[int] = Future()
-        self.user.offloader.save(EntryBlocks(keys, BLOCKS, state=EntryState(keys[-1], 1)), saved)
+        saved = self.user.begin_save(keys, BLOCKS, EntryState(keys[-1], 1))
         self.world.run_until(saved.done)
 
     def load(self, number: int, after: int) -> bool:

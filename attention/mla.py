@@ -175,7 +175,9 @@ class MLAAttention(nn.Module):
             rotate_latents(q_THD, latent_TC, rotation, norm=norm, multiplier=self.latent_multiplier)
             return self.forward(q_THD, kv_c_TL, k_pe_TR, kv_cache, metadata, selected=selected)
         kv_layer = kv_cache.layer(self.layer_index)
-        decode_q_THC = self._new_decode_queries(q_THD, metadata) if metadata.num_decode_tokens else None
+        # Prompts among the decode tokens need their queries turned in place.
+        apart = metadata.num_decode_tokens > 0 and metadata.prefill_base is None
+        decode_q_THC = self._new_decode_queries(q_THD, metadata) if apart else None
         rotate_latents(
             q_THD,
             latent_TC,

@@ -162,6 +162,10 @@ class PromptGraphs:
         else:
             _log.info("%s has no CUDA graphs of prompts: their steps run without them", self._backend.capabilities.name)
 
+    def drop(self) -> None:
+        """Frees the captured steps; none is used any more."""
+        self.sizes, self._bodies = [], {}
+
     @property
     def _wanted(self) -> list[int]:
         return token_sizes(self.buffers.max_tokens)

@@ -5,6 +5,7 @@ the tokens of the last step on the device. Suffixes: T token of the step, S row 
 logprobs, D hidden channel, V vocabulary, N most rows of a step.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -26,6 +27,7 @@ from baton.engine.device.inputs import pending_tokens, stage_step
 from baton.engine.device.launched_step import Drawn, LaunchedStep, ReadStates
 from baton.engine.device.layer_marks import LayerMarks, OnMark, index_stops, kv_stops
 from baton.engine.device.pooled_states import pool_states
+from baton.engine.device.prompt_check import CheckedSteps, captured_steps_agree
 from baton.engine.device.prompt_graphs import PromptGraphs
 from baton.engine.device.step_slot import StepSlot, StepSlots
 from baton.engine.device.unfolded import Unfolded, unfold, unfolds
@@ -42,6 +44,8 @@ from baton.models.adapters.bank import AdapterBank
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.expert_counts import FetchedCounts
 from baton.models.layers.step_context import StepContext
+
+_log = logging.getLogger(__name__)
 
 _FIRST_ROWS = 64
 _WARM_UP_GUESSES = 2  # the second one uses other kernels than the first, and all further ones the same
@@ -128,6 +132,7 @@ class ModelRunner:
             self._warm_up()
             self._capture(progress, Recorder(self._device))
             self._warm_up()  # now in the buffers of the graphs
+            self._check_prompts()
         else:
             self._capture(progress)
         self.reset_expert_counts()
@@ -140,6 +145,24 @@ class ModelRunner:
             self.drafts.capture(progress, recorder)
         if self._prompts is not None:
             self._prompts.capture(progress, recorder=recorder)
+
+    def _check_prompts(self) -> None:
+        """Drops captured steps with prompts that do not compute what steps outside of graphs do. All ranks do so
+        together."""
+        prompts, rank = self._prompts, self.model.parallel.rank
+        steps = CheckedSteps(self.facts, rank if self.facts.num_owners > 1 else 0)
+        if prompts is None or not prompts.sizes or not steps.fit:
+            return
+
+        def eager(batch: Batch) -> None:
+            self._prompts = None
+            self.run(batch)
+            self._prompts = prompts
+
+        agree = captured_steps_agree(self.run, eager, self._cache, steps)
+        if not self.model.parallel.smallest(int(agree), self._device):
+            _log.error("captured steps with prompts compute other KV than others, and are not used: please report it")
+            prompts.drop()
 
     @torch.inference_mode()
     def load_adapter(self, slot: int, adapter: Adapter) -> None:

@@ -18,7 +18,7 @@ from attention.backends.torch_sdpa import TorchSDPA
 from attention.backends.triton_attn import TritonAttention
 from attention.backends.triton_mla import TritonMLA
 from attention.layer import Attention
-from attention.metadata import CommonAttentionMetadata, build_common_metadata
+from attention.metadata import CommonAttentionMetadata, PaddedBatch, build_common_metadata
 from attention.mla import MLAAttention
 from attention.platform import probe_platform
 from attention.rotation import HeadNorms, Rotation
@@ -184,3 +184,58 @@ def test_outputs_and_caches_of_latents_are_equal(interleaved: bool, kv_dtype: st
         ours = layers[1].rotate_and_attend(q_THD, latent_TC, rotation, caches[1], metadata, norm=norm)
         assert_near(ours, expected, kv_dtype)
         assert_near(caches[1].view, caches[0].view, kv_dtype)
+
+
+def test_a_padded_step_with_prompts_among_the_first_tokens_gives_what_one_without_padding_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a captured step: the first tokens are computed as decodes too, which must leave prompts' queries turned."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
+    torch.manual_seed(0)
+    backend = TritonMLA(needs_of(KVKind.MLA, ""), probe_platform(DEVICE), context_workspace_tokens=8)
+    projection = nn.Linear(DIMS.kv_lora_rank, HEADS * (DIMS.qk_nope_head_dim + DIMS.v_head_dim), bias=False)
+    projection.to(DEVICE).requires_grad_(requires_grad=False)
+    layer = MLAAttention(
+        num_heads=HEADS, qk_nope_head_dim=DIMS.qk_nope_head_dim, qk_rope_head_dim=DIMS.qk_rope_head_dim,
+        v_head_dim=DIMS.v_head_dim, kv_lora_rank=DIMS.kv_lora_rank, scale=0.3, layer_index=1, kv_b_proj=projection,
+        backend=backend,
+    )  # fmt: skip
+    layer.process_weights_after_loading()
+    norm, size = norm_of(DIMS.kv_lora_rank), 16
+    q_THD = torch.randn(size, HEADS, DIMS.qk_nope_head_dim + DIMS.qk_rope_head_dim, device=DEVICE)
+    latent_TC = torch.randn(size, CHANNELS, device=DEVICE)
+    rotation = rotation_of(size, DIMS.qk_rope_head_dim // 2)
+    for step in ([(3, 0), (6, 0), (5, 0)], [(1, 3), (6, 0), (5, 0)], [(1, 3), (1, 6), (1, 5)]):
+        common, num_tokens = common_of(step), sum(new for new, _ in step)
+        caches = [new_cache(needs_of(KVKind.MLA, "")) for _ in range(2)]
+        for cache in caches:
+            cache.memory.zero_()
+        decodes = sum(computed > 0 for _, computed in step)
+        seq_lens = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+        seq_lens[:decodes] = common.seq_lens[:decodes]
+        table = torch.zeros(8, common.block_table_tensor.shape[1], dtype=torch.int32, device=DEVICE)
+        table[:3] = common.block_table_tensor
+        slots = torch.full((size,), -1, dtype=torch.int64, device=DEVICE)
+        slots[:num_tokens] = common.slot_mapping
+        starts = [*common.query_start_loc.tolist()[decodes:], size]
+        prompts = len(starts) - 2
+        padded = PaddedBatch(
+            decode_seq_lens=seq_lens,
+            decode_table=table,
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+            seq_lens=torch.tensor([*common.seq_lens.tolist()[decodes:], 0], dtype=torch.int32, device=DEVICE),
+            block_table=torch.cat((common.block_table_tensor[decodes:], table[:1]))[: prompts + 1],
+            max_query_len=size,
+            slot_mapping=slots,
+        )
+        whole = Rotation(rotation.cos_TP[:num_tokens], rotation.sin_TP[:num_tokens], interleaved=False)
+        metadata = backend.builder.build(0, common)
+        expected = layer.rotate_and_attend(
+            q_THD[:num_tokens].clone(), latent_TC[:num_tokens].clone(), whole, caches[0], metadata, norm=norm
+        )
+        ours = layer.rotate_and_attend(
+            q_THD.clone(), latent_TC.clone(), rotation, caches[1], backend.builder.build_padded(padded), norm=norm
+        )
+        assert_near(ours[:num_tokens], expected, "")
+        assert not ours.isnan().any()
+        assert torch.equal(caches[1].memory, caches[0].memory)

@@ -26,6 +26,10 @@ _log = logging.getLogger(__name__)
 
 # Values of `NodeSettings.speculation` with which no layer drafts.
 _WITHOUT_LAYER = "off", "text"
+# Half of DeepSeek-V3 on four H200s: 9.87 instead of 9.37 ms for each token of one request.
+_SLOW_WITH_OWNERS = (
+    "with attention data parallelism it is computed outside of CUDA graphs, which takes longer than it saves"
+)
 
 
 def with_draft_layer(config: ModelConfig, settings: NodeSettings, *, logs: bool = False) -> ModelConfig:
@@ -42,6 +46,8 @@ def with_draft_layer(config: ModelConfig, settings: NodeSettings, *, logs: bool 
     if settings.speculation in _WITHOUT_LAYER or not config.mtp_layers or config.headless:
         return config
     problem = why_no_mtp(config)
+    if not problem and settings.speculation == "auto" and settings.attention_data_parallel:
+        problem = f"{_SLOW_WITH_OWNERS}; --speculation always uses it"
     if not problem and settings.load_format == "safetensors":
         problem = _why_not_stored(config, settings)
     if not problem:

@@ -129,7 +129,10 @@ def plan(
     shape.check()
     directory = model_directory(model, weights=False)
     # As nodes do by default, whose `--speculation text` would leave the layer out.
-    size = model_size(with_mtp(read_config(directory)), redundant_experts=redundant_experts)
+    config = read_config(directory)
+    if not attention_data_parallel:
+        config = with_mtp(config)
+    size = model_size(config, redundant_experts=redundant_experts)
     if attention_data_parallel:
         size = size.with_own_attention()
     load, own_rate = _fitting(shape, size.max_context_tokens)

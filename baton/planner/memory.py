@@ -2,9 +2,9 @@
 
 What steps and graphs take was measured on H200s. Llama-3.1-8B's shape logged "weights 15.0 GiB, KV cache 106.5 GiB,
 steps 0.9 GiB, graphs 1.4 GiB, staging 2.0 GiB", and each of four ranks of 30 layers of DeepSeek-V3 with attention data
-parallelism "weights 79.2 GiB, KV cache 38.4 GiB, steps 3.2 GiB, graphs 3.0 GiB" and the same staging. Activations grow
-with a layer's width, and each of a token's experts has some. With attention data parallelism, graphs have those of a
-step of 1,024 tokens on each rank.
+parallelism "weights 79.2 GiB, KV cache 38.4 GiB, steps 3.2 GiB, graphs 3.0 GiB" and the same staging, when graphs had
+the activations of a step of 1,024 tokens on each rank; now they have those of 256. Activations grow with a layer's width,
+and each of a token's experts has some.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _MEMORY_SHARE = 0.9
 # A step of 8,192 tokens, for each channel of a token, of models without and with experts.
 _STEP_TOKENS, _CHANNEL_BYTES, _EXPERTS_CHANNEL_BYTES = 8192, 29.0, 58.0
 # The driver's part of captured graphs, and 512 rows of logits in the model's type and in float32.
-_GRAPHS_BYTES, _GRAPH_ROWS, _LOGIT_BYTES, _RANK_TOKENS = 1.0 * GIB, 512, 6, 1024
+_GRAPHS_BYTES, _GRAPH_ROWS, _LOGIT_BYTES, _RANK_TOKENS = 1.0 * GIB, 512, 6, 256
 # Two directions of four buffers of `--segment-mib`.
 _STAGING_BYTES = 2.0 * GIB
 

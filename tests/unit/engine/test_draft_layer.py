@@ -194,3 +194,16 @@ def test_a_model_without_such_a_layer_logs_nothing(tmp_path: Path, caplog: pytes
     assert not left_out_lines(caplog)
     assert built.model_spec == build_runner(settings(tmp_path, num_blocks=8, speculation="off")).model_spec
     assert config == replace(config, drafts=False)
+
+
+@pytest.mark.parametrize(("speculation", "has_layer"), [("auto", False), ("always", True)])
+def test_attention_data_parallelism_leaves_the_layer_out_by_default(
+    speculation: str, has_layer: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_with_mtp("deepseek-v3", tmp_path)
+    flags: dict[str, Any] = {"tensor_parallel_size": 2, "expert_parallel": True, "attention_data_parallel": True}
+    settings = NodeSettings(model=tmp_path, device="cpu", **flags).model_copy(update={"speculation": speculation})
+    with caplog.at_level(logging.INFO):
+        config = with_draft_layer(read_config(tmp_path), settings, logs=True)
+    assert config.drafts == has_layer
+    assert ("--speculation always uses it" in caplog.text) == (not has_layer)

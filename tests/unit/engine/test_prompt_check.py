@@ -1,4 +1,4 @@
-"""Captured steps with prompts are compared with steps outside of graphs before they serve; on a CPU, padded ones are."""
+"""Captured steps with prompts are compared with steps outside of graphs before they serve; on a CPU, padded steps."""
 
 from dataclasses import replace
 from pathlib import Path

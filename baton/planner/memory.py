@@ -3,8 +3,8 @@
 What steps and graphs take was measured on H200s. Llama-3.1-8B's shape logged "weights 15.0 GiB, KV cache 106.5 GiB,
 steps 0.9 GiB, graphs 1.4 GiB, staging 2.0 GiB", and each of four ranks of 30 layers of DeepSeek-V3 with attention data
 parallelism "weights 79.2 GiB, KV cache 38.4 GiB, steps 3.2 GiB, graphs 3.0 GiB" and the same staging, when graphs had
-the activations of a step of 1,024 tokens on each rank; now they have those of 256. Activations grow with a layer's width,
-and each of a token's experts has some.
+the activations of a step of 1,024 tokens on each rank; now they have those of 256. Activations grow with a layer's
+width, and each of a token's experts has some.
 """
 
 from dataclasses import dataclass

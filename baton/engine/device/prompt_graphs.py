@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 # Steps of more tokens keep the GPU busy for twice as long as the host takes to launch them.
 MOST_TOKENS = 4096
 
-# The same for each rank's tokens, with attention data parallelism. Half of DeepSeek-V3 on four H200s took 57 ms for 256
-# tokens of one rank captured and 87 ms otherwise, but 116 instead of 87 ms for 1,024, because the other ranks are padded.
+# The same for each rank's tokens, with attention data parallelism. Half of DeepSeek-V3 on four H200s took 57 ms instead
+# of 87 for 256 tokens of one rank, but 116 instead of 87 for 1,024, because the other ranks are padded.
 MOST_TOKENS_OF_RANK = 256
 
 # Above this size, a captured step with more than half padding takes longer than a step outside of graphs.

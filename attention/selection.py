@@ -167,7 +167,7 @@ def _cure(needs: AttentionNeeds, *, forced: bool) -> str:
     if needs.batch_invariant:
         able = [each.capabilities for each in BACKENDS if each.capabilities.rows_in_order]
         names = " and ".join(each.name for each in able if each.kind is needs.kind)
-        cure += f"; --batch-invariant needs a backend with rows_in_order ({names}), without it others may serve"
+        cure += f"; --batch-invariant needs a backend with rows_in_order ({names}), and others may serve without it"
     return cure
 
 

@@ -253,6 +253,12 @@ class PrefillPeers:
         peer.state.phase = node_status_pb2.PEER_PHASE_READY
         links = describe_measure(measure) + describe_conversion(peer.state.kv_converted)
         log.info("paired with %s over %s", peer.state.name, links)
+        if self._node.description.spec.draft is not None and not plan.has_draft:
+            log.warning(
+                "%s sends no KV of the layer that drafts tokens, so that layer guesses nothing for requests from there, "
+                "and nothing of them is cached here; --speculation text on this node avoids that",
+                peer.state.name,
+            )
         await write(pb.PairResponse(ready=from_measure(measure)))
         return True
 

@@ -33,6 +33,7 @@ def engine_request(engine_id: str, submit: pb.SubmitRequest, now_s: float) -> En
         gap_factor=submit.gap_factor or DEFAULT_OBJECTIVE.gap_factor,
         ttft_factor=submit.ttft_factor or DEFAULT_OBJECTIVE.ttft_factor,
         since_s=now_s - submit.waited_s,
+        waited_s=submit.waited_s,
         kept_elsewhere=kept_prefix_from_proto(submit.kept_elsewhere),
     )
 

@@ -76,8 +76,8 @@ speak, and is refused if there is none.
   then name the receiving rank, and every rank of such a sender is linked with every rank of the receiver. Such a node
   refuses peers of older versions.
 
-- **Version 7**: a cache may have a third part besides KV, that of layers that draft tokens. A node whose model drafts
-  refuses peers of older versions.
+- **Version 7**: a cache may have a third part besides KV, that of layers that draft tokens. It travels if both nodes
+  have it and speak this version. No release had this version before.
 
 New protobuf fields need no new version, because older nodes ignore them. `make check` refuses any change that is not an
 addition.
@@ -107,7 +107,7 @@ serialized `Segment`, whose fields all have a fixed size:
 {_message(lease_pb2.Segment)}
 - **Ranges.** `layer_stop`, `token_stop` and `head_stop` are exclusive.
 - **Parts.** Layers are numbered consecutively over all parts of a cache: KV, then the index of sparse attention, then
-  KV of layers that draft tokens and their own index, then the state of recurrent layers. A segment lies in one part.
+  the state of recurrent layers, then KV of layers that draft tokens and their own index. A segment lies in one part.
   Each part has its own heads, which the ranks split. Only the first part is converted to another dtype.
 - **Tokens.** Index and drafts' KV have the same tokens as KV. A state is sent once for each lease, at the last token
   that it contains, so a state of another length is refused.

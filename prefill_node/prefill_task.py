@@ -84,6 +84,7 @@ class PrefillTask:
             stop_tokens=self.ticket.token_stop if self._split else None,
             due_s=now_s + request.ttft_budget_s if request.HasField("ttft_budget_s") else None,
             since_s=now_s - request.waited_s,
+            waited_s=request.waited_s,
             refuse_late=request.refuse_late,
             ttft_factor=request.ttft_factor or DEFAULT_OBJECTIVE.ttft_factor,
             layers_per_group=called.layers_per_group if called.layers_per_group < spec.num_layers else 0,

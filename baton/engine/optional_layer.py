@@ -111,5 +111,7 @@ class LayerTrial:
         def problem(num_blocks: int) -> str:
             return shortage(settings, spec, num_blocks=num_blocks, context_tokens=context_tokens, on_gpu=on_gpu)
 
-        if (found := problem(sizes.num_blocks)) and not problem(without):
+        found = problem(sizes.num_blocks)
+        takes_room = bool(found) and not problem(without)
+        if not self._parallel.smallest(int(not takes_room), self._device):
             raise LayerLeftOut(f"with it, {found}")

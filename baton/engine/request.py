@@ -83,6 +83,7 @@ class EngineRequest:
         pool: pool these hidden states and sample nothing; the request ends with its prompt, and its blocks are free
             then. Only for `prefill_only`, without output and prompt logprobs.
         since_s: since when its client waits for it, on the engine's clock; None: now.
+        waited_s: for how long its client had waited for its first token when it came.
         kept_elsewhere: a node that has more of the sequence than this one; None: none is known.
         adapter: the node must have it; None: the base model.
         adapter_slot: where the device has the adapter; set by the engine.
@@ -107,6 +108,7 @@ class EngineRequest:
     stop_tokens: int | None = None
     pool: PoolSpan | None = None
     since_s: float | None = None
+    waited_s: float = 0.0
     kept_elsewhere: KeptPrefix | None = None
     adapter: AdapterRef | None = None
     adapter_slot: int = -1

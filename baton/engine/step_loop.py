@@ -132,7 +132,9 @@ class StepLoop:
     def _take_turn(self) -> bool:
         """Ends a step, launches one, and only then passes events on: the next step is launched before the running one
         ends, so the device never waits. Returns whether anything has happened."""
+        in_flight = self._scheduler.steps_in_flight
         events = self._next_events()
+        ended = self._scheduler.steps_in_flight < in_flight
         launched = self._over is None and self._is_due() and self._launch_next()
         refused = self._scheduler.take_refused()
         if events is not None:
@@ -140,7 +142,7 @@ class StepLoop:
         if refused is not None:
             self._on_step(refused)
         if self._prefixes is not None:
-            self._prefixes.save_finished(is_quiet=events is not None and not launched)
+            self._prefixes.save_finished(is_quiet=ended and not launched)
         return launched or events is not None
 
     def _is_due(self) -> bool:

@@ -17,7 +17,7 @@ _MEMORY_SHARE = 0.9
 # A step of 8,192 tokens, for each channel of a token, of models without and with experts.
 _STEP_TOKENS, _CHANNEL_BYTES, _EXPERTS_CHANNEL_BYTES = 8192, 29.0, 58.0
 # The driver's part of captured graphs, and 512 rows of logits in the model's type and in float32.
-_GRAPHS_BYTES, _GRAPH_ROWS, _LOGIT_BYTES, _RANK_TOKENS = 1.0 * GIB, 512, 6, 256
+_GRAPHS_BYTES, _GRAPH_ROWS, _LOGIT_BYTES, _RANK_TOKENS, _MOST_TOKENS = 1.0 * GIB, 512, 6, 256, 4096
 # Two directions of four buffers of `--segment-mib`.
 _STAGING_BYTES = 2.0 * GIB
 
@@ -51,6 +51,8 @@ def rank_memory(size: ModelSize, memory_gib: float, ranks: int) -> RankMemory:
     graphs = _GRAPHS_BYTES + _GRAPH_ROWS * _LOGIT_BYTES * size.head / size.hidden_size
     if size.own_requests:
         graphs += steps * min(1.0, ranks * _RANK_TOKENS / _STEP_TOKENS)
+    else:
+        graphs += max(0.0, steps * _MOST_TOKENS / _STEP_TOKENS - _GRAPHS_BYTES)
     total = memory_gib * GIB
     left = total * _MEMORY_SHARE - weights - steps - graphs - _STAGING_BYTES
     return RankMemory(total, weights, left, steps, graphs, _STAGING_BYTES)

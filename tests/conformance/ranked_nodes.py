@@ -39,8 +39,8 @@ def of_rank(spec: KVCacheSpec, held: Sequence[range]) -> KVCacheSpec:
         for part, heads in zip(spec.parts, held, strict=True)
     )
     index = None if spec.index is None else others.pop(0)
-    draft = None if spec.draft is None else others.pop(0)
-    return replace(own, index=index, draft=draft, state=None if spec.state is None else others.pop())
+    state = None if spec.state is None else others.pop(0)
+    return replace(own, index=index, state=state, draft=None if spec.draft is None else others.pop())
 
 
 @dataclass(frozen=True)

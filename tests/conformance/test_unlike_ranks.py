@@ -77,7 +77,9 @@ async def test_what_one_rank_of_the_owner_has_lost_or_damaged_ends_the_pull_befo
         count, found = await reader.load()
         assert count == 4
         assert equals_computed(found, 4, SPEC)
-        assert await owner.call("count_damaged") == (harm == "damage")
+        # Each rank of the reader may read it before it is forgotten.
+        damaged = await owner.call("count_damaged")
+        assert 1 <= damaged <= reader_ranks.size if harm == "damage" else damaged == 0
         # The damaged entry is forgotten, so the next pull ends before it again.
         assert await reader.pull(await owner.call("kept"), KEYS[4:]) == 0
         assert reader.pulls.failures == 0

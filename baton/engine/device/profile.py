@@ -12,7 +12,7 @@ import torch
 
 from baton.core.errors import ConfigError
 from baton.engine.batch import Batch, BatchRow
-from baton.engine.device.prompt_graphs import MOST_TOKENS_OF_RANK
+from baton.engine.device.prompt_graphs import MOST_TOKENS, MOST_TOKENS_OF_RANK
 from baton.engine.device.runner import ModelRunner
 from baton.engine.request import IntArray, ModelFacts, int_array
 from baton.engine.sampling.row import GREEDY_ROW
@@ -33,8 +33,7 @@ class Profile:
     Attributes:
         step_bytes: peak memory of the largest prefill step in addition to weights and cache.
         decode_bytes: peak memory of the largest decode step in addition to weights and cache.
-        prompt_graph_bytes: memory of the largest captured step with prompts, with attention data parallelism; otherwise
-            it is within what graphs get in any case.
+        prompt_graph_bytes: memory of the largest captured step with prompts beyond what graphs get in any case.
     """
 
     step_bytes: int
@@ -154,9 +153,12 @@ def profile_runner(runner: ModelRunner, step_tokens: int, *, max_batch_requests:
     step_bytes, owners = _peak_bytes(runner, largest, device), runner.facts.num_owners
     if owners > 2:
         step_bytes = max(step_bytes, _peak_bytes(runner, most_padded(largest, owners), device))
-    graph_bytes = 0
-    if owners > 1:
-        graph_bytes = step_bytes * min(step_tokens, owners * MOST_TOKENS_OF_RANK) // step_tokens
+    captured = owners * MOST_TOKENS_OF_RANK if owners > 1 else MOST_TOKENS
+    graph_bytes = step_bytes * min(step_tokens, captured) // step_tokens
+    if owners == 1:  # usual models need no more than this
+        graph_bytes = max(0, graph_bytes - _GRAPH_BYTES)
+    if not runner.backend.builder.captures_prompts:
+        graph_bytes = 0
     decodes = decode_step(max_batch_requests, num_owners=owners)
     return Profile(step_bytes, _peak_bytes(runner, decodes, device), graph_bytes)
 

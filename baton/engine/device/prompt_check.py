@@ -1,5 +1,7 @@
 """Compares captured steps with prompts, on the GPU that captured them, with the same steps outside of graphs: both must
-write about the same KV. Later layers' KV depends on all that earlier layers compute."""
+write about the same KV. A layer's KV depends on all that the layers before it compute, so the first layer says nothing.
+In the last three quarters of the layers, tokens that went to other experts for their last bits may differ by much.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,31 +15,36 @@ from baton.engine.request import ModelFacts, int_array
 from baton.engine.sampling.row import GREEDY_ROW
 from baton.kvcache.cache import PagedKVCache
 
-# The first prompt is computed before the others, and decodes next to them.
-_PROMPTS = (9, 5, 14)
-# Of the median token, because a token whose experts change differs by much. Captured steps of tests differ by less than
-# 2 % in bfloat16 and with an 8-bit cache.
-_MOST_ERROR = 0.05
+# Tokens of the prompts, in turns. The first prompt is computed before the others, and decodes next to them.
+_LENGTHS = (9, 5, 14)
+# Of the median token of each prompt, and of the decode. Captured steps of tests differ by less than 2 % in bfloat16 and
+# with an 8-bit cache.
+_MOST_ERROR, _MOST_OF_DECODE = 0.05, 0.15
 
 
 @dataclass(frozen=True)
 class CheckedSteps:
-    """Two steps over consecutive blocks, of which each half is for one way to compute them.
+    """Two steps over consecutive blocks, of which each half is for one way to compute them. Each owner has a prompt.
 
     Args:
         facts: have room for them, see `fit`.
         rank: the owner whose KV is compared.
+        most_rows, most_tokens: of a step.
     """
 
     facts: ModelFacts
     rank: int = 0
+    most_rows: int = 64
+    most_tokens: int = 256
 
     @property
     def fit(self) -> bool:
-        """Whether cache, slots of states and context have room for the steps."""
-        facts = self.facts
-        has_slots = facts.state_slots == 0 or facts.state_slots >= len(_PROMPTS)
-        return has_slots and 2 * self.num_blocks <= facts.num_blocks and max(_PROMPTS) < facts.max_context_tokens
+        """Whether cache, slots of states, context and steps have room."""
+        facts, lengths = self.facts, self._lengths
+        has_slots = facts.state_slots == 0 or facts.state_slots >= len(lengths)
+        fits_step = len(lengths) <= self.most_rows and 1 + sum(lengths[1:]) <= self.most_tokens
+        fits_cache = 2 * self.num_blocks <= facts.num_blocks and max(lengths) < facts.max_context_tokens
+        return has_slots and fits_step and fits_cache
 
     @property
     def num_blocks(self) -> int:
@@ -45,8 +52,13 @@ class CheckedSteps:
         return sum(self._counts)
 
     @property
+    def _lengths(self) -> list[int]:
+        count = max(len(_LENGTHS), self.facts.num_owners)
+        return [_LENGTHS[place % len(_LENGTHS)] for place in range(count)]
+
+    @property
     def _counts(self) -> list[int]:
-        return [-(-(tokens + 1) // self.facts.block_size) for tokens in _PROMPTS]
+        return [-(-(tokens + 1) // self.facts.block_size) for tokens in self._lengths]
 
     def batches(self, first_block: int) -> list[Batch]:
         """The steps over the blocks from this one on."""
@@ -61,32 +73,34 @@ class CheckedSteps:
                 owner=place % self.facts.num_owners,
                 state_slot=place if self.facts.state_slots else -1,
             )
-            for place, (tokens, first, count) in enumerate(zip(_PROMPTS, firsts, self._counts, strict=False))
+            for place, (tokens, first, count) in enumerate(zip(self._lengths, firsts, self._counts, strict=False))
         ]
-        decode = rows[0]._replace(token_ids=int_array([1]), token_start=_PROMPTS[0])
+        decode = rows[0]._replace(token_ids=int_array([1]), token_start=len(rows[0].token_ids))
         return [Batch(0, (rows[0],)), Batch(0, (decode, *rows[1:]))]
 
-    def error(self, cache: PagedKVCache) -> float:
-        """The relative difference of the median token's KV in the later half of the layers."""
+    def agree(self, cache: PagedKVCache) -> bool:
+        """Whether both halves have about the same KV."""
         count, size = self.num_blocks, self.facts.block_size
-        ours, theirs = (self._kv(cache, range(first, first + count)) for first in (0, count))
+        ours, theirs = (_kv(cache, range(first, first + count)) for first in (0, count))
+        if not ours.numel():
+            return True
+        error_T = ((ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp(min=1e-6)).nan_to_num(torch.inf)
         firsts = accumulate(self._counts, initial=0)
-        places = [
-            first * size + token
-            for place, (tokens, first) in enumerate(zip(_PROMPTS, firsts, strict=False))
-            if place % self.facts.num_owners == self.rank
-            for token in range(tokens + (place == 0))
-        ]
-        if not places or not ours.numel():
-            return 0.0
-        error_T = (ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp(min=1e-6)
-        return float(error_T[places].nan_to_num(torch.inf).median())
+        for place, (tokens, first) in enumerate(zip(self._lengths, firsts, strict=False)):
+            if place % self.facts.num_owners != self.rank:
+                continue
+            if error_T[first * size : first * size + tokens].median() > _MOST_ERROR:
+                return False
+            if place == 0 and error_T[first * size + tokens] > _MOST_OF_DECODE:
+                return False
+        return True
 
-    @staticmethod
-    def _kv(cache: PagedKVCache, blocks: range) -> Tensor:
-        """[tokens, numbers] in float32."""
-        later = cache.view[cache.spec.num_layers // 2 :, :, blocks.start : blocks.stop].float()
-        return later.permute(2, 3, 0, 1, 4, 5).flatten(0, 1).flatten(1)
+
+def _kv(cache: PagedKVCache, blocks: range) -> Tensor:
+    """[tokens, numbers] of the compared layers, in float32."""
+    layers = slice(1, max(2, 1 + cache.spec.num_layers // 4))
+    compared = cache.view[layers, :, blocks.start : blocks.stop].float()
+    return compared.permute(2, 3, 0, 1, 4, 5).flatten(0, 1).flatten(1)
 
 
 def captured_steps_agree(
@@ -97,4 +111,4 @@ def captured_steps_agree(
     for run, first in ((captured, 0), (eager, steps.num_blocks)):
         for batch in steps.batches(first):
             run(batch)
-    return steps.error(cache) <= _MOST_ERROR
+    return steps.agree(cache)

@@ -163,8 +163,13 @@ class PromptGraphs:
         else:
             _log.info("%s has no CUDA graphs of prompts: their steps run without them", self._backend.capabilities.name)
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Most rows and tokens of a step."""
+        return self._settings.max_requests, self._settings.max_tokens
+
     def drop(self) -> None:
-        """Frees the captured steps; none is used any more."""
+        """Lets no step run captured any more."""
         self.sizes, self._bodies = [], {}
 
     @property

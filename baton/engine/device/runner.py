@@ -149,9 +149,11 @@ class ModelRunner:
     def _check_prompts(self) -> None:
         """Drops captured steps with prompts that do not compute what steps outside of graphs do. All ranks do so
         together."""
-        prompts, rank = self._prompts, self.model.parallel.rank
-        steps = CheckedSteps(self.facts, rank if self.facts.num_owners > 1 else 0)
-        if prompts is None or not prompts.sizes or not steps.fit:
+        if (prompts := self._prompts) is None or not prompts.sizes:
+            return
+        rank = self.model.parallel.rank if self.facts.num_owners > 1 else 0
+        steps = CheckedSteps(self.facts, rank, *prompts.limits)
+        if not steps.fit:
             return
 
         def eager(batch: Batch) -> None:
@@ -161,7 +163,10 @@ class ModelRunner:
 
         agree = captured_steps_agree(self.run, eager, self._cache, steps)
         if not self.model.parallel.smallest(int(agree), self._device):
-            _log.error("captured steps with prompts compute other KV than others, and are not used: please report it")
+            _log.error(
+                "captured steps with prompts write other KV than the same steps outside of graphs, so they are not "
+                "used; please report it"
+            )
             prompts.drop()
 
     @torch.inference_mode()

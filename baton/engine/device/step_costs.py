@@ -49,7 +49,7 @@ class StepRule:
     """The conditions by which a node's step size is chosen.
 
     Args:
-        longest_s: a step of the chosen size takes at most this long.
+        longest_s: a step of the chosen size takes at most this long, unless all take longer.
         decode_rows: requests that decode in the same step.
         streams: whether requests decode on the node.
     """
@@ -71,7 +71,8 @@ def choose_step_tokens(costs: StepCosts, sizes: Sequence[int], rule: StepRule) -
     """The smallest step whose prompt tokens per second come close to the best rate of the sizes that the rule allows.
     If all steps take too long, those are allowed that take little longer than the shortest one."""
     step_s = {size: costs.seconds(_served_step(size, rule)) for size in sizes}
-    longest_s = max(rule.longest_s, _LITTLE_LONGER * min(step_s.values()))
+    shortest_s = min(step_s.values())
+    longest_s = rule.longest_s if shortest_s <= rule.longest_s else _LITTLE_LONGER * shortest_s
     allowed = [size for size in sizes if step_s[size] <= longest_s]
     rates = {size: (size - rule.decode_rows) / step_s[size] for size in allowed}
     good = _GOOD_RATE * max(rates.values())

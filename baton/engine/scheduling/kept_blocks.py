@@ -106,7 +106,8 @@ class KeptBlocks:
     # ---- following
 
     def cached_keys(self) -> list[BlockKey]:
-        return [key for blocks in self._by_entry.values() for key in blocks]
+        ends = self._ends
+        return [key for entry, blocks in self._by_entry.items() for key in blocks if ends.get(key.digest) == entry]
 
     def cached_key(self, digest: bytes) -> BlockKey | None:
         entry = self._ends.get(digest)

@@ -3,7 +3,8 @@
 Requests are computed in the order of priority, then of the time when their first token is due. That order is best as
 long as every deadline can be met. Under overload it fails all of them, so a request that will be late even if it is
 computed next goes after the others: it counts as due `DEFAULT_TTFT_S` later than it was. A request without a deadline
-counts as due `DEFAULT_TTFT_S` after its arrival. Each of these is therefore first in its priority after a bounded time.
+counts as due `DEFAULT_TTFT_S` after its client began to wait. Each of these is therefore first in its priority after a
+bounded time.
 
 Requests whose client has tokens go before all others of their priority, in order of arrival (`QueuePlace.begun`).
 """
@@ -154,8 +155,8 @@ class Prompts:
             return 0.0
         first = min(untouched, key=_place_of)
         alone_s = costs.prompt_s(first.num_computed, first.prefill_stop, step_tokens=self._limits.max_batch_tokens)
-        since_s = first.queued_at if first.request.since_s is None else min(first.queued_at, first.request.since_s)
-        return (now - since_s) / first_token_due_s(alone_s, first.request.ttft_factor)
+        before_s = 0.0 if first.place.begun else first.request.waited_s
+        return (now - first.queued_at + before_s) / first_token_due_s(alone_s, first.request.ttft_factor)
 
     def _try_to_run(
         self, state: RequestState, step: NextStep, pace: SlicePace | None, now: float, *, others: int

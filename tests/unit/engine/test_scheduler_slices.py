@@ -179,8 +179,8 @@ def test_what_a_prompt_has_waited_before_it_came_counts() -> None:
     """Gateways keep prompts that nodes would not compute soon."""
     scheduler = decoding(Meter(COSTS), None)
     alone_s = COSTS.prompt_s(0, 9100, step_tokens=8192)
-    scheduler.submit(request("q", 9100, since_s=1.0), 1.0 + 4 * alone_s)
-    assert prompt_tokens(scheduler, 1.0 + 4 * alone_s) == 100 + 1000 - 1  # 15 ms
+    scheduler.submit(request("q", 9100, waited_s=3 * alone_s), 1.0)
+    assert prompt_tokens(scheduler, 1.0 + alone_s) == 100 + 1000 - 1  # 15 ms
 
 
 def test_without_a_tpot_slow_decodes_get_slow_steps() -> None:

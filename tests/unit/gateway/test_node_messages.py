@@ -55,7 +55,8 @@ def test_nodes_learn_how_long_the_client_has_waited() -> None:
     submission = messages.submit([], placed(Route.REMOTE), due=due, budget_s=9.0, max_queue_s=2.0)
     prefill = messages.prefill([], lease_pb2.Ticket(), due=due, refuse_late=False)
     assert submission.waited_s == prefill.waited_s == 1.5
-    assert engine_request("r", submission, 10.0).since_s == 8.5
+    request = engine_request("r", submission, 10.0)
+    assert (request.since_s, request.waited_s) == (8.5, 1.5)
 
 
 def test_a_submission_says_where_the_prompt_is_prefilled() -> None:

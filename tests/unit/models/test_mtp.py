@@ -112,7 +112,7 @@ def test_its_kv_is_a_part_of_the_cache(pair: Pair) -> None:
     index = None if spec.index is None else replace(spec.index, num_layers=1)
     plain = kv_cache_spec(read_config(pair.directory), "float32")
     assert spec.draft == replace(plain, num_layers=1, index=index, state=None)
-    expected = spec, spec.index, spec.draft, index, spec.state
+    expected = spec, spec.index, spec.state, spec.draft, index
     assert list(spec.parts) == [part for part in expected if part is not None]
     more_bytes = 0 if index is None else index.bytes_per_token
     assert spec.bytes_per_token == plain.bytes_per_token + spec.bytes_per_token_layer + more_bytes

@@ -255,8 +255,8 @@ class PrefillPeers:
         log.info("paired with %s over %s", peer.state.name, links)
         if self._node.description.spec.draft is not None and not plan.has_draft:
             log.warning(
-                "%s sends no KV of the layer that drafts tokens, so that layer guesses nothing for requests from there, "
-                "and nothing of them is cached here; --speculation text on this node avoids that",
+                "%s sends no KV of the layer that drafts tokens, so it guesses nothing for requests from there, and "
+                "nothing of them is cached here; --speculation text on this node avoids that",
                 peer.state.name,
             )
         await write(pb.PairResponse(ready=from_measure(measure)))

@@ -128,7 +128,7 @@ def plan(
     )  # fmt: skip
     shape.check()
     directory = model_directory(model, weights=False)
-    # As nodes do by default, whose `--speculation text` would leave the layer out.
+    # Nodes have this layer by default, except with attention data parallelism.
     config = read_config(directory)
     if not attention_data_parallel:
         config = with_mtp(config)

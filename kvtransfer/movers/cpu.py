@@ -71,27 +71,9 @@ class CpuMover:
         with_digest: bool,
         converter: Converter | None = None,
     ) -> MoveDone:
-        assert isinstance(blocks, PlacedBlocks)
         payload = slot.message(segment.payload_bytes)
-        if converter is None:
-            gather = partial(gather_to_wire, digest_out=self._gathered if with_digest else None)
-        else:
-            gather = partial(gather_converted, converter=converter)
-        gather(
-            self._parts[place.part],
-            block_ids=blocks.block_ids[place.part],
-            token_start=place.token_start,
-            token_stop=place.token_stop,
-            layers=place.layers,
-            heads=place.heads,
-            out=payload,
-            between=self._between,
-        )
-        if not with_digest:
-            return self._seal(slot, segment, 0)
-        # The tensor is signed: modulo 2^64 makes it the unsigned digest.
-        gathered = int(self._gathered) % (1 << 64) if converter is None else self._digest(payload)
-        return self._seal(slot, segment, segment.digest_over(gathered))
+        digest = self._gather(blocks, place, payload, with_digest=with_digest, converter=converter)
+        return self._seal(slot, segment, segment.digest_over(digest) if with_digest else 0)
 
     def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> MoveDone:
         digest = 0
@@ -124,8 +106,13 @@ class CpuMover:
     def open_host_memory(self, num_bytes: int) -> HostPages:
         return HostPages(num_bytes, pinned=False)
 
-    def save(self, slot: Slot, payloads: Sequence[SavedPayload]) -> DoneSaving:  # noqa: ARG002
-        return DoneSaving(tuple(map(self._save, payloads)))
+    def save(self, slot: Slot, payloads: Sequence[SavedPayload]) -> DoneSaving:
+        del slot  # a CPU gathers into host memory itself
+        digests = [
+            self._gather(each.blocks, each.place, torch.frombuffer(each.to, dtype=torch.uint8), with_digest=True)
+            for each in payloads
+        ]
+        return DoneSaving(tuple(digests))
 
     def copy_in(self, slot: Slot, num_bytes: int, source: Tensor) -> MoveDone:
         slot.message(num_bytes).copy_(source)
@@ -134,21 +121,28 @@ class CpuMover:
     def close(self) -> None:
         pass
 
-    def _save(self, payload: SavedPayload) -> int:
-        """Gathers a payload into host memory, where this CPU needs no slot. Returns its digest."""
-        blocks, place = payload.blocks, payload.place
+    def _gather(
+        self, blocks: Blocks, place: PartPlace, out: Tensor, *, with_digest: bool, converter: Converter | None = None
+    ) -> int:
+        """Gathers a payload. Returns its digest, or any number without `with_digest`."""
         assert isinstance(blocks, PlacedBlocks)
-        gather_to_wire(
+        if converter is None:
+            gather = partial(gather_to_wire, digest_out=self._gathered if with_digest else None)
+        else:
+            gather = partial(gather_converted, converter=converter)
+        gather(
             self._parts[place.part],
             block_ids=blocks.block_ids[place.part],
             token_start=place.token_start,
             token_stop=place.token_stop,
             layers=place.layers,
             heads=place.heads,
-            out=torch.frombuffer(payload.to, dtype=torch.uint8),
-            digest_out=self._gathered,
+            out=out,
             between=self._between,
         )
+        if converter is not None:
+            return self._digest(out) if with_digest else 0
+        # The tensor is signed: modulo 2^64 makes it the unsigned digest.
         return int(self._gathered) % (1 << 64)
 
     def _seal(self, slot: Slot, segment: Segment, digest: int) -> MoveDone:

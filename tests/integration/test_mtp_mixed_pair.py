@@ -1,5 +1,5 @@
-"""Pairs of which one node has an MTP layer and the other has none, as while nodes restart with another `--speculation`,
-or where one of them has no room for the layer. They serve, and every token is the one that decoding alone gives."""
+"""Pairs in which only one node has an MTP layer: while nodes restart with another `--speculation`, or where one has no
+room for the layer. They serve, and every token is the one that decoding alone gives."""
 
 import asyncio
 from collections.abc import Iterator

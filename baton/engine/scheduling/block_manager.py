@@ -194,7 +194,7 @@ class BlockManager:
         return None if block_id is None or block_id in self._windowless else self._keys[block_id]
 
     def not_shown(self, digests: Iterable[bytes]) -> list[bytes]:
-        """Those of the digests of which followers have seen no block here, and will see none with its next changes."""
+        """The digests whose blocks followers have not been told of, and will not be with its next changes."""
         known = self._by_digest
         if not self._windowless and not self._unreported:
             return [digest for digest in digests if digest not in known]

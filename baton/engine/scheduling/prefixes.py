@@ -31,7 +31,7 @@ class KeyedCache(PrefixCache, Protocol):
     def cached_key(self, digest: bytes) -> BlockKey | None: ...
 
     def not_shown(self, digests: Iterable[bytes]) -> list[bytes]:
-        """Those of the digests of which followers have seen no block here, and will see none with its next changes."""
+        """The digests whose blocks followers have not been told of, and will not be with its next changes."""
         ...
 
 

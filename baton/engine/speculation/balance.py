@@ -6,8 +6,8 @@ they stop paying.
 """
 
 # Part of the time of plain steps that guesses may lose; plain steps that they may lose at first; and plain steps that
-# they may lose after they have won some. With one plain step at first, guesses of which 85 % are right, and which then
-# win a third of a step and otherwise lose two thirds, would rest soon in one of twenty cases.
+# they may lose after they have won some. Guesses that win a third of a step in 85 % of the cases, and lose two thirds
+# in the others, would soon rest one time in twenty if they could lose only one plain step at first.
 _LOST_SHARE = 0.005
 _FIRST_LOST, _MOST_LOST = 3.0, 6.0
 # Guesses are tried again after so many plain steps in a row, and after twice as many each time that this brings

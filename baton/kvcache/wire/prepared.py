@@ -124,10 +124,8 @@ class DeviceWire:
             block_ids,
             self._scratch_of(handle, stream),
         )
-        constant, last_start = (
-            constant_term(num_bytes, 0),
-            block_ids.numel() * self._cache.shape.block_size - num_tokens,
-        )
+        constant = constant_term(num_bytes, 0)
+        last_start = block_ids.numel() * self._cache.shape.block_size - num_tokens
 
         def gather(token_start: int, digest_out: Tensor) -> None:
             assert 0 <= token_start <= last_start, "the caller checks the tokens"

@@ -104,6 +104,21 @@ def scales_for(kv_dtype: str, *, calculate: bool) -> KVScales | None:
     return KVScales(k_scale=0.02, v_scale=0.03, calculate=calculate).to(DEVICE) if kv_dtype else None
 
 
+def latent_projection() -> nn.Linear:
+    projection = nn.Linear(DIMS.kv_lora_rank, HEADS * (DIMS.qk_nope_head_dim + DIMS.v_head_dim), bias=False)
+    return projection.to(DEVICE).requires_grad_(requires_grad=False)
+
+
+def latent_layer(backend: MLABackend, projection: nn.Linear, scales: KVScales | None = None) -> MLAAttention:
+    layer = MLAAttention(
+        num_heads=HEADS, qk_nope_head_dim=DIMS.qk_nope_head_dim, qk_rope_head_dim=DIMS.qk_rope_head_dim,
+        v_head_dim=DIMS.v_head_dim, kv_lora_rank=DIMS.kv_lora_rank, scale=0.3, layer_index=1, kv_b_proj=projection,
+        backend=backend, scales=scales,
+    )  # fmt: skip
+    layer.process_weights_after_loading()
+    return layer
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("pairs", [DIM // 2, 3], ids=["all channels turn", "some channels turn"])
 @pytest.mark.parametrize("with_norms", [False, True])
@@ -157,18 +172,8 @@ def test_a_layer_that_shares_keys_writes_none() -> None:
 def test_outputs_and_caches_of_latents_are_equal(interleaved: bool, kv_dtype: str, calculate: bool) -> None:
     torch.manual_seed(0)
     backend = mla_backend(kv_dtype)
-    projection = nn.Linear(DIMS.kv_lora_rank, HEADS * (DIMS.qk_nope_head_dim + DIMS.v_head_dim), bias=False)
-    projection.to(DEVICE).requires_grad_(requires_grad=False)
-    layers = [
-        MLAAttention(
-            num_heads=HEADS, qk_nope_head_dim=DIMS.qk_nope_head_dim, qk_rope_head_dim=DIMS.qk_rope_head_dim,
-            v_head_dim=DIMS.v_head_dim, kv_lora_rank=DIMS.kv_lora_rank, scale=0.3, layer_index=1, kv_b_proj=projection,
-            backend=backend, scales=scales_for(kv_dtype, calculate=calculate),
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    for layer in layers:
-        layer.process_weights_after_loading()
+    projection = latent_projection()
+    layers = [latent_layer(backend, projection, scales_for(kv_dtype, calculate=calculate)) for _ in range(2)]
     caches = [new_cache(needs_of(KVKind.MLA, kv_dtype)) for _ in layers]
     norm = norm_of(DIMS.kv_lora_rank)
     for step in STEPS:
@@ -193,14 +198,7 @@ def test_a_padded_step_with_prompts_among_the_first_tokens_gives_what_one_withou
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     torch.manual_seed(0)
     backend = TritonMLA(needs_of(KVKind.MLA, ""), probe_platform(DEVICE), context_workspace_tokens=8)
-    projection = nn.Linear(DIMS.kv_lora_rank, HEADS * (DIMS.qk_nope_head_dim + DIMS.v_head_dim), bias=False)
-    projection.to(DEVICE).requires_grad_(requires_grad=False)
-    layer = MLAAttention(
-        num_heads=HEADS, qk_nope_head_dim=DIMS.qk_nope_head_dim, qk_rope_head_dim=DIMS.qk_rope_head_dim,
-        v_head_dim=DIMS.v_head_dim, kv_lora_rank=DIMS.kv_lora_rank, scale=0.3, layer_index=1, kv_b_proj=projection,
-        backend=backend,
-    )  # fmt: skip
-    layer.process_weights_after_loading()
+    layer = latent_layer(backend, latent_projection())
     norm, size = norm_of(DIMS.kv_lora_rank), 16
     q_THD = torch.randn(size, HEADS, DIMS.qk_nope_head_dim + DIMS.qk_rope_head_dim, device=DEVICE)
     latent_TC = torch.randn(size, CHANNELS, device=DEVICE)

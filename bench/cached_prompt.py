@@ -163,8 +163,8 @@ class CachedPrompt:
         return engine_request(str(submit.key), submit, 0.0)
 
     def _hold(self, request: EngineRequest) -> None:
-        self.cached_tokens = self._scheduler.reserve(request, 0.0).cached_tokens
-        self._scheduler.prefill_here(request.request_id, request.output, 0.0)
+        self.cached_tokens = self._scheduler.reservations.reserve(request, 0.0).cached_tokens
+        self._scheduler.reservations.prefill_here(request.request_id, request.output, 0.0)
 
     def _step(self) -> None:
         """Runs steps until the request has ended; only the first call needs more than one."""

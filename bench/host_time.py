@@ -171,14 +171,14 @@ class DecodeHost:
                 self.bytes_sent += len(message.SerializeToString())
                 self.live -= message.HasField("released")
             case Reserve(request=request, arriving_tokens=arriving):
-                reservation = self._scheduler.reserve(request, self._now_s, arriving_tokens=arriving)
+                reservation = self._scheduler.reservations.reserve(request, self._now_s, arriving_tokens=arriving)
                 return Reserved(request.request_id, reservation)
             case OpenLease(grant=grant):
                 return LeaseOpened(grant.number)
             case CloseLease(lease=number):
                 return LeaseClosed(LeaseTotals(number, 0, 0, 0.0))
             case Admit(engine_id=engine_id, first=first):
-                return Admitted(engine_id, self._scheduler.admit(engine_id, first))
+                return Admitted(engine_id, self._scheduler.reservations.admit(engine_id, first))
             case Abort(engine_id=engine_id):
                 self._scheduler.abort(engine_id)
                 return Aborted(engine_id)

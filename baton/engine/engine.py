@@ -140,7 +140,7 @@ class Engine:
         self._steps.check_alive()
         request = self._with_slot(request)
         self._prepare_grammar(request)
-        return self._scheduler.reserve(request, self._clock(), arriving_tokens=arriving_tokens)
+        return self._scheduler.reservations.reserve(request, self._clock(), arriving_tokens=arriving_tokens)
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
         """Extends a reservation by tokens that were sampled elsewhere. `output` is the whole output so far; blocks may
@@ -151,7 +151,7 @@ class Engine:
             InvalidRequest: `output` does not continue what the request had.
             Overloaded: no block left; the reservation stays as it was.
         """
-        return self._scheduler.extend_reserved(request_id, output)
+        return self._scheduler.reservations.extend(request_id, output)
 
     def admit(
         self, request_id: str, first: TokenOutput, guesses: Sequence[int] = (), *, has_draft: bool = True
@@ -169,7 +169,7 @@ class Engine:
             UnknownLease: no such reservation.
             InvalidRequest: `first` is not the request's next token.
         """
-        reason = self._scheduler.admit(request_id, first, guesses, has_draft=has_draft)
+        reason = self._scheduler.reservations.admit(request_id, first, guesses, has_draft=has_draft)
         self._steps.wake()
         return reason
 
@@ -188,7 +188,7 @@ class Engine:
             UnknownLease: no such reservation.
             InvalidRequest: `output` does not continue what the request had, or `received_tokens` cannot be right.
         """
-        self._scheduler.prefill_here(
+        self._scheduler.reservations.prefill_here(
             request_id, output, self._clock(), received_tokens=received_tokens, has_draft=has_draft
         )
         self._steps.wake()

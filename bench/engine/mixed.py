@@ -120,8 +120,8 @@ def _steps(built: BuiltRunner, work: Work) -> Generator[None, None, None]:
         decode = EngineRequest(
             f"decode-{index}", tuple(draw.integers(0, facts.vocab_size, work.context).tolist()), GREEDY
         )
-        scheduler.reserve(decode, 0.0)
-        scheduler.admit(decode.request_id, TokenOutput(index, 0))
+        scheduler.reservations.reserve(decode, 0.0)
+        scheduler.reservations.admit(decode.request_id, TokenOutput(index, 0))
     prompts = [tuple(draw.integers(0, facts.vocab_size, work.prompt).tolist()) for _ in range(4)]
     in_flight = []
     number = 0

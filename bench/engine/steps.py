@@ -110,8 +110,8 @@ def host_cost(
     scheduler = Scheduler(limits, built.runner.facts)
     for index, token_id in enumerate(_tokens(built.runner, requests)):
         request = EngineRequest(f"bench-{index}", (1,) * context, GREEDY)
-        scheduler.reserve(request, 0.0)
-        scheduler.admit(request.request_id, TokenOutput(token_id, 0))
+        scheduler.reservations.reserve(request, 0.0)
+        scheduler.reservations.admit(request.request_id, TokenOutput(token_id, 0))
     in_flight = []
     cpu_s, ends_s = [], []
     for _ in range(_WARM_STEPS + rows * steps):

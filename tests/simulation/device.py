@@ -146,21 +146,21 @@ class Device:
         self._begin(request.request_id, (*request.prompt, *request.output))
 
     def reserve(self, request: EngineRequest, now_s: float) -> Reservation:
-        reservation = self.scheduler.reserve(request, now_s)
+        reservation = self.scheduler.reservations.reserve(request, now_s)
         self._begin(request.request_id, (*request.prompt, *request.output))
         return reservation
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
-        reservation = self.scheduler.extend_reserved(request_id, output)
+        reservation = self.scheduler.reservations.extend(request_id, output)
         self._extend(request_id, output)
         return reservation
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], now_s: float, *, received_tokens: int) -> None:
-        self.scheduler.prefill_here(request_id, output, now_s, received_tokens=received_tokens)
+        self.scheduler.reservations.prefill_here(request_id, output, now_s, received_tokens=received_tokens)
         self._extend(request_id, output)
 
     def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
-        reason = self.scheduler.admit(request_id, first)
+        reason = self.scheduler.reservations.admit(request_id, first)
         self._sequences[request_id].append(first.token_id)
         self._changed()
         return reason

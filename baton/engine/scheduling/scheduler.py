@@ -10,12 +10,11 @@ from types import MappingProxyType
 
 from baton.core.block_keys import adapted_identity, root_digest
 from baton.core.errors import BatonError
-from baton.core.types import AdapterRef, FinishReason, Grammar, PromptLogprob, TokenOutput
+from baton.core.types import AdapterRef, Grammar, PromptLogprob
 from baton.engine.batch import Batch, Guessed, RowResult
 from baton.engine.events import RequestFailed, StepEvents
 from baton.engine.pooling import PooledRows
-from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts, Reservation
-from baton.engine.request_checks import check_first_token, check_received
+from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts
 from baton.engine.scheduling.costs import Costs, NoCosts
 from baton.engine.scheduling.drafts import Drafts
 from baton.engine.scheduling.ended_steps import EndedSteps
@@ -25,7 +24,8 @@ from baton.engine.scheduling.offload import Offload
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.prompts import Prompts
 from baton.engine.scheduling.request_table import RequestTable, overloaded
-from baton.engine.scheduling.state import NO_END, RequestPhase
+from baton.engine.scheduling.reservations import Reservations
+from baton.engine.scheduling.state import RequestPhase
 from baton.engine.scheduling.steps import DecodeOrder, NextStep, Step
 from baton.engine.speculation.speculator import Speculator
 
@@ -46,6 +46,9 @@ class Scheduler:
     that is still being drawn. A request that will certainly end with the step in flight gets no row in the next one. A
     request that ends there unexpectedly (stop token, abort, failure) has a void row in the next step. The row causes no
     event, but it writes KV, so its blocks stay held until no step in flight has a row of the request.
+
+    Attributes:
+        reservations: requests whose KV comes from elsewhere.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Scheduler:
                 speculator, self._roster, self._blocks, self._meter, seats=limits.seats, has_layer=facts.drafts
             )
             self._requests.on_end = self._drafts.end
+        self.reservations = Reservations(self._requests, self._drafts, facts)
         self._ended = EndedSteps(self._requests, self._meter, self._drafts, block_size=facts.block_size)
         self._prompts = Prompts(self._roster, self._blocks, limits, self._meter, stop=self._requests.stop_running)
 
@@ -107,7 +111,7 @@ class Scheduler:
         """Whether a request uses the adapter in this slot."""
         return any(state.request.adapter_slot == slot for state in self._roster.everyone())
 
-    # ---- requests arrive
+    # ---- requests come and go
 
     def submit(self, request: EngineRequest, now: float) -> None:
         """Takes a request whose prompt is computed here.
@@ -123,123 +127,6 @@ class Scheduler:
         if len(self._roster.waiting) >= self._limits.max_waiting and not self._requests.has_room(state):
             raise overloaded(f"{len(self._roster.waiting)} requests wait for room already")
         self._roster.enter(state, RequestPhase.WAITING)
-
-    def reserve(self, request: EngineRequest, now: float, *, arriving_tokens: int = 0) -> Reservation:
-        """Holds all blocks of a request whose KV comes from elsewhere. No other request matches them.
-
-        Args:
-            arriving_tokens: number of leading tokens whose KV will arrive, with the state after them; 0: all tokens.
-
-        Raises:
-            InvalidRequest: it could never run.
-            Overloaded: no room next to the running requests and those that wait before it, or no seat for one more
-                reserved request.
-        """
-        assert not request.prefill_only, "a reserved request decodes here"
-        state = self._requests.new_state(request, now)
-        if not self._roster.may_reserve:
-            ready, reserved = len(self._roster.ready), self._roster.num_reserved
-            raise overloaded(f"{ready} requests wait for a seat with all their KV, and {reserved} for their KV")
-        if not self._requests.in_stream_share(state):
-            raise overloaded("the rest of the seats and blocks is for prompts of requests that decode elsewhere")
-        place = self._requests.find_place(state, arriving_tokens=arriving_tokens or state.num_tokens)
-        if place is None:
-            raise overloaded("no room for the request's blocks")
-        self._blocks.take(state, place)
-        self._roster.enter(state, RequestPhase.RESERVED)
-        return self._blocks.reservation(state)
-
-    def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
-        """Extends a reservation by tokens that were sampled elsewhere. `output` is the whole output so far; blocks may
-        be added.
-
-        Raises:
-            UnknownLease: no such reservation.
-            InvalidRequest: `output` does not continue what the request had, or leaves nothing to decode.
-            Overloaded: no block left; the reservation stays as it was.
-        """
-        state = self._requests.reserved(request_id)
-        state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
-        if not self._blocks.extend(state, len(state.request.prompt) + len(output) + 1):
-            raise overloaded("no room for another block")
-        state.replace_output(output)
-        return self._blocks.reservation(state)
-
-    def admit(
-        self, request_id: str, first: TokenOutput, guesses: Sequence[int] = (), *, has_draft: bool = True
-    ) -> FinishReason | None:
-        """Lets a reserved request decode after `first`, once the KV of all its known tokens has arrived. It runs as
-        soon as a seat is free.
-
-        Args:
-            guesses: for the tokens after `first`, from the node that computed the prompt.
-            has_draft: KV of layers that draft tokens has arrived too, if the model has such layers here.
-
-        Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
-
-        Raises:
-            UnknownLease: no such reservation.
-            InvalidRequest: `first` is not the request's next token.
-        """
-        state = self._requests.reserved(request_id)
-        check_first_token(first, index=state.num_output, vocab_size=self._facts.vocab_size)
-        if self._drafts is not None and not has_draft:
-            self._drafts.lacks_layer_kv(state)
-        self._blocks.fill(state)
-        if (end := state.append(first.token_id)) is not NO_END:
-            self._requests.end(state)
-        else:
-            self._requests.begin(state)
-            self._roster.make_ready(state)
-            if self._drafts is not None and all(0 <= token < self._facts.vocab_size for token in guesses):
-                self._drafts.take_guesses(state, guesses)
-            self._requests.fill_seats()
-        return end.reason
-
-    def prefill_here(
-        self,
-        request_id: str,
-        output: tuple[int, ...],
-        now: float,
-        *,
-        received_tokens: int = 0,
-        has_draft: bool = True,
-    ) -> None:
-        """Computes a reserved request's tokens from `Reservation.restart_at` on here. `output` is its whole output so
-        far.
-
-        Args:
-            received_tokens: number of leading tokens whose KV is in the request's blocks, cached or received; layers
-                with a sliding window may lack what a computation from the lesser of `Reservation.resume_at` and this
-                number does not read. A multiple of the block size; 0: none has arrived.
-            has_draft: as in `admit`.
-
-        Raises:
-            UnknownLease: no such reservation.
-            InvalidRequest: `output` does not continue what the request had, or leaves nothing to decode;
-                `received_tokens` cannot be right.
-        """
-        state = self._requests.reserved(request_id)
-        state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
-        check_received(state.request, received_tokens, stop=state.num_tokens, multiple=self._block_size)
-        if has_arrived := received_tokens > state.num_cached:
-            if self._drafts is not None and not has_draft:
-                self._drafts.lacks_layer_kv(state)
-            self._blocks.fill_part(state, received_tokens)
-        state.replace_output(output)
-        state.score_prompt()
-        state.queued_at = now
-        # NOTE: cached blocks are shared, so a prompt whose first tokens must be computed again needs others. A state in
-        # the request's own slot may have been overwritten by what arrived.
-        lost = state.num_computed > state.reusable_tokens or state.restore_from == state.state_slot >= 0
-        lost = lost or not (has_arrived or self._blocks.restart(state))
-        if lost or not self._blocks.extend(state, state.num_tokens + 1):
-            self._requests.preempt(state, now)
-        else:
-            self._roster.make_ready(state)
-            self._requests.fill_seats()
-
-    # ---- requests leave
 
     def abort(self, request_id: str) -> bool:
         """Ends the request in any phase. Returns True while a step in flight still writes to its blocks."""

@@ -75,9 +75,9 @@ def test_a_request_that_runs_goes_on_and_leaves_nothing() -> None:
 
 def test_a_request_whose_kv_is_on_its_way_leaves_nothing() -> None:
     scheduler = tiered()
-    scheduler.reserve(request("a", LONG, sampling=ONE_TOKEN, cache_salt=OURS), 0.0)
+    scheduler.reservations.reserve(request("a", LONG, sampling=ONE_TOKEN, cache_salt=OURS), 0.0)
     scheduler.drop_roots(frozenset({scheduler.root(OURS, None)}))
-    scheduler.admit("a", TokenOutput(5, 0))
+    scheduler.reservations.admit("a", TokenOutput(5, 0))
     assert offload(scheduler).saves.take_finished() == []
     assert run(scheduler, "b", LONG, OURS) == 0
 

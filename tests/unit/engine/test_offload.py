@@ -120,16 +120,16 @@ def test_saves_hold_at_most_a_share_of_the_blocks() -> None:
 def test_blocks_whose_windows_are_missing_are_not_offered() -> None:
     scheduler = tiered(window=8)
     reserved = request("a", PROMPT)
-    scheduler.reserve(reserved, 0.0)
-    scheduler.admit("a", TokenOutput(5, 0))
+    scheduler.reservations.reserve(reserved, 0.0)
+    scheduler.reservations.admit("a", TokenOutput(5, 0))
     assert offload(scheduler).saves.take_finished() == []
 
 
 def test_received_tokens_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     offer_at_once(2, monkeypatch)
     scheduler = tiered()
-    scheduler.reserve(request("a", PROMPT), 0.0)
-    scheduler.admit("a", TokenOutput(5, 0))
+    scheduler.reservations.reserve(request("a", PROMPT), 0.0)
+    scheduler.reservations.admit("a", TokenOutput(5, 0))
     (entries,) = offload(scheduler).saves.take_finished()
     assert [key.number for key in entries.keys] == [0, 1]
 
@@ -208,8 +208,8 @@ def test_a_running_request_offers_later_what_has_no_room_now(monkeypatch: pytest
 def test_a_request_that_follows_a_preempted_one_offers_no_block_that_came_without_its_windows() -> None:
     """The first entries were received without the KV that no later token reads, so a save of them would lack layers."""
     scheduler = tiered(window=8)
-    scheduler.reserve(request("a", PROMPT, sampling=ResolvedSampling(max_tokens=70, temperature=0.0)), 0.0)
-    scheduler.admit("a", TokenOutput(5, 0))
+    scheduler.reservations.reserve(request("a", PROMPT, sampling=ResolvedSampling(max_tokens=70, temperature=0.0)), 0.0)
+    scheduler.reservations.admit("a", TokenOutput(5, 0))
     state = scheduler._requests.roster.find("a")
     assert state is not None
     while scheduler.load().requests_running:

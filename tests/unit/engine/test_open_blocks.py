@@ -19,7 +19,7 @@ def needs(blocks: int) -> int:
 def reserves(scheduler: Scheduler, blocks: int) -> bool:
     """Whether a new request of so many blocks finds them; it holds none afterwards."""
     try:
-        scheduler.reserve(request("probe", needs(blocks)), 0.0)
+        scheduler.reservations.reserve(request("probe", needs(blocks)), 0.0)
     except Overloaded:
         return False
     scheduler.abort("probe")
@@ -29,7 +29,7 @@ def reserves(scheduler: Scheduler, blocks: int) -> bool:
 def test_free_blocks_of_two_ranks_do_not_add_up() -> None:
     scheduler = make(owners=2, num_blocks=BLOCKS, prefix_cache=False)
     for name in "ab":
-        scheduler.reserve(request(name, needs(8)), 0.0)
+        scheduler.reservations.reserve(request(name, needs(8)), 0.0)
     load = scheduler.load()
     assert (load.blocks_free, load.blocks_open) == (8, (4, 4))
     assert (reserves(scheduler, 4), reserves(scheduler, 5)) == (True, False)
@@ -48,7 +48,7 @@ def test_requests_that_decode_or_wait_get_their_blocks_first() -> None:
 def test_streams_of_a_node_that_computes_prompts_for_others_have_a_share() -> None:
     scheduler = make(num_blocks=BLOCKS, stream_share=0.75, prefix_cache=False)
     assert scheduler.load().blocks_open == (12,), "a stream alone may have all"
-    scheduler.reserve(request("a", needs(4)), 0.0)
+    scheduler.reservations.reserve(request("a", needs(4)), 0.0)
     assert scheduler.load().blocks_open == (5,)
     assert (reserves(scheduler, 5), reserves(scheduler, 6)) == (True, False)
 
@@ -69,7 +69,7 @@ def test_the_largest_number_fits_and_one_more_block_does_not(
         name = f"r{number}"
         try:
             if change == "reserve":
-                scheduler.reserve(request(name, needs(size)), 0.0)
+                scheduler.reservations.reserve(request(name, needs(size)), 0.0)
             elif change == "submit":
                 scheduler.submit(request(name, needs(size)), 0.0)
             elif change == "prompt":
@@ -87,7 +87,7 @@ def test_the_largest_number_fits_and_one_more_block_does_not(
 
 def test_a_model_whose_states_have_no_slot_left_is_full() -> None:
     scheduler = make(num_blocks=BLOCKS, prefix_cache=False, state_slots=1)
-    scheduler.reserve(request("a", needs(2)), 0.0)
+    scheduler.reservations.reserve(request("a", needs(2)), 0.0)
     assert scheduler.load().blocks_open == (0,)
     with pytest.raises(Overloaded):
-        scheduler.reserve(request("b", needs(2)), 0.0)
+        scheduler.reservations.reserve(request("b", needs(2)), 0.0)

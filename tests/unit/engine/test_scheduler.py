@@ -68,33 +68,33 @@ def test_no_more_requests_run_than_there_are_seats() -> None:
 def test_a_reserved_request_takes_a_seat_only_when_its_kv_is_here() -> None:
     scheduler = make(requests=2)
     for name in "ab":
-        scheduler.reserve(request(name, 2), 0.0)
+        scheduler.reservations.reserve(request(name, 2), 0.0)
     with pytest.raises(Overloaded, match="2 for their KV"):
-        scheduler.reserve(request("c", 2), 0.0)
+        scheduler.reservations.reserve(request("c", 2), 0.0)
     for name, count in (("c", 2), ("d", 9)):
         scheduler.submit(request(name, 2, sampling=ResolvedSampling(max_tokens=count)), 0.0)
     assert step(scheduler)[0].keys() == {"c", "d"}
     for name in "ba":
-        assert scheduler.admit(name, TokenOutput(7, 0)) is None
+        assert scheduler.reservations.admit(name, TokenOutput(7, 0)) is None
     load = scheduler.load()
     assert (load.requests_running, load.requests_waiting, load.blocks_leased) == (2, 2, 0)
     with pytest.raises(Overloaded, match="2 requests wait for a seat"):
-        scheduler.reserve(request("e", 2), 0.0)
+        scheduler.reservations.reserve(request("e", 2), 0.0)
     assert step(scheduler)[0].keys() == {"c", "d"}
     computed, events = step(scheduler)
     assert computed == {"a": 1, "d": 1}  # in order of arrival, without computing anything again
     assert events.chunks == ()
     assert not scheduler.abort("a")
     assert step(scheduler)[0] == {"b": 1, "d": 1}
-    scheduler.reserve(request("e", 2), 0.0)
+    scheduler.reservations.reserve(request("e", 2), 0.0)
 
 
 def test_a_prompt_prefilled_here_waits_with_its_blocks_for_a_seat() -> None:
     scheduler = make(requests=1)
     scheduler.submit(request("a", 2), 0.0)
     step(scheduler)
-    blocks = scheduler.reserve(request("b", 9), 0.0).block_ids
-    scheduler.prefill_here("b", (), 1.0)
+    blocks = scheduler.reservations.reserve(request("b", 9), 0.0).block_ids
+    scheduler.reservations.prefill_here("b", (), 1.0)
     assert set(step(scheduler)[0]) == {"a"}
     scheduler.abort("a")
     batch = scheduler.schedule(4.0)
@@ -181,7 +181,7 @@ def test_decoded_blocks_are_cached_too() -> None:
     scheduler.submit(request("a", range(6), sampling=ResolvedSampling(max_tokens=4, temperature=0.0)), 0.0)
     for _ in range(4):
         step(scheduler, token_id=5)
-    reservation = scheduler.reserve(request("b", (*range(6), 5, 5, 5, 5, 5)), 0.0)
+    reservation = scheduler.reservations.reserve(request("b", (*range(6), 5, 5, 5, 5, 5)), 0.0)
     assert reservation.cached_tokens == 8
 
 
@@ -190,25 +190,25 @@ def test_blocks_of_a_chunk_are_not_shared_before_they_are_computed() -> None:
     scheduler.submit(request("a", range(16)), 0.0)
     batch = scheduler.schedule(0.0)
     assert batch is not None
-    assert scheduler.reserve(request("b", range(16)), 0.0).cached_tokens == 0
+    assert scheduler.reservations.reserve(request("b", range(16)), 0.0).cached_tokens == 0
     finish(scheduler, batch)
-    assert scheduler.reserve(request("c", range(16)), 0.0).cached_tokens == 12
+    assert scheduler.reservations.reserve(request("c", range(16)), 0.0).cached_tokens == 12
 
 
 def test_reserved_blocks_match_no_request_before_admit() -> None:
     scheduler = make()
-    reservation = scheduler.reserve(request("a", range(9)), 0.0)
+    reservation = scheduler.reservations.reserve(request("a", range(9)), 0.0)
     assert (len(reservation.block_ids), reservation.cached_tokens) == (3, 0)
-    assert scheduler.reserve(request("b", range(9)), 0.0).cached_tokens == 0
-    scheduler.admit("a", TokenOutput(7, 0))
-    assert scheduler.reserve(request("c", range(9)), 0.0).cached_tokens == 8
+    assert scheduler.reservations.reserve(request("b", range(9)), 0.0).cached_tokens == 0
+    scheduler.reservations.admit("a", TokenOutput(7, 0))
+    assert scheduler.reservations.reserve(request("c", range(9)), 0.0).cached_tokens == 8
 
 
 def test_an_admitted_request_decodes_after_its_first_token() -> None:
     scheduler = make()
-    scheduler.reserve(request("a", 9, output=(3, 4)), 0.0)
+    scheduler.reservations.reserve(request("a", 9, output=(3, 4)), 0.0)
     assert scheduler.schedule(0.0) is None
-    assert scheduler.admit("a", TokenOutput(7, 2)) is None
+    assert scheduler.reservations.admit("a", TokenOutput(7, 2)) is None
     batch = scheduler.schedule(0.0)
     assert batch is not None
     (row,) = batch.rows
@@ -220,17 +220,17 @@ def test_an_admitted_request_decodes_after_its_first_token() -> None:
 
 def test_a_first_token_that_is_also_the_last_ends_the_request() -> None:
     scheduler = make()
-    scheduler.reserve(request("a", 9), 0.0)
-    assert scheduler.admit("a", TokenOutput(EOS, 0)) is FinishReason.STOP
+    scheduler.reservations.reserve(request("a", 9), 0.0)
+    assert scheduler.reservations.admit("a", TokenOutput(EOS, 0)) is FinishReason.STOP
     assert scheduler.load().blocks_free == 32
 
 
 @pytest.mark.parametrize("first", [TokenOutput(7, 1), TokenOutput(VOCAB_SIZE, 0)])
 def test_a_first_token_that_is_not_the_next_one_is_refused(first: TokenOutput) -> None:
     scheduler = make()
-    scheduler.reserve(request("a", 9), 0.0)
+    scheduler.reservations.reserve(request("a", 9), 0.0)
     with pytest.raises(InvalidRequest, match=r"first.token"):
-        scheduler.admit("a", first)
+        scheduler.reservations.admit("a", first)
     assert scheduler.load().blocks_leased == 3
 
 
@@ -239,19 +239,19 @@ def test_without_a_reservation_nothing_is_admitted() -> None:
     scheduler.submit(request("a", 9), 0.0)
     for name in ("a", "unknown"):
         with pytest.raises(UnknownLease):
-            scheduler.admit(name, TokenOutput(7, 0))
+            scheduler.reservations.admit(name, TokenOutput(7, 0))
         with pytest.raises(UnknownLease):
-            scheduler.prefill_here(name, (), 0.0)
+            scheduler.reservations.prefill_here(name, (), 0.0)
         with pytest.raises(UnknownLease):
-            scheduler.extend_reserved(name, ())
+            scheduler.reservations.extend(name, ())
 
 
 def test_prefill_here_computes_all_but_the_cached_tokens_and_the_given_output() -> None:
     scheduler = make()
     scheduler.submit(request("a", range(8), prefill_only=True), 0.0)
     step(scheduler)
-    scheduler.reserve(request("b", range(10)), 0.0)
-    scheduler.prefill_here("b", (3, 4), 1.0)
+    scheduler.reservations.reserve(request("b", range(10)), 0.0)
+    scheduler.reservations.prefill_here("b", (3, 4), 1.0)
     batch = scheduler.schedule(5.0)
     assert batch is not None
     (row,) = batch.rows
@@ -263,9 +263,9 @@ def test_prefill_here_computes_all_but_the_cached_tokens_and_the_given_output() 
 
 def test_prefill_here_waits_when_its_output_needs_a_block_that_is_not_there() -> None:
     scheduler = make(num_blocks=4)
-    scheduler.reserve(request("a", 7), 0.0)
-    scheduler.reserve(request("b", 7), 0.0)
-    scheduler.prefill_here("a", (1, 2), 0.0)
+    scheduler.reservations.reserve(request("a", 7), 0.0)
+    scheduler.reservations.reserve(request("b", 7), 0.0)
+    scheduler.reservations.prefill_here("a", (1, 2), 0.0)
     assert (scheduler.load().requests_waiting, scheduler.load().blocks_free) == (1, 2)
     assert scheduler.schedule(0.0) is None
     scheduler.abort("b")
@@ -274,16 +274,16 @@ def test_prefill_here_waits_when_its_output_needs_a_block_that_is_not_there() ->
 
 def test_a_reservation_grows_with_the_output_and_keeps_its_blocks() -> None:
     scheduler = make(num_blocks=4)
-    first = scheduler.reserve(request("a", 7), 0.0)
-    grown = scheduler.extend_reserved("a", (1,))
+    first = scheduler.reservations.reserve(request("a", 7), 0.0)
+    grown = scheduler.reservations.extend("a", (1,))
     assert grown.block_ids[:2] == first.block_ids
     assert len(grown.block_ids) == 3
-    scheduler.reserve(request("b", 3), 0.0)
+    scheduler.reservations.reserve(request("b", 3), 0.0)
     with pytest.raises(Overloaded):
-        scheduler.extend_reserved("a", (1, 2, 3, 4, 5))
-    assert scheduler.extend_reserved("a", (1,)) == grown
+        scheduler.reservations.extend("a", (1, 2, 3, 4, 5))
+    assert scheduler.reservations.extend("a", (1,)) == grown
     with pytest.raises(InvalidRequest, match="does not begin with"):
-        scheduler.extend_reserved("a", (2,))
+        scheduler.reservations.extend("a", (2,))
 
 
 def test_reserve_leaves_room_for_waiting_requests_and_a_block_for_each_decode() -> None:
@@ -292,12 +292,12 @@ def test_reserve_leaves_room_for_waiting_requests_and_a_block_for_each_decode() 
     step(scheduler)
     # Six blocks are free: one is for a's next block, so five can be reserved.
     with pytest.raises(Overloaded):
-        scheduler.reserve(request("b", 23), 0.0)
-    scheduler.reserve(request("b", 19), 0.0)
+        scheduler.reservations.reserve(request("b", 23), 0.0)
+    scheduler.reservations.reserve(request("b", 19), 0.0)
     scheduler.abort("b")
     scheduler.submit(request("c", 6), 0.0)
     with pytest.raises(Overloaded) as refused:
-        scheduler.reserve(request("b", 19), 0.0)
+        scheduler.reservations.reserve(request("b", 19), 0.0)
     assert refused.value.retry_after_s == 1.0
 
 
@@ -327,7 +327,7 @@ def test_a_request_that_could_never_run_is_refused_by_name(bad: EngineRequest, f
     with pytest.raises(InvalidRequest) as by_submit:
         scheduler.submit(bad, 0.0)
     with pytest.raises(InvalidRequest) as by_reserve:
-        scheduler.reserve(bad, 0.0)
+        scheduler.reservations.reserve(bad, 0.0)
     assert by_submit.value.field == by_reserve.value.field == field
 
 
@@ -344,7 +344,7 @@ def test_a_second_request_of_one_id_is_refused() -> None:
     scheduler = make()
     scheduler.submit(request("a", 3), 0.0)
     with pytest.raises(InvalidRequest, match="here already"):
-        scheduler.reserve(request("a", 3), 0.0)
+        scheduler.reservations.reserve(request("a", 3), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -414,10 +414,10 @@ def test_requests_come_and_go_while_a_step_is_in_flight() -> None:
     batch = scheduler.schedule(0.0)
     assert batch is not None
     scheduler.submit(request("b", 4), 0.0)
-    reserved = scheduler.reserve(request("c", 4), 0.0)
+    reserved = scheduler.reservations.reserve(request("c", 4), 0.0)
     assert set(reserved.block_ids).isdisjoint(batch.rows[0].block_ids)
     assert not scheduler.abort("b")
-    assert scheduler.admit("c", TokenOutput(5, 0)) is None
+    assert scheduler.reservations.admit("c", TokenOutput(5, 0)) is None
     assert not scheduler.abort("c")
     finish(scheduler, batch)
     assert set(step(scheduler)[0]) == {"a"}
@@ -433,7 +433,7 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     assert [(failed.request_id, failed.error) for failed in events.failed] == [("a", error)]
     assert set(step(scheduler)[0]) == {"b"}
     # KV of a failed step is never shared.
-    assert scheduler.reserve(request("c", [ord("a") + 100] * 6), 0.0).cached_tokens == 0
+    assert scheduler.reservations.reserve(request("c", [ord("a") + 100] * 6), 0.0).cached_tokens == 0
 
 
 def test_a_prefill_only_request_whose_step_failed_holds_its_blocks_until_abort() -> None:
@@ -455,7 +455,7 @@ def test_fail_all_ends_every_request_once() -> None:
     scheduler = make(tokens=6)
     scheduler.submit(request("h", 2, prefill_only=True), 0.0)
     step(scheduler)
-    scheduler.reserve(request("r", 2), 0.0)
+    scheduler.reservations.reserve(request("r", 2), 0.0)
     for name in "abc":
         scheduler.submit(request(name, 4), 0.0)
     assert scheduler.schedule(0.0) is not None

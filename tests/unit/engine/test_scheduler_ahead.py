@@ -66,9 +66,9 @@ def test_two_steps_are_in_flight_at_most() -> None:
 def test_new_and_admitted_requests_join_the_next_step() -> None:
     scheduler = make()
     scheduler.submit(request("a", 5), 0.0)
-    scheduler.reserve(request("b", 3), 0.0)
+    scheduler.reservations.reserve(request("b", 3), 0.0)
     launch(scheduler)
-    scheduler.admit("b", TokenOutput(7, 0))
+    scheduler.reservations.admit("b", TokenOutput(7, 0))
     scheduler.submit(request("c", 4), 0.0)
     second = rows(launch(scheduler))
     assert {name: (list(row.token_ids), row.token_source) for name, row in second.items()} == {
@@ -188,8 +188,8 @@ def test_blocks_of_a_void_row_are_given_to_no_other_request() -> None:
     first, second = two_steps(scheduler)
     finish(scheduler, first, EOS)
     with pytest.raises(Overloaded):
-        scheduler.reserve(request("b", 9), 0.0)
-    reservation = scheduler.reserve(request("c", 5), 0.0)
+        scheduler.reservations.reserve(request("b", 9), 0.0)
+    reservation = scheduler.reservations.reserve(request("c", 5), 0.0)
     assert set(reservation.block_ids).isdisjoint(second.rows[0].block_ids)
     scheduler.submit(request("d", 9), 0.0)
     assert scheduler.schedule(0.0) is None
@@ -203,9 +203,9 @@ def test_the_block_of_a_void_row_is_never_matched() -> None:
     scheduler.submit(request("a", range(7)), 0.0)
     first, second = two_steps(scheduler)
     finish(scheduler, first, EOS)
-    assert scheduler.reserve(request("b", (*range(7), EOS, 1)), 0.0).cached_tokens == 4
+    assert scheduler.reservations.reserve(request("b", (*range(7), EOS, 1)), 0.0).cached_tokens == 4
     finish(scheduler, second)
-    assert scheduler.reserve(request("c", (*range(7), EOS, 1)), 0.0).cached_tokens == 4
+    assert scheduler.reservations.reserve(request("c", (*range(7), EOS, 1)), 0.0).cached_tokens == 4
 
 
 def test_a_block_is_matched_only_when_all_its_tokens_are_known_and_computed() -> None:
@@ -213,11 +213,11 @@ def test_a_block_is_matched_only_when_all_its_tokens_are_known_and_computed() ->
     scheduler.submit(request("a", range(7)), 0.0)
     first, second = two_steps(scheduler)
     sequence = (*range(7), 5, 1)
-    assert scheduler.reserve(request("b", sequence), 0.0).cached_tokens == 0
+    assert scheduler.reservations.reserve(request("b", sequence), 0.0).cached_tokens == 0
     finish(scheduler, first, 5)
-    assert scheduler.reserve(request("c", sequence), 0.0).cached_tokens == 4
+    assert scheduler.reservations.reserve(request("c", sequence), 0.0).cached_tokens == 4
     finish(scheduler, second)
-    assert scheduler.reserve(request("d", sequence), 0.0).cached_tokens == 8
+    assert scheduler.reservations.reserve(request("d", sequence), 0.0).cached_tokens == 8
 
 
 def test_an_id_is_free_when_its_request_has_ended_and_abort_says_when_the_blocks_are() -> None:
@@ -283,7 +283,7 @@ def test_a_failed_step_voids_only_the_next_rows_of_its_own_requests() -> None:
     assert tokens_of(finish(scheduler, second)) == [("c", 0)]
     assert free(scheduler) == 31
     # KV of a failed step, and KV computed from it, is never shared.
-    assert scheduler.reserve(request("d", [ord("a") + 100] * 6), 0.0).cached_tokens == 0
+    assert scheduler.reservations.reserve(request("d", [ord("a") + 100] * 6), 0.0).cached_tokens == 0
 
 
 def test_when_the_next_step_fails_too_no_request_fails_twice() -> None:

@@ -38,10 +38,10 @@ def test_a_newcomer_with_a_deadline_gives_way_to_an_old_stream_without_one() -> 
 
 def test_an_admitted_stream_is_as_old_as_its_reservation() -> None:
     scheduler = make(num_blocks=5, prefix_cache=False)
-    scheduler.reserve(stream("old", 6), 0.0)
+    scheduler.reservations.reserve(stream("old", 6), 0.0)
     scheduler.submit(stream("new", 6, due_s=0.5), 0.0)
     computed(scheduler, 0.0)
-    scheduler.admit("old", TokenOutput(7, 0))
+    scheduler.reservations.admit("old", TokenOutput(7, 0))
     assert until_preempted(scheduler, 0.0) == ["old"]
 
 
@@ -61,7 +61,7 @@ def test_a_preempted_stream_gets_the_next_seat_if_its_blocks_are_free() -> None:
     computed(scheduler, 0.0)
     with_two_reserved(scheduler)
     scheduler.abort("large")
-    scheduler.admit("small", TokenOutput(7, 0))
+    scheduler.reservations.admit("small", TokenOutput(7, 0))
     assert scheduler.load().requests_waiting == 2
     assert computed(scheduler, 0.0) == ["old"]
 
@@ -71,7 +71,7 @@ def test_a_ready_stream_runs_while_the_preempted_one_finds_no_blocks() -> None:
     scheduler.submit(stream("old", 12), 0.0)
     computed(scheduler, 0.0)
     with_two_reserved(scheduler)
-    scheduler.admit("small", TokenOutput(7, 0))
+    scheduler.reservations.admit("small", TokenOutput(7, 0))
     assert computed(scheduler, 0.0) == ["small"]
 
 

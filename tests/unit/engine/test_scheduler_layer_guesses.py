@@ -85,8 +85,8 @@ def test_the_first_step_after_a_hand_over_takes_guesses_that_can_be_tokens(
     guesses: tuple[int, ...], drafts: list[int]
 ) -> None:
     node = scheduler()
-    node.reserve(request("a", 6, sampling=SAMPLING), 0.0)
-    node.admit("a", TokenOutput(5, 0), guesses)
+    node.reservations.reserve(request("a", 6, sampling=SAMPLING), 0.0)
+    node.reservations.admit("a", TokenOutput(5, 0), guesses)
     batch = node.schedule(0.0)
     assert batch is not None
     (row,) = batch.rows
@@ -147,11 +147,11 @@ def test_the_layer_guesses_nothing_for_kv_that_came_without_its_own_and_such_kv_
 ) -> None:
     """Of a whole prompt, and of the first part of one whose rest is computed here."""
     node, prompt = scheduler(), list(range(100, 112))
-    node.reserve(request("a", prompt, sampling=SAMPLING), 0.0, arriving_tokens=part_tokens)
+    node.reservations.reserve(request("a", prompt, sampling=SAMPLING), 0.0, arriving_tokens=part_tokens)
     if part_tokens:
-        node.prefill_here("a", (), 0.0, received_tokens=part_tokens, has_draft=has_draft)
+        node.reservations.prefill_here("a", (), 0.0, received_tokens=part_tokens, has_draft=has_draft)
     else:
-        node.admit("a", TokenOutput(5, 0), (7, 8), has_draft=has_draft)
+        node.reservations.admit("a", TokenOutput(5, 0), (7, 8), has_draft=has_draft)
     step = node.schedule(0.0)
     assert step is not None
     (row,) = step.rows
@@ -162,5 +162,5 @@ def test_the_layer_guesses_nothing_for_kv_that_came_without_its_own_and_such_kv_
     drawn = TokenOutput(6, 0 if part_tokens else 1)
     node.complete([(drawn,) if row.num_drafts else drawn], 0.0, guessed=guessed)
     node.abort("a")
-    kept = node.reserve(request("b", prompt, sampling=SAMPLING), 0.0).cached_tokens
+    kept = node.reservations.reserve(request("b", prompt, sampling=SAMPLING), 0.0).cached_tokens
     assert (kept > 0) is has_draft

@@ -24,17 +24,17 @@ def test_a_request_fits_into_one_pool_or_waits() -> None:
     scheduler = make(owners=2, num_blocks=4)
     assert scheduler.max_context_tokens == 4 * BLOCK_SIZE
     for name in "ab":
-        scheduler.reserve(request(name, 3 * BLOCK_SIZE - 2), 0.0)
+        scheduler.reservations.reserve(request(name, 3 * BLOCK_SIZE - 2), 0.0)
     assert scheduler.load().blocks_free == 2
     with pytest.raises(Overloaded, match="no room for the request's blocks"):
-        scheduler.reserve(request("c", BLOCK_SIZE), 0.0)
-    scheduler.reserve(request("d", 2), 0.0)
+        scheduler.reservations.reserve(request("c", BLOCK_SIZE), 0.0)
+    scheduler.reservations.reserve(request("d", 2), 0.0)
 
 
 def test_a_reservation_and_a_chunk_name_their_owner_where_there_are_several() -> None:
     for owners, expected in ((1, [None, None]), (2, [0, 1])):
         scheduler = make(owners=owners)
-        assert [scheduler.reserve(request(name, 4), 0.0).owner for name in "ab"] == expected
+        assert [scheduler.reservations.reserve(request(name, 4), 0.0).owner for name in "ab"] == expected
         scheduler.submit(request("c", 4), 0.0)
         batch = scheduler.schedule(0.0)
         assert batch is not None
@@ -55,7 +55,7 @@ def test_a_request_goes_where_its_prefix_is() -> None:
     for name in conversations:
         scheduler.abort(name)
     for name, prompt in conversations.items():
-        reserved = scheduler.reserve(request(f"{name}2", (*prompt, 1, 2)), 0.0)
+        reserved = scheduler.reservations.reserve(request(f"{name}2", (*prompt, 1, 2)), 0.0)
         assert (reserved.owner, reserved.cached_tokens) == (first[name], 24)
 
 

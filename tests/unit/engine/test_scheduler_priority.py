@@ -82,8 +82,8 @@ def test_only_requests_that_go_first_take_room_from_a_reservation() -> None:
     scheduler.submit(request("waiting", 31), 0.0)
     scheduler.abort("busy")
     with pytest.raises(Overloaded):
-        scheduler.reserve(request("equal", 10), 0.0)
-    scheduler.reserve(request("better", 10, priority=-1), 0.0)
+        scheduler.reservations.reserve(request("equal", 10), 0.0)
+    scheduler.reservations.reserve(request("better", 10, priority=-1), 0.0)
 
 
 def test_a_queue_that_is_full_of_worse_requests_takes_a_better_one_only_if_it_can_run() -> None:
@@ -100,6 +100,8 @@ def test_a_queue_that_is_full_of_worse_requests_takes_a_better_one_only_if_it_ca
 def test_an_unfinished_prompt_of_better_priority_gets_the_budget_first() -> None:
     scheduler = make(tokens=8)
     for name, priority in (("a", 0), ("b", -1)):
-        scheduler.reserve(request(name, 20, priority=priority, sampling=ResolvedSampling(max_tokens=2)), 0.0)
-        scheduler.prefill_here(name, (), 0.0)
+        scheduler.reservations.reserve(
+            request(name, 20, priority=priority, sampling=ResolvedSampling(max_tokens=2)), 0.0
+        )
+        scheduler.reservations.prefill_here(name, (), 0.0)
     assert step(scheduler)[0] == {"b": 8}

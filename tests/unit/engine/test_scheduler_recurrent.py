@@ -54,12 +54,12 @@ class RecurrentMachine(SchedulerMachine):
             self.write(sequence, reservation, reservation.cached_tokens, part)
         self.receive_state(name, reservation, 0 if here else part)
         output = sequence[self.prompts[name] :]
-        self.scheduler.prefill_here(name, output, self.now, received_tokens=0 if here else part)
+        self.scheduler.reservations.prefill_here(name, output, self.now, received_tokens=0 if here else part)
 
     def reserve_plain(self, prompt: Tokens, *, part: int = 0) -> None:
         request = self.request(prompt, 3)
         try:
-            reservation = self.scheduler.reserve(request, self.now, arriving_tokens=part)
+            reservation = self.scheduler.reservations.reserve(request, self.now, arriving_tokens=part)
         except Overloaded:
             return
         assert reservation.skipped_tokens <= reservation.cached_tokens

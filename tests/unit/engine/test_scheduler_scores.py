@@ -82,9 +82,9 @@ def test_a_reserved_prompt_with_cached_blocks_is_computed_here_in_others() -> No
     scheduler = make(tokens=64)
     scheduler.submit(request("plain", range(10), prefill_only=True), 0.0)
     step(scheduler)
-    reservation = scheduler.reserve(request("a", range(10), sampling=SCORING), 0.0)
+    reservation = scheduler.reservations.reserve(request("a", range(10), sampling=SCORING), 0.0)
     assert reservation.cached_tokens == 8
-    scheduler.prefill_here("a", (), 0.0)
+    scheduler.reservations.prefill_here("a", (), 0.0)
     batch = launch(scheduler)
     (row,) = batch.rows
     assert (row.token_start, row.token_stop) == (0, 10)

@@ -195,8 +195,8 @@ def test_prompts_that_fit_do_not_keep_the_first_one_waiting_for_ever() -> None:
     scheduler.submit(request("long", 4000, priority=-1), 0.0)
     for index in range(4):
         name = f"s{index}"
-        scheduler.reserve(request(name, 50, tpot_s=1.0), 0.0)
-        scheduler.prefill_here(name, (), 0.0)
+        scheduler.reservations.reserve(request(name, 50, tpot_s=1.0), 0.0)
+        scheduler.reservations.prefill_here(name, (), 0.0)
         prompt_tokens(scheduler)
     # The last short one waits instead. 4 and 191 tokens take 1.25 times as long as 4 and 64.
     assert scheduler.load().tokens_waiting == 4000 - 191 + 50

@@ -25,7 +25,7 @@ def test_the_first_part_ends_with_its_last_chunk_and_holds_its_blocks() -> None:
     assert events.tokens == ()
     load = scheduler.load()
     assert (load.requests_running, load.blocks_leased, load.tokens_waiting) == (0, 3, 0)
-    assert scheduler.reserve(request("b", range(16)), 0.0).cached_tokens == 12
+    assert scheduler.reservations.reserve(request("b", range(16)), 0.0).cached_tokens == 12
     scheduler.abort("b")
     scheduler.abort("a")
     assert scheduler.load().blocks_free == 32
@@ -58,9 +58,9 @@ def test_a_part_that_cannot_be_is_refused(given: dict[str, Any], why: str) -> No
 
 def test_the_rest_is_computed_after_what_was_received_and_both_are_cached() -> None:
     scheduler = make()
-    scheduler.reserve(request("a", range(18)), 0.0)
-    scheduler.prefill_here("a", (), 1.0, received_tokens=12)
-    assert scheduler.reserve(request("b", range(18)), 1.0).cached_tokens == 12
+    scheduler.reservations.reserve(request("a", range(18)), 0.0)
+    scheduler.reservations.prefill_here("a", (), 1.0, received_tokens=12)
+    assert scheduler.reservations.reserve(request("b", range(18)), 1.0).cached_tokens == 12
     scheduler.abort("b")
     batch = scheduler.schedule(3.0)
     assert batch is not None
@@ -70,15 +70,15 @@ def test_the_rest_is_computed_after_what_was_received_and_both_are_cached() -> N
     assert (events.started[0].cached_tokens, events.started[0].queue_s) == (0, 2.0)
     assert [(chunk.token_start, chunk.token_stop) for chunk in events.chunks] == [(12, 18)]
     assert [sampled.token.index for sampled in events.tokens] == [0]
-    assert scheduler.reserve(request("c", range(18)), 0.0).cached_tokens == 16
+    assert scheduler.reservations.reserve(request("c", range(18)), 0.0).cached_tokens == 16
 
 
 def test_received_kv_may_follow_cached_kv() -> None:
     scheduler = make()
     scheduler.submit(request("a", range(8), prefill_only=True), 0.0)
     step(scheduler)
-    assert scheduler.reserve(request("b", range(18)), 0.0).cached_tokens == 8
-    scheduler.prefill_here("b", (), 0.0, received_tokens=16)
+    assert scheduler.reservations.reserve(request("b", range(18)), 0.0).cached_tokens == 8
+    scheduler.reservations.prefill_here("b", (), 0.0, received_tokens=16)
     computed, events = step(scheduler)
     assert computed == {"b": 2}
     assert events.started[0].cached_tokens == 8
@@ -88,8 +88,8 @@ def test_received_kv_that_was_cached_changes_nothing() -> None:
     scheduler = make()
     scheduler.submit(request("a", range(12), prefill_only=True), 0.0)
     step(scheduler)
-    assert scheduler.reserve(request("b", range(18)), 0.0).cached_tokens == 12
-    scheduler.prefill_here("b", (), 0.0, received_tokens=8)
+    assert scheduler.reservations.reserve(request("b", range(18)), 0.0).cached_tokens == 12
+    scheduler.reservations.prefill_here("b", (), 0.0, received_tokens=8)
     assert step(scheduler)[0] == {"b": 6}
 
 
@@ -98,18 +98,18 @@ def test_tokens_that_cannot_have_been_received_are_refused_and_the_reservation_s
     scheduler = make()
     scheduler.submit(request("a", range(8), prefill_only=True), 0.0)
     step(scheduler)
-    scheduler.reserve(request("b", range(20)), 0.0)
+    scheduler.reservations.reserve(request("b", range(20)), 0.0)
     with pytest.raises(InvalidRequest, match="a multiple of 4 from 0 to 19"):
-        scheduler.prefill_here("b", (), 0.0, received_tokens=received)
-    scheduler.prefill_here("b", (), 0.0, received_tokens=12)
+        scheduler.reservations.prefill_here("b", (), 0.0, received_tokens=received)
+    scheduler.reservations.prefill_here("b", (), 0.0, received_tokens=12)
 
 
 def test_a_prompt_whose_logprobs_are_wanted_is_not_split() -> None:
     scheduler = make()
-    scheduler.reserve(request("a", 20, sampling=SCORING), 0.0)
+    scheduler.reservations.reserve(request("a", 20, sampling=SCORING), 0.0)
     with pytest.raises(InvalidRequest, match="logprobs are wanted cannot be split"):
-        scheduler.prefill_here("a", (), 0.0, received_tokens=12)
-    scheduler.prefill_here("a", (), 0.0)
+        scheduler.reservations.prefill_here("a", (), 0.0, received_tokens=12)
+    scheduler.reservations.prefill_here("a", (), 0.0)
     assert step(scheduler)[0] == {"a": 16}
 
 
@@ -117,8 +117,8 @@ def test_a_split_request_that_is_preempted_computes_all_of_its_tokens() -> None:
     scheduler = make(num_blocks=10, prefix_cache=False)
     scheduler.submit(request("a", 15), 0.0)
     step(scheduler)
-    scheduler.reserve(request("b", 18), 0.0)
-    scheduler.prefill_here("b", (), 0.0, received_tokens=12)
+    scheduler.reservations.reserve(request("b", 18), 0.0)
+    scheduler.reservations.prefill_here("b", (), 0.0, received_tokens=12)
     while not scheduler.load().preemptions:
         step(scheduler)
     scheduler.abort("a")
@@ -129,9 +129,9 @@ def test_a_split_request_that_is_preempted_computes_all_of_its_tokens() -> None:
 def test_blocks_whose_window_was_not_received_serve_only_sequences_that_go_on_after_it() -> None:
     """Layers with a window of 5 tokens have KV from 4 tokens before the part's end on."""
     scheduler = make(window=5)
-    reservation = scheduler.reserve(request("a", range(30)), 0.0)
+    reservation = scheduler.reservations.reserve(request("a", range(30)), 0.0)
     assert reservation.resume_at == 25
-    scheduler.prefill_here("a", (), 0.0, received_tokens=16)
+    scheduler.reservations.prefill_here("a", (), 0.0, received_tokens=16)
     # The windows of token 16 on are here, those of token 12 on are not.
-    assert scheduler.reserve(request("b", range(14)), 0.0).cached_tokens == 0
-    assert scheduler.reserve(request("c", range(18)), 0.0).cached_tokens == 16
+    assert scheduler.reservations.reserve(request("b", range(14)), 0.0).cached_tokens == 0
+    assert scheduler.reservations.reserve(request("c", range(18)), 0.0).cached_tokens == 16

@@ -162,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         request = self.request(prompt, max_tokens, output=output, priority=priority, alternatives=alternatives)
         try:
-            reservation = self.scheduler.reserve(replace(request, tpot_s=tpot_s), self.now)
+            reservation = self.scheduler.reservations.reserve(replace(request, tpot_s=tpot_s), self.now)
         except Overloaded:
             return
         assert reservation.cached_tokens % BLOCK_SIZE == 0
@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         first = TokenOutput(token_id, self.given[name])
         self.sequences[name] += (token_id,)
         self.given[name] += 1
-        if self.scheduler.admit(name, first) is not None:
+        if self.scheduler.reservations.admit(name, first) is not None:
             self.live.remove(name)
 
     @precondition(lambda self: self.reserved)
@@ -199,10 +199,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 part = 0
             self.write(self.sequences[name], reservation, reservation.cached_tokens, part)
             self.receive_state(name, reservation, part)
-            self.scheduler.prefill_here(name, output, self.now, received_tokens=part)
+            self.scheduler.reservations.prefill_here(name, output, self.now, received_tokens=part)
         else:
             try:
-                self.reserved[name] = self.scheduler.extend_reserved(name, output)
+                self.reserved[name] = self.scheduler.reservations.extend(name, output)
             except Overloaded:
                 return
         self.sequences[name] = sequence

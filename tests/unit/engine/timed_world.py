@@ -178,8 +178,8 @@ class TimedWorld:
     def _admit(self, texts: Texts) -> None:
         name, text = str(next(self._numbers)), texts(self._texts_random)
         sampling = ResolvedSampling(max_tokens=len(text.output), temperature=0.0, ignore_eos=True)
-        self.scheduler.reserve(EngineRequest(name, text.prompt, sampling), self._now)
-        self.scheduler.admit(name, TokenOutput(text.output[0], 0))
+        self.scheduler.reservations.reserve(EngineRequest(name, text.prompt, sampling), self._now)
+        self.scheduler.reservations.admit(name, TokenOutput(text.output[0], 0))
         self._live[name] = text
 
     def _launch(self) -> bool:

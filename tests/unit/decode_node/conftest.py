@@ -2,11 +2,12 @@
 
 import pytest
 
-from decode_node import prefill_peers
+from decode_node import prefill_peer, prefill_peers
 from tests.unit.decode_node.streams import DEADLINE_S
 
 
 @pytest.fixture(autouse=True)
 def _patient_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_HELLO_TIMEOUT_S", "_WARM_UP_TIMEOUT_S", "_OLDER_END_S"):
-        monkeypatch.setattr(prefill_peers, name, DEADLINE_S)
+    monkeypatch.setattr(prefill_peer, "_HELLO_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(prefill_peer, "_WARM_UP_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(prefill_peers, "_OLDER_END_S", DEADLINE_S)

@@ -13,7 +13,7 @@ from baton.node.assembly import Listener, Node
 from baton.node.describe import from_addresses, from_info, from_warm_ups, to_addresses
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import node_status_pb2
-from decode_node import prefill_peers
+from decode_node import prefill_peer, prefill_peers
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
 from decode_node.prefill_peers import PrefillPeers
 from kvtransfer.pair_ends import MOST_RANKS
@@ -117,7 +117,7 @@ async def test_a_ready_peers_messages_are_delivered_until_its_stream_ends(built:
 async def test_a_broken_link_ends_the_stream_so_that_the_pair_is_made_again(
     built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_peers, "_BROKEN_END_S", 0.0)
+    monkeypatch.setattr(prefill_peer, "_BROKEN_END_S", 0.0)
     async with decode_peers(built) as peers, sender(built) as node:
         stream = PairStream()
         serving = peers.serve(stream)
@@ -308,7 +308,7 @@ async def test_a_peer_that_refuses_the_link_itself_is_kept_as_refused(built: Bui
 
 
 async def test_a_peer_that_sends_no_warm_up_is_lost(built: BuiltRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_peers, "_WARM_UP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(prefill_peer, "_WARM_UP_TIMEOUT_S", 0.05)
     async with decode_peers(built) as peers, sender(built) as node:
         stream = PairStream()
         stream.send(hello(node))

@@ -121,7 +121,7 @@ class KVTransfer(RankTransfer):
         await self.close()
 
     async def listen(self, peer: int) -> bytes:
-        return await self._call(lambda future: self._thread.listen(peer, future))
+        return await self._call(lambda future: self._thread.links.listen(peer, future))
 
     async def connect(
         self,
@@ -152,11 +152,11 @@ class KVTransfer(RankTransfer):
             sealed=sealed,
             has_draft=has_draft,
         )
-        await self._call(lambda future: self._thread.connect(wanted, address, future))
+        await self._call(lambda future: self._thread.links.connect(wanted, address, future))
 
     async def disconnect(self, peer: int) -> tuple[int, ...]:
         try:
-            return await self._call(lambda future: self._thread.disconnect(peer, future))
+            return await self._call(lambda future: self._thread.links.disconnect(peer, future))
         except Draining:  # the thread has failed: nothing is left to close
             return ()
 
@@ -165,20 +165,20 @@ class KVTransfer(RankTransfer):
 
     async def warmed_up(self, peer: int, messages: int, bytes: int, *, timeout_s: float) -> LinkMeasure:
         waiting: asyncio.Future[LinkMeasure] = self._call(
-            lambda future: self._thread.expect_warm_up(peer, messages, bytes, future)
+            lambda future: self._thread.links.expect_warm_up(peer, messages, bytes, future)
         )
         awaited = f"{messages} warm-up messages"
         try:
             async with asyncio.timeout(timeout_s):
                 measure = await waiting
                 awaited = "answers to pings"
-                latency_s: float = await self._call(lambda future: self._thread.measure_latency(peer, future))
+                latency_s: float = await self._call(lambda future: self._thread.links.measure_latency(peer, future))
                 return replace(measure, latency_s=latency_s)
         except TimeoutError:
             raise DeadlineExceeded(f"{awaited} did not arrive within {timeout_s:g} s") from None
 
     async def use_link(self, peer: int, link: LinkSpeed) -> None:
-        await self._call(lambda future: self._thread.use_link(peer, link, future))
+        await self._call(lambda future: self._thread.links.use_link(peer, link, future))
 
     async def send(self, job: SendJob) -> tuple[Segment, ...]:
         try:

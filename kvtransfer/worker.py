@@ -12,30 +12,29 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from baton.core.errors import BatonError, DataLoss, Draining, InternalError
+from baton.core.errors import BatonError, Draining, InternalError
 from baton.core.kv_entries import DroppedEntries
 from baton.kvcache.cache import PagedKVCache
 from kvtransfer.entry_pulls import EntryPulls
-from kvtransfer.ledger import Ledger, Peer
-from kvtransfer.link import LinkSpeed
+from kvtransfer.ledger import Ledger
 from kvtransfer.movers.mover import MakeMover, Mover
 from kvtransfer.naps import Naps
 from kvtransfer.offload import Offloader
 from kvtransfer.offload_tiers import EntryTiers
 from kvtransfer.pacing import wake_punctually
+from kvtransfer.peer_links import PeerLinks
 from kvtransfer.posted_calls import PostedCalls
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused, OnStoresChanged
 from kvtransfer.receiver import Receiver
-from kvtransfer.records import EntryLink, LinkMeasure, PeerTraffic, PullJob
+from kvtransfer.records import EntryLink, PullJob
 from kvtransfer.sender import Sender
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, StagingPool
 from kvtransfer.transports.table import open_transport
-from kvtransfer.transports.transport import REACH_GPU_MEMORY, Arrival, Transport
+from kvtransfer.transports.transport import Arrival, Transport
 
 T = TypeVar("T")
 
@@ -56,8 +55,8 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class TransferThread:
-    """Runs from `start` to `stop`. Posted calls use `sender`, `receiver`, `offloader` and the methods marked "on the
-    thread".
+    """Runs from `start` to `stop`. Posted calls use `links`, `sender`, `receiver`, `pulls`, `offloader` and the methods
+    marked "on the thread".
 
     Args:
         tiers: for the entries of the cache, which the thread opens but does not close; None: none are kept.
@@ -99,12 +98,11 @@ class TransferThread:
         self._turned_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="kvtransfer", daemon=True)
         self._started: Future[None] = Future()
-        self._listening: set[int] = set()
-        self._disconnecting: list[tuple[int, tuple[int, ...], Future[tuple[int, ...]]]] = []
         self.mover: Mover
         self.transport: Transport
         self.sender: Sender
         self.receiver: Receiver
+        self.links: PeerLinks
         self.offloader: Offloader
         self.pulls: EntryPulls
 
@@ -153,70 +151,19 @@ class TransferThread:
 
     # ---- on the thread
 
-    def listen(self, peer: int, future: "Future[bytes]") -> None:
-        if peer in self._listening:
-            raise InternalError(f"this transfer already listens to peer {peer}", field="peer", value=peer)
-        self._listening.add(peer)
-        future.set_result(self.transport.listen(peer))
-
-    def connect(self, peer: Peer, address: bytes, future: "Future[None]") -> None:
-        number = peer.number
-        if number in self.ledger.peers or number not in self._listening:
-            state = "is connected already" if number in self.ledger.peers else "has no listening end"
-            raise InternalError(f"peer {number} {state}", field="peer", value=number)
-        self.transport.connect(number, address)
-        carrier = self.transport.carrier(number)
-        through_host = self.mover.on_gpu and carrier not in REACH_GPU_MEMORY
-        self.ledger.peers[number] = replace(peer, carrier=carrier, through_host=through_host)
-        self.ledger.traffic[number] = PeerTraffic()
-        future.set_result(None)
-
-    def disconnect(self, peer: int, future: "Future[tuple[int, ...]]") -> None:
-        """Closes the link. The future gets the peer's open leases once nothing of the peer is in flight."""
-        if peer not in self._listening:
-            future.set_result(())
-            return
-        self._listening.remove(peer)
-        known = self.ledger.peers.pop(peer, None)
-        self.ledger.traffic.pop(peer, None)
-        self.sender.lost(peer)
-        if self._tiers is not None:
-            self.pulls.lost(peer)
-        leases = self.receiver.lost(peer, group=None if known is None else known.group)
-        self.transport.disconnect(peer)
-        self._disconnecting.append((peer, leases, future))
-
-    def expect_warm_up(self, peer: int, messages: int, num_bytes: int, future: "Future[LinkMeasure]") -> None:
-        if peer not in self.ledger.peers:
-            raise InternalError(f"peer {peer} is not connected", field="peer", value=peer)
-        self.receiver.warm_ups.expect(peer, messages, num_bytes, self.ledger.peers[peer].transport, future)
-
-    def measure_latency(self, peer: int, future: "Future[float]") -> None:
-        self._check_connected(peer)
-        self.receiver.round_trips.measure(peer, self._clock(), future)
-
-    def use_link(self, peer: int, link: LinkSpeed, future: "Future[None]") -> None:
-        self._check_connected(peer)
-        self.ledger.peers[peer] = replace(self.ledger.peers[peer], link=link)
-        future.set_result(None)
-
     def begin_pull(self, job: PullJob, links: tuple[EntryLink, ...], future: "Future[int]") -> None:
         for link in links:
-            self._check_connected(link.peer)
+            self.links.check_connected(link.peer)
         self.pulls.receiver.begin(job, links, future)
 
     def serve_pull(self, link: EntryLink, job: PullJob, future: "Future[int]") -> None:
-        self._check_connected(link.peer)
+        self.links.check_connected(link.peer)
         self.pulls.sender.serve(link, job, future)
 
     def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
         for root in roots:
             self.pulls.drop_root(root)
         self.offloader.drop_roots(roots, future)
-
-    def _check_connected(self, peer: int) -> None:
-        if peer not in self.ledger.peers:
-            raise DataLoss("the peer is not connected", field="peer", value=peer)
 
     def _run(self) -> None:
         try:
@@ -269,6 +216,15 @@ class TransferThread:
             self._tiers.open(self.mover.open_host_memory)
             self.offloader = Offloader(self.mover, self._tiers, self._clock)
             self.pulls = EntryPulls(self._tiers, self.transport, self._clock)
+        self.links = PeerLinks(
+            self.ledger,
+            self.transport,
+            self.sender,
+            self.receiver,
+            None if self._tiers is None else self.pulls,
+            on_gpu=self.mover.on_gpu,
+            clock=self._clock,
+        )
         self._started.set_result(None)
 
     def _pools(self) -> Pools:
@@ -322,8 +278,7 @@ class TransferThread:
             self._on_stores_changed(changes)
         for peer, error in self.transport.failures():
             self._on_link_failed(peer, error)
-        if self._disconnecting:
-            self._finish_disconnects()
+        self.links.finish_disconnects()
         return any(results)
 
     def _progress(self) -> bool:
@@ -347,18 +302,6 @@ class TransferThread:
         entries = self._tiers is not None and (self.offloader.is_awaited or self.pulls.in_flight)
         return bool(entries or self.sender.in_flight or self.receiver.in_flight)
 
-    def _finish_disconnects(self) -> None:
-        waiting = []
-        for peer, leases, future in self._disconnecting:
-            if self.sender.holds(peer) or self.receiver.holds(peer) or self._pulls_hold(peer):
-                waiting.append((peer, leases, future))
-            else:
-                future.set_result(leases)
-        self._disconnecting = waiting
-
-    def _pulls_hold(self, peer: int) -> bool:
-        return self._tiers is not None and self.pulls.holds(peer)
-
     def _entry_arrived(self, arrival: Arrival) -> None:
         if self._tiers is None:
             self.transport.discard(arrival)
@@ -367,8 +310,7 @@ class TransferThread:
 
     def _drain(self) -> None:
         """Cancels what is in flight and waits until nothing is."""
-        for peer in list(self._listening):
-            self.disconnect(peer, Future())
+        self.links.disconnect_all()
         if self._tiers is not None:
             self.offloader.close()
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
@@ -385,6 +327,6 @@ class TransferThread:
             self.mover.close()
         finally:
             # ucxx's objects must be destroyed on the thread that made them.
-            del self.sender, self.receiver, self.transport, self.mover
+            del self.links, self.sender, self.receiver, self.transport, self.mover
             if self._tiers is not None:
                 del self.offloader, self.pulls

@@ -2,8 +2,8 @@
 Pure.
 
 The first token comes from a prefill node, and the second one from a decode node: once it has all KV, its present step
-has ended, and the next one too. That is a gap of up to three steps. A first token that waits for a part of this time
-makes the gap as short as the later ones.
+has ended, and the next one too. That is a gap of up to three steps. If the first token waits for a part of this time,
+the gap is no longer than later ones.
 """
 
 from math import inf
@@ -16,9 +16,9 @@ _DELAY_S_MAX = 0.1
 _STEP_S, _STEP_SHARE = 0.00025, 1 / 16
 # Share of the second tokens that come earlier than the delay says: bench/results/smooth_starts.md compares others.
 _EARLIER = 0.75
-# Every hand-over to a node shows its delay, so this only counts on a node that has none for long: half is forgotten.
+# Half of the delay is forgotten in this time. Every hand-over shows it again, so this counts only where there are none.
 _HALF_LIFE_S = 600.0
-# Nobody sees less, and no first token waits longer.
+# A shorter wait changes nothing that a client could see; a longer one would no longer feel like a start.
 HOLD_S_MIN, _HOLD_S_MAX = 1e-3, 0.05
 # A first token that waits still comes within this share of the TTFT.
 _TTFT_USED = 0.9

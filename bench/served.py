@@ -2,7 +2,8 @@
 
 The served rows are those of bench/results/served.md and bench/results/chat_rates.md. `EARLIER` ones were served before
 requests without an SLO had an `Objective`, so the simulation bounds their steps as nodes did then. Rows of that time
-whose nodes the gateway chose without an SLO are left out, because it chooses otherwise now.
+whose nodes the gateway chose without an SLO are left out, because it chooses otherwise now. All were served before
+gateways held first tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from baton.planner.node_spec import NodeSpec
 # plain steps, and times of a prompt alone, are that.
 THEN = {"chat": Objective(gap_factor=4.2, ttft_factor=70.0), "long": Objective(gap_factor=5.0, ttft_factor=3.3)}
 NODE = NodeSpec(LLAMA_8B_H200, step_tokens=1024)
-PAIR = ClusterSpec(1, 1, NODE, NODE, host=SERVED_HOST)
+PAIR = ClusterSpec(1, 1, NODE, NODE, host=SERVED_HOST, smooth_starts=False)
 STRICT = replace(PAIR, policy=LocalPolicy.STRICT)
 ONE = replace(PAIR, prefills=0, policy=LocalPolicy.LOCAL)
 TWO = replace(ONE, decodes=2)

@@ -44,6 +44,7 @@ class ClusterSpec:
         report_s: greatest age of a node's report when the gateway chooses.
         events_s: delay until the gateway knows a change of a prefix cache.
         objective: of requests without an SLO.
+        smooth_starts: whether gateways hold first tokens of hand-overs (`baton.gateway.fleet.second_token`).
     """
 
     prefills: int
@@ -59,6 +60,7 @@ class ClusterSpec:
     report_s: float = 0.1
     events_s: float = 0.05
     objective: Objective = DEFAULT_OBJECTIVE
+    smooth_starts: bool = True
 
 
 @dataclass
@@ -323,6 +325,8 @@ class Simulation:
         node.requests -= 1
         arrives_s = node.link_free_s + spec.link_latency_s + spec.host.hand_over_s
         if whole:
+            if spec.smooth_starts:
+                decode.hold_first_token(job)
             self._at(arrives_s, self._received, job)
         else:
             job.stop = job.prompt

@@ -24,6 +24,7 @@ class PlanJob:
             are from `first_run` to `last_run`.
         sent: prompt tokens whose KV has been sent.
         late_share, late_s: share of its tokens that come late, and by how much.
+        held_until_s: how long its first token may wait for the second one.
         begun: whether a step has computed a part of its prompt on the current node.
         ready_s: when its KV was complete on the decode node.
         cached: prompt tokens that came from the prefix cache of the node that computed the prompt.
@@ -53,6 +54,7 @@ class PlanJob:
     sent: int = 0
     late_share: float = 0.0
     late_s: float = 0.0
+    held_until_s: float = 0.0
     begun: bool = False
     ready_s: float = 0.0
 
@@ -64,6 +66,11 @@ class PlanJob:
     def tpot_s(self) -> float:
         """The mean time per token after the first."""
         return (self.last_s - self.first_s) / (self.output - 1) if self.output > 1 else 0.0
+
+    def second_comes(self, second_s: float) -> None:
+        """Sets the time of the second token, which also ends the wait of the first one."""
+        self.second_s = second_s
+        self.first_s = max(self.first_s, min(self.held_until_s, second_s))
 
     def gaps(self) -> list[tuple[float, float]]:
         """The gaps between its tokens, each with how many they are on average."""

@@ -16,6 +16,8 @@ from baton.core.costs import StepWork, chunk_pairs
 from baton.core.types import DEFAULT_OBJECTIVE, Objective, Slo, first_token_due_s
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound, StreamBound
 from baton.gateway.fleet.node_view import NodeView
+from baton.gateway.fleet.placement import Route
+from baton.gateway.fleet.second_token import SecondTokenDelay, hold_s, longest_gap_s
 from baton.planner.host import NO_HOST_TIME, HostTimes
 from baton.planner.job import PlanJob
 from baton.planner.node_spec import NodeSpec
@@ -92,7 +94,8 @@ class SimulatedNode:
         self.backlog_s = 0.0  # predicted time of the prompts in its queue
         self.requests = 0
         self._streams = (StreamBound(slo.tpot_s, objective.gap_factor),)
-        self._objective = objective
+        self._slo, self._objective = slo, objective
+        self._second_token = SecondTokenDelay()
         self._slicer = Slicer()
         self._rows = 0
         self._keys = 0
@@ -142,6 +145,14 @@ class SimulatedNode:
         self.backlog_s += self.prompt_s(job)
         insort(self.queue, (min(job.due_s, now_s + DEFAULT_TTFT_S), self._order, job))
 
+    def hold_first_token(self, job: PlanJob) -> None:
+        """Lets the first token of a hand-over to this node wait for the second one, as a gateway does."""
+        now_s = job.first_s
+        plain_s = self.spec.costs.seconds(StepWork(self._rows + 1, self.keys_at(now_s) + job.prompt))
+        gap_s = longest_gap_s(plain_s, self._slo, self._objective)
+        waited_s = now_s - job.arrived_s
+        job.held_until_s = now_s + hold_s(self._second_token.at(now_s), gap_s, self._slo, waited_s=waited_s)
+
     def receive(self, job: PlanJob, now_s: float) -> None:
         """Queues a request for a seat, now that the KV of its prompt is here."""
         job.ready_s = now_s
@@ -190,7 +201,10 @@ class SimulatedNode:
         else:
             return None
         for job in joined:
-            job.second_s = now_s + self._run.first_s
+            second_s = now_s + self._run.first_s
+            if job.route is Route.REMOTE:
+                self._second_token.add(second_s - job.first_s, now_s)
+            job.second_comes(second_s)
         self.version += 1
         return now_s + self._run.seconds(self._run.count)
 

@@ -28,10 +28,15 @@ class Started:
 
 class TokensCame(NamedTuple):
     """One or more tokens that the decode node has sampled, in order. An attempt's first token is always the first of an
-    event, and a token with a finish reason is always the last."""
+    event, and a token with a finish reason is always the last.
+
+    Args:
+        came_at_s: arrival of the first of them; None: they have come just now.
+    """
 
     attempt: int
     tokens: Sequence[decode_pb2.StepToken]
+    came_at_s: float | None = None
 
 
 class DecodeReplied(NamedTuple):

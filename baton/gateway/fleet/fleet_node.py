@@ -31,6 +31,7 @@ from baton.gateway.fleet.node_report import (
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.pair_choice import Candidate
 from baton.gateway.fleet.prediction import prompt_s
+from baton.gateway.fleet.second_token import SecondTokenDelay
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import role_name
 from baton.rpc.convert_node import costs_from_proto, describe_loading
@@ -56,6 +57,7 @@ class FleetNode:
         loading: whether the node is connected but does not serve yet; `detail` says what it is doing.
         claimed_incarnation: incarnation that reported this role although the list has the other one; 0: none.
         costs: step costs that the node reports, and their age.
+        second_token: of hand-overs to the node.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class FleetNode:
         self._view: NodeView | None = _UNKNOWN  # None: outdated
         self._decode_view: NodeView | None = None
         self.costs = NodeCosts(PROMPT_STEP if role == node_status_pb2.ROLE_PREFILL else DECODE_STEP)
+        self.second_token = SecondTokenDelay()
         self._costs: StepCosts | None = None  # used to choose the node, see `use_costs`
         self._choices = choices
         self._sends = sends
@@ -245,11 +248,9 @@ class FleetNode:
         """Records a status of a reachable node; `detail` says why it cannot be used, "" if it can."""
         before = self.status
         started = before.info.incarnation != status.info.incarnation
-        if started:
-            self.refused = frozenset()
         works = has_requests(status)
         if started:
-            self.costs = NodeCosts(self.costs.typical)
+            self.refused, self.costs = frozenset(), NodeCosts(self.costs.typical)
         self.costs.report(
             self._costs_of(status, "step_costs", None if started else self.costs.reported),
             self._costs_of(status, "step_profile", None if started else self.costs.profile),

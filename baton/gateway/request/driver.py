@@ -234,7 +234,7 @@ class RequestDriver:
         self._tokens = [step_token]
         if self._waiter is not None and not self._events:
             self._scheduler.ask(self._waiter, self._round)
-        self._events.append(TokensCame(attempt, self._tokens))
+        self._events.append(TokensCame(attempt, self._tokens, monotonic()))
 
     def _decode_replied(self, attempt: int, message: DecodeReply) -> None:
         self._put(DecodeReplied(attempt, message))

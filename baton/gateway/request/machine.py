@@ -11,6 +11,7 @@ Prefill and decode nodes answer on different connections, so no order of their e
 """
 
 from collections.abc import Sequence
+from math import inf
 
 from baton.core.errors import BatonError, InternalError, NoNode
 from baton.core.types import Path
@@ -34,8 +35,10 @@ from baton.gateway.request.attempts import Attempts
 from baton.gateway.request.commands import CancelPrefill, Command, Finish, LoseNode
 from baton.gateway.request.hand_over import HandOver
 from baton.gateway.request.journal import LocalPrefillDone
+from baton.gateway.request.node_messages import step_token
 from baton.gateway.request.output import Ended, NoMeter, TokenMeter
 from baton.gateway.request.receipt import Retry
+from baton.gateway.request.smooth_start import SmoothStart
 from baton.gateway.request.state import GatewayRequestState
 from baton.gateway.text.reply import Detokenizing
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
@@ -59,6 +62,7 @@ class RequestMachine:
         self._output, self._receipt = state.output, state.receipt
         self._hand_over = HandOver(state)
         self._attempts = Attempts(state, self._hand_over)
+        self._start = SmoothStart(state)
         if request.output or request.revision:
             self._attempts.note_failure("the client's gateway was lost")
         self._receipt_waits_until_s = 0.0
@@ -100,7 +104,8 @@ class RequestMachine:
                 self._check()
         except BatonError as error:
             self._finish(error)
-        state.respond()
+        if self._start.until_s == inf or self._start.ended(self._attempts.present):
+            state.respond()
         return commands
 
     @property
@@ -109,7 +114,7 @@ class RequestMachine:
 
         A later sign of life may extend the wait, which the machine checks then. None if the request is over.
         """
-        return None if self._over else self._check_at_s
+        return None if self._over else min(self._check_at_s, self._start.until_s)
 
     @property
     def waits_for_fleet(self) -> bool:
@@ -143,6 +148,11 @@ class RequestMachine:
         """Time at which the first token was passed on; None: not yet."""
         return self._output.first_token_at_s
 
+    @property
+    def first_token_came_at_s(self) -> float | None:
+        """Time at which the first token came from its node; None: not yet."""
+        return self._output.first_token_at_s if self._start.came_at_s is None else self._start.came_at_s
+
     def missed_slo(self, ended_at_s: float) -> bool:
         """Whether this output, which ended at that time, came later than the request's TTFT or TPOT."""
         first_at_s = ended_at_s if self.first_token_at_s is None else self.first_token_at_s
@@ -170,6 +180,8 @@ class RequestMachine:
         attempt = self._attempts.present
         if isinstance(event, TokensCame):  # tested first: nearly every message comes with one
             if attempt is not None and event.attempt == attempt.number:
+                if self._start.awaits_second:
+                    self._start.second_came(attempt, event.came_at_s)
                 self._tokens_came(attempt, event.tokens)
             return
         if isinstance(event, DecodeReplied):
@@ -253,13 +265,8 @@ class RequestMachine:
                 first = reply.first_token
                 attempt.first_token_passed = True
                 self._receipt.prefilled(first.prefill_s)
-                step_token = decode_pb2.StepToken(
-                    token=first.token,
-                    finish_reason=first.finish_reason,
-                    stop_reason=first.stop_reason,
-                    prompt_logprobs=first.prompt_logprobs,
-                )
-                self._pass_on(attempt, (step_token,))
+                self._pass_on(attempt, (step_token(first),))
+                self._start.first_came(attempt)
             case "sent":
                 call.sent = True
                 self._receipt.sent(reply.sent)
@@ -355,14 +362,7 @@ class RequestMachine:
         self._attempts.leave(attempt)
         state.respond()
         self._end()
-        self._learn()
-
-    def _learn(self) -> None:
-        """Teaches the gateway what the first token took, if nothing was tried twice."""
-        state, predicted_s, first_at_s = self._state, self._receipt.predicted_steps_s, self.first_token_at_s
-        if predicted_s is not None and first_at_s is not None and self._receipt.attempts == 1:
-            ttft_s = first_at_s - state.request.started_at_s
-            state.choice.learn(self._receipt.path, predicted_s=predicted_s, ttft_s=ttft_s, now_s=state.now_s)
+        state.learn(self.first_token_came_at_s)
 
     def _end(self) -> None:
         self._state.commands.append(self._output.last_message(self._receipt, self._state.now_s))

@@ -40,6 +40,16 @@ class Due:
     waited_s: float = 0.0
 
 
+def step_token(first: prefill_pb2.PrefillFirstToken) -> decode_pb2.StepToken:
+    """A prefill node's first token, as a decode node would send it."""
+    return decode_pb2.StepToken(
+        token=first.token,
+        finish_reason=first.finish_reason,
+        stop_reason=first.stop_reason,
+        prompt_logprobs=first.prompt_logprobs,
+    )
+
+
 class NodeMessages:
     """Builds the messages. `output` in their arguments is the token ids sent to the client so far."""
 

@@ -52,6 +52,7 @@ class ReceiptDraft:
         self._pulling = "", ""  # the prefill node that was chosen, and what it pulls
         self._split_tokens = 0
         self._drafted_tokens = self._accepted_tokens = 0
+        self._first_token_came_s: float | None = None  # from the request's arrival, if it was to wait then
         self._forget_prefill()
 
     def placed(self, placement: Placement, *, waited_s: float) -> None:
@@ -134,6 +135,10 @@ class ReceiptDraft:
     def admitted(self, message: decode_pb2.Admitted) -> None:
         self._admitted = message
 
+    def first_token_waits(self, came_s: float) -> None:
+        """Records that the first token, which came so long after the request, waits before it is passed on."""
+        self._first_token_came_s = came_s
+
     @property
     def predicted_steps_s(self) -> float | None:
         """The predicted time to the first token without messages and hand-overs."""
@@ -154,10 +159,13 @@ class ReceiptDraft:
 
     def finish(self, *, ttft_s: float, total_s: float) -> Receipt:
         """Makes the receipt. If the prefill node's count is missing, the decode node's and the ticket's are used."""
-        sent, admitted = self._sent, self._admitted
+        sent, admitted, came_s = self._sent, self._admitted, self._first_token_came_s
+        why = ", then ".join([*self._failures, self._path_why])
+        if came_s is not None:
+            why += f"; the first token waited {1e3 * (ttft_s - came_s):.1f} ms for the second one"
         return Receipt(
             path=self._path,
-            why=", then ".join([*self._failures, self._path_why]),
+            why=why,
             prefill_node=self._prefill_node,
             decode_node=self._decode_node,
             prompt_tokens_sent=sent.tokens_sent or self._ticket.token_stop - self._ticket.token_start,

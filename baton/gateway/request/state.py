@@ -62,6 +62,13 @@ class GatewayRequestState:
         """Adds a message with the tokens that the client does not have yet."""
         self.commands += self.output.message(self.receipt, self.now_s)
 
+    def learn(self, first_at_s: float | None) -> None:
+        """Teaches the gateway what the first token took, which came at that time, if nothing was tried twice."""
+        receipt, predicted_s = self.receipt, self.receipt.predicted_steps_s
+        if predicted_s is not None and first_at_s is not None and receipt.attempts == 1:
+            ttft_s = first_at_s - self.request.started_at_s
+            self.choice.learn(receipt.path, predicted_s=predicted_s, ttft_s=ttft_s, now_s=self.now_s)
+
     # ---- time
 
     @property

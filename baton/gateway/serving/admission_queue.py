@@ -158,7 +158,7 @@ class AdmissionQueue:
     def ran(self, output: QueuedOutput, *, whole: bool, in_time: bool) -> None:
         """An output has ended."""
         now_s, pace, machine = monotonic(), self._admission.pace, output.machine
-        capacity, first_s = self._capacity(now_s), machine.first_token_at_s
+        capacity, first_s = self._capacity(now_s), machine.first_token_came_at_s
         self._admission.progressed(*output.look(now_s), capacity, now_s)
         self._outputs.discard(output)
         if first_s is not None:

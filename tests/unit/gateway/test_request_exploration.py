@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import DataLoss, InternalError, NoNode, Overloaded
-from baton.core.types import LocalPolicy
+from baton.core.types import NO_SLO, LocalPolicy, Slo
 from baton.gateway.core.events import (
     ClientCancelled,
     DecodeReplied,
@@ -91,9 +91,9 @@ class Stay:
 class World:
     """The nodes of one request, and the request."""
 
-    def __init__(self, policy: LocalPolicy, *, also_decode: bool) -> None:
+    def __init__(self, policy: LocalPolicy, *, also_decode: bool, slo: Slo = NO_SLO) -> None:
         self.served = Served(
-            prefills=2, decodes=2, policy=policy, timeout_s=TIMEOUT_S, also_decode=also_decode, start=False
+            prefills=2, decodes=2, policy=policy, timeout_s=TIMEOUT_S, also_decode=also_decode, slo=slo, start=False
         )
         self.stays: dict[int, Stay] = {}
         self.calls: dict[int, deque[Event]] = {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Thread
 from typing import NamedTuple, Protocol, TypeAlias
 
 from baton.core.types import PromptLogprob
@@ -19,12 +19,6 @@ from baton.engine.pooling import PooledRows
 from baton.engine.request import ModelFacts
 from baton.models.adapters.adapter import Adapter
 from baton.models.layers.expert_counts import FetchedCounts
-
-# The event loop stands still while a step is launched, if launches take so long on average, and at most this long.
-_SHORT_LAUNCH_S, _STILL_S = 0.002, 0.003
-_LAUNCH_GAIN = 1 / 8
-import os
-_AB = bool(os.environ.get("AB_NO_STILL"))
 
 # Tokens of each place, by layer; empty: the model has no experts, or they are not counted.
 ExpertCounts: TypeAlias = Mapping[int, Sequence[int]]
@@ -131,8 +125,6 @@ class DeviceThread:
         self._batches: SimpleQueue[Batch | Callable[[], None] | None] = SimpleQueue()
         self._launched: SimpleQueue[LayerMark | _Launched | _Fetched | None] = SimpleQueue()
         self._threads: list[Thread] = []
-        self._was_queued = Event()  # the last batch
-        self._launch_s = _SHORT_LAUNCH_S  # mean time of a launch
 
     async def start(self) -> None:
         """Starts both threads and waits until the runner is prepared. An error of `prepare` ends both threads and is
@@ -158,15 +150,8 @@ class DeviceThread:
             await asyncio.to_thread(thread.join)
 
     def launch(self, batch: Batch) -> None:
-        """Runs the batch after all batches launched before.
-
-        The caller stands still while a short launch is under way. The threads share one lock, which takes as long as
-        the interpreter's switch interval to come back, and a launch gives it away with each of its calls to the device.
-        """
-        self._was_queued.clear()
+        """Runs the batch after all batches launched before."""
         self._batches.put(batch)
-        if self._launch_s < _SHORT_LAUNCH_S and not _AB:
-            self._was_queued.wait(_STILL_S)
 
     async def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Loads an adapter between the batches launched before and the next one. Raises what the runner raises."""
@@ -213,10 +198,7 @@ class DeviceThread:
                 step = self._runner.launch(batch, self._launched.put)
             except Exception as error:  # noqa: BLE001  the step's requests fail with it; the thread serves the others
                 step = error
-            launched_s = self._clock()
-            self._was_queued.set()
-            self._launch_s += _LAUNCH_GAIN * (launched_s - since_s - self._launch_s)
-            self._launched.put(_Launched(step, since_s, launched_s))
+            self._launched.put(_Launched(step, since_s, self._clock()))
         self._launched.put(None)
 
     def _await_steps(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -329,7 +329,9 @@ class Speculator:
         plain_s, ids = costs.seconds(work), {request.request_id for request in asked}
         leads_s = [share * plain_s * self._lead(request) for request in asked]
         others = [self._lead(request) for request in everyone if request.request_id not in ids]
-        token_s = plain_s + share * (decodes_bound_s(plain_s, streams) - plain_s)
+        # A request without a TPOT has no time to spare but its lead.
+        token_s = decodes_bound_s(plain_s, [each._replace(gap_factor=1.0) for each in streams])
+        token_s = plain_s + share * max(0.0, token_s - plain_s)
         return Patience(token_s, leads_s, share * plain_s * min(others, default=0.0), all_bear)
 
     def _lead(self, request: Speculating) -> float:

@@ -32,9 +32,9 @@ _SHORT_CONTEXT, _LONG_CONTEXT = 512, 4096
 _RULE_CONTEXT = 1024
 # Context of the step that shows what pairs cost.
 _FAR_CONTEXT = 32768
-# Steps of each kind after one that warms up; fewer of long ones.
-_STEPS, _LONG_STEPS = 6, 4
-_SOMEWHAT_LONG_S = 0.03
+# Steps of each kind after one that warms up; fewer of long ones, as (seconds from which a step is one, steps).
+_STEPS = 6
+_LONG_STEPS = ((0.15, 3), (0.03, 4))
 # A step is not measured when the step of half its size took longer than this.
 _LONG_STEP_S = 0.25
 _BUDGET_S = 4.0
@@ -141,11 +141,14 @@ def served_steps(facts: ModelFacts, *, most_tokens: int, most_requests: int) -> 
 
     far = min(_FAR_CONTEXT, longest // 2)
     steps = [
+        # A mixture's steps take several times as long with 8 or 32 decodes as with one, whose experts are few.
         prompt(256),
         ServedStep(1, short),
+        ServedStep(min(8, most_requests), short),
+        ServedStep(some, short),
         ServedStep(most_requests, short),
         prompt(1024),
-        ServedStep(some, short),
+        ServedStep(min(128, most_requests), short),
         ServedStep(some, long),
         prompt(2048),
         mixed(256),
@@ -153,8 +156,6 @@ def served_steps(facts: ModelFacts, *, most_tokens: int, most_requests: int) -> 
         mixed(1024),
         prompt(64),
         prompt(512),
-        ServedStep(min(128, most_requests), short),
-        ServedStep(min(8, most_requests), short),
         ServedStep(min(256, most_requests), short),
         ServedStep(min(128, most_requests), long),
         prompt(4096),
@@ -214,8 +215,9 @@ def _seconds(
     last step's end comes with the one before, so there are more steps than two."""
     start_s = clock()
     launch(next(batches)).wait()  # warms up
-    if agree(int(clock() - start_s < _SOMEWHAT_LONG_S)) == 0:
-        batches = islice(batches, _LONG_STEPS)
+    took_s = clock() - start_s
+    count = agree(next((count for long_s, count in _LONG_STEPS if took_s >= long_s), _STEPS))
+    batches = islice(batches, count)
     in_flight: deque[TimedLaunch] = deque()
     ends_s = [clock()]
     for batch in batches:

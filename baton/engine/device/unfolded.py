@@ -71,21 +71,38 @@ def unfolds(rows: Sequence[BatchRow]) -> bool:
 def unfold(batch: Batch) -> Unfolded:
     """Makes rows of single tokens from rows with drafts.
 
-    Other rows keep their places among one another, and so do the first tokens of rows with drafts: places that
-    have the same request as in the step before keep their blocks on the device.
+    Rows of single tokens come first, then drafts, then longer rows. Other rows keep their places among one another, and
+    so do the first tokens of rows with drafts: places that have the same request as in the step before keep their
+    blocks on the device.
     """
     rows = batch.shared_rows
-    pieces = [(index, count, piece) for index, row in enumerate(rows) for count, piece in enumerate(_pieces(row))]
-    pieces.sort(key=_order)
-    places = [[0] * (1 + row.num_drafts) for row in rows]
-    for place, (index, count, _) in enumerate(pieces):
-        places[index][count] = place
-    firsts = [each[0] for each in places]
-    unfolded_rows = [piece for _, _, piece in pieces]
+    single_rows: list[BatchRow] = []
+    draft_rows: list[BatchRow] = []
+    long_rows: list[BatchRow] = []
+    num_single = sum([len(row.token_ids) - row.num_drafts == 1 for row in rows])
+    first_long = num_single + sum([row.num_drafts for row in rows])
+    places: list[list[int]] = []
+    for row in rows:
+        if row.num_drafts:
+            begin, drafts = _parts(row)
+        else:
+            begin, drafts = row, []
+        if len(begin.token_ids) == 1:
+            place = len(single_rows)
+            single_rows.append(begin)
+        else:
+            place = first_long + len(long_rows)
+            long_rows.append(begin)
+        next_draft = num_single + len(draft_rows)
+        of_row = [place, *range(next_draft, next_draft + len(drafts))]
+        draft_rows += drafts
+        places.append(of_row)
+    unfolded_rows = [*single_rows, *draft_rows, *long_rows]
     for row, of_row in zip(rows, places, strict=True):
         if row.state_slot >= 0:
             for place, following in pairwise(of_row):
                 unfolded_rows[place] = unfolded_rows[place]._replace(state_next=following)
+    firsts = [each[0] for each in places]
     unfolded = replace(
         batch,
         shared_rows=tuple(unfolded_rows),
@@ -95,35 +112,25 @@ def unfold(batch: Batch) -> Unfolded:
     return Unfolded(unfolded, [row.drafts for row in rows], places)
 
 
-def _pieces(row: BatchRow) -> list[BatchRow]:
-    if not row.num_drafts:
-        return [row]
+def _parts(row: BatchRow) -> tuple[BatchRow, list[BatchRow]]:
+    """A row without its drafts, and one for each of these."""
     sample, drafts, draft_slots = row.sample, row.drafts, row.draft_slots
     assert sample is not None, "a row with drafts is sampled"
     assert row.since is None, "a row with drafts is for one step only"
     first = len(row.token_ids) - row.num_drafts
     assert len(draft_slots) == (len(drafts) if row.state_slot >= 0 else 0), "each draft has a slot for its state"
     assert first == 1 or not draft_slots, "only a decode's state is continued in the same step"
-    row = row._replace(num_drafts=0, draft_slots=())
-    state_slots = [continuing(slot) for slot in draft_slots] or [row.state_slot] * len(drafts)
-    later = [
-        row._replace(
-            token_ids=drafts[place : place + 1],
-            token_start=row.token_start + first + place,
-            sample=sample.after(drafts[: place + 1]),
-            state_slot=slot,
+    begin = row._replace(token_ids=row.token_ids[:first], num_drafts=0, draft_slots=())
+    start, slots = row.token_start + first, [continuing(slot) for slot in draft_slots] or [row.state_slot] * len(drafts)
+    # A step may have hundreds of drafts while the device waits, so each row is made by one call.
+    name, _, _, blocks, _, source, since, adapter, _, owner, *others = begin
+    samples = sample.after_each(drafts)
+    return begin, [
+        BatchRow(
+            name, drafts[place : place + 1], start + place, blocks, how, source, since, adapter, slot, owner, *others
         )
-        for place, slot in enumerate(state_slots)
+        for place, (slot, how) in enumerate(zip(slots, samples, strict=True))
     ]
-    return [row._replace(token_ids=row.token_ids[:first]), *later]
-
-
-def _order(piece: tuple[int, int, BatchRow]) -> int:
-    """Rows of single tokens come first, and drafts last among them."""
-    _, count, row = piece
-    if len(row.token_ids) > 1:
-        return 2
-    return 1 if count else 0
 
 
 def _kept(draws: Sequence[RowResult], drafts: IntArray) -> tuple[TokenOutput, ...] | BatonError:

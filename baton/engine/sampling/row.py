@@ -45,6 +45,16 @@ class SampleRow(NamedTuple):
             output=self.output if self.params.grammar is None else self.output + tokens,
         )
 
+    def after_each(self, tokens: IntArray) -> list["SampleRow"]:
+        """How the token is drawn after the first of these output tokens, after the first two, and so on."""
+        params, index, forbidden, history, prompt_tokens, output = self
+        if history or forbidden or params.grammar is not None:
+            return [self.after(tokens[: count + 1]) for count in range(len(tokens))]
+        return [
+            SampleRow(params, index + count, forbidden, history, prompt_tokens, output)
+            for count in range(1, len(tokens) + 1)
+        ]
+
 
 # For warm-up steps, for profiles, and for rows whose token is discarded: greedy draws are the fastest.
 GREEDY_ROW = SampleRow(ResolvedSampling(temperature=0.0), 0, (), _NO_HISTORY, 0)

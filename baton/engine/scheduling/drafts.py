@@ -110,7 +110,7 @@ class Drafts:
         passes_s = passes_s if step.guesses else 0.0
         ended = EndedStep(plain, step.work, tokens, seconds, waited_s, passes_s, late=step.late)
         if bool(ended.guesses) == bool(checked):
-            self._speculator.ended(ended, costs)
+            self._speculator.ended(ended, costs, {each.request_id: each.accepted for each in checked})
 
     def ask_layer(self, step: NextStep) -> None:
         """Sets how many tokens the model's own layer should guess after this step: for the next step, and for the nodes

@@ -152,15 +152,17 @@ class NextStep:
     def add_drafts(self, drafts: Mapping[RequestState, Draft]) -> None:
         """Adds the next token of each request and the guesses after it. Call it after `add_decodes`, and before
         `add_chunk`."""
-        for state, draft in drafts.items():
-            context = state.num_scheduled
-            self.rows.append(state.next_drafts(draft, block_size=self._block_size))
-            self.states.append(state)
-            self.budget -= 1 + len(draft)
-            self._num_more += len(draft)
-            self.unfolds = True
-            self.plain = guessed_work(self.plain, [(context - 1, 1)])
-            self.work = guessed_work(self.work, [(context - 1, 1 + len(draft))])
+        if not drafts:
+            return
+        self.unfolds = True
+        newest = [(state.num_scheduled - 1, 1) for state in drafts]
+        guessed = [(state.num_scheduled - 1, 1 + len(draft)) for state, draft in drafts.items()]
+        self.plain, self.work = guessed_work(self.plain, newest), guessed_work(self.work, guessed)
+        self.rows += [state.next_drafts(draft, block_size=self._block_size) for state, draft in drafts.items()]
+        self.states += drafts
+        num_guesses = sum(map(len, drafts.values()))
+        self.budget -= len(drafts) + num_guesses
+        self._num_more += num_guesses
 
     def chunk_tokens(self, state: RequestState, start: int, *, others: int = 0) -> int:
         """How many tokens of the request from `start` on still fit. Returns 0 if it waits.

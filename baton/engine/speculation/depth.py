@@ -17,6 +17,9 @@ from baton.engine.speculation.limits import LEAST_GAIN
 # Guessed tokens of one request, in order.
 Draft: TypeAlias = "tuple[int, ...]"
 
+# Of numbers that bring nearly as much as the best one, the largest is taken: the guesses that it leaves out would need
+# another step with guesses.
+_NEARLY = 0.99
 # Numbers of guessed tokens that are tried grow by this ratio; costs are flat or straight between captured sizes.
 _TRIED_RATIO = 1.3
 
@@ -38,6 +41,26 @@ class Proposal(NamedTuple):
 NO_PROPOSAL = Proposal((), (), 0)
 
 
+class Patience(NamedTuple):
+    """How long a step may take for the guesses of others.
+
+    Args:
+        token_s: most time for each token that a request can expect of the step.
+        leads_s: of each proposal's request, how much longer it can wait, because its tokens have come sooner than plain
+            steps would have brought them; empty: none can.
+        others_lead_s: the same of the requests without a proposal; the least of them.
+        all_bear: False: count on no request to get more than one token.
+    """
+
+    token_s: float = inf
+    leads_s: Sequence[float] = ()
+    others_lead_s: float = 0.0
+    all_bear: bool = True
+
+
+NO_BOUND = Patience()
+
+
 def choose_depths(
     proposals: Sequence[Proposal],
     work: StepWork,
@@ -46,8 +69,7 @@ def choose_depths(
     room: int,
     wait_s: Callable[[int], float] = lambda _: 0.0,
     lost_s: float = 0.0,
-    token_s: float = inf,
-    all_bear: bool = True,
+    patience: Patience = NO_BOUND,
 ) -> list[int]:
     """How many tokens of each proposal the next step should take.
 
@@ -58,24 +80,22 @@ def choose_depths(
         wait_s: for how long the device waits for a step of so many rows with guesses, because it is prepared only when
             the one before has ended.
         lost_s: by how much longer plain steps take because of a step with guesses.
-        token_s: most time of the step for each token that a request can expect of it. Requests that get one token of
-            the step bear its time for the others' guesses.
-        all_bear: False: count on no request to get more than one token.
+        patience: of the step's requests, which all wait for the guesses of all.
     """
     if costs is None or room <= 0 or not work.decode_rows:
         return [0] * len(proposals)
     ranked = _Ranked(proposals, room)
-    best, best_rate = 0, LEAST_GAIN * work.decode_rows / costs.seconds(work)
+    least_rate = LEAST_GAIN * work.decode_rows / costs.seconds(work)
+    best, best_rate = 0, 0.0
     for count in _counts(len(ranked)):
         tokens, keys = ranked.sums(count)
         guessed = StepWork(work.decode_rows + count, work.keys + keys, work.prompt_tokens, work.pairs)
         seconds = costs.seconds(guessed) + wait_s(guessed.decode_rows)
         rate = (work.decode_rows + tokens) / (seconds + lost_s)
-        least_s = token_s
-        if rate > best_rate and all_bear and seconds > token_s:
-            least_s = token_s * ranked.least_tokens(count, work)
-        if rate > best_rate and seconds <= least_s:
-            best, best_rate = count, rate
+        if rate <= max(least_rate, _NEARLY * best_rate):
+            continue
+        if seconds <= patience.token_s or seconds <= ranked.longest_s(count, work, patience):
+            best, best_rate = count, max(rate, best_rate)
     return ranked.depths(best)
 
 
@@ -121,15 +141,16 @@ class _Ranked:
 
     def __init__(self, proposals: Sequence[Proposal], most: int) -> None:
         self._num_proposals = len(proposals)
-        lengths = [len(proposal.chances) for proposal in proposals]
+        lengths = np.array([len(proposal.chances) for proposal in proposals], np.int64)
         chance_T = np.array([chance for proposal in proposals for chance in proposal.chances], float)
         order_T = np.argsort(-chance_T, kind="stable")[:most]
         self._place_T = np.repeat(np.arange(len(proposals)), lengths)[order_T]
         # The first guess comes after a request's newest token, and sees itself and all before it.
-        keys = [proposal.context + 2 + depth for proposal in proposals for depth in range(len(proposal.chances))]
+        firsts = np.array([proposal.context + 2 for proposal in proposals], np.int64) - np.cumsum(lengths) + lengths
+        keys_T = np.repeat(firsts, lengths) + np.arange(len(chance_T))
         self._chance_T = chance_T[order_T]
         self._tokens_T = np.cumsum(self._chance_T)
-        self._keys_T = np.cumsum(np.array(keys, np.int64)[order_T])
+        self._keys_T = np.cumsum(keys_T[order_T])
 
     def __len__(self) -> int:
         return len(self._place_T)
@@ -138,12 +159,18 @@ class _Ranked:
         """Expected tokens from the first `count` guesses, at least one, and the keys that these read."""
         return float(self._tokens_T[count - 1]), int(self._keys_T[count - 1])
 
-    def least_tokens(self, count: int, work: StepWork) -> float:
-        """The fewest tokens that a request can expect from a step with the first `count` guesses."""
+    def longest_s(self, count: int, work: StepWork, patience: Patience) -> float:
+        """How long the requests let a step take that has the first `count` guesses."""
+        tokens = np.ones(self._num_proposals)
+        if patience.all_bear:
+            tokens += np.bincount(self._place_T[:count], self._chance_T[:count], minlength=self._num_proposals)
+        waits_s = patience.token_s * tokens
+        if len(patience.leads_s):
+            waits_s += patience.leads_s
+        longest_s = float(waits_s.min())
         if work.decode_rows > self._num_proposals:
-            return 1.0
-        by_proposal = np.bincount(self._place_T[:count], self._chance_T[:count], minlength=self._num_proposals)
-        return 1.0 + float(by_proposal.min())
+            longest_s = min(longest_s, patience.token_s + patience.others_lead_s)
+        return longest_s
 
     def depths(self, count: int) -> list[int]:
         """How many of the first `count` tokens each proposal has."""

@@ -133,22 +133,23 @@ class GuessedTimes:
         batch = self._batch(decode_rows)
         return max(batch.wasted_s, batch.mean_wasted_s)
 
-    def ended(self, step: EndedStep, costs: StepTimes) -> None:
-        """Learns from a step."""
+    def ended(self, step: EndedStep, costs: StepTimes) -> float | None:
+        """Learns from a step. Returns how many plain steps would have taken its time; None if guesses had nothing to do
+        with it, or the time says nothing."""
         plain, same = step.plain, self._batch(step.plain.decode_rows)
         if not 0.0 < step.seconds + step.waited_s < _LONGEST_S or not costs.seconds(plain) > 0.0:
-            return
+            return None
         follows, self._was_guessed = self._was_guessed, step.guesses > 0 or step.passes_s > 0.0
         # How long prompts take is no matter of guesses.
         device_s = same.plain_ratio * costs.seconds(step.work) if plain.prompt_tokens else step.seconds
         if not (step.guesses or step.late or step.passes_s):
             self._plain_ended(same, None if plain.prompt_tokens else (step.waited_s + device_s) / costs.seconds(plain))
-            return
+            return None
         seconds = min(step.waited_s + device_s, _MOST_RATIO * self._expected_s(step, costs))
         plain_s = same.plain_ratio * costs.seconds(plain)
         decodes_s = same.plain_ratio * costs.seconds(StepWork(plain.decode_rows, plain.keys))
         if not decodes_s > 0.0:
-            return
+            return None
         won_s = plain_s + decodes_s * (step.tokens / plain.decode_rows - 1) - seconds
         batch = same if step.guesses else self._batch(self._decided_for)
         batch.balance.add(won_s / decodes_s, guesses=step.guesses > 0)
@@ -165,6 +166,7 @@ class GuessedTimes:
             elif batch.samples:
                 batch.samples[-1].lost_s += late_s
         batch.line = None
+        return seconds / plain_s
 
     def _plain_ended(self, batch: _Batch, ratio: float | None) -> None:
         """Learns from a plain step; `ratio` of its measured to its predicted time, None: it says nothing."""

@@ -4,7 +4,8 @@ Only a request whose tokens are all known can be guessed for, so no step may be 
 which the next step is otherwise prepared. `pays` says whether guesses are worth it, from tokens that are known already.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
 from baton.core.costs import StepWork
@@ -14,7 +15,16 @@ from baton.engine.request import IntArray
 from baton.engine.scheduling.slices import StepTimes, StreamBound, decodes_bound_s
 from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer_bases
 from baton.engine.speculation.allowance import Allowance
-from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
+from baton.engine.speculation.depth import (
+    NO_BOUND,
+    NO_PROPOSAL,
+    Draft,
+    Patience,
+    Proposal,
+    all_depths,
+    choose_depths,
+    could_pay,
+)
 from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
 from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
 from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses
@@ -29,6 +39,8 @@ _MASKS = 64
 _SEARCHES = 64
 # That all requests get more than one token is counted on if it is as likely as this.
 _LIKELY = 0.2
+
+_NONE_KEPT: Mapping[str, int] = MappingProxyType({})
 
 Streams: TypeAlias = "Collection[StreamBound]"
 
@@ -149,10 +161,10 @@ class Speculator:
                 all_right *= proposal.chances[0]
                 proposals.append(Proposal(proposal.tokens[1:], proposal.chances[1:], proposal.context + 1))
         room = MOST_GUESSES * len(proposals)
-        wasted_s, all_bear = self._times.wasted_s(work.decode_rows), all_right >= _LIKELY
-        if not any(
-            self._depths(proposals, work, costs, room=room, streams=streams, wasted_s=wasted_s, all_bear=all_bear)
-        ):
+        asked = [request for request in requests if request.request_id in hopeful]
+        patience = self._patience(requests, asked, work, costs, streams, all_bear=all_right >= _LIKELY)
+        wasted_s = self._times.wasted_s(work.decode_rows)
+        if not any(self._depths(proposals, work, costs, patience, room=room, wasted_s=wasted_s)):
             return False
         self._hopeful = hopeful
         self._times.decided(work.decode_rows)
@@ -179,13 +191,15 @@ class Speculator:
         if room <= 0 or not self._could_pay(work, costs):
             return {}
         hopeful, self._hopeful = self._hopeful, None
+        everyone = requests
         if hopeful is not None:  # the device waits, so nothing is looked up for the others
             requests = [request for request in requests if request.request_id in hopeful]
         proposals = self._proposals(requests, pending=0)
         if self._always:
             depths = all_depths(proposals, room=room)
         else:
-            depths = self._depths(proposals, work, costs, room=room, streams=streams, share=0.5 if prompts else 1.0)
+            patience = self._patience(everyone, requests, work, costs, streams, share=0.5 if prompts else 1.0)
+            depths = self._depths(proposals, work, costs, patience, room=room)
             if any(depths):
                 self._times.decided(work.decode_rows)
         return {
@@ -258,39 +272,71 @@ class Speculator:
         """The chances of a request about which nothing is known."""
         return OwnAcceptance(self._acceptance).chances(layer_bases(count), least=0.0)
 
-    def ended(self, step: EndedStep, costs: StepTimes | None) -> None:
-        """Learns what a step took."""
-        if costs is not None and step.plain.decode_rows and not self._always:
-            self._times.ended(step, costs)
+    def ended(self, step: EndedStep, costs: StepTimes | None, kept: Mapping[str, int] = _NONE_KEPT) -> None:
+        """Learns what a step took.
+
+        Args:
+            kept: the number of guesses that were right, by request.
+        """
+        if costs is None or not step.plain.decode_rows or self._always:
+            return
+        steps = self._times.ended(step, costs)
+        if steps is not None:
+            for request_id, drafts in self._drafts.items():
+                drafts.got(1 + kept.get(request_id, 0), steps)
 
     def _depths(
         self,
         proposals: Sequence[Proposal],
         work: StepWork,
         costs: StepTimes | None,
+        patience: Patience,
         *,
         room: int,
-        streams: Streams,
-        share: float = 1.0,
         wasted_s: float = 0.0,
-        all_bear: bool = True,
     ) -> list[int]:
         """How many guesses of each proposal to take.
 
         Args:
-            share: part of the time above that of the plain step which guesses may take.
             wasted_s: by earlier waits.
-            all_bear: as in `choose_depths`.
         """
         if costs is None:
             return [0] * len(proposals)
-        plain_s = costs.seconds(work)
-        token_s = plain_s + share * (decodes_bound_s(plain_s, streams) - plain_s)
         wait_s = self._times.wait_s(work.decode_rows, costs)
         lost_s = self._times.lost_s(work.decode_rows, costs) + wasted_s
-        return choose_depths(
-            proposals, work, costs, room=room, wait_s=wait_s, lost_s=lost_s, token_s=token_s, all_bear=all_bear
-        )
+        return choose_depths(proposals, work, costs, room=room, wait_s=wait_s, lost_s=lost_s, patience=patience)
+
+    def _patience(
+        self,
+        everyone: Sequence[Speculating],
+        asked: Sequence[Speculating],
+        work: StepWork,
+        costs: StepTimes | None,
+        streams: Streams,
+        *,
+        share: float = 1.0,
+        all_bear: bool = True,
+    ) -> Patience:
+        """How long the requests of a step let it take.
+
+        Args:
+            asked: the requests with a proposal each, in its order.
+            share: part of the time above that of the plain step which guesses may take.
+            all_bear: as in `Patience`.
+        """
+        if costs is None or not streams:
+            return NO_BOUND
+        plain_s, ids = costs.seconds(work), {request.request_id for request in asked}
+        leads_s = [share * plain_s * self._lead(request) for request in asked]
+        others = [self._lead(request) for request in everyone if request.request_id not in ids]
+        # A request without a TPOT has no time to spare but its lead.
+        token_s = decodes_bound_s(plain_s, [each._replace(gap_factor=1.0) for each in streams])
+        token_s = plain_s + share * max(0.0, token_s - plain_s)
+        return Patience(token_s, leads_s, share * plain_s * min(others, default=0.0), all_bear)
+
+    def _lead(self, request: Speculating) -> float:
+        drafts = self._drafts.get(request.request_id)
+        return 0.0 if drafts is None else drafts.lead
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:

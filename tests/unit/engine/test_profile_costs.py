@@ -163,6 +163,13 @@ def test_a_slow_model_is_profiled_within_its_time() -> None:
     assert off(costs, slow, [StepWork(8, 4000), StepWork(prompt_tokens=512, pairs=chunk_pairs(0, 512))]) < 0.3
 
 
+def test_few_decodes_of_a_mixture_are_measured_however_slow_it_is() -> None:
+    """DeepSeek-V3's 61 layers on one H200: each decode reads other experts, up to all of them."""
+    mixture = StepCosts(((1, 0.017), (8, 0.059), (32, 0.137), (128, 0.206), (512, 0.35), (2048, 0.7)))
+    costs = profiled(Device(mixture))
+    assert off(costs, mixture, [StepWork(rows, 0) for rows in (1, 8, 32, 100)]) < 0.1
+
+
 def test_a_usual_model_is_measured_up_to_its_largest_step_within_the_time() -> None:
     device = Device(COSTS, host_s=0.002)
     profiled(device)

@@ -65,6 +65,12 @@ def unlike(chosen: Random) -> Text:
     )
 
 
+def novel(chosen: Random) -> Text:
+    """No token comes twice, so nothing can be guessed."""
+    tokens = chosen.sample(range(1000), _PROMPT + _OUTPUT)
+    return Text(tuple(tokens[:_PROMPT]), tuple(tokens[_PROMPT:]))
+
+
 @dataclass(frozen=True)
 class Device:
     """What steps really take.
@@ -135,6 +141,9 @@ class TimedWorld:
     Args:
         layer: chance that a guess of the model's own layer is right; None: it has none.
         state_slots: as in `ModelFacts`.
+
+    Attributes:
+        ended: the texts of requests that have ended, each with the seconds that it took.
     """
 
     def __init__(
@@ -158,6 +167,8 @@ class TimedWorld:
         self._random, self._texts_random = Random(seed), Random(seed + 1)
         self._numbers: Iterator[int] = count()
         self._live: dict[str, Text] = {}
+        self._begun_s: dict[str, float] = {}
+        self.ended: list[tuple[Text, float]] = []
         self._in_flight: deque[tuple[Batch, float]] = deque()  # and when it was launched
         self._now = self._ended_s = 0.0
         self._was_guessed = False
@@ -180,7 +191,7 @@ class TimedWorld:
         sampling = ResolvedSampling(max_tokens=len(text.output), temperature=0.0, ignore_eos=True)
         self.scheduler.reservations.reserve(EngineRequest(name, text.prompt, sampling), self._now)
         self.scheduler.reservations.admit(name, TokenOutput(text.output[0], 0))
-        self._live[name] = text
+        self._live[name], self._begun_s[name] = text, self._now
 
     def _launch(self) -> bool:
         ahead = bool(self._in_flight)
@@ -222,7 +233,7 @@ class TimedWorld:
         self.ran.accepted += sum(each.accepted for each in events.drafts)
         for each in events.tokens:
             if each.finish_reason is not None:
-                del self._live[each.request_id]
+                self.ended.append((self._live.pop(each.request_id), ended_s - self._begun_s.pop(each.request_id)))
         self._is_idle = not self._live
 
     def _result(self, row: BatchRow) -> RowResult:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from baton.core.costs import StepCosts, StepWork
-from baton.engine.speculation.depth import Proposal, all_depths, choose_depths, could_pay, guessed_work
+from baton.engine.speculation.depth import Patience, Proposal, all_depths, choose_depths, could_pay, guessed_work
 from baton.engine.speculation.limits import LEAST_GAIN
 from tests.unit.engine.speculation.request import COSTS
 
@@ -101,25 +101,46 @@ def test_guesses_delay_no_token_of_another_request_beyond_its_bound() -> None:
         return COSTS.seconds(guessed_work(work, [(p.context, n) for p, n in zip(proposals, depths, strict=True)]))
 
     free = choose_depths(one_has_none, work, COSTS, room=900)
-    bound = choose_depths(one_has_none, work, COSTS, room=900, token_s=0.015)
+    bound = choose_depths(one_has_none, work, COSTS, room=900, patience=Patience(0.015))
     assert step_s(one_has_none, free) > 0.015 >= step_s(one_has_none, bound)
     assert 0 < sum(bound) < sum(free)
-    assert choose_depths([likely] * 40, work, COSTS, room=900, token_s=0.009) != [0] * 40, "all get more of the step"
-    assert choose_depths(one_has_none, work, COSTS, room=900, token_s=0.009) == [0] * 40
-    assert choose_depths(all_likely[:39], work, COSTS, room=900, token_s=0.009) == [0] * 39, "another one decodes too"
+    short = Patience(0.009)
+    assert choose_depths([likely] * 40, work, COSTS, room=900, patience=short) != [0] * 40, "all get more of the step"
+    assert choose_depths(one_has_none, work, COSTS, room=900, patience=short) == [0] * 40
+    assert choose_depths(all_likely[:39], work, COSTS, room=900, patience=short) == [0] * 39, "another one decodes too"
 
 
 def test_what_plain_steps_lose_counts_against_the_gain_but_makes_the_step_no_longer() -> None:
     likely, work = proposal(*[0.9] * 8), StepWork(1, 1000)
     plain_s = COSTS.seconds(work)
-    assert choose_depths([likely], work, COSTS, room=8, lost_s=plain_s, token_s=1.1 * plain_s) == [8]
+    assert choose_depths([likely], work, COSTS, room=8, lost_s=plain_s, patience=Patience(1.1 * plain_s)) == [8]
     assert choose_depths([likely], work, COSTS, room=8, lost_s=9 * plain_s) == [0]
 
 
 def test_no_long_step_is_chosen_where_a_request_may_get_one_token_of_it() -> None:
     likely, work = [proposal(*[0.99] * 16)] * 40, StepWork(40, 40_000)
-    assert choose_depths(likely, work, COSTS, room=900, token_s=0.009) != [0] * 40
-    assert choose_depths(likely, work, COSTS, room=900, token_s=0.009, all_bear=False) == [0] * 40
+    assert choose_depths(likely, work, COSTS, room=900, patience=Patience(0.009)) != [0] * 40
+    assert choose_depths(likely, work, COSTS, room=900, patience=Patience(0.009, all_bear=False)) == [0] * 40
+
+
+def test_requests_that_are_ahead_wait_longer_for_the_guesses_of_others() -> None:
+    """A plain step takes 10 ms, and no guess fits into 9."""
+    likely, nothing, work = proposal(*[0.99] * 16), proposal(), StepWork(40, 40_000)
+
+    def depths(proposals: list[Proposal], patience: Patience) -> list[int]:
+        return choose_depths(proposals, work, COSTS, room=900, patience=patience)
+
+    behind, ahead = [likely] * 39 + [nothing], [0.0] * 39 + [0.02]
+    assert not any(depths(behind, Patience(0.009)))
+    found = depths(behind, Patience(0.009, ahead))
+    assert any(found)
+    guessed = guessed_work(work, [(1000, count) for count in found])
+    assert COSTS.seconds(guessed) <= 0.029
+    without = [likely] * 39
+    assert not any(depths(without, Patience(0.009, [0.02] * 39)))
+    assert depths(without, Patience(0.009, [0.02] * 39, others_lead_s=0.02)) == found[:39]
+    assert any(depths([likely] * 40, Patience(0.009, [0.02] * 40, all_bear=False)))
+    assert not any(depths([likely] * 40, Patience(0.009, [0.02] * 39 + [0.0], all_bear=False)))
 
 
 def test_a_gain_that_errors_of_costs_could_explain_is_none() -> None:

@@ -7,6 +7,8 @@ from baton.core.costs import StepCosts
 from baton.engine.request import int_array
 from baton.engine.scheduling.slices import StreamBound
 from baton.engine.speculation.depth import guessed_work
+from baton.engine.speculation.guessed_times import EndedStep
+from baton.engine.speculation.limits import FIRST_LEAD
 from baton.engine.speculation.speculator import Speculator
 from baton.settings.config import DEMO_MODELS, tokenizer_file
 from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, decode, teach_waits, work_of
@@ -115,28 +117,41 @@ def test_waiting_pays_only_if_the_further_tokens_make_up_for_it() -> None:
     assert speculator.pays([request], work_of([request]), COSTS)
 
 
-@pytest.mark.parametrize(("tpots", "bound_s"), [((0.013, None), 0.9 * 0.013), ((None,), 0.0153), ((0.004,), 0.0153)])
-def test_a_request_without_guesses_keeps_its_tpot_next_to_others(tpots: tuple[float | None], bound_s: float) -> None:
-    """Without a TPOT, and with one that no step keeps, a step takes 1.5 times a plain one's time at most."""
+@pytest.mark.parametrize(
+    ("tpots", "bound_s"), [((0.013, 0.02), 0.9 * 0.013), ((0.013, None), 0.0102), ((None,), 0.0102), ((0.004,), 0.0102)]
+)
+def test_a_request_without_guesses_waits_for_those_of_others_within_its_tpot_and_lead(
+    tpots: tuple[float | None, ...], bound_s: float
+) -> None:
+    """Without a TPOT, and with one that no step keeps, it has only its lead. A plain step takes 10.2 ms."""
     streams = [StreamBound(tpot_s, 1.5) for tpot_s in tpots]
     costs = StepCosts(((1, 0.0100), (40, 0.0102), (1000, 0.1000)))
     speculator = Speculator()
     teach_waits(speculator, 40, 0.0, costs)
     requests = [copies(str(number)) for number in range(39)]
-    for request in requests:
-        request.tokens.extend(FILE[1:40])
-        speculator.begin(request, root=ROOT, grammar=None)
     everyone = [*requests, DecodingRequest("without", NOVEL[:50], NOVEL[100:200])]
+    for request in everyone:
+        request.tokens.extend(request.target[1:40])
+        speculator.begin(request, root=ROOT, grammar=None)
     work = work_of(everyone)
-    drafts = speculator.choose(everyone, work, costs, room=2000, streams=streams)
-    longest_s = costs.seconds(guessed_work(work, [(0, len(draft)) for draft in drafts.values()]))
-    free = speculator.choose(everyone, work, costs, room=2000)
-    assert 0 < sum(map(len, drafts.values())) <= sum(map(len, free.values()))
-    assert 0.6 * bound_s < longest_s <= bound_s
+
+    def longest_s(*, prompts: bool = False) -> float:
+        drafts = speculator.choose(everyone, work, costs, room=2000, streams=streams, prompts=prompts)
+        return costs.seconds(guessed_work(work, [(0, len(draft)) for draft in drafts.values()]))
+
+    plain_s = costs.seconds(work)
+    first_s = longest_s()
+    assert bound_s + plain_s < first_s <= bound_s + FIRST_LEAD * plain_s, "a new request has its first lead"
+    half_s = (bound_s + (1 + FIRST_LEAD) * plain_s) / 2
+    assert longest_s(prompts=True) <= half_s < first_s, "prompts of the step have no time"
     assert speculator.pays(everyone, work, costs, streams=streams)
-    shared = speculator.choose(everyone, work, costs, room=2000, streams=streams, prompts=True)
-    shared_s = costs.seconds(guessed_work(work, [(0, len(draft)) for draft in shared.values()]))
-    assert shared_s <= (costs.seconds(work) + bound_s) / 2, "prompts of the step have no time"
+    step = EndedStep(work, guessed_work(work, [(0, 8)] * 39), 40 + 8 * 39, 5 * plain_s, 0.0, late=True)
+    speculator.ended(step, costs, {request.request_id: 8 for request in requests})
+    assert longest_s() <= max(bound_s, plain_s), "it has waited for a long step already"
+    requests[0].tokens.extend(FILE[40:60])
+    everyone = requests
+    work = work_of(requests)
+    assert longest_s() > bound_s + plain_s, "the others have saved what they wait now"
 
 
 def test_a_request_may_not_be_guessed_beyond_its_end() -> None:

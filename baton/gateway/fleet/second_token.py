@@ -14,6 +14,8 @@ from baton.core.types import Objective, Slo
 _DELAY_S_MAX = 0.1
 # Each hand-over moves the delay towards its own by about so much, or by this share of it.
 _STEP_S, _STEP_SHARE = 0.00025, 1 / 16
+# Of the first hand-overs, so many, the shortest delay is taken: the first one may connect nodes and compile kernels.
+_FIRST = 4
 # Share of the second tokens that come earlier than the delay says: bench/results/smooth_starts.md compares others.
 _EARLIER = 0.75
 # Half of the delay is forgotten in this time. Every hand-over shows it again, so this counts only where there are none.
@@ -32,6 +34,7 @@ class SecondTokenDelay:
 
     def __init__(self) -> None:
         self._seconds = self._shown_s = 0.0
+        self._count = 0  # of hand-overs, up to `_FIRST`
 
     def at(self, now_s: float) -> float:
         """The delay as it is known now; 0 if none was seen, or none for long."""
@@ -40,9 +43,14 @@ class SecondTokenDelay:
     def add(self, delay_s: float, now_s: float) -> None:
         """Records the delay of one hand-over; 0 if the second token came first."""
         present_s = self.at(now_s)
+        self._shown_s = now_s
+        if self._count < _FIRST:
+            self._seconds = min(delay_s, present_s if self._count else _DELAY_S_MAX)
+            self._count += 1
+            return
         step_s = 2 * max(_STEP_S, _STEP_SHARE * present_s)
         found_s = present_s + (_EARLIER * step_s if delay_s > present_s else (_EARLIER - 1) * step_s)
-        self._seconds, self._shown_s = min(max(0.0, found_s), _DELAY_S_MAX), now_s
+        self._seconds = min(max(0.0, found_s), _DELAY_S_MAX)
 
 
 def longest_gap_s(plain_s: float, slo: Slo, objective: Objective) -> float:

@@ -25,6 +25,18 @@ def test_the_delay_of_equal_hand_overs_is_found() -> None:
     assert learned(0.0175).at(0.0) == pytest.approx(0.0175, rel=0.1)
 
 
+def test_few_hand_overs_are_enough_and_the_slow_ones_at_the_start_do_not_count() -> None:
+    delay = SecondTokenDelay()
+    delay.add(0.9, 0.0)
+    assert delay.at(0.0) == pytest.approx(0.1)
+    for delay_s in (0.03, 0.016, 0.018):
+        delay.add(delay_s, 0.0)
+    assert delay.at(0.0) == pytest.approx(0.016)
+    for _ in range(30):
+        delay.add(0.0175, 0.0)
+    assert delay.at(0.0) == pytest.approx(0.0175, rel=0.1)
+
+
 def test_three_quarters_come_earlier_and_rare_long_delays_hardly_count() -> None:
     delay_s = learned(0.012, 0.014, 0.016, 0.018, times=1000).at(0.0)
     assert 0.0145 < delay_s < 0.0185

@@ -123,13 +123,11 @@ def _parts(row: BatchRow) -> tuple[BatchRow, list[BatchRow]]:
     begin = row._replace(token_ids=row.token_ids[:first], num_drafts=0, draft_slots=())
     start, slots = row.token_start + first, [continuing(slot) for slot in draft_slots] or [row.state_slot] * len(drafts)
     # A step may have hundreds of drafts while the device waits, so each row is made by one call.
-    name, _, _, blocks, _, source, since, adapter, _, owner, *others = begin
-    samples = sample.after_each(drafts)
+    name, _, _, blocks, _, source, since, adapter, *_ = begin
+    rest = begin.owner, begin.snapshots, begin.num_drafts, begin.draft_slots, begin.state_next, begin.next_token
     return begin, [
-        BatchRow(
-            name, drafts[place : place + 1], start + place, blocks, how, source, since, adapter, slot, owner, *others
-        )
-        for place, (slot, how) in enumerate(zip(slots, samples, strict=True))
+        BatchRow(name, drafts[at : at + 1], start + at, blocks, how, source, since, adapter, slot, *rest)
+        for at, (slot, how) in enumerate(zip(slots, sample.after_each(drafts), strict=True))
     ]
 
 

@@ -5,7 +5,6 @@ Each guessed token is one more decode row of the step, which reads its request's
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from math import inf
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from baton.core.costs import StepWork, chunk_pairs
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.limits import LEAST_GAIN
+from baton.engine.speculation.patience import NO_BOUND, Patience
 
 # Guessed tokens of one request, in order.
 Draft: TypeAlias = "tuple[int, ...]"
@@ -39,26 +39,6 @@ class Proposal(NamedTuple):
 
 
 NO_PROPOSAL = Proposal((), (), 0)
-
-
-class Patience(NamedTuple):
-    """How long a step may take for the guesses of others.
-
-    Args:
-        token_s: most time for each token that a request can expect of the step.
-        leads_s: of each proposal's request, how much longer it can wait, because its tokens have come sooner than plain
-            steps would have brought them; empty: none can.
-        others_lead_s: the same of the requests without a proposal; the least of them.
-        all_bear: False: count on no request to get more than one token.
-    """
-
-    token_s: float = inf
-    leads_s: Sequence[float] = ()
-    others_lead_s: float = 0.0
-    all_bear: bool = True
-
-
-NO_BOUND = Patience()
 
 
 def choose_depths(

@@ -17,7 +17,8 @@ from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Proposal
 from baton.engine.speculation.grammar_drafts import GrammarDrafts
-from baton.engine.speculation.limits import FIRST_LEAD, MOST_GUESSES, MOST_LEAD, REGAINED_LEAD
+from baton.engine.speculation.limits import MOST_GUESSES
+from baton.engine.speculation.patience import Lead
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.sequence_index import LONG, SHORT, LastTokens, Match, SequenceIndex
 
@@ -86,7 +87,7 @@ class RequestDrafts:
     ) -> None:
         self.root = root
         self._tokens = tokens
-        self._lead, self._lead_at = FIRST_LEAD, len(tokens)
+        self._lead = Lead(len(tokens))
         self._prompt_tokens = prompt_tokens
         self._recent = recent
         self._grammar = grammar
@@ -116,18 +117,12 @@ class RequestDrafts:
 
     @property
     def lead(self) -> float:
-        """For how many plain steps it may wait because of others' guesses; see `limits`."""
-        return self._lead_after(len(self._tokens))
+        """For how many plain steps it may wait for others' guesses."""
+        return self._lead.after(len(self._tokens))
 
     def got(self, tokens: int, steps: float) -> None:
         """Counts its newest tokens, so many, of a step that took as long as so many plain steps."""
-        count = len(self._tokens)
-        lead = self._lead_after(count - tokens) + tokens - steps
-        self._lead, self._lead_at = min(MOST_LEAD, max(0.0, lead)), count
-
-    def _lead_after(self, count: int) -> float:
-        regained = self._lead + REGAINED_LEAD * max(0, count - self._lead_at)
-        return max(self._lead, min(FIRST_LEAD, regained))
+        self._lead.got(tokens, len(self._tokens), steps)
 
     def forget_root(self) -> None:
         """Its output is kept for no other request, and it uses no other's."""

@@ -12,23 +12,15 @@ from baton.core.costs import StepWork
 from baton.core.types import Grammar
 from baton.engine.batch import Guessed
 from baton.engine.request import IntArray
-from baton.engine.scheduling.slices import StepTimes, StreamBound, decodes_bound_s
+from baton.engine.scheduling.slices import StepTimes, StreamBound
 from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer_bases
 from baton.engine.speculation.allowance import Allowance
-from baton.engine.speculation.depth import (
-    NO_BOUND,
-    NO_PROPOSAL,
-    Draft,
-    Patience,
-    Proposal,
-    all_depths,
-    choose_depths,
-    could_pay,
-)
+from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
 from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
 from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
 from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses
 from baton.engine.speculation.limits import MOST_GUESSES, assumed_wait_s
+from baton.engine.speculation.patience import NO_BOUND, Patience, patience_of
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP
@@ -324,15 +316,13 @@ class Speculator:
             share: part of the time above that of the plain step which guesses may take.
             all_bear: as in `Patience`.
         """
-        if costs is None or not streams:
+        if costs is None:
             return NO_BOUND
-        plain_s, ids = costs.seconds(work), {request.request_id for request in asked}
-        leads_s = [share * plain_s * self._lead(request) for request in asked]
-        others = [self._lead(request) for request in everyone if request.request_id not in ids]
-        # A request without a TPOT has no time to spare but its lead.
-        token_s = decodes_bound_s(plain_s, [each._replace(gap_factor=1.0) for each in streams])
-        token_s = plain_s + share * max(0.0, token_s - plain_s)
-        return Patience(token_s, leads_s, share * plain_s * min(others, default=0.0), all_bear)
+        ids = {request.request_id for request in asked}
+        leads = {request.request_id: self._lead(request) for request in everyone}
+        others = [lead for request_id, lead in leads.items() if request_id not in ids]
+        own = [leads[request.request_id] for request in asked]
+        return patience_of(own, others, costs.seconds(work), streams, share=share, all_bear=all_bear)
 
     def _lead(self, request: Speculating) -> float:
         drafts = self._drafts.get(request.request_id)

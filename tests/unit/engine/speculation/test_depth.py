@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from baton.core.costs import StepCosts, StepWork
-from baton.engine.speculation.depth import Patience, Proposal, all_depths, choose_depths, could_pay, guessed_work
+from baton.engine.speculation.depth import Proposal, all_depths, choose_depths, could_pay, guessed_work
 from baton.engine.speculation.limits import LEAST_GAIN
+from baton.engine.speculation.patience import Patience
 from tests.unit.engine.speculation.request import COSTS
 
 # Each token costs as much as any other.

@@ -148,7 +148,9 @@ class Slicer:
         """
         room = max(1, step_tokens - work.decode_rows)
         plain_s = costs.seconds(work) if work.decode_rows else 0.0
-        bounds = [each for each in (_tpot_bound(stream, plain_s) for stream in streams) if each] if plain_s else []
+        bounds = (
+            [each for each in (tpot_bound_s(stream.tpot_s, plain_s) for stream in streams) if each] if plain_s else []
+        )
         if not bounds:
             return SlicePace(costs, work, room)
         without_pairs = replace(costs, pair_s=0.0)
@@ -172,11 +174,10 @@ def decodes_bound_s(plain_s: float, streams: Collection[StreamBound], *, overdue
         overdue: as for `Slicer.bound`.
     """
     relaxed_s = plain_s * (1 + max(0.0, overdue))
-    return min((_tpot_bound(each, plain_s) or each.gap_factor * relaxed_s for each in streams), default=inf)
+    return min((tpot_bound_s(each.tpot_s, plain_s) or each.gap_factor * relaxed_s for each in streams), default=inf)
 
 
-def _tpot_bound(stream: StreamBound, plain_s: float) -> float | None:
-    """The bound from a TPOT. Returns None if there is none, or if decode steps without prompts, which take `plain_s`,
-    are far from it."""
-    tpot_s = stream.tpot_s
+def tpot_bound_s(tpot_s: float | None, plain_s: float) -> float | None:
+    """The longest time of a step that keeps a TPOT. Returns None if there is none, or if decode steps without prompts,
+    which take `plain_s`, are far from it."""
     return None if tpot_s is None or plain_s > _OUT_OF_REACH * tpot_s else tpot_s * _TPOT_SHARE

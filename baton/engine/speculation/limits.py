@@ -7,7 +7,8 @@ MOST_GUESSES = 16
 LEAST_GAIN = 1.08
 # All requests of a step wait for the guesses of each. A request may come later by so many plain steps because of the
 # others' guesses, which it regains by so much with each token of a plain step; and further by as many plain steps as
-# its own guesses have brought it before, up to the most.
+# its own guesses have brought it before, up to the most. With a TPOT it has none of these steps at first, and regains
+# no more than plain steps are shorter than the TPOT.
 FIRST_LEAD, REGAINED_LEAD, MOST_LEAD = 2.0, 0.25, 6.0
 # For how long a device waits for the host because of guesses, until a node has measured it, as (rows, seconds).
 # Estimated for an H200 and Llama-3.1-8B from times per token with 1, 8 and 32 requests: the number of steps comes from

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from baton.engine.request import IntArray, int_array
+from baton.engine.scheduling.slices import tpot_bound_s
 from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance, bases_of, layer_bases
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Proposal
@@ -69,6 +70,7 @@ class RequestDrafts:
         root: of its tenant's KV; None: it uses no other's output, and no other uses its.
         places, searches: places that may be indexed, and searches for matches, for one step.
         looks_always: look up each token, however little that has brought.
+        tpot_s: the mean time per token that it must keep; None: there is none.
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class RequestDrafts:
         places: Allowance,
         searches: Allowance,
         looks_always: bool,
+        tpot_s: float | None = None,
     ) -> None:
         self.root = root
         self._tokens = tokens
-        self._lead, self._lead_at = FIRST_LEAD, len(tokens)
+        self._tpot_s = tpot_s
+        self._lead, self._lead_at = FIRST_LEAD if tpot_s is None else 0.0, len(tokens)
         self._prompt_tokens = prompt_tokens
         self._recent = recent
         self._grammar = grammar
@@ -114,19 +118,21 @@ class RequestDrafts:
     def _basis(self) -> Basis:
         return Basis.OWN if self._source is self._index else Basis.OTHERS
 
-    @property
-    def lead(self) -> float:
-        """For how many plain steps it may wait because of others' guesses; see `limits`."""
-        return self._lead_after(len(self._tokens))
+    def lead(self, plain_s: float) -> float:
+        """For how many plain steps, which take `plain_s` each, it may wait because of others' guesses; see `limits`."""
+        return self._lead_after(len(self._tokens), plain_s)
 
-    def got(self, tokens: int, steps: float) -> None:
+    def got(self, tokens: int, steps: float, plain_s: float) -> None:
         """Counts its newest tokens, so many, of a step that took as long as so many plain steps."""
         count = len(self._tokens)
-        lead = self._lead_after(count - tokens) + tokens - steps
+        lead = self._lead_after(count - tokens, plain_s) + tokens - steps
         self._lead, self._lead_at = min(MOST_LEAD, max(0.0, lead)), count
 
-    def _lead_after(self, count: int) -> float:
-        regained = self._lead + REGAINED_LEAD * max(0, count - self._lead_at)
+    def _lead_after(self, count: int, plain_s: float) -> float:
+        bound_s, each = tpot_bound_s(self._tpot_s, plain_s), REGAINED_LEAD
+        if bound_s is not None:  # a plain step brings no more than it is shorter than its TPOT
+            each = min(each, max(0.0, bound_s / plain_s - 1))
+        regained = self._lead + each * max(0, count - self._lead_at)
         return max(self._lead, min(FIRST_LEAD, regained))
 
     def forget_root(self) -> None:

@@ -4,8 +4,7 @@ Only a request whose tokens are all known can be guessed for, so no step may be 
 which the next step is otherwise prepared. `pays` says whether guesses are worth it, from tokens that are known already.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 from baton.core.costs import StepWork
@@ -39,8 +38,6 @@ _MASKS = 64
 _SEARCHES = 64
 # That all requests get more than one token is counted on if it is as likely as this.
 _LIKELY = 0.2
-
-_NONE_KEPT: Mapping[str, int] = MappingProxyType({})
 
 Streams: TypeAlias = "Collection[StreamBound]"
 
@@ -101,12 +98,15 @@ class Speculator:
         """Number of requests that have begun and not ended."""
         return len(self._drafts)
 
-    def begin(self, request: Speculating, *, root: bytes | None, grammar: Grammar | None) -> None:
+    def begin(
+        self, request: Speculating, *, root: bytes | None, grammar: Grammar | None, tpot_s: float | None = None
+    ) -> None:
         """A request begins to decode here. Later calls for it do nothing.
 
         Args:
             root: of its tenant's KV, see `baton.core.block_keys`: only outputs with the same root are looked at. None:
                 no other outputs are, and its own is not kept.
+            tpot_s: see `RequestDrafts`.
         """
         if request.request_id in self._drafts:
             return
@@ -121,6 +121,7 @@ class Speculator:
             places=self._places,
             searches=self._searches,
             looks_always=self._always,
+            tpot_s=tpot_s,
         )
 
     def end(self, request: Speculating) -> None:
@@ -272,18 +273,21 @@ class Speculator:
         """The chances of a request about which nothing is known."""
         return OwnAcceptance(self._acceptance).chances(layer_bases(count), least=0.0)
 
-    def ended(self, step: EndedStep, costs: StepTimes | None, kept: Mapping[str, int] = _NONE_KEPT) -> None:
+    def ended(self, step: EndedStep, costs: StepTimes | None, got: Iterable[tuple[str, int]] = ()) -> None:
         """Learns what a step took.
 
         Args:
-            kept: the number of guesses that were right, by request.
+            got: the requests that got tokens of it, and how many. Others, as those that wait for a seat, do not wait
+                because of guesses.
         """
         if costs is None or not step.plain.decode_rows or self._always:
             return
         steps = self._times.ended(step, costs)
         if steps is not None:
-            for request_id, drafts in self._drafts.items():
-                drafts.got(1 + kept.get(request_id, 0), steps)
+            decodes_s = costs.seconds(StepWork(step.plain.decode_rows, step.plain.keys))
+            for request_id, tokens in got:
+                if (drafts := self._drafts.get(request_id)) is not None:
+                    drafts.got(tokens, steps, decodes_s)
 
     def _depths(
         self,
@@ -327,14 +331,14 @@ class Speculator:
         if costs is None or not streams:
             return NO_BOUND
         plain_s, ids = costs.seconds(work), {request.request_id for request in asked}
-        leads_s = [share * plain_s * self._lead(request) for request in asked]
-        others = [self._lead(request) for request in everyone if request.request_id not in ids]
+        leads_s = [share * plain_s * self._lead(request, plain_s) for request in asked]
+        others = [self._lead(request, plain_s) for request in everyone if request.request_id not in ids]
         token_s = plain_s + share * (decodes_bound_s(plain_s, streams) - plain_s)
         return Patience(token_s, leads_s, share * plain_s * min(others, default=0.0), all_bear)
 
-    def _lead(self, request: Speculating) -> float:
+    def _lead(self, request: Speculating, plain_s: float) -> float:
         drafts = self._drafts.get(request.request_id)
-        return 0.0 if drafts is None else drafts.lead
+        return 0.0 if drafts is None else drafts.lead(plain_s)
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:

@@ -263,7 +263,8 @@ def test_a_time_that_no_gateway_sends_is_refused_and_others_keep_their_places(
     scene.submit(2, max_queue_s=5.0)
     scene.on(SessionOpened(SESSION + 1))
     sampling = common_pb2.SamplingParams(max_tokens=5)
-    submit = pb.SubmitRequest(key=1, prompt_token_ids=range(9), sampling=sampling, max_queue_s=5.0, **{field: value})
+    submit = pb.SubmitRequest(key=1, prompt_token_ids=range(9), sampling=sampling, max_queue_s=5.0)
+    setattr(submit, field, value)
     commands = scene.on(SessionMessage(SESSION + 1, pb.SessionRequest(submit=submit)))
     assert names(commands) == ["Send failed", "Send released"]
     error = from_detail(sent(commands)[0].failed.error)

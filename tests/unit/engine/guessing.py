@@ -32,10 +32,13 @@ class Told(Speculator):
         self._most, self._wrong, self._silent = most, wrong, silent
         self._random = Random(3)
 
-    def begin(self, request: Speculating, *, root: bytes | None, grammar: Grammar | None) -> None:
+    def begin(
+        self, request: Speculating, *, root: bytes | None, grammar: Grammar | None, tpot_s: float | None = None
+    ) -> None:
         assert request.request_id not in self.live
         assert root
         assert grammar is None
+        assert tpot_s is None
         self.live.add(request.request_id)
 
     def end(self, request: Speculating) -> None:

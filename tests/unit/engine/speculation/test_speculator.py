@@ -7,6 +7,8 @@ from baton.core.costs import StepCosts
 from baton.engine.request import int_array
 from baton.engine.scheduling.slices import StreamBound
 from baton.engine.speculation.depth import guessed_work
+from baton.engine.speculation.guessed_times import EndedStep
+from baton.engine.speculation.limits import FIRST_LEAD
 from baton.engine.speculation.speculator import Speculator
 from baton.settings.config import DEMO_MODELS, tokenizer_file
 from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, decode, teach_waits, work_of
@@ -137,6 +139,19 @@ def test_a_request_without_guesses_keeps_its_tpot_next_to_others(tpots: tuple[fl
     shared = speculator.choose(everyone, work, costs, room=2000, streams=streams, prompts=True)
     shared_s = costs.seconds(guessed_work(work, [(0, len(draft)) for draft in shared.values()]))
     assert shared_s <= (costs.seconds(work) + bound_s) / 2, "prompts of the step have no time"
+
+
+def test_only_requests_of_a_step_have_waited_for_its_guesses() -> None:
+    """Others have begun too: they wait for a seat, or were preempted."""
+    speculator, here, elsewhere = Speculator(), copies("here"), copies("elsewhere")
+    for request in (here, elsewhere):
+        speculator.begin(request, root=ROOT, grammar=None)
+    plain = work_of([here])
+    work = guessed_work(plain, [(len(here.tokens), 16)])
+    here.take(())
+    speculator.ended(EndedStep(plain, work, 1, COSTS.seconds(work), 0.004, late=True), COSTS, [("here", 1)])
+    leads = [speculator._drafts[each].lead(COSTS.seconds(plain)) for each in ("here", "elsewhere")]
+    assert leads[0] < leads[1] == FIRST_LEAD
 
 
 def test_a_request_may_not_be_guessed_beyond_its_end() -> None:

@@ -26,6 +26,10 @@ from baton.core.costs import FORCED_STRETCH, MIN_SLICE_TOKENS, SKIPS_MAX, StepCo
 # A request without a deadline counts as due this long after its arrival.
 DEFAULT_TTFT_S = 10.0
 
+# Where prompts share a step, guesses take this part of the time for which decodes may wait, besides what is expected of
+# them and leads.
+GUESSES_SHARE = 0.5
+
 _TPOT_SHARE = 0.9
 _OUT_OF_REACH = 2.0
 
@@ -120,7 +124,13 @@ class Slicer:
         self._skips = 0
 
     def bound(
-        self, costs: StepTimes | None, work: StepWork, streams: Collection[StreamBound], *, overdue: float
+        self,
+        costs: StepTimes | None,
+        work: StepWork,
+        streams: Collection[StreamBound],
+        *,
+        overdue: float,
+        guessed: StepWork | None = None,
     ) -> StepBound | None:
         """The bound of a step with prompts. Returns None if the step has no bound.
 
@@ -129,10 +139,14 @@ class Slicer:
             streams: bounds of the running requests.
             overdue: how long the first prompt has waited, in multiples of the time in which its first token should
                 come.
+            guessed: the same with guesses. Requests may let these take longer; what they leave to prompts stays.
         """
         if costs is None or not work.decode_rows:
             return None
-        seconds = decodes_bound_s(costs.seconds(work), streams, overdue=overdue)
+        plain_s = costs.seconds(work)
+        seconds = decodes_bound_s(plain_s, streams, overdue=overdue)
+        if guessed is not None and seconds > plain_s:
+            seconds = max(seconds, costs.seconds(guessed) + (1 - GUESSES_SHARE) * (seconds - plain_s))
         forced = self._skips >= SKIPS_MAX
         return StepBound(costs, seconds, least_tokens=MIN_SLICE_TOKENS, forced=forced)
 

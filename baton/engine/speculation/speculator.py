@@ -11,7 +11,7 @@ from baton.core.costs import StepWork
 from baton.core.types import Grammar
 from baton.engine.batch import Guessed
 from baton.engine.request import IntArray
-from baton.engine.scheduling.slices import StepTimes, StreamBound, decodes_bound_s
+from baton.engine.scheduling.slices import GUESSES_SHARE, StepTimes, StreamBound, decodes_bound_s
 from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer_bases
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import (
@@ -199,7 +199,7 @@ class Speculator:
         if self._always:
             depths = all_depths(proposals, room=room)
         else:
-            patience = self._patience(everyone, requests, work, costs, streams, share=0.5 if prompts else 1.0)
+            patience = self._patience(everyone, requests, work, costs, streams, share=GUESSES_SHARE if prompts else 1.0)
             depths = self._depths(proposals, work, costs, patience, room=room)
             if any(depths):
                 self._times.decided(work.decode_rows)

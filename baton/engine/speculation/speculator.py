@@ -328,9 +328,10 @@ class Speculator:
             share: part of the time above that of the plain step which guesses may take.
             all_bear: as in `Patience`.
         """
-        if costs is None or not streams:
+        plain_s = 0.0 if costs is None else costs.seconds(work)
+        if not plain_s > 0.0 or not streams:
             return NO_BOUND
-        plain_s, ids = costs.seconds(work), {request.request_id for request in asked}
+        ids = {request.request_id for request in asked}
         leads_s = [share * plain_s * self._lead(request, plain_s) for request in asked]
         others = [self._lead(request, plain_s) for request in everyone if request.request_id not in ids]
         token_s = plain_s + share * (decodes_bound_s(plain_s, streams) - plain_s)

@@ -177,6 +177,13 @@ def test_all_guesses_are_taken_where_that_is_wanted() -> None:
     assert decode(Speculator(always=True), copies(), costs=None) < 15
 
 
+def test_costs_of_no_time_bound_nothing() -> None:
+    speculator, request = Speculator(always=True), DecodingRequest("r", NOVEL[:9], NOVEL[:9])
+    speculator.begin(request, root=ROOT, grammar=None, tpot_s=0.01)
+    costs = StepCosts(((1, 0.0), (9, 0.0)))
+    assert not speculator.pays([request], work_of([request]), costs, streams=[StreamBound(0.01, 1.5)])
+
+
 def test_requests_that_have_not_begun_are_not_guessed_for() -> None:
     speculator, request = Speculator(always=True), copies()
     assert speculator.choose([request], work_of([request]), None, room=64) == {}

@@ -6,15 +6,16 @@ from baton.engine.request import EngineRequest
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.convert import adapter_from_proto, resolved_sampling_from_proto
-from baton.rpc.convert_node import keep_time_from_proto, kept_prefix_from_proto
+from baton.rpc.convert_node import check_times, keep_time_from_proto, kept_prefix_from_proto
 
 
 def engine_request(engine_id: str, submit: pb.SubmitRequest, now_s: float) -> EngineRequest:
     """The engine's request for a gateway's message that comes now.
 
     Raises:
-        InvalidRequest: a sampling parameter or a token id is out of range.
+        InvalidRequest: a sampling parameter, a token id or a time is out of range.
     """
+    check_times(submit)
     # A first token is useless once its client has given up. A longer budget says nothing about the first token.
     soon = submit.HasField("budget_s") and submit.budget_s < DEFAULT_TTFT_S
     gives_up_s = now_s + submit.budget_s if soon else None

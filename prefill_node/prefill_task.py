@@ -30,7 +30,7 @@ from baton.rpc.convert import (
     resolved_sampling_from_proto,
     token_to_proto,
 )
-from baton.rpc.convert_node import keep_time_from_proto, kept_prefix_from_proto
+from baton.rpc.convert_node import check_times, keep_time_from_proto, kept_prefix_from_proto
 from baton.rpc.error_detail import to_detail
 from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS
 from prefill_node.call_sends import CallSends
@@ -59,11 +59,12 @@ class PrefillTask:
         prefetches: whether stores outside of the cache may have some of the prompt.
 
     Raises:
-        InvalidRequest: a sampling parameter or a token id is out of its range.
+        InvalidRequest: a sampling parameter, a token id or a time is out of its range.
     """
 
     def __init__(self, called: Called, *, spec: KVCacheSpec, now_s: float, prefetches: bool = False) -> None:
         request = called.request
+        check_times(request)
         self.call = called.call
         self.peer = called.peer
         self.ticket = request.ticket

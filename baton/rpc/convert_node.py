@@ -1,11 +1,11 @@
 """Converts the messages in which nodes describe themselves: step costs, load of experts, loading, size of the cache.
-Also converts what requests say about kept KV: for how long, and where it is."""
+Also converts what requests say about kept KV, for how long and where it is, and checks their times."""
 
 import math
 from itertools import pairwise
 
 from baton.core.costs import StepCosts
-from baton.core.errors import shortened
+from baton.core.errors import InvalidRequest, shortened
 from baton.core.expert_load import ExpertLoad, LayerLoad
 from baton.core.kv_entries import KEEP_S_MAX, KeepTime, KeptPrefix, NodeRanks
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, node_pb2, prefill_pb2
@@ -86,6 +86,24 @@ def kept_bytes(spec: pb.CacheSpec) -> tuple[int, int]:
     for part in ("index", "draft"):
         per_token += kept_bytes(getattr(spec, part))[0] if spec.HasField(part) else 0
     return per_token, kept_bytes(spec.state)[0] if spec.HasField("state") else 0
+
+
+def check_times(request: decode_pb2.SubmitRequest | prefill_pb2.PrefillRequest) -> None:
+    """Checks the times and factors of a gateway's request. With NaN among them a sorted queue loses other requests,
+    and after an infinite wait a request would count as begun.
+
+    Raises:
+        InvalidRequest: one of them is negative, infinite or NaN.
+    """
+    for field, value in request.ListFields():
+        if isinstance(value, float) and not 0 <= value < math.inf:
+            raise InvalidRequest(
+                f"{field.name} is {value:g}",
+                field=field.name,
+                value=value,
+                allowed=("a finite number, at least 0",),
+                cure="update the gateway, or see whether its clock is right",
+            )
 
 
 def keep_time_to_proto(keep: KeepTime | None) -> lease_pb2.KvKeepTime | None:

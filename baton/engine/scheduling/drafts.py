@@ -59,9 +59,9 @@ class Drafts:
         """Whether the next step is better prepared when this one, the only one in flight, has ended."""
         if oldest.number != self._asked:
             self._asked = oldest.number
-            decoding, costs, streams = self._decoding(), self._meter.costs, self._roster.streams
+            decoding = self._decoding()
             may_guess = bool(decoding) and self._room > 0
-            self._waits = may_guess and self._speculator.pays(decoding, _work(decoding), costs, streams=streams)
+            self._waits = may_guess and self._speculator.pays(decoding, _work(decoding), self._meter.costs)
         return self._waits
 
     def choose(self, decoding: Sequence[RequestState]) -> dict[RequestState, Draft]:
@@ -71,7 +71,7 @@ class Drafts:
         costs, roster = self._meter.costs, self._roster
         prompts = len(decoding) < len(roster.running) or bool(roster.waiting and roster.free_seats)
         work, room = _work(decoding), self._room
-        chosen = self._speculator.choose(decoding, work, costs, room=room, streams=roster.streams, prompts=prompts)
+        chosen = self._speculator.choose(decoding, work, costs, room=room, prompts=prompts)
         if not chosen:
             return {}
         drafts = {state: chosen[state.request_id] for state in decoding if state.request_id in chosen}
@@ -110,7 +110,10 @@ class Drafts:
         passes_s = passes_s if step.guesses else 0.0
         ended = EndedStep(plain, step.work, tokens, seconds, waited_s, passes_s, late=step.late)
         if bool(ended.guesses) == bool(checked):
-            self._speculator.ended(ended, costs, {each.request_id: each.accepted for each in checked})
+            right = {each.request_id: each.accepted for each in checked}
+            sampled = (state for state, row in zip(step.states, step.rows, strict=True) if row.sample is not None)
+            got = ((state.request_id, 1 + right.get(state.request_id, 0)) for state in sampled)
+            self._speculator.ended(ended, costs, got)
 
     def ask_layer(self, step: NextStep) -> None:
         """Sets how many tokens the model's own layer should guess after this step: for the next step, and for the nodes
@@ -197,7 +200,8 @@ class Drafts:
                 state.is_followed = True
                 # What a tenant's request began before its KV was dropped is for no other request.
                 root = state.keys.root if state.is_shared else None
-                self._speculator.begin(state, root=root, grammar=state.request.sampling.grammar)
+                request = state.request
+                self._speculator.begin(state, root=root, grammar=request.sampling.grammar, tpot_s=request.tpot_s)
 
 
 def _work(decoding: Sequence[RequestState]) -> StepWork:

@@ -124,7 +124,9 @@ class Prompts:
             self._fall_back(state)
         prompts = deque(sorted([state for state in running if state.phase is RequestPhase.RUNNING], key=_place_of))
         overdue = self._overdue(prompts, now, admit=admit)
-        step.bound = self._slicer.bound(self._meter.costs, step.plain, roster.streams, overdue=overdue)
+        step.bound = self._slicer.bound(
+            self._meter.costs, step.plain, roster.streams, overdue=overdue, guessed=step.work
+        )
         while step.budget > 0:
             waiting = roster.waiting[0] if admit and roster.waiting and roster.free_seats else None
             if waiting is not None and (not prompts or waiting.place < prompts[0].place):

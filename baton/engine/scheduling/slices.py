@@ -26,6 +26,10 @@ from baton.core.costs import FORCED_STRETCH, MIN_SLICE_TOKENS, SKIPS_MAX, StepCo
 # A request without a deadline counts as due this long after its arrival.
 DEFAULT_TTFT_S = 10.0
 
+# Where prompts share a step, guesses take this part of the time for which decodes may wait, besides what is expected of
+# them and leads.
+GUESSES_SHARE = 0.5
+
 _TPOT_SHARE = 0.9
 _OUT_OF_REACH = 2.0
 
@@ -120,7 +124,13 @@ class Slicer:
         self._skips = 0
 
     def bound(
-        self, costs: StepTimes | None, work: StepWork, streams: Collection[StreamBound], *, overdue: float
+        self,
+        costs: StepTimes | None,
+        work: StepWork,
+        streams: Collection[StreamBound],
+        *,
+        overdue: float,
+        guessed: StepWork | None = None,
     ) -> StepBound | None:
         """The bound of a step with prompts. Returns None if the step has no bound.
 
@@ -129,10 +139,14 @@ class Slicer:
             streams: bounds of the running requests.
             overdue: how long the first prompt has waited, in multiples of the time in which its first token should
                 come.
+            guessed: the same with guesses. Requests may let these take longer; what they leave to prompts stays.
         """
         if costs is None or not work.decode_rows:
             return None
-        seconds = decodes_bound_s(costs.seconds(work), streams, overdue=overdue)
+        plain_s = costs.seconds(work)
+        seconds = decodes_bound_s(plain_s, streams, overdue=overdue)
+        if guessed is not None and seconds > plain_s:
+            seconds = max(seconds, costs.seconds(guessed) + (1 - GUESSES_SHARE) * (seconds - plain_s))
         forced = self._skips >= SKIPS_MAX
         return StepBound(costs, seconds, least_tokens=MIN_SLICE_TOKENS, forced=forced)
 
@@ -148,7 +162,9 @@ class Slicer:
         """
         room = max(1, step_tokens - work.decode_rows)
         plain_s = costs.seconds(work) if work.decode_rows else 0.0
-        bounds = [each for each in (_tpot_bound(stream, plain_s) for stream in streams) if each] if plain_s else []
+        bounds = (
+            [each for each in (tpot_bound_s(stream.tpot_s, plain_s) for stream in streams) if each] if plain_s else []
+        )
         if not bounds:
             return SlicePace(costs, work, room)
         without_pairs = replace(costs, pair_s=0.0)
@@ -172,11 +188,10 @@ def decodes_bound_s(plain_s: float, streams: Collection[StreamBound], *, overdue
         overdue: as for `Slicer.bound`.
     """
     relaxed_s = plain_s * (1 + max(0.0, overdue))
-    return min((_tpot_bound(each, plain_s) or each.gap_factor * relaxed_s for each in streams), default=inf)
+    return min((tpot_bound_s(each.tpot_s, plain_s) or each.gap_factor * relaxed_s for each in streams), default=inf)
 
 
-def _tpot_bound(stream: StreamBound, plain_s: float) -> float | None:
-    """The bound from a TPOT. Returns None if there is none, or if decode steps without prompts, which take `plain_s`,
-    are far from it."""
-    tpot_s = stream.tpot_s
+def tpot_bound_s(tpot_s: float | None, plain_s: float) -> float | None:
+    """The longest time of a step that keeps a TPOT. Returns None if there is none, or if decode steps without prompts,
+    which take `plain_s`, are far from it."""
     return None if tpot_s is None or plain_s > _OUT_OF_REACH * tpot_s else tpot_s * _TPOT_SHARE

@@ -74,7 +74,7 @@ def choose_depths(
         rate = (work.decode_rows + tokens) / (seconds + lost_s)
         if rate <= max(least_rate, _NEARLY * best_rate):
             continue
-        if seconds <= patience.token_s or seconds <= ranked.longest_s(count, work, patience):
+        if seconds <= ranked.longest_s(count, patience):
             best, best_rate = count, max(rate, best_rate)
     return ranked.depths(best)
 
@@ -139,18 +139,15 @@ class _Ranked:
         """Expected tokens from the first `count` guesses, at least one, and the keys that these read."""
         return float(self._tokens_T[count - 1]), int(self._keys_T[count - 1])
 
-    def longest_s(self, count: int, work: StepWork, patience: Patience) -> float:
+    def longest_s(self, count: int, patience: Patience) -> float:
         """How long the requests let a step take that has the first `count` guesses."""
+        if not len(patience.waits):
+            return patience.others_s
         tokens = np.ones(self._num_proposals)
         if patience.all_bear:
             tokens += np.bincount(self._place_T[:count], self._chance_T[:count], minlength=self._num_proposals)
-        waits_s = patience.token_s * tokens
-        if len(patience.leads_s):
-            waits_s += patience.leads_s
-        longest_s = float(waits_s.min())
-        if work.decode_rows > self._num_proposals:
-            longest_s = min(longest_s, patience.token_s + patience.others_lead_s)
-        return longest_s
+        token_s, lead_s = np.array(patience.waits).T
+        return min(patience.others_s, float((token_s * tokens + lead_s).min()))
 
     def depths(self, count: int) -> list[int]:
         """How many of the first `count` tokens each proposal has."""

@@ -134,8 +134,8 @@ class GuessedTimes:
         return max(batch.wasted_s, batch.mean_wasted_s)
 
     def ended(self, step: EndedStep, costs: StepTimes) -> float | None:
-        """Learns from a step. Returns how many plain steps would have taken its time; None if guesses had nothing to do
-        with it, or the time says nothing."""
+        """Learns from a step. Returns how many plain steps of its decodes would have taken its time, but for that of
+        its prompts; None if guesses had nothing to do with it, or the time says nothing."""
         plain, same = step.plain, self._batch(step.plain.decode_rows)
         if not 0.0 < step.seconds + step.waited_s < _LONGEST_S or not costs.seconds(plain) > 0.0:
             return None
@@ -166,7 +166,7 @@ class GuessedTimes:
             elif batch.samples:
                 batch.samples[-1].lost_s += late_s
         batch.line = None
-        return seconds / plain_s
+        return 1.0 + (seconds - plain_s) / decodes_s
 
     def _plain_ended(self, batch: _Batch, ratio: float | None) -> None:
         """Learns from a plain step; `ratio` of its measured to its predicted time, None: it says nothing."""

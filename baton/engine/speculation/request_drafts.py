@@ -18,7 +18,7 @@ from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Proposal
 from baton.engine.speculation.grammar_drafts import GrammarDrafts
 from baton.engine.speculation.limits import MOST_GUESSES
-from baton.engine.speculation.patience import Lead
+from baton.engine.speculation.patience import Lead, Wait
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.sequence_index import LONG, SHORT, LastTokens, Match, SequenceIndex
 
@@ -70,6 +70,7 @@ class RequestDrafts:
         root: of its tenant's KV; None: it uses no other's output, and no other uses its.
         places, searches: places that may be indexed, and searches for matches, for one step.
         looks_always: look up each token, however little that has brought.
+        tpot_s: the mean time per token that it must keep; None: there is none.
     """
 
     def __init__(
@@ -84,10 +85,11 @@ class RequestDrafts:
         places: Allowance,
         searches: Allowance,
         looks_always: bool,
+        tpot_s: float | None = None,
     ) -> None:
         self.root = root
         self._tokens = tokens
-        self._lead = Lead(len(tokens))
+        self._lead = Lead(len(tokens), tpot_s)
         self._prompt_tokens = prompt_tokens
         self._recent = recent
         self._grammar = grammar
@@ -115,14 +117,13 @@ class RequestDrafts:
     def _basis(self) -> Basis:
         return Basis.OWN if self._source is self._index else Basis.OTHERS
 
-    @property
-    def lead(self) -> float:
-        """For how many plain steps it may wait for others' guesses."""
-        return self._lead.after(len(self._tokens))
+    def wait(self, plain_s: float, share: float) -> Wait:
+        """How long it waits for others' guesses; arguments as of `Lead.wait`."""
+        return self._lead.wait(len(self._tokens), plain_s, share)
 
-    def got(self, tokens: int, steps: float) -> None:
-        """Counts its newest tokens, so many, of a step that took as long as so many plain steps."""
-        self._lead.got(tokens, len(self._tokens), steps)
+    def got(self, tokens: int, steps: float, plain_s: float) -> None:
+        """Counts its newest tokens, so many, of a step as long as so many plain steps of `plain_s` each."""
+        self._lead.got(tokens, len(self._tokens), steps, plain_s)
 
     def forget_root(self) -> None:
         """Its output is kept for no other request, and it uses no other's."""

@@ -4,15 +4,15 @@ Only a request whose tokens are all known can be guessed for, so no step may be 
 which the next step is otherwise prepared. `pays` says whether guesses are worth it, from tokens that are known already.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from typing import Protocol
 
 from baton.core.costs import StepWork
 from baton.core.types import Grammar
 from baton.engine.batch import Guessed
 from baton.engine.request import IntArray
-from baton.engine.scheduling.slices import StepTimes, StreamBound
+from baton.engine.scheduling.slices import GUESSES_SHARE, StepTimes
 from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer_bases
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
@@ -20,7 +20,7 @@ from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
 from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
 from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses
 from baton.engine.speculation.limits import MOST_GUESSES, assumed_wait_s
-from baton.engine.speculation.patience import NO_BOUND, Patience, patience_of
+from baton.engine.speculation.patience import NO_BOUND, Patience, Wait
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP
@@ -31,10 +31,6 @@ _MASKS = 64
 _SEARCHES = 64
 # That all requests get more than one token is counted on if it is as likely as this.
 _LIKELY = 0.2
-
-_NONE_KEPT: Mapping[str, int] = MappingProxyType({})
-
-Streams: TypeAlias = "Collection[StreamBound]"
 
 
 class Speculating(Protocol):
@@ -93,12 +89,15 @@ class Speculator:
         """Number of requests that have begun and not ended."""
         return len(self._drafts)
 
-    def begin(self, request: Speculating, *, root: bytes | None, grammar: Grammar | None) -> None:
+    def begin(
+        self, request: Speculating, *, root: bytes | None, grammar: Grammar | None, tpot_s: float | None = None
+    ) -> None:
         """A request begins to decode here. Later calls for it do nothing.
 
         Args:
             root: of its tenant's KV, see `baton.core.block_keys`: only outputs with the same root are looked at. None:
                 no other outputs are, and its own is not kept.
+            tpot_s: see `RequestDrafts`.
         """
         if request.request_id in self._drafts:
             return
@@ -113,6 +112,7 @@ class Speculator:
             places=self._places,
             searches=self._searches,
             looks_always=self._always,
+            tpot_s=tpot_s,
         )
 
     def end(self, request: Speculating) -> None:
@@ -129,16 +129,12 @@ class Speculator:
             if drafts.root in roots:
                 drafts.forget_root()
 
-    def pays(
-        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, streams: Streams = ()
-    ) -> bool:
+    def pays(self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None) -> bool:
         """Whether to let the steps in flight end before the next one, because guesses would then bring more tokens.
         The newest token of a request may be unknown.
 
         Args:
             work: one token of each request that decodes.
-            streams: bounds of the running requests. Guesses make no step so long that
-                another request's tokens come later than that.
         """
         self._hopeful = None
         if not self._could_pay(work, costs):
@@ -154,7 +150,7 @@ class Speculator:
                 proposals.append(Proposal(proposal.tokens[1:], proposal.chances[1:], proposal.context + 1))
         room = MOST_GUESSES * len(proposals)
         asked = [request for request in requests if request.request_id in hopeful]
-        patience = self._patience(requests, asked, work, costs, streams, all_bear=all_right >= _LIKELY)
+        patience = self._patience(requests, asked, work, costs, all_bear=all_right >= _LIKELY)
         wasted_s = self._times.wasted_s(work.decode_rows)
         if not any(self._depths(proposals, work, costs, patience, room=room, wasted_s=wasted_s)):
             return False
@@ -169,7 +165,6 @@ class Speculator:
         costs: StepTimes | None,
         *,
         room: int,
-        streams: Streams = (),
         prompts: bool = False,
     ) -> dict[str, Draft]:
         """The guesses that the next step takes, by request; only requests with some. All tokens of the requests are
@@ -177,7 +172,6 @@ class Speculator:
 
         Args:
             room: most guessed tokens of the step.
-            streams: as for `pays`.
             prompts: whether prompts share the step. Guesses leave them half of the time that there is.
         """
         if room <= 0 or not self._could_pay(work, costs):
@@ -190,7 +184,8 @@ class Speculator:
         if self._always:
             depths = all_depths(proposals, room=room)
         else:
-            patience = self._patience(everyone, requests, work, costs, streams, share=0.5 if prompts else 1.0)
+            share = GUESSES_SHARE if prompts else 1.0
+            patience = self._patience(everyone, requests, work, costs, share=share)
             depths = self._depths(proposals, work, costs, patience, room=room)
             if any(depths):
                 self._times.decided(work.decode_rows)
@@ -264,18 +259,21 @@ class Speculator:
         """The chances of a request about which nothing is known."""
         return OwnAcceptance(self._acceptance).chances(layer_bases(count), least=0.0)
 
-    def ended(self, step: EndedStep, costs: StepTimes | None, kept: Mapping[str, int] = _NONE_KEPT) -> None:
+    def ended(self, step: EndedStep, costs: StepTimes | None, got: Iterable[tuple[str, int]] = ()) -> None:
         """Learns what a step took.
 
         Args:
-            kept: the number of guesses that were right, by request.
+            got: the requests that got tokens of it, and how many. Others, as those that wait for a seat, do not wait
+                because of guesses.
         """
         if costs is None or not step.plain.decode_rows or self._always:
             return
         steps = self._times.ended(step, costs)
         if steps is not None:
-            for request_id, drafts in self._drafts.items():
-                drafts.got(1 + kept.get(request_id, 0), steps)
+            plain_s = costs.seconds(StepWork(step.plain.decode_rows, step.plain.keys))
+            for request_id, tokens in got:
+                if (drafts := self._drafts.get(request_id)) is not None:
+                    drafts.got(tokens, steps, plain_s)
 
     def _depths(
         self,
@@ -304,7 +302,6 @@ class Speculator:
         asked: Sequence[Speculating],
         work: StepWork,
         costs: StepTimes | None,
-        streams: Streams,
         *,
         share: float = 1.0,
         all_bear: bool = True,
@@ -316,17 +313,16 @@ class Speculator:
             share: part of the time above that of the plain step which guesses may take.
             all_bear: as in `Patience`.
         """
-        if costs is None:
+        plain_s = 0.0 if costs is None else costs.seconds(work)
+        if not plain_s > 0.0:
             return NO_BOUND
-        ids = {request.request_id for request in asked}
-        leads = {request.request_id: self._lead(request) for request in everyone}
-        others = [lead for request_id, lead in leads.items() if request_id not in ids]
-        own = [leads[request.request_id] for request in asked]
-        return patience_of(own, others, costs.seconds(work), streams, share=share, all_bear=all_bear)
+        waits = {request.request_id: self._wait(request, plain_s, share) for request in everyone}
+        own = [waits.pop(request.request_id) for request in asked]
+        return Patience(own, min(map(sum, waits.values()), default=inf), all_bear)
 
-    def _lead(self, request: Speculating) -> float:
+    def _wait(self, request: Speculating, plain_s: float, share: float) -> Wait:
         drafts = self._drafts.get(request.request_id)
-        return 0.0 if drafts is None else drafts.lead
+        return Wait(plain_s, 0.0) if drafts is None else drafts.wait(plain_s, share)
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:

@@ -9,10 +9,11 @@ from baton.core.sampling import ResolvedSampling
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.v1 import common_pb2
 from baton.rpc.error_detail import from_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Abort, Command, Reserve
-from decode_node.events import EngineRefused, SessionClosed, SessionOpened
+from decode_node.events import EngineRefused, SessionClosed, SessionMessage, SessionOpened
 from tests.unit.decode_node.scene import SESSION, Scene, names, sent
 
 FULL = Overloaded("no room for the request's blocks", retry_after_s=1.0)
@@ -251,3 +252,23 @@ def test_a_client_that_gives_up_soon_is_served_by_then_or_refused_before_it_cost
     assert (reserve.request.due_s, reserve.request.refuse_late) == (scene.now_s + 6.0, True)
     (patient,) = [each for each in Scene().submit(1, budget_s=600.0) if isinstance(each, Reserve)]
     assert (patient.request.due_s, patient.request.refuse_late) == (None, False)
+
+
+@pytest.mark.parametrize("field", ["waited_s", "ttft_budget_s", "tpot_s", "budget_s", "gap_factor", "ttft_factor"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_time_that_no_gateway_sends_is_refused_and_others_keep_their_places(
+    scene: Scene, field: str, value: float
+) -> None:
+    """A queue is sorted by times, so with a NaN it would lose requests of other gateways."""
+    scene.submit(2, max_queue_s=5.0)
+    scene.on(SessionOpened(SESSION + 1))
+    sampling = common_pb2.SamplingParams(max_tokens=5)
+    submit = pb.SubmitRequest(key=1, prompt_token_ids=range(9), sampling=sampling, max_queue_s=5.0)
+    setattr(submit, field, value)
+    commands = scene.on(SessionMessage(SESSION + 1, pb.SessionRequest(submit=submit)))
+    assert names(commands) == ["Send failed", "Send released"]
+    error = from_detail(sent(commands)[0].failed.error)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == field
+    scene.on(SessionClosed(SESSION + 1))
+    assert reserves(scene.cancel(1)) == [2]

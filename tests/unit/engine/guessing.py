@@ -13,7 +13,7 @@ from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.depth import Draft
-from baton.engine.speculation.speculator import Speculating, Speculator, Streams
+from baton.engine.speculation.speculator import Speculating, Speculator
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, request
 
@@ -32,19 +32,20 @@ class Told(Speculator):
         self._most, self._wrong, self._silent = most, wrong, silent
         self._random = Random(3)
 
-    def begin(self, request: Speculating, *, root: bytes | None, grammar: Grammar | None) -> None:
+    def begin(
+        self, request: Speculating, *, root: bytes | None, grammar: Grammar | None, tpot_s: float | None = None
+    ) -> None:
         assert request.request_id not in self.live
         assert root
         assert grammar is None
+        assert tpot_s is None
         self.live.add(request.request_id)
 
     def end(self, request: Speculating) -> None:
         self.live.discard(request.request_id)
         self.finished.append(request.request_id)
 
-    def pays(
-        self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None, *, streams: Streams = ()
-    ) -> bool:
+    def pays(self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None) -> bool:
         assert work.decode_rows == len(requests)
         return self._random.random() > self._silent
 
@@ -55,7 +56,6 @@ class Told(Speculator):
         costs: StepTimes | None,
         *,
         room: int,
-        streams: Streams = (),
         prompts: bool = False,
     ) -> dict[str, Draft]:
         drafts: dict[str, Draft] = {}

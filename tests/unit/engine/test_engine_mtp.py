@@ -31,8 +31,8 @@ def built_of(directory: Path, **settings: Any) -> BuiltRunner:
 class LayerOnly(Speculator):
     """Guesses that come from the model's own layer alone."""
 
-    def begin(self, request: Any, *, root: bytes | None, grammar: Any) -> None:
-        super().begin(request, root=None, grammar=None)
+    def begin(self, request: Any, *, root: bytes | None, grammar: Any, tpot_s: float | None = None) -> None:
+        super().begin(request, root=None, grammar=None, tpot_s=tpot_s)
         self._drafts[request.request_id]._search = lambda count: None  # type: ignore[method-assign]
 
 

@@ -128,6 +128,22 @@ def test_a_request_without_guesses_comes_little_later_for_those_of_others() -> N
     assert plain_s * 192 < max(slow_s) < plain_s * ((1 + REGAINED_LEAD) * 192 + FIRST_LEAD + 1)
 
 
+@pytest.mark.parametrize(("times", "least"), [(1.12, -0.01), (1.35, 0.1)])
+def test_guesses_of_others_leave_a_request_its_tpot(times: float, least: float) -> None:
+    """Nothing can be guessed for one of four requests, and its TPOT is so many times a plain step. What this leaves is
+    for the guesses of others."""
+    node, chosen = world(Device(guess=1.15, gap_s=0.0022, noise=0.0)), Random(3)
+    tpot_s = times * COSTS.seconds(StepWork(16, 16 * 396))
+
+    def texts(random: Random) -> Text:
+        return TEXTS["edits"](random) if chosen.random() < 0.75 else novel(random)._replace(tpot_s=tpot_s)
+
+    assert node.run(texts, 16, 3 * STEPS).gain > least
+    slow_s = [seconds / (len(text.output) - 1) for text, seconds in node.ended if text.tpot_s is not None]
+    assert len(slow_s) > 10
+    assert max(slow_s) < tpot_s
+
+
 def test_guesses_come_back_when_they_pay_again() -> None:
     node, text = world(Device(step_s=0.01)), TEXTS["records"]
     node.run(text, 8, LEARNING)

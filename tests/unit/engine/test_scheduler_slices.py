@@ -8,9 +8,10 @@ from baton.core.costs import MIN_SLICE_TOKENS, StepCosts, StepWork, chunk_pairs
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
 from baton.engine.batch import Batch
-from baton.engine.request import EngineLimits, ModelFacts
+from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.slices import Slicer, StepBound, StreamBound
+from baton.engine.speculation.speculator import Speculator
 from baton.engine.step_meter import StepMeter
 from tests.unit.engine.scheduling import Meter, finish, request
 
@@ -181,6 +182,23 @@ def test_what_a_prompt_has_waited_before_it_came_counts() -> None:
     alone_s = COSTS.prompt_s(0, 9100, step_tokens=8192)
     scheduler.submit(request("q", 9100, waited_s=3 * alone_s), 1.0)
     assert prompt_tokens(scheduler, 1.0 + alone_s) == 100 + 1000 - 1  # 15 ms
+
+
+def test_guesses_that_make_a_step_long_leave_prompts_their_half() -> None:
+    """Requests let a step with guesses take longer than the bound of steps with prompts."""
+    limits = EngineLimits(max_batch_tokens=8192, max_batch_requests=256, max_waiting=8, prefix_cache=False)
+    facts = ModelFacts(2000, 16, vocab_size=1000, max_context_tokens=20000, eos_token_ids=(), identity="m")
+    meter = Meter(StepCosts(((1, 0.005), (8, 0.005), (1008, 0.105))))
+    scheduler = Scheduler(limits, facts, meter, speculator=Speculator(always=True))
+    sampling = ResolvedSampling(max_tokens=30)
+    for index in range(8):
+        scheduler.submit(EngineRequest(str(index), [5] * 40, sampling, gap_factor=4.0), 0.0)
+    prompt_tokens(scheduler)
+    scheduler.submit(request("p", 4000), 0.0)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    assert sum(row.num_drafts for row in batch.rows) == 8 * 16, "17.8 ms, and 20 ms without leads"
+    assert [len(row.token_ids) for row in batch.rows if not row.num_drafts] == [75]  # 7.5 ms
 
 
 def test_without_a_tpot_slow_decodes_get_slow_steps() -> None:

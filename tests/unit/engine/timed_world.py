@@ -26,10 +26,11 @@ _STALL = 10.0
 
 
 class Text(NamedTuple):
-    """One request: its prompt, and the tokens that it is answered."""
+    """One request: its prompt, the tokens that it is answered, and its TPOT."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
+    tpot_s: float | None = None
 
 
 Texts: TypeAlias = Callable[[Random], Text]
@@ -189,7 +190,7 @@ class TimedWorld:
     def _admit(self, texts: Texts) -> None:
         name, text = str(next(self._numbers)), texts(self._texts_random)
         sampling = ResolvedSampling(max_tokens=len(text.output), temperature=0.0, ignore_eos=True)
-        self.scheduler.reservations.reserve(EngineRequest(name, text.prompt, sampling), self._now)
+        self.scheduler.reservations.reserve(EngineRequest(name, text.prompt, sampling, tpot_s=text.tpot_s), self._now)
         self.scheduler.reservations.admit(name, TokenOutput(text.output[0], 0))
         self._live[name], self._begun_s[name] = text, self._now
 

@@ -423,9 +423,22 @@ def test_the_highest_lease_number_is_taken() -> None:
     assert kinds(play(machine(), called(1, ticket((1 << 36) - 1)))) == [Submit]
 
 
-def test_a_sampling_parameter_out_of_range_ends_the_call_at_once() -> None:
+def _wrong_temperature(request: pb.PrefillRequest) -> None:
+    request.sampling.temperature = -1.0
+
+
+def _wrong_wait(request: pb.PrefillRequest) -> None:
+    request.waited_s = float("inf")
+
+
+def _wrong_budget(request: pb.PrefillRequest) -> None:
+    request.ttft_budget_s = float("nan")
+
+
+@pytest.mark.parametrize("spoil", [_wrong_temperature, _wrong_wait, _wrong_budget])
+def test_a_parameter_out_of_range_ends_the_call_at_once(spoil: Callable[[pb.PrefillRequest], None]) -> None:
     wrong = called()
-    wrong.request.sampling.temperature = -1.0
+    spoil(wrong.request)
     node = machine()
     (end,) = play(node, wrong)
     assert isinstance(end, EndCall)

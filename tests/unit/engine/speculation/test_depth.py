@@ -1,7 +1,9 @@
 """How many guessed tokens a step takes, by the cost model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from operator import mul
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from baton.core.costs import StepCosts, StepWork
 from baton.engine.speculation.depth import Proposal, all_depths, choose_depths, could_pay, guessed_work
 from baton.engine.speculation.limits import LEAST_GAIN
-from baton.engine.speculation.patience import Patience
+from baton.engine.speculation.patience import Patience, Wait
 from tests.unit.engine.speculation.request import COSTS
 
 # Each token costs as much as any other.
@@ -21,8 +23,16 @@ def proposal(*chances: float, context: int = 1000) -> Proposal:
     return Proposal(tuple(range(len(chances))), tuple(accumulate(chances, mul)), context)
 
 
+def patience(
+    token_s: float, count: int, leads_s: Sequence[float] = (), *, others_s: float = inf, all_bear: bool = True
+) -> Patience:
+    """So many requests wait as long for each token, and longer by their leads."""
+    waits = [Wait(token_s, lead_s) for lead_s in leads_s or [0.0] * count]
+    return Patience(waits, others_s, all_bear)
+
+
 @dataclass(frozen=True)
-class Wait:
+class HostWait:
     """A device's wait for a step with guesses."""
 
     step_s: float
@@ -32,7 +42,7 @@ class Wait:
         return self.step_s + self.row_s * rows
 
 
-def rate(proposals: list[Proposal], depths: list[int], work: StepWork, costs: StepCosts, wait_s: Wait) -> float:
+def rate(proposals: list[Proposal], depths: list[int], work: StepWork, costs: StepCosts, wait_s: HostWait) -> float:
     """Expected tokens a second."""
     tokens = work.decode_rows + sum(sum(p.chances[:depth]) for p, depth in zip(proposals, depths, strict=True))
     guesses = [(p.context, depth) for p, depth in zip(proposals, depths, strict=True)]
@@ -49,7 +59,7 @@ def test_a_choice_is_never_worse_than_the_plain_step(costs: StepCosts) -> None:
             for _ in range(int(generator.integers(1, 40)))
         ]
         work = StepWork(len(proposals) + 3, sum(each.context + 1 for each in proposals))
-        room, wait_s = int(generator.integers(0, 200)), Wait(*generator.random(2) * (1e-3, 1e-5))
+        room, wait_s = int(generator.integers(0, 200)), HostWait(*generator.random(2) * (1e-3, 1e-5))
         depths = choose_depths(proposals, work, costs, room=room, wait_s=wait_s)
         assert all(0 <= depth <= len(each.tokens) for depth, each in zip(depths, proposals, strict=True))
         assert sum(depths) <= room
@@ -102,26 +112,27 @@ def test_guesses_delay_no_token_of_another_request_beyond_its_bound() -> None:
         return COSTS.seconds(guessed_work(work, [(p.context, n) for p, n in zip(proposals, depths, strict=True)]))
 
     free = choose_depths(one_has_none, work, COSTS, room=900)
-    bound = choose_depths(one_has_none, work, COSTS, room=900, patience=Patience(0.015))
+    bound = choose_depths(one_has_none, work, COSTS, room=900, patience=patience(0.015, 40))
     assert step_s(one_has_none, free) > 0.015 >= step_s(one_has_none, bound)
     assert 0 < sum(bound) < sum(free)
-    short = Patience(0.009)
+    short = patience(0.009, 40)
     assert choose_depths([likely] * 40, work, COSTS, room=900, patience=short) != [0] * 40, "all get more of the step"
     assert choose_depths(one_has_none, work, COSTS, room=900, patience=short) == [0] * 40
-    assert choose_depths(all_likely[:39], work, COSTS, room=900, patience=short) == [0] * 39, "another one decodes too"
+    others = patience(0.009, 39, others_s=0.009)
+    assert choose_depths(all_likely[:39], work, COSTS, room=900, patience=others) == [0] * 39, "another one decodes too"
 
 
 def test_what_plain_steps_lose_counts_against_the_gain_but_makes_the_step_no_longer() -> None:
     likely, work = proposal(*[0.9] * 8), StepWork(1, 1000)
     plain_s = COSTS.seconds(work)
-    assert choose_depths([likely], work, COSTS, room=8, lost_s=plain_s, patience=Patience(1.1 * plain_s)) == [8]
+    assert choose_depths([likely], work, COSTS, room=8, lost_s=plain_s, patience=patience(1.1 * plain_s, 1)) == [8]
     assert choose_depths([likely], work, COSTS, room=8, lost_s=9 * plain_s) == [0]
 
 
 def test_no_long_step_is_chosen_where_a_request_may_get_one_token_of_it() -> None:
     likely, work = [proposal(*[0.99] * 16)] * 40, StepWork(40, 40_000)
-    assert choose_depths(likely, work, COSTS, room=900, patience=Patience(0.009)) != [0] * 40
-    assert choose_depths(likely, work, COSTS, room=900, patience=Patience(0.009, all_bear=False)) == [0] * 40
+    assert choose_depths(likely, work, COSTS, room=900, patience=patience(0.009, 40)) != [0] * 40
+    assert choose_depths(likely, work, COSTS, room=900, patience=patience(0.009, 40, all_bear=False)) == [0] * 40
 
 
 def test_requests_that_are_ahead_wait_longer_for_the_guesses_of_others() -> None:
@@ -132,16 +143,16 @@ def test_requests_that_are_ahead_wait_longer_for_the_guesses_of_others() -> None
         return choose_depths(proposals, work, COSTS, room=900, patience=patience)
 
     behind, ahead = [likely] * 39 + [nothing], [0.0] * 39 + [0.02]
-    assert not any(depths(behind, Patience(0.009)))
-    found = depths(behind, Patience(0.009, ahead))
+    assert not any(depths(behind, patience(0.009, 40)))
+    found = depths(behind, patience(0.009, 40, ahead))
     assert any(found)
     guessed = guessed_work(work, [(1000, count) for count in found])
     assert COSTS.seconds(guessed) <= 0.029
     without = [likely] * 39
-    assert not any(depths(without, Patience(0.009, [0.02] * 39)))
-    assert depths(without, Patience(0.009, [0.02] * 39, others_lead_s=0.02)) == found[:39]
-    assert any(depths([likely] * 40, Patience(0.009, [0.02] * 40, all_bear=False)))
-    assert not any(depths([likely] * 40, Patience(0.009, [0.02] * 39 + [0.0], all_bear=False)))
+    assert not any(depths(without, patience(0.009, 39, others_s=0.009)))
+    assert depths(without, patience(0.009, 39, others_s=0.029)) == found[:39]
+    assert any(depths([likely] * 40, patience(0.009, 40, [0.02] * 40, all_bear=False)))
+    assert not any(depths([likely] * 40, patience(0.009, 40, ahead[::-1], all_bear=False)))
 
 
 def test_a_gain_that_errors_of_costs_could_explain_is_none() -> None:

@@ -57,6 +57,14 @@ def test_a_few_steps_replace_what_was_assumed(step_s: float, guess_s: float, ste
         assert wait_s(times, guesses) == pytest.approx(step_s + guess_s * guesses, rel=0.15, abs=6e-4)
 
 
+def test_next_to_a_prompt_guesses_delay_others_by_as_many_plain_steps_of_decodes() -> None:
+    plain = StepWork(8, 8 * CONTEXT, 504)
+    work = guessed_work(plain, [(CONTEXT, 100)])
+    late_s = COSTS.seconds(work) - COSTS.seconds(plain) + 0.002
+    steps = GuessedTimes().ended(EndedStep(plain, work, 108, COSTS.seconds(work), 0.002, late=True), COSTS)
+    assert steps == pytest.approx(1 + late_s / COSTS.seconds(plain_work()))
+
+
 def test_one_size_of_dear_steps_lets_smaller_ones_be_tried() -> None:
     times = GuessedTimes()
     for _ in range(30):

@@ -3,9 +3,8 @@
 import pytest
 from tokenizers import Tokenizer
 
-from baton.core.costs import StepCosts
+from baton.core.costs import StepCosts, StepWork
 from baton.engine.request import int_array
-from baton.engine.scheduling.slices import StreamBound
 from baton.engine.speculation.depth import guessed_work
 from baton.engine.speculation.guessed_times import EndedStep
 from baton.engine.speculation.limits import FIRST_LEAD
@@ -117,41 +116,51 @@ def test_waiting_pays_only_if_the_further_tokens_make_up_for_it() -> None:
     assert speculator.pays([request], work_of([request]), COSTS)
 
 
-@pytest.mark.parametrize(
-    ("tpots", "bound_s"), [((0.013, 0.02), 0.9 * 0.013), ((0.013, None), 0.0102), ((None,), 0.0102), ((0.004,), 0.0102)]
-)
-def test_a_request_without_guesses_waits_for_those_of_others_within_its_tpot_and_lead(
-    tpots: tuple[float | None, ...], bound_s: float
+@pytest.mark.parametrize(("tpot_s", "bound_s"), [(0.013, 0.9 * 0.013), (None, 0.0102 * 3), (0.004, 0.0102)])
+def test_a_request_without_guesses_waits_for_those_of_others_within_its_tpot_or_lead(
+    tpot_s: float | None, bound_s: float
 ) -> None:
-    """Without a TPOT, and with one that no step keeps, it has only its lead. A plain step takes 10.2 ms."""
-    streams = [StreamBound(tpot_s, 1.5) for tpot_s in tpots]
+    """A plain step takes 10.2 ms. A TPOT that no step keeps allows no longer one."""
     costs = StepCosts(((1, 0.0100), (40, 0.0102), (1000, 0.1000)))
     speculator = Speculator()
     teach_waits(speculator, 40, 0.0, costs)
     requests = [copies(str(number)) for number in range(39)]
-    everyone = [*requests, DecodingRequest("without", NOVEL[:50], NOVEL[100:200])]
-    for request in everyone:
+    without = DecodingRequest("without", NOVEL[:50], NOVEL[100:200])
+    for request in (*requests, without):
         request.tokens.extend(request.target[1:40])
-        speculator.begin(request, root=ROOT, grammar=None)
-    work = work_of(everyone)
+        speculator.begin(request, root=ROOT, grammar=None, tpot_s=tpot_s if request is without else None)
+    plain_s = costs.seconds(work_of([*requests, without]))
 
-    def longest_s(*, prompts: bool = False) -> float:
-        drafts = speculator.choose(everyone, work, costs, room=2000, streams=streams, prompts=prompts)
+    def longest_s(*everyone: DecodingRequest, prompts: bool = False) -> float:
+        work = work_of(everyone)
+        drafts = speculator.choose(everyone, work, costs, room=2000, prompts=prompts)
+        assert speculator.pays(everyone, work, costs) is bool(drafts) or not drafts
+        speculator._hopeful = None
         return costs.seconds(guessed_work(work, [(0, len(draft)) for draft in drafts.values()]))
 
-    plain_s = costs.seconds(work)
-    first_s = longest_s()
-    assert bound_s + plain_s < first_s <= bound_s + FIRST_LEAD * plain_s, "a new request has its first lead"
-    half_s = (bound_s + (1 + FIRST_LEAD) * plain_s) / 2
-    assert longest_s(prompts=True) <= half_s < first_s, "prompts of the step have no time"
-    assert speculator.pays(everyone, work, costs, streams=streams)
-    step = EndedStep(work, guessed_work(work, [(0, 8)] * 39), 40 + 8 * 39, 5 * plain_s, 0.0, late=True)
-    speculator.ended(step, costs, {request.request_id: 8 for request in requests})
-    assert longest_s() <= max(bound_s, plain_s), "it has waited for a long step already"
-    requests[0].tokens.extend(FILE[40:60])
-    everyone = requests
-    work = work_of(requests)
-    assert longest_s() > bound_s + plain_s, "the others have saved what they wait now"
+    first_s = longest_s(*requests, without)
+    assert first_s == plain_s if bound_s == plain_s else plain_s + 0.4 * (bound_s - plain_s) < first_s <= bound_s
+    half_s = longest_s(*requests, without, prompts=True)
+    assert half_s <= plain_s + (bound_s - plain_s) / 2, "prompts of the step have their part"
+    step = EndedStep(work_of([*requests, without]), StepWork(352, 352 * 1000), 40 + 8 * 39, 5 * plain_s, 0.0, late=True)
+    got = [("without", 1), *((request.request_id, 9) for request in requests)]
+    speculator.ended(step, costs, got)
+    assert longest_s(*requests, without) <= (bound_s if tpot_s else plain_s), "it has waited for a long step already"
+    assert longest_s(*requests) > 3 * plain_s, "the others have saved what they wait now"
+
+
+def test_only_requests_of_a_step_have_waited_for_its_guesses() -> None:
+    """Others have begun too: they wait for a seat, or were preempted."""
+    speculator, here, elsewhere = Speculator(), copies("here"), copies("elsewhere")
+    for request in (here, elsewhere):
+        speculator.begin(request, root=ROOT, grammar=None)
+    plain = work_of([here])
+    work = guessed_work(plain, [(len(here.tokens), 16)])
+    here.take(())
+    speculator.ended(EndedStep(plain, work, 1, COSTS.seconds(work), 0.004, late=True), COSTS, [("here", 1)])
+    plain_s = COSTS.seconds(plain)
+    leads = [speculator._drafts[each].wait(plain_s, 1.0).lead_s / plain_s for each in ("here", "elsewhere")]
+    assert leads[0] < leads[1] == FIRST_LEAD
 
 
 def test_a_request_may_not_be_guessed_beyond_its_end() -> None:
@@ -175,6 +184,13 @@ def test_all_guesses_are_taken_where_that_is_wanted() -> None:
         assert speculator.pays([request], work_of([request]), costs)
         assert speculator.choose([request], work_of([request]), costs, room=64) == {"r": tuple(FILE[20:36])}
     assert decode(Speculator(always=True), copies(), costs=None) < 15
+
+
+def test_costs_of_no_time_bound_nothing() -> None:
+    speculator, request = Speculator(always=True), DecodingRequest("r", NOVEL[:9], NOVEL[:9])
+    speculator.begin(request, root=ROOT, grammar=None, tpot_s=0.01)
+    costs = StepCosts(((1, 0.0), (9, 0.0)))
+    assert not speculator.pays([request], work_of([request]), costs)
 
 
 def test_requests_that_have_not_begun_are_not_guessed_for() -> None:

@@ -42,39 +42,6 @@ def affordable(taken: Sequence[int], bound: int | None, *, first: int = 0) -> in
     return left // max(1, *taken[first + 1 :]) if len(taken) > first + 1 else sys.maxsize
 
 
-def capture_fitting(
-    sizes: Sequence[int],
-    capture: Callable[[int, int], None],
-    drop: Callable[[int], None],
-    count_affordable: Callable[[], int],
-    *,
-    least: int,
-) -> None:
-    """Captures the sizes that memory allows, largest first, so that smaller ones reuse the memory of the largest.
-
-    If that leaves nothing for the others, it is dropped, and half of it is tried, down to `least`: one large graph
-    serves few steps, because small ones would be mostly padding.
-
-    Args:
-        sizes: smallest first.
-        capture: gets a size, and how many further ones there are.
-        drop: frees the graph of a size.
-        count_affordable: how many more graphs memory allows.
-    """
-    left = thin(sizes, count_affordable())
-    num_kept = 0
-    while left:
-        *left, size = left
-        capture(size, len(left))
-        count = count_affordable()
-        if not num_kept and left and not count and size > least:
-            drop(size)
-            left = [each for each in left if 2 * each <= size]
-        else:
-            num_kept += 1
-            left = thin(left, count)
-
-
 class FreeMemory(NamedTuple):
     """Memory in bytes: `free` on the whole device, `reserved` by torch in this process."""
 
@@ -137,12 +104,6 @@ class Recorder:
             cutting: in its context, a forward calls the function after the layers where it is to be cut.
         """
         return self._record(step, step, cutting)
-
-    def forget_last(self) -> None:
-        """Counts the last graph no more, and gives its memory back. Nothing may refer to it."""
-        self.taken.pop()
-        gc.collect()
-        torch.cuda.empty_cache()
 
     def _record(
         self,

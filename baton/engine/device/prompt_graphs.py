@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata
 from baton.engine.batch import BatchRow
-from baton.engine.device.capture import Progress, Recorder, affordable, capture_fitting, thin
+from baton.engine.device.capture import Progress, Recorder, affordable, thin
 from baton.engine.device.decode_buffers import DecodeBuffers
 from baton.engine.device.graphs import GraphSettings, Step, capture_sizes
 from baton.engine.device.layer_marks import LayerMarks
@@ -185,20 +185,13 @@ class PromptGraphs:
             self._heads[size] = recorder.record(lambda size=size: self._sample(size))  # type: ignore[misc]
         self.head_sizes = heads
         first_body = len(recorder.taken)
-
-        def capture(size: int, further: int) -> None:
+        bodies = thin(self._wanted, self._affordable(recorder, first_body))
+        while bodies:
+            *bodies, size = bodies
             self._bodies[size] = self._captured(size, recorder)
+            bodies = thin(bodies, self._affordable(recorder, first_body))
             if progress is not None:
-                progress(len(self._bodies), len(self._bodies) + further)
-
-        def drop(size: int) -> None:
-            del self._bodies[size]
-            recorder.forget_last()
-
-        def count_affordable() -> int:
-            return self._affordable(recorder, first_body)
-
-        capture_fitting(self._wanted, capture, drop, count_affordable, least=_CHEAP_TOKENS)
+                progress(len(self._bodies), len(self._bodies) + len(bodies))
         self.sizes = sorted(self._bodies)
         _log.info(
             "captured steps of %s tokens with prompts in %.1f s, %.0f MiB",

@@ -19,7 +19,7 @@ from baton.core.errors import InternalError
 from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import BatchRow
 from baton.engine.build import BuiltRunner
-from baton.engine.device.capture import FreeMemory, affordable, capture_fitting, taken_bytes, thin
+from baton.engine.device.capture import FreeMemory, affordable, taken_bytes, thin
 from baton.engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes, decode_step
 from baton.engine.device.host_rows import HostRows
@@ -260,33 +260,6 @@ def test_graphs_are_captured_for_as_long_as_memory_allows() -> None:
     assert affordable([300, 90, 110], 500, first=1) == 0
     assert affordable([400, 30, 20], 500) == 1
     assert affordable([400, 0, 0], 500) == 100
-
-
-@pytest.mark.parametrize(
-    ("bound", "kept"),
-    [
-        (1000, [64, 512, 1024, 2048, 4096]),
-        (450, [64, 512, 1024, 2048, 4096]),
-        (400, [64, 512, 1024, 2048]),
-        (110, [64, 512, 1024]),
-        (60, [64, 512]),
-        (40, [512]),  # no smaller size is tried first
-        (0, []),
-    ],
-)
-def test_a_size_that_leaves_no_memory_for_smaller_ones_is_not_captured(bound: int, kept: list[int]) -> None:
-    """The largest takes a byte for ten tokens, which the others share; each further one takes a byte."""
-    taken: dict[int, int] = {}
-
-    def capture(size: int, further: int) -> None:
-        assert further < 5
-        taken[size] = 1 if taken else size // 10
-
-    def count_affordable() -> int:
-        return affordable(list(taken.values()), bound) if bound else 0
-
-    capture_fitting([64, 512, 1024, 2048, 4096], capture, taken.__delitem__, count_affordable, least=512)
-    assert sorted(taken) == kept
 
 
 def test_memory_taken_by_another_process_does_not_count_for_a_capture() -> None:

@@ -2,8 +2,8 @@
 
 The served rows are those of bench/results/served.md and bench/results/chat_rates.md. `EARLIER` ones were served before
 requests without an SLO had an `Objective`, so the simulation bounds their steps as nodes did then. Rows of that time
-whose nodes the gateway chose without an SLO are left out, because it chooses otherwise now. All were served before
-gateways held first tokens.
+whose nodes the gateway chose without an SLO are left out, because it chooses otherwise now. All of these were served
+before gateways held first tokens.
 """
 
 from collections.abc import Callable, Sequence

@@ -133,7 +133,7 @@ class Objective:
     """What a request gets where its SLO says nothing.
 
     Args:
-        gap_factor: a step with its next token takes at most this many times a step without prompts.
+        gap_factor: prompts make a step with its next token at most this many times as long.
         ttft_factor: its first token comes within this many times the time to compute its prompt alone, or within
             `LEAST_DUE_S`. While a prompt waits, the steps of others become longer, by one `gap_factor` for each such
             time.

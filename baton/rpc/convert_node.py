@@ -102,7 +102,7 @@ def check_times(request: decode_pb2.SubmitRequest | prefill_pb2.PrefillRequest) 
                 field=field.name,
                 value=value,
                 allowed=("a finite number, at least 0",),
-                cure="update the gateway, or see whether its clock is right",
+                cure="update the gateway",
             )
 
 

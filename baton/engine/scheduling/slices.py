@@ -3,8 +3,9 @@
 
 With a TPOT, such a step takes at most `_TPOT_SHARE` of the tightest one among the requests that run. A mean of tokens
 in time is then kept by every single step, so bursts of prompts never use up what streams are ahead. This also bounds
-the gap between two tokens. A TPOT is out of reach if a plain decode step takes more than `_OUT_OF_REACH` times as long.
-It does not count, because it would only make all prompts wait.
+the gap between two tokens. Only others' guesses may make a step longer, by what the request's own have saved
+(`baton.engine.speculation.wait_bounds`). A TPOT is out of reach if a plain decode step takes more than `_OUT_OF_REACH`
+times as long. It does not count, because it would only make all prompts wait.
 
 Requests without a TPOT get steps of at most `gap_factor` times a plain decode step. Up to about 1.5 times, prompts are
 cheap: a decode step reads all weights, and has time left to compute some tokens more. A node that gets more prompts
@@ -26,8 +27,7 @@ from baton.core.costs import FORCED_STRETCH, MIN_SLICE_TOKENS, SKIPS_MAX, StepCo
 # A request without a deadline counts as due this long after its arrival.
 DEFAULT_TTFT_S = 10.0
 
-# Where prompts share a step, guesses take this part of the time for which decodes may wait, besides what is expected of
-# them and leads.
+# Where prompts share a step, guesses take this part of the time for which requests wait beyond the plain step.
 GUESSES_SHARE = 0.5
 
 _TPOT_SHARE = 0.9
@@ -139,7 +139,8 @@ class Slicer:
             streams: bounds of the running requests.
             overdue: how long the first prompt has waited, in multiples of the time in which its first token should
                 come.
-            guessed: the same with guesses. Requests may let these take longer; what they leave to prompts stays.
+            guessed: the same with guesses. These may take longer than that; prompts keep their part of the time above
+                the plain step.
         """
         if costs is None or not work.decode_rows:
             return None

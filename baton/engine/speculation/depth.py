@@ -12,7 +12,7 @@ import numpy as np
 from baton.core.costs import StepWork, chunk_pairs
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.limits import LEAST_GAIN
-from baton.engine.speculation.patience import NO_BOUND, Patience
+from baton.engine.speculation.wait_bounds import NO_BOUND, WaitBounds
 
 # Guessed tokens of one request, in order.
 Draft: TypeAlias = "tuple[int, ...]"
@@ -49,7 +49,7 @@ def choose_depths(
     room: int,
     wait_s: Callable[[int], float] = lambda _: 0.0,
     lost_s: float = 0.0,
-    patience: Patience = NO_BOUND,
+    bounds: WaitBounds = NO_BOUND,
 ) -> list[int]:
     """How many tokens of each proposal the next step should take.
 
@@ -60,7 +60,7 @@ def choose_depths(
         wait_s: for how long the device waits for a step of so many rows with guesses, because it is prepared only when
             the one before has ended.
         lost_s: by how much longer plain steps take because of a step with guesses.
-        patience: of the step's requests, which all wait for the guesses of all.
+        bounds: of the step's requests, which all wait for the guesses of all.
     """
     if costs is None or room <= 0 or not work.decode_rows:
         return [0] * len(proposals)
@@ -74,7 +74,7 @@ def choose_depths(
         rate = (work.decode_rows + tokens) / (seconds + lost_s)
         if rate <= max(least_rate, _NEARLY * best_rate):
             continue
-        if seconds <= ranked.longest_s(count, patience):
+        if seconds <= ranked.longest_s(count, bounds):
             best, best_rate = count, max(rate, best_rate)
     return ranked.depths(best)
 
@@ -139,15 +139,15 @@ class _Ranked:
         """Expected tokens from the first `count` guesses, at least one, and the keys that these read."""
         return float(self._tokens_T[count - 1]), int(self._keys_T[count - 1])
 
-    def longest_s(self, count: int, patience: Patience) -> float:
+    def longest_s(self, count: int, bounds: WaitBounds) -> float:
         """How long the requests let a step take that has the first `count` guesses."""
-        if not len(patience.waits):
-            return patience.others_s
+        if not len(bounds.own):
+            return bounds.others_s
         tokens = np.ones(self._num_proposals)
-        if patience.all_bear:
+        if bounds.all_bear:
             tokens += np.bincount(self._place_T[:count], self._chance_T[:count], minlength=self._num_proposals)
-        token_s, lead_s = np.array(patience.waits).T
-        return min(patience.others_s, float((token_s * tokens + lead_s).min()))
+        token_s, credit_s = np.array(bounds.own).T
+        return min(bounds.others_s, float((token_s * tokens + credit_s).min()))
 
     def depths(self, count: int) -> list[int]:
         """How many of the first `count` tokens each proposal has."""

@@ -8,9 +8,10 @@ LEAST_GAIN = 1.08
 # All requests of a step wait for the guesses of each. A request may come later by so many plain steps because of the
 # others' guesses, and by so many more for each of its tokens; and further by as many as its own guesses have saved, up
 # to the most. So a request for which nothing can be guessed loses 2 % of the time of 200 tokens. One with a TPOT waits
-# as long as that allows, and for what plain steps left of it before, up to the first number, and what its own guesses
-# have saved.
-FIRST_LEAD, REGAINED_LEAD, MOST_LEAD = 2.0, 0.01, 12.0
+# as long as that allows, and for what its own guesses have saved.
+FIRST_CREDIT, REGAINED_CREDIT, MOST_CREDIT = 2.0, 0.01, 12.0
+# Of its credit, a request waits for so many plain steps in one step at most.
+CREDIT_OF_STEP = 4.0
 # For how long a device waits for the host because of guesses, until a node has measured it, as (rows, seconds).
 # Estimated for an H200 and Llama-3.1-8B from times per token with 1, 8 and 32 requests: the number of steps comes from
 # a replay of the same guesses, and their time on the device from the cost model. See bench/results/guesses_gpu.md.

@@ -18,9 +18,9 @@ from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Proposal
 from baton.engine.speculation.grammar_drafts import GrammarDrafts
 from baton.engine.speculation.limits import MOST_GUESSES
-from baton.engine.speculation.patience import Lead, Wait
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.sequence_index import LONG, SHORT, LastTokens, Match, SequenceIndex
+from baton.engine.speculation.wait_bounds import WaitBound, WaitCredit
 
 # Guesses that are less likely cannot pay in any step.
 _LEAST_CHANCE = 0.05
@@ -89,7 +89,7 @@ class RequestDrafts:
     ) -> None:
         self.root = root
         self._tokens = tokens
-        self._lead = Lead(len(tokens), tpot_s)
+        self._credit = WaitCredit(len(tokens), tpot_s)
         self._prompt_tokens = prompt_tokens
         self._recent = recent
         self._grammar = grammar
@@ -117,13 +117,13 @@ class RequestDrafts:
     def _basis(self) -> Basis:
         return Basis.OWN if self._source is self._index else Basis.OTHERS
 
-    def wait(self, plain_s: float, share: float) -> Wait:
-        """How long it waits for others' guesses; arguments as of `Lead.wait`."""
-        return self._lead.wait(len(self._tokens), plain_s, share)
+    def wait_bound(self, plain_s: float, share: float) -> WaitBound:
+        """How long it lets a step take for others' guesses; arguments as of `WaitCredit.bound`."""
+        return self._credit.bound(len(self._tokens), plain_s, share)
 
-    def got(self, tokens: int, steps: float, plain_s: float) -> None:
-        """Counts its newest tokens, so many, of a step as long as so many plain steps of `plain_s` each."""
-        self._lead.got(tokens, len(self._tokens), steps, plain_s)
+    def charge_wait(self, tokens: int, steps: float) -> None:
+        """Counts its newest tokens, so many, of a step as long as so many plain steps."""
+        self._credit.charge(tokens, len(self._tokens), steps)
 
     def forget_root(self) -> None:
         """Its output is kept for no other request, and it uses no other's."""

@@ -6,12 +6,10 @@ which the next step is otherwise prepared. `pays` says whether guesses are worth
 
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import Protocol
 
 from baton.core.costs import StepWork
 from baton.core.types import Grammar
 from baton.engine.batch import Guessed
-from baton.engine.request import IntArray
 from baton.engine.scheduling.slices import GUESSES_SHARE, StepTimes
 from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer_bases
 from baton.engine.speculation.allowance import Allowance
@@ -20,10 +18,11 @@ from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
 from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
 from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses
 from baton.engine.speculation.limits import MOST_GUESSES, assumed_wait_s
-from baton.engine.speculation.patience import NO_BOUND, Patience, Wait
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP
+from baton.engine.speculation.speculating import Speculating
+from baton.engine.speculation.wait_bounds import NO_BOUND, WaitBound, WaitBounds
 
 # What all requests together may take for one step. A mask of a grammar takes 10 to 30 us, and up to 0.5 ms when the
 # grammar is new; a search takes up to 22 us.
@@ -31,24 +30,6 @@ _MASKS = 64
 _SEARCHES = 64
 # That all requests get more than one token is counted on if it is as likely as this.
 _LIKELY = 0.2
-
-
-class Speculating(Protocol):
-    """A decoding request, as the scheduler has it."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def tokens(self) -> IntArray:
-        """Prompt and output as far as they are known. Grows at its end only, while the request decodes."""
-
-    @property
-    def prompt_tokens(self) -> int: ...
-
-    @property
-    def most_drafts(self) -> int:
-        """Most tokens that may be guessed: more could not be part of its output."""
 
 
 class Speculator:
@@ -150,9 +131,9 @@ class Speculator:
                 proposals.append(Proposal(proposal.tokens[1:], proposal.chances[1:], proposal.context + 1))
         room = MOST_GUESSES * len(proposals)
         asked = [request for request in requests if request.request_id in hopeful]
-        patience = self._patience(requests, asked, work, costs, all_bear=all_right >= _LIKELY)
+        bounds = self._wait_bounds(requests, asked, work, costs, all_bear=all_right >= _LIKELY)
         wasted_s = self._times.wasted_s(work.decode_rows)
-        if not any(self._depths(proposals, work, costs, patience, room=room, wasted_s=wasted_s)):
+        if not any(self._depths(proposals, work, costs, bounds, room=room, wasted_s=wasted_s)):
             return False
         self._hopeful = hopeful
         self._times.decided(work.decode_rows)
@@ -185,8 +166,8 @@ class Speculator:
             depths = all_depths(proposals, room=room)
         else:
             share = GUESSES_SHARE if prompts else 1.0
-            patience = self._patience(everyone, requests, work, costs, share=share)
-            depths = self._depths(proposals, work, costs, patience, room=room)
+            bounds = self._wait_bounds(everyone, requests, work, costs, share=share)
+            depths = self._depths(proposals, work, costs, bounds, room=room)
             if any(depths):
                 self._times.decided(work.decode_rows)
         return {
@@ -270,17 +251,16 @@ class Speculator:
             return
         steps = self._times.ended(step, costs)
         if steps is not None:
-            plain_s = costs.seconds(StepWork(step.plain.decode_rows, step.plain.keys))
             for request_id, tokens in got:
                 if (drafts := self._drafts.get(request_id)) is not None:
-                    drafts.got(tokens, steps, plain_s)
+                    drafts.charge_wait(tokens, steps)
 
     def _depths(
         self,
         proposals: Sequence[Proposal],
         work: StepWork,
         costs: StepTimes | None,
-        patience: Patience,
+        bounds: WaitBounds,
         *,
         room: int,
         wasted_s: float = 0.0,
@@ -294,9 +274,9 @@ class Speculator:
             return [0] * len(proposals)
         wait_s = self._times.wait_s(work.decode_rows, costs)
         lost_s = self._times.lost_s(work.decode_rows, costs) + wasted_s
-        return choose_depths(proposals, work, costs, room=room, wait_s=wait_s, lost_s=lost_s, patience=patience)
+        return choose_depths(proposals, work, costs, room=room, wait_s=wait_s, lost_s=lost_s, bounds=bounds)
 
-    def _patience(
+    def _wait_bounds(
         self,
         everyone: Sequence[Speculating],
         asked: Sequence[Speculating],
@@ -305,24 +285,24 @@ class Speculator:
         *,
         share: float = 1.0,
         all_bear: bool = True,
-    ) -> Patience:
+    ) -> WaitBounds:
         """How long the requests of a step let it take.
 
         Args:
             asked: the requests with a proposal each, in its order.
             share: part of the time above that of the plain step which guesses may take.
-            all_bear: as in `Patience`.
+            all_bear: as in `WaitBounds`.
         """
         plain_s = 0.0 if costs is None else costs.seconds(work)
         if not plain_s > 0.0:
             return NO_BOUND
-        waits = {request.request_id: self._wait(request, plain_s, share) for request in everyone}
+        waits = {request.request_id: self._wait_bound(request, plain_s, share) for request in everyone}
         own = [waits.pop(request.request_id) for request in asked]
-        return Patience(own, min(map(sum, waits.values()), default=inf), all_bear)
+        return WaitBounds(own, min(map(sum, waits.values()), default=inf), all_bear)
 
-    def _wait(self, request: Speculating, plain_s: float, share: float) -> Wait:
+    def _wait_bound(self, request: Speculating, plain_s: float, share: float) -> WaitBound:
         drafts = self._drafts.get(request.request_id)
-        return Wait(plain_s, 0.0) if drafts is None else drafts.wait(plain_s, share)
+        return WaitBound(plain_s, 0.0) if drafts is None else drafts.wait_bound(plain_s, share)
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:

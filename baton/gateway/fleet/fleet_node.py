@@ -251,6 +251,7 @@ class FleetNode:
         works = has_requests(status)
         if started:
             self.refused, self.costs = frozenset(), NodeCosts(self.costs.typical)
+            self.second_token = SecondTokenDelay()
         self.costs.report(
             self._costs_of(status, "step_costs", None if started else self.costs.reported),
             self._costs_of(status, "step_profile", None if started else self.costs.profile),

@@ -37,7 +37,7 @@ class SecondTokenDelay:
         self._count = 0  # of hand-overs, up to `_FIRST`
 
     def at(self, now_s: float) -> float:
-        """The delay as it is known now; 0 if none was seen, or none for long."""
+        """The delay as it is known now; 0 if none was seen. It fades without hand-overs."""
         return float(self._seconds * 0.5 ** (max(0.0, now_s - self._shown_s) / _HALF_LIFE_S))
 
     def add(self, delay_s: float, now_s: float) -> None:

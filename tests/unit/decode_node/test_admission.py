@@ -254,7 +254,9 @@ def test_a_client_that_gives_up_soon_is_served_by_then_or_refused_before_it_cost
     assert (patient.request.due_s, patient.request.refuse_late) == (None, False)
 
 
-@pytest.mark.parametrize("field", ["waited_s", "ttft_budget_s", "tpot_s", "budget_s", "gap_factor", "ttft_factor"])
+@pytest.mark.parametrize(
+    "field", ["waited_s", "ttft_budget_s", "tpot_s", "budget_s", "max_queue_s", "gap_factor", "ttft_factor"]
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 def test_a_time_that_no_gateway_sends_is_refused_and_others_keep_their_places(
     scene: Scene, field: str, value: float

@@ -13,7 +13,8 @@ from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.depth import Draft
-from baton.engine.speculation.speculator import Speculating, Speculator
+from baton.engine.speculation.speculating import Speculating
+from baton.engine.speculation.speculator import Speculator
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, request
 

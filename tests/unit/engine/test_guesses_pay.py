@@ -13,7 +13,7 @@ import pytest
 from baton.core.costs import StepWork
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
-from baton.engine.speculation.limits import FIRST_LEAD, REGAINED_LEAD
+from baton.engine.speculation.limits import FIRST_CREDIT, REGAINED_CREDIT
 from baton.engine.speculation.speculator import Speculator
 from baton.engine.step_meter import StepMeter
 from tests.unit.engine.timed_world import COSTS, Device, Text, TimedWorld, edited, novel, records, unlike
@@ -125,10 +125,10 @@ def test_a_request_without_guesses_comes_little_later_for_those_of_others() -> N
     slow_s = [seconds for text, seconds in node.ended if text in novels]
     plain_s = COSTS.seconds(StepWork(16, 16 * 396))
     assert len(slow_s) > 10
-    assert plain_s * 192 < max(slow_s) < plain_s * ((1 + REGAINED_LEAD) * 192 + FIRST_LEAD + 1)
+    assert plain_s * 192 < max(slow_s) < plain_s * ((1 + REGAINED_CREDIT) * 192 + FIRST_CREDIT + 1)
 
 
-@pytest.mark.parametrize(("times", "least"), [(1.12, -0.01), (1.35, 0.1)])
+@pytest.mark.parametrize(("times", "least"), [(1.12, -0.01), (1.35, -0.01), (3.0, 0.1)])
 def test_guesses_of_others_leave_a_request_its_tpot(times: float, least: float) -> None:
     """Nothing can be guessed for one of four requests, and its TPOT is so many times a plain step. What this leaves is
     for the guesses of others."""

@@ -16,7 +16,8 @@ from baton.engine.events import DraftsChecked
 from baton.engine.request import EngineLimits, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.speculation.depth import Draft
-from baton.engine.speculation.speculator import Speculating, Speculator
+from baton.engine.speculation.speculating import Speculating
+from baton.engine.speculation.speculator import Speculator
 from tests.unit.engine.guessing import EOS, NUM_TOKENS, Told, World, any_request, expected_output, run_in_any_order
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, finish, request

@@ -12,7 +12,7 @@ import pytest
 from baton.core.costs import StepCosts, StepWork
 from baton.engine.speculation.depth import Proposal, all_depths, choose_depths, could_pay, guessed_work
 from baton.engine.speculation.limits import LEAST_GAIN
-from baton.engine.speculation.patience import Patience, Wait
+from baton.engine.speculation.wait_bounds import WaitBound, WaitBounds
 from tests.unit.engine.speculation.request import COSTS
 
 # Each token costs as much as any other.
@@ -23,12 +23,12 @@ def proposal(*chances: float, context: int = 1000) -> Proposal:
     return Proposal(tuple(range(len(chances))), tuple(accumulate(chances, mul)), context)
 
 
-def patience(
-    token_s: float, count: int, leads_s: Sequence[float] = (), *, others_s: float = inf, all_bear: bool = True
-) -> Patience:
-    """So many requests wait as long for each token, and longer by their leads."""
-    waits = [Wait(token_s, lead_s) for lead_s in leads_s or [0.0] * count]
-    return Patience(waits, others_s, all_bear)
+def bounds(
+    token_s: float, count: int, credits_s: Sequence[float] = (), *, others_s: float = inf, all_bear: bool = True
+) -> WaitBounds:
+    """So many requests wait as long for each token, and longer by their credits."""
+    waits = [WaitBound(token_s, credit_s) for credit_s in credits_s or [0.0] * count]
+    return WaitBounds(waits, others_s, all_bear)
 
 
 @dataclass(frozen=True)
@@ -112,47 +112,47 @@ def test_guesses_delay_no_token_of_another_request_beyond_its_bound() -> None:
         return COSTS.seconds(guessed_work(work, [(p.context, n) for p, n in zip(proposals, depths, strict=True)]))
 
     free = choose_depths(one_has_none, work, COSTS, room=900)
-    bound = choose_depths(one_has_none, work, COSTS, room=900, patience=patience(0.015, 40))
+    bound = choose_depths(one_has_none, work, COSTS, room=900, bounds=bounds(0.015, 40))
     assert step_s(one_has_none, free) > 0.015 >= step_s(one_has_none, bound)
     assert 0 < sum(bound) < sum(free)
-    short = patience(0.009, 40)
-    assert choose_depths([likely] * 40, work, COSTS, room=900, patience=short) != [0] * 40, "all get more of the step"
-    assert choose_depths(one_has_none, work, COSTS, room=900, patience=short) == [0] * 40
-    others = patience(0.009, 39, others_s=0.009)
-    assert choose_depths(all_likely[:39], work, COSTS, room=900, patience=others) == [0] * 39, "another one decodes too"
+    short = bounds(0.009, 40)
+    assert choose_depths([likely] * 40, work, COSTS, room=900, bounds=short) != [0] * 40, "all get more of the step"
+    assert choose_depths(one_has_none, work, COSTS, room=900, bounds=short) == [0] * 40
+    others = bounds(0.009, 39, others_s=0.009)
+    assert choose_depths(all_likely[:39], work, COSTS, room=900, bounds=others) == [0] * 39, "another one decodes too"
 
 
 def test_what_plain_steps_lose_counts_against_the_gain_but_makes_the_step_no_longer() -> None:
     likely, work = proposal(*[0.9] * 8), StepWork(1, 1000)
     plain_s = COSTS.seconds(work)
-    assert choose_depths([likely], work, COSTS, room=8, lost_s=plain_s, patience=patience(1.1 * plain_s, 1)) == [8]
+    assert choose_depths([likely], work, COSTS, room=8, lost_s=plain_s, bounds=bounds(1.1 * plain_s, 1)) == [8]
     assert choose_depths([likely], work, COSTS, room=8, lost_s=9 * plain_s) == [0]
 
 
 def test_no_long_step_is_chosen_where_a_request_may_get_one_token_of_it() -> None:
     likely, work = [proposal(*[0.99] * 16)] * 40, StepWork(40, 40_000)
-    assert choose_depths(likely, work, COSTS, room=900, patience=patience(0.009, 40)) != [0] * 40
-    assert choose_depths(likely, work, COSTS, room=900, patience=patience(0.009, 40, all_bear=False)) == [0] * 40
+    assert choose_depths(likely, work, COSTS, room=900, bounds=bounds(0.009, 40)) != [0] * 40
+    assert choose_depths(likely, work, COSTS, room=900, bounds=bounds(0.009, 40, all_bear=False)) == [0] * 40
 
 
 def test_requests_that_are_ahead_wait_longer_for_the_guesses_of_others() -> None:
     """A plain step takes 10 ms, and no guess fits into 9."""
     likely, nothing, work = proposal(*[0.99] * 16), proposal(), StepWork(40, 40_000)
 
-    def depths(proposals: list[Proposal], patience: Patience) -> list[int]:
-        return choose_depths(proposals, work, COSTS, room=900, patience=patience)
+    def depths(proposals: list[Proposal], bounds: WaitBounds) -> list[int]:
+        return choose_depths(proposals, work, COSTS, room=900, bounds=bounds)
 
     behind, ahead = [likely] * 39 + [nothing], [0.0] * 39 + [0.02]
-    assert not any(depths(behind, patience(0.009, 40)))
-    found = depths(behind, patience(0.009, 40, ahead))
+    assert not any(depths(behind, bounds(0.009, 40)))
+    found = depths(behind, bounds(0.009, 40, ahead))
     assert any(found)
     guessed = guessed_work(work, [(1000, count) for count in found])
     assert COSTS.seconds(guessed) <= 0.029
     without = [likely] * 39
-    assert not any(depths(without, patience(0.009, 39, others_s=0.009)))
-    assert depths(without, patience(0.009, 39, others_s=0.029)) == found[:39]
-    assert any(depths([likely] * 40, patience(0.009, 40, [0.02] * 40, all_bear=False)))
-    assert not any(depths([likely] * 40, patience(0.009, 40, ahead[::-1], all_bear=False)))
+    assert not any(depths(without, bounds(0.009, 39, others_s=0.009)))
+    assert depths(without, bounds(0.009, 39, others_s=0.029)) == found[:39]
+    assert any(depths([likely] * 40, bounds(0.009, 40, [0.02] * 40, all_bear=False)))
+    assert not any(depths([likely] * 40, bounds(0.009, 40, ahead[::-1], all_bear=False)))
 
 
 def test_a_gain_that_errors_of_costs_could_explain_is_none() -> None:

@@ -105,7 +105,7 @@ class PeerLinks:
             self.disconnect(peer, Future())
 
     def finish_disconnects(self) -> None:
-        """Completes the futures of the disconnected peers of which nothing is in flight any more."""
+        """Completes the futures of disconnected peers that have nothing in flight any more."""
         if not self._disconnecting:
             return
         waiting = []

@@ -111,8 +111,8 @@ class GatewaySettings(CommonSettings):
         DEFAULT_OBJECTIVE.gap_factor,
         ge=1.05,
         le=100,
-        description="how much longer than a step without prompts a step with a stream's next token may take, for "
-        "requests without a TPOT",
+        description="how many times as long prompts may make a step with a stream's next token, for requests without "
+        "a TPOT",
     )
     ttft_factor: float = Field(
         DEFAULT_OBJECTIVE.ttft_factor,

@@ -194,7 +194,7 @@ class BlockManager:
         return None if block_id is None or block_id in self._windowless else self._keys[block_id]
 
     def not_shown(self, digests: Iterable[bytes]) -> list[bytes]:
-        """The digests whose blocks followers have not been told of, and will not be with its next changes."""
+        """The digests of blocks that followers do not know, and that its next changes will not tell them of."""
         known = self._by_digest
         if not self._windowless and not self._unreported:
             return [digest for digest in digests if digest not in known]

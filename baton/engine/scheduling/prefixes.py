@@ -31,7 +31,7 @@ class KeyedCache(PrefixCache, Protocol):
     def cached_key(self, digest: bytes) -> BlockKey | None: ...
 
     def not_shown(self, digests: Iterable[bytes]) -> list[bytes]:
-        """The digests whose blocks followers have not been told of, and will not be with its next changes."""
+        """The digests of blocks that followers do not know, and that its next changes will not tell them of."""
         ...
 
 

@@ -16,7 +16,6 @@ from baton.core.costs import StepWork, chunk_pairs
 from baton.core.types import DEFAULT_OBJECTIVE, Objective, Slo, first_token_due_s
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound, StreamBound
 from baton.gateway.fleet.node_view import NodeView
-from baton.gateway.fleet.placement import Route
 from baton.gateway.fleet.second_token import SecondTokenDelay, hold_s, longest_gap_s
 from baton.planner.host import NO_HOST_TIME, HostTimes
 from baton.planner.job import PlanJob
@@ -202,7 +201,7 @@ class SimulatedNode:
             return None
         for job in joined:
             second_s = now_s + self._run.first_s
-            if job.route is Route.REMOTE:
+            if job.held_until_s:  # its first token was held, or might have been
                 self._second_token.add(second_s - job.first_s, now_s)
             job.second_comes(second_s)
         self.version += 1
@@ -260,6 +259,7 @@ class SimulatedNode:
             peer_bytes_per_s=speeds,
             load_token_s=spec.load_token_s,
             pull_costs=spec.pull_costs,
+            second_token_s=self._second_token.at(now_s),
         )
 
     # ----

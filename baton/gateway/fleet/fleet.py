@@ -110,14 +110,14 @@ class Fleet(NodeTable):
             self._lengths.add(wanted.num_tokens - placement.computing.cached_tokens)
             overheads = wanted.overheads
             overhead_s = overheads.local_s if placement.route is Route.LOCAL else overheads.remote_s
-            placement = replace(placement, overhead_s=overhead_s)
+            placement = replace(placement, overhead_s=overhead_s + placement.held_s)
         return placement
 
     def _place(
         self, wanted: RoutedRequest, candidates: Candidates, cached: CachedTokens, now_s: float
     ) -> Placement | None:
         decoding = [*candidates.decodes, *(node for node in candidates.prefills if node.also_decodes)]
-        decodes = [_pulling(_at(node.decode_view(), cached, node.queue_s(now_s)), node, cached) for node in decoding]
+        decodes = [_pulling(_at(node.decode_view(), cached, node, now_s), node, cached) for node in decoding]
         prefills = [self._prefill_view(node, cached, now_s) for node in candidates.prefills]
         return place(decodes, prefills, wanted)
 
@@ -168,7 +168,7 @@ class Fleet(NodeTable):
         """Current views of all prefill nodes, each with the number of prompt tokens that it has cached."""
         self._update_costs(now_s)
         cached = self._cached_tokens(self.prefills.values(), wanted)
-        return [_at(node.view(), cached, node.queue_s(now_s)) for node in self.prefills.values()]
+        return [_at(node.view(), cached, node, now_s) for node in self.prefills.values()]
 
     def _update_costs(self, now_s: float) -> None:
         """Updates the step costs of all nodes: costs of idle nodes age (`baton.gateway.fleet.node_costs`)."""
@@ -235,7 +235,7 @@ class Fleet(NodeTable):
 
     def _prefill_view(self, node: FleetNode, cached: CachedTokens, now_s: float) -> NodeView:
         """The view of a prefill node for one request, after the pull that it would begin."""
-        return _pulling(_at(node.view(), cached, node.queue_s(now_s)), node, cached).computing
+        return _pulling(_at(node.view(), cached, node, now_s), node, cached).computing
 
     def kept_elsewhere(self, node: FleetNode, wanted: RoutedRequest) -> KeptPrefix | None:
         """The node that has much more of a sequence than the one that is to compute it, and whose KV that one can use.
@@ -353,11 +353,11 @@ class Fleet(NodeTable):
         return reports
 
 
-def _at(view: NodeView, cached: CachedTokens, queue_s: float) -> NodeView:
-    """The node's view for one request: with its cached tokens and its queue now."""
+def _at(view: NodeView, cached: CachedTokens, node: FleetNode, now_s: float) -> NodeView:
+    """One of the node's views for one request: with its cached tokens, and with its queue and hand-overs now."""
     if tokens := cached.get(view.address):
         view = view.with_cached(tokens, cached.outside[view.address], cached.below.get(view.address, 0))
-    return view.with_queue(queue_s)
+    return view.with_queue(node.queue_s(now_s), second_token_s=node.second_token.at(now_s))
 
 
 def _pulling(view: NodeView, node: FleetNode, cached: CachedTokens) -> NodeView:

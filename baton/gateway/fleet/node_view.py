@@ -77,6 +77,7 @@ class NodeView:
     state_bytes: int = 0  # size of a request's recurrent state
     # Measured speeds of a prefill node's pairs, by the decode node's incarnation.
     peer_bytes_per_s: Mapping[int, float] = field(default_factory=dict, hash=False)
+    second_token_s: float = 0.0  # from the first token of a hand-over to this node to the second one; 0: unknown
     name: str = ""
 
     @property
@@ -167,9 +168,11 @@ class NodeView:
         view.__dict__["pull_s"] = pull.seconds
         return view
 
-    def with_queue(self, queue_s: float) -> "NodeView":
-        """A copy for a time after the report, with the wait of a prompt that is sent then."""
+    def with_queue(self, queue_s: float, *, second_token_s: float = 0.0) -> "NodeView":
+        """A copy for a time after the report, with the wait of a prompt that is sent then, and with the delay of the
+        second token of a hand-over."""
         view = object.__new__(NodeView)
         view.__dict__.update(self.__dict__)
         view.__dict__["queue_s"] = queue_s
+        view.__dict__["second_token_s"] = second_token_s
         return view

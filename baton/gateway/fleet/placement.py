@@ -20,6 +20,7 @@ from baton.core.types import LocalPolicy, first_token_due_s
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.prediction import (
     LocalSteps,
+    first_held_s,
     hand_over_s,
     leaves_time_for_prompts,
     local_steps,
@@ -61,7 +62,8 @@ class Placement:
         reason: of the choice, for the receipt.
         predicted_ttft_s: predicted time from now to the first token; None: unknown.
         meets: whether the prediction is within the TTFT; True without a TTFT or a prediction.
-        overhead_s: part of the prediction that is no queue and no step.
+        held_s: part of the prediction in which the gateway holds the first token, see `second_token`.
+        overhead_s: part of the prediction that is no queue and no step, with `held_s`.
     """
 
     route: Route
@@ -71,6 +73,7 @@ class Placement:
     reason: str
     predicted_ttft_s: float | None
     meets: bool = True
+    held_s: float = 0.0
     overhead_s: float = 0.0
 
     @property
@@ -108,8 +111,10 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Rou
     if prefill.costs is None:
         return Placement(Route.REMOTE, decode, prefill, 0, "", None)
     ttft_s = wanted.slo.ttft_s
-    remote_s = prefill_s(prefill, prefill.cached_tokens, wanted.num_tokens, wanted) + wanted.overheads.remote_s
-    remote = Placement(Route.REMOTE, decode, prefill, 0, "", remote_s, meets=ttft_s is None or remote_s <= ttft_s)
+    came_s = prefill_s(prefill, prefill.cached_tokens, wanted.num_tokens, wanted) + wanted.overheads.remote_s
+    held_s = first_held_s(decode, wanted, came_s)
+    meets = ttft_s is None or came_s <= ttft_s
+    remote = Placement(Route.REMOTE, decode, prefill, 0, "", came_s + held_s, meets=meets, held_s=held_s)
     if wanted.policy is not LocalPolicy.ELASTIC or decode.costs is None:
         return remote
     usable = usable_decodes(decodes, wanted)
@@ -175,7 +180,7 @@ def _by_objective(remote: Placement, usable: Sequence[NodeView], wanted: RoutedR
     assert remote.predicted_ttft_s is not None
     assert remote.prefill is not None
     more, decode = _FIRST_WEIGHT - 1, remote.decode
-    gap_s = hand_over_s(remote.prefill, decode, wanted)
+    gap_s = max(0.0, hand_over_s(remote.prefill, decode, wanted) - remote.held_s)
     end_s = remote.predicted_ttft_s + gap_s + output_s(decode, wanted)
     least_s, best = end_s + more * remote.predicted_ttft_s, None
     if not remote.prefill.decode_rows:
@@ -221,7 +226,7 @@ def _within_ttft(remote: Placement, usable: Sequence[NodeView], ttft_s: float, w
     prefill, decode, remote_s = remote.prefill, remote.decode, remote.predicted_ttft_s
     assert prefill is not None
     assert remote_s is not None
-    gap_s = hand_over_s(prefill, decode, wanted)
+    gap_s = max(0.0, hand_over_s(prefill, decode, wanted) - remote.held_s)
     is_soon = remote_s <= _PRESSED * ttft_s
     if is_soon and (wanted.slo.tpot_s is None or gap_s <= wanted.slo.tpot_s):
         return remote

@@ -7,6 +7,7 @@ from baton.core.costs import FORCED_STRETCH, MIN_SLICE_TOKENS, SKIPS_MAX, StepCo
 from baton.core.types import first_token_due_s
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.router import OUTPUT_TOKENS, RoutedRequest, decode_s
+from baton.gateway.fleet.second_token import hold_s, longest_gap_s
 
 # A step that contains prompt tokens is planned to take this share of the streams' TPOT, and the streams' own work at
 # most `_DECODE_USED` of such a step.
@@ -49,6 +50,13 @@ def hand_over_s(prefill: NodeView, decode: NodeView, wanted: RoutedRequest) -> f
     """
     tokens = min(prefill.step_tokens, wanted.num_tokens - decode.cached_tokens)
     return transfer_s(prefill, decode, tokens) + 2 * decode_s(decode, wanted)
+
+
+def first_held_s(decode: NodeView, wanted: RoutedRequest, came_s: float) -> float:
+    """How long the gateway will hold the first token of a hand-over that comes after `came_s`, so that the second one
+    follows without a long gap."""
+    gap_s = longest_gap_s(decode_s(decode, wanted), wanted.slo, wanted.objective)
+    return hold_s(decode.second_token_s, gap_s, wanted.slo, waited_s=came_s)
 
 
 def output_s(node: NodeView, wanted: RoutedRequest) -> float:

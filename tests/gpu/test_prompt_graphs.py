@@ -13,6 +13,7 @@ from torch import Tensor
 from baton.core.types import TokenOutput
 from baton.engine.batch import Batch
 from baton.engine.build import BuiltRunner
+from baton.engine.device.capture import Recorder
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.layer_marks import LayerMark
 from baton.engine.device.prompt_graphs import token_sizes
@@ -53,6 +54,21 @@ def test_captured_steps_draw_the_tokens_of_eager_steps(ahead: bool) -> None:
     for name in SAMPLINGS:
         assert len(theirs.ids(name)) > 15
         assert ours.ids(name) == theirs.ids(name), name
+
+
+def test_a_step_that_would_take_the_memory_of_smaller_ones_is_not_captured() -> None:
+    sizes = token_sizes(2048)
+    prompts = prepared(demo(), replace(GRAPHS, max_tokens=2048))._prompts
+    assert prompts is not None
+    assert prompts.sizes == sizes
+    recorder = Recorder(prompts._device)
+    batch = prompts.buffers.padded(2048)
+    build = prompts._backend.builder.build_padded
+    needed = recorder.needs(lambda: prompts._run(2048, lambda: build(batch)))
+    assert needed > 2048 * prompts.buffers.hidden.shape[1] * prompts.buffers.hidden.element_size()
+    for room, kept in ((None, sizes), (2 * needed, sizes), (2 * needed - 1, [size for size in sizes if size <= 1024])):
+        prompts._settings = replace(prompts._settings, memory_bytes=room)
+        assert prompts._fitting(recorder, 0) == kept
 
 
 def tokens_of(runner: ModelRunner, batch: Batch) -> list[int | None]:

@@ -42,6 +42,24 @@ def affordable(taken: Sequence[int], bound: int | None, *, first: int = 0) -> in
     return left // max(1, *taken[first + 1 :]) if len(taken) > first + 1 else sys.maxsize
 
 
+def fitting(sizes: Sequence[int], needs: Callable[[int], int], room: int | None, *, least: int) -> list[int]:
+    """The sizes up to the largest one whose step leaves room for the others' graphs: it takes at most half.
+
+    A graph pool gives memory back only when all of its graphs are gone, so a step that takes too much must not be
+    captured at all. Below `least`, no step is tried.
+
+    Args:
+        sizes: smallest first.
+        needs: the memory in bytes that a step of this size takes while it runs.
+        room: for all graphs; None: unbounded.
+    """
+    kept = list(sizes)
+    while room is not None and len(kept) > 1 and kept[-1] > least and 2 * needs(kept[-1]) > room:
+        # What steps need grows with their size.
+        kept = [size for size in kept if 2 * size <= kept[-1]] or kept[:1]
+    return kept
+
+
 class FreeMemory(NamedTuple):
     """Memory in bytes: `free` on the whole device, `reserved` by torch in this process."""
 
@@ -104,6 +122,13 @@ class Recorder:
             cutting: in its context, a forward calls the function after the layers where it is to be cut.
         """
         return self._record(step, step, cutting)
+
+    def needs(self, step: Callable[[], object]) -> int:
+        """Runs the step outside of a graph, and returns the bytes that it takes meanwhile."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        step()
+        return torch.cuda.max_memory_allocated(self._device) - before
 
     def _record(
         self,

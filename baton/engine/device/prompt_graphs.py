@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata
 from baton.engine.batch import BatchRow
-from baton.engine.device.capture import Progress, Recorder, affordable, thin
+from baton.engine.device.capture import Progress, Recorder, affordable, fitting, thin
 from baton.engine.device.decode_buffers import DecodeBuffers
 from baton.engine.device.graphs import GraphSettings, Step, capture_sizes
 from baton.engine.device.layer_marks import LayerMarks
@@ -185,7 +185,7 @@ class PromptGraphs:
             self._heads[size] = recorder.record(lambda size=size: self._sample(size))  # type: ignore[misc]
         self.head_sizes = heads
         first_body = len(recorder.taken)
-        bodies = thin(self._wanted, self._affordable(recorder, first_body))
+        bodies = thin(self._fitting(recorder, first), self._affordable(recorder, first_body))
         while bodies:
             *bodies, size = bodies
             self._bodies[size] = self._captured(size, recorder)
@@ -206,6 +206,20 @@ class PromptGraphs:
                 len(self._wanted),
                 (self._settings.memory_bytes or 0) / (1 << 20),
             )
+
+    def _fitting(self, recorder: Recorder, first: int) -> list[int]:
+        """The wanted sizes without those that would take the memory of the others, the same on all ranks."""
+        room = self._settings.memory_bytes
+        if room is not None:
+            room = self._model.parallel.smallest(max(0, room - sum(recorder.taken[first:])), self._device)
+
+        def needs(size: int) -> int:
+            self.buffers.pad_all(size)
+            batch = self.buffers.padded(size)
+            found = recorder.needs(lambda: self._run(size, lambda: self._backend.builder.build_padded(batch)))
+            return -self._model.parallel.smallest(-found, self._device)
+
+        return fitting(self._wanted, needs, room, least=_CHEAP_TOKENS)
 
     def _affordable(self, recorder: Recorder, first: int) -> int:
         """How many more graphs memory allows, the same number on all ranks, after those from `first` on."""

@@ -19,7 +19,7 @@ from baton.core.errors import InternalError
 from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import BatchRow
 from baton.engine.build import BuiltRunner
-from baton.engine.device.capture import FreeMemory, affordable, taken_bytes, thin
+from baton.engine.device.capture import FreeMemory, affordable, fitting, taken_bytes, thin
 from baton.engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes, decode_step
 from baton.engine.device.host_rows import HostRows
@@ -260,6 +260,27 @@ def test_graphs_are_captured_for_as_long_as_memory_allows() -> None:
     assert affordable([300, 90, 110], 500, first=1) == 0
     assert affordable([400, 30, 20], 500) == 1
     assert affordable([400, 0, 0], 500) == 100
+
+
+@pytest.mark.parametrize(
+    ("room", "kept"),
+    [
+        (None, [64, 512, 1024, 2048, 4096]),
+        (820, [64, 512, 1024, 2048, 4096]),
+        (810, [64, 512, 1024, 2048]),
+        (210, [64, 512, 1024]),
+        (110, [64, 512]),
+        (0, [64, 512]),  # small steps take little, whatever the room
+    ],
+)
+def test_a_step_that_would_take_the_memory_of_smaller_ones_is_not_captured(room: int | None, kept: list[int]) -> None:
+    assert fitting([64, 512, 1024, 2048, 4096], lambda size: size // 10, room, least=512) == kept
+
+
+def test_a_size_that_is_much_larger_than_the_others_leaves_them() -> None:
+    assert fitting([16, 4096], lambda size: size, 100, least=512) == [16]
+    assert fitting([4096], lambda size: size, 100, least=512) == [4096]  # nothing else could be captured
+    assert fitting([], lambda size: size, 100, least=512) == []
 
 
 def test_memory_taken_by_another_process_does_not_count_for_a_capture() -> None:

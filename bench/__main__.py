@@ -40,6 +40,7 @@ BENCHMARKS = (
     ("loading", "Loading a model from disk", "bench.loading"),
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
+    ("kernels", "A decode step, kernel by kernel", "bench.engine.kernels"),
     ("prompt_steps", "Steps that hold prompts", "bench.engine.prompt_steps"),
     ("quantized", "Quantized weights on a GPU", "bench.quantized"),
     ("hybrids", "Models with recurrent states", "bench.hybrids"),

@@ -59,7 +59,7 @@ def decode_ms(
 
     def measure(steps: int) -> float:
         first, steps = max(1, context - steps // 2), _WARM_STEPS + steps
-        timed = _decode_steps(runner, requests=requests, context=first, steps=steps, params=params, adapters=adapters)
+        timed = decode_steps(runner, requests=requests, context=first, steps=steps, params=params, adapters=adapters)
         ends_s = [time.perf_counter() for _ in timed]
         return float(median(np.diff(ends_s[_WARM_STEPS:])))
 
@@ -72,7 +72,7 @@ def decode_ms(
 def idle_share(runner: ModelRunner, *, requests: int, context: int) -> float:
     """The share of time in which the GPU runs no kernel during consecutive decode steps, from the profiler's records;
     NaN if it records none."""
-    steps = _decode_steps(runner, requests=requests, context=context, steps=2 * _WARM_STEPS + _PROFILED_STEPS)
+    steps = decode_steps(runner, requests=requests, context=context, steps=2 * _WARM_STEPS + _PROFILED_STEPS)
     for _ in range(_WARM_STEPS):
         next(steps)
     with profile(activities=[ProfilerActivity.CUDA]) as record:
@@ -156,7 +156,7 @@ def _milliseconds(call: Callable[[], None]) -> float:
     return (time.perf_counter() - start_s) * 1e3
 
 
-def _decode_steps(
+def decode_steps(
     runner: ModelRunner,
     *,
     requests: int,

@@ -32,6 +32,8 @@ _LEAST_SPREAD = 0.02
 MIN_SLICE_TOKENS = 64
 SKIPS_MAX = 3
 FORCED_STRETCH = 1.25
+# While prompts wait for too long, steps next to streams without a TPOT may be so many times as long as they should be.
+RELAXED_MAX = 8.0
 # Beyond the largest measured step, a token costs at least this share of the mean cost of the tokens before.
 _FURTHER_SHARE = 0.25
 

@@ -157,7 +157,7 @@ class Prompts:
             return 0.0
         first = min(untouched, key=_place_of)
         alone_s = costs.prompt_s(first.num_computed, first.prefill_stop, step_tokens=self._limits.max_batch_tokens)
-        before_s = 0.0 if first.place.begun else first.request.waited_s
+        before_s = 0.0 if first.place.begun else first.waited_s
         return (now - first.queued_at + before_s) / first_token_due_s(alone_s, first.request.ttft_factor)
 
     def _try_to_run(

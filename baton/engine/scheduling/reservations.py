@@ -131,6 +131,7 @@ class Reservations:
             self._blocks.fill_part(state, received_tokens)
         state.replace_output(output)
         state.score_prompt()
+        state.waited_s += now - state.queued_at
         state.queued_at = now
         # NOTE: cached blocks are shared, so a prompt whose first tokens must be computed again needs others. A state in
         # the request's own slot may have been overwritten by what arrived.

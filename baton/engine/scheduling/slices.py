@@ -10,7 +10,8 @@ times as long. It does not count, because it would only make all prompts wait.
 Requests without a TPOT get steps of at most `gap_factor` times a plain decode step. Up to about 1.5 times, prompts are
 cheap: a decode step reads all weights, and has time left to compute some tokens more. A node that gets more prompts
 than these steps can compute must not answer later and later, so the bound grows while the first prompt waits: it is
-twice as long once the prompt's first token should have come (`first_token_due_s`), then three times, and so on.
+twice as long once the prompt's first token should have come (`first_token_due_s`), then three times, and so on up to
+`RELAXED_MAX` times: then nearly all of a step is prompts, and longer ones would only make the streams stand.
 
 Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for a step with more room. After
 `SKIPS_MAX` steps without a slice it gets one of this size in any case, and as much more as makes this step at most
@@ -22,7 +23,15 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple, Protocol
 
-from baton.core.costs import FORCED_STRETCH, MIN_SLICE_TOKENS, SKIPS_MAX, StepCosts, StepWork, chunk_pairs
+from baton.core.costs import (
+    FORCED_STRETCH,
+    MIN_SLICE_TOKENS,
+    RELAXED_MAX,
+    SKIPS_MAX,
+    StepCosts,
+    StepWork,
+    chunk_pairs,
+)
 
 # A request without a deadline counts as due this long after its arrival.
 DEFAULT_TTFT_S = 10.0
@@ -155,22 +164,19 @@ class Slicer:
         self, costs: StepCosts, work: StepWork, streams: Collection[StreamBound], *, step_tokens: int
     ) -> SlicePace:
         """The best speed at which prompts are computed next to these decodes: the attention of long prompts makes no
-        slice smaller, and streams without a TPOT allow a prompt that has waited steps of any length.
+        slice smaller, and streams without a TPOT allow a prompt that has waited the longest steps.
 
         Args:
             work, streams: as for `bound`.
             step_tokens: most tokens of one step.
         """
         room = max(1, step_tokens - work.decode_rows)
-        plain_s = costs.seconds(work) if work.decode_rows else 0.0
-        bounds = (
-            [each for each in (tpot_bound_s(stream.tpot_s, plain_s) for stream in streams) if each] if plain_s else []
-        )
-        if not bounds:
+        longest_s = decodes_bound_s(costs.seconds(work), streams, overdue=inf) if work.decode_rows else inf
+        if longest_s == inf:
             return SlicePace(costs, work, room)
         without_pairs = replace(costs, pair_s=0.0)
         for forced in (False, True):
-            bound = StepBound(without_pairs, min(bounds), least_tokens=min(MIN_SLICE_TOKENS, room), forced=forced)
+            bound = StepBound(without_pairs, longest_s, least_tokens=min(MIN_SLICE_TOKENS, room), forced=forced)
             if slice_tokens := bound.tokens(work, 0, room):
                 break
         return SlicePace(costs, work, slice_tokens, skips=SKIPS_MAX if forced else 0)
@@ -188,7 +194,7 @@ def decodes_bound_s(plain_s: float, streams: Collection[StreamBound], *, overdue
         streams: bounds of the running requests.
         overdue: as for `Slicer.bound`.
     """
-    relaxed_s = plain_s * (1 + max(0.0, overdue))
+    relaxed_s = plain_s * min(1 + max(0.0, overdue), RELAXED_MAX)
     return min((tpot_bound_s(each.tpot_s, plain_s) or each.gap_factor * relaxed_s for each in streams), default=inf)
 
 

@@ -47,6 +47,7 @@ class RequestState:
     Attributes:
         place: among the waiting requests, and among the running ones.
         queued_at: when it began to wait for computation here.
+        waited_s: how long its client had waited by then.
         due_s: when its first token is due; None: never, or it is late already, or it has been sampled.
         tokens: prompt and output as far as they are known.
         blocks: the request's blocks in order; empty while it waits.
@@ -95,7 +96,7 @@ class RequestState:
         "num_reported", "num_scheduled", "num_shown", "owner", "passing", "phase", "place", "pooling",
         "prefill_only", "prefill_stop", "prompt_tokens", "queued_at", "request", "request_id", "restart_at",
         "restore_from", "row_index", "scored", "shared_row", "snapshot_stops", "splits", "started",
-        "state_slot", "state_tokens", "steady_stop", "tokens", "windows_from",
+        "state_slot", "state_tokens", "steady_stop", "tokens", "waited_s", "windows_from",
     )  # fmt: skip
 
     def __init__(
@@ -113,7 +114,7 @@ class RequestState:
         self.prefill_only = request.prefill_only
         self._adapter = request.adapter_slot
         self.place = place
-        self.queued_at = queued_at
+        self.queued_at, self.waited_s = queued_at, request.waited_s
         self.due_s = None if request.output else request.due_s
         self.splits = request.stop_tokens is not None or request.pool is not None
         self.pooling = None if request.pool is None else PoolSum(request.pool)

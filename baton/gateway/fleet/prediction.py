@@ -3,7 +3,15 @@
 import math
 from dataclasses import dataclass, replace
 
-from baton.core.costs import FORCED_STRETCH, MIN_SLICE_TOKENS, SKIPS_MAX, StepCosts, StepWork, chunk_pairs
+from baton.core.costs import (
+    FORCED_STRETCH,
+    MIN_SLICE_TOKENS,
+    RELAXED_MAX,
+    SKIPS_MAX,
+    StepCosts,
+    StepWork,
+    chunk_pairs,
+)
 from baton.core.types import first_token_due_s
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.router import OUTPUT_TOKENS, RoutedRequest, decode_s
@@ -135,7 +143,7 @@ def local_steps(
             return steps
         # While this prompt waits, its own wait makes the steps longer, by half of that on average.
         due_s = first_token_due_s(node.prompt_s(0, prompt_tokens), wanted.objective.ttft_factor)
-        gaps = wanted.objective.gap_factor * (1 + steps.stretch * waiting_s / due_s / 2)
+        gaps = wanted.objective.gap_factor * min(1 + steps.stretch * waiting_s / due_s / 2, RELAXED_MAX)
         return replace(steps, queue_stretch=_relaxed_steps(costs, rows, keys, middle, most, gaps=gaps).stretch)
     step_s = _TPOT_USED * tpot_s
     # NOTE: longer steps make streams last longer, so there will be more of them. If all streams stay on this node and

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import Overloaded
-from baton.core.types import DEFAULT_OBJECTIVE, TokenOutput
+from baton.core.types import DEFAULT_OBJECTIVE, TokenOutput, first_token_due_s
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.request_blocks import OwnerPlace
 from baton.engine.scheduling.scheduler import Scheduler
@@ -98,6 +98,15 @@ def test_a_prompt_in_progress_does_not_wait() -> None:
     due_s = DEFAULT_OBJECTIVE.ttft_factor * COSTS.prompt_s(0, 4, step_tokens=64)
     assert scheduler._prompts._overdue(running, 9.0, admit=True) == pytest.approx(4.0 / due_s)
     assert scheduler._prompts._overdue(running, 9.0, admit=False) == 0.0
+
+
+def test_a_prompt_whose_prefill_failed_elsewhere_has_waited_since_its_client_sent_it() -> None:
+    scheduler = make(tokens=64, costs=COSTS)
+    scheduler.reservations.reserve(stream("lost", 4, waited_s=1.0), 2.0)
+    scheduler.reservations.prefill_here("lost", (), 5.0)
+    due_s = first_token_due_s(COSTS.prompt_s(0, 4, step_tokens=64), DEFAULT_OBJECTIVE.ttft_factor)
+    running = scheduler._roster.in_prompt()
+    assert scheduler._prompts._overdue(running, 9.0, admit=True) == pytest.approx((1.0 + 3.0 + 4.0) / due_s)
 
 
 def test_a_prompt_in_progress_that_can_no_longer_be_in_time_is_refused_if_it_asks_for_that() -> None:

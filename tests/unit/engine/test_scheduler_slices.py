@@ -10,7 +10,7 @@ from baton.core.types import TokenOutput
 from baton.engine.batch import Batch
 from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.engine.scheduling.slices import Slicer, StepBound, StreamBound
+from baton.engine.scheduling.slices import Slicer, StepBound, StreamBound, decodes_bound_s
 from baton.engine.speculation.speculator import Speculator
 from baton.engine.step_meter import StepMeter
 from tests.unit.engine.scheduling import Meter, finish, request
@@ -153,7 +153,7 @@ def test_without_a_tpot_steps_stay_near_plain_ones_until_prompts_wait_for_longer
     alone_s = COSTS.prompt_s(0, 9100, step_tokens=8192)
     assert prompt_tokens(scheduler, 9.0 + 4 * alone_s) == 100 + 1000 - 1  # 15 ms
     assert prompt_tokens(scheduler, 9.0 + 8 * alone_s) == 100 + 1750 - 1  # 22.5 ms
-    assert prompt_tokens(scheduler, 19.0) == 8191
+    assert prompt_tokens(scheduler, 19.0) == 100 + 5500 - 1, "twelve plain steps, however long it waits"
 
 
 def test_a_request_chooses_its_own_gaps_and_how_long_it_waits_for_longer_steps() -> None:
@@ -267,6 +267,12 @@ def test_a_skipped_step_counts_only_while_prompts_want_one() -> None:
     bound = slicer.bound(COSTS, work, [_stream(0.004)], overdue=0.0)
     assert bound is not None
     assert bound.tokens(work, 0, 1000) == 0
+
+
+def test_steps_grow_with_the_wait_of_prompts_up_to_a_bound() -> None:
+    streams = [_stream(None)]
+    bounds = [decodes_bound_s(0.01, streams, overdue=overdue) for overdue in (0.0, 1.0, 3.0, 7.0, 1000.0)]
+    assert bounds == [pytest.approx(1.5 * 0.01 * factor) for factor in (1, 2, 4, 8, 8)]
 
 
 def test_a_tpot_out_of_reach_does_not_stop_prompts() -> None:

@@ -48,6 +48,8 @@ class SharedPrefix:
     def find(self, rows: Sequence[BatchRow]) -> RowGroup | None:
         """Returns the group of the step that saves most; the same object as before if it has not changed. Rows of one
         request have the same blocks."""
+        if len(rows) < LEAST_ROWS:
+            return None
         before = self._rows
         size = min(len(rows), len(before))
         changed = list(compress(count(), map(is_not, rows, before)))

@@ -41,7 +41,7 @@ class SharedPrefix:
         self._block_size = block_size
         self._tree = PrefixTree()
         self._rows: list[BatchRow] = []
-        # The blocks of each request when its row was last looked at; a request whose blocks change has a new array.
+        # The blocks of each request when its row was last looked at.
         self._blocks: dict[str, IntArray] = {}
         self._group: RowGroup | None = None
 
@@ -50,25 +50,23 @@ class SharedPrefix:
         request have the same blocks."""
         if len(rows) < LEAST_ROWS:
             return None
-        before = self._rows
-        size = min(len(rows), len(before))
-        changed = list(compress(count(), map(is_not, rows, before)))
-        if not changed and len(rows) == len(before):
+        before, known = self._rows, self._blocks
+        places = list(compress(count(), map(is_not, rows, before)))
+        if not places and len(rows) == len(before):
             return self._group
-        leaving = {before[place].request_id for place in changed}
-        leaving.update([row.request_id for row in before[size:]])
-        changed.extend(range(size, len(rows)))
-        moved = False
-        for place in changed:
-            row = rows[place]
-            moved |= place >= size or before[place].request_id != row.request_id
-            leaving.discard(row.request_id)
-            moved |= self._update(row)
-        for request_id in leaving:
-            if self._blocks.pop(request_id, None) is not None:
+        changed = [rows[place] for place in places] + list(rows[len(before) :])
+        names_before = [before[place].request_id for place in places] + [row.request_id for row in before[len(rows) :]]
+        names = [row.request_id for row in changed]
+        moved = names != names_before
+        for row in changed:
+            # A request whose blocks change has a new array.
+            if known.get(row.request_id) is not row.block_ids:
+                moved |= self._update(row)
+        for request_id in {*names_before}.difference(names):
+            if known.pop(request_id, None) is not None:
                 self._tree.remove(request_id)
         self._rows = list(rows)
-        if moved or leaving:
+        if moved:
             self._choose()
         return self._group
 
@@ -76,8 +74,6 @@ class SharedPrefix:
         """Adds a row, or one whose blocks are others than before. A row's new blocks are its own, so they do not
         count. Returns whether the tree has changed."""
         name, blocks = row.request_id, row.block_ids
-        if self._blocks.get(name) is blocks:
-            return False
         self._blocks[name] = blocks
         known = self._tree.blocks_of(name)
         if known is not None:

@@ -21,10 +21,14 @@ from attention.metadata import CommonAttentionMetadata
 # Triton compiles a kernel again for a pointer that is not a multiple of 16 bytes, so each input begins at one.
 _ALIGNED = 4
 
-# Costs on an H200 in units of the 14 ns in which a multiprocessor reads a key of one kv head of 128 channels in 16
-# bits, as in `attention.cascade`: a key for a tile of 128 query rows, and the three more launches with two merges.
-_TILE_COST, _OVERHEAD_COST = 1.6, 1100.0
+# Times of one layer on an H200, in units of the 14 ns in which a multiprocessor reads a key of one kv head of 128
+# channels in 16 bits: a key of a row that reads alone, a key of a tile of 128 query rows, a query head's results, and
+# the further launches. They are fitted to 60 batches of 8 to 256 rows with 256 to 32,768 shared keys. The last one has a
+# margin of 8 us, with which no batch that was chosen took longer.
+_ALONE_COST, _TILE_COST, _HEAD_COST, _LAUNCH_COST = 0.84, 0.54, 0.05, 2050.0
 _TILE_ROWS = 128
+# How long it takes to read a key in 8 bits, as a share of one in 16 bits.
+_BYTE_KEY_COST = 0.8
 
 
 class GroupCosts(NamedTuple):
@@ -32,26 +36,31 @@ class GroupCosts(NamedTuple):
 
     Args:
         layer: the layer's sizes.
-        key_bytes: bytes of a key of one kv head.
+        key_cost: the time to read a key of one kv head, as a share of that of a key of 128 channels in 16 bits.
     """
 
     layer: SplitLayer
-    key_bytes: int
+    key_cost: float
+
+    @classmethod
+    def of(cls, layer: SplitLayer, itemsize: int) -> "GroupCosts":
+        """The costs of a layer whose keys have channels of so many bytes."""
+        return cls(layer, layer.value_size / 128 * (_BYTE_KEY_COST if itemsize == 1 else itemsize / 2))
 
     def saved(self, *, num_rows: int, span: int, num_keys: int) -> float:
-        """The time saved by reading `num_keys` keys once for `num_rows` rows, in the units of `_TILE_COST`; below 0 it
-        is a loss.
+        """The time saved by reading `num_keys` keys once for `num_rows` rows, in units of 14 ns; below 0 it is a loss.
 
         Args:
             span: rows from the first one of the group to its last one. Rows between are computed too.
         """
         layer = self.layer
-        alone = layer.num_kv_heads * num_rows * num_keys * self.key_bytes / (256 * layer.num_sms)
+        alone = _ALONE_COST * self.key_cost * layer.num_kv_heads * num_rows * num_keys / layer.num_sms
         tiles = -(-span * layer.num_heads // (layer.num_kv_heads * _TILE_ROWS))
         splits = choose_splits(layer, num_tokens=span, num_reqs=1, batch_tokens=span, num_keys=num_keys)
         waves = -(-layer.num_kv_heads * tiles * splits // layer.num_sms)
         keys = max(min(num_keys, LEAST_KEYS), num_keys / splits)
-        return alone - waves * keys * _TILE_COST * max(1.0, layer.value_size / 128) - _OVERHEAD_COST
+        together = waves * keys * _TILE_COST * max(1.0, layer.value_size / 128)
+        return alone - together - span * layer.num_heads * _HEAD_COST - _LAUNCH_COST
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             return None
         if not any(map(can_share_prefix, needs.layers.values())):
             return None
-        return GroupCosts(self._split_layer, needs.head_size * TORCH_DTYPES[needs.cache_dtype].itemsize)
+        return GroupCosts.of(self._split_layer, TORCH_DTYPES[needs.cache_dtype].itemsize)
 
     def build_with_prefix(self, common: CommonAttentionMetadata, group: PrefixGroup) -> TritonAttentionMetadata:
         num_rows, block_size = common.num_reqs, self._needs.block_size

@@ -15,6 +15,7 @@ from baton.engine.build import BuiltRunner
 from baton.engine.device.capture import Recorder
 from baton.engine.device.cascade_steps import cascade_sizes
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings
+from baton.engine.device.shared_prefix import LEAST_ROWS
 from baton.engine.request import int_array
 from baton.engine.sampling.row import GREEDY_ROW
 from baton.kvcache.cache import PagedKVCache
@@ -32,7 +33,7 @@ OWN_BLOCKS = 20
 GRAPHS = GraphSettings(max_requests=64, max_context_tokens=2048, cascade=True)
 ERROR = {"float32": 1e-3, "bfloat16": 0.02}
 # Reading is so dear that every group is worth it.
-DEAR = GroupCosts(SplitLayer(num_heads=4, num_kv_heads=2, value_size=64, num_sms=1), key_bytes=2**30)
+DEAR = GroupCosts(SplitLayer(num_heads=4, num_kv_heads=2, value_size=64, num_sms=1), key_cost=2.0**30)
 # The first blocks of a row: long enough for two splits, short, none.
 STEMS = [range(100), range(100, 104), range(0)]
 
@@ -70,7 +71,6 @@ def expected(built: BuiltRunner, cache: PagedKVCache, rows: list[BatchRow]) -> T
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@torch.inference_mode()
 def test_replays_with_a_shared_prefix_have_the_logits_of_the_model(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = demo(dtype, monkeypatch)
     shape = replace(built.cache.shape, num_blocks=104 + 64 * OWN_BLOCKS)
@@ -79,24 +79,26 @@ def test_replays_with_a_shared_prefix_have_the_logits_of_the_model(dtype: str, m
     before = cache.storage.clone()
     graphs = DecodeGraphs(built.runner.model, built.runner.backend, cache, GRAPHS)
     recorder = Recorder(cache.view.device)
-    graphs.capture(recorder=recorder)
-    graphs.capture_cascade(recorder)
+    with torch.inference_mode():
+        graphs.capture(recorder=recorder)
+        graphs.capture_cascade(recorder)
     assert torch.equal(cache.storage, before)
     assert graphs.cascade is not None
-    slots = graphs.new_slots()
-    sizes = cascade_sizes(graphs.sizes)
+    slots, sizes = graphs.new_slots(), cascade_sizes(graphs.sizes)
     assert sizes[-1] == 64
     for step, size in enumerate(sizes):
         for stems in ([0] * size, [0, 1, 2] * (size // 3), [2, *[1] * (size - 1)], [*[2] * 3, *[0] * (size - 3)]):
-            rows = rows_of(stems, step=step)
-            launched = graphs.cascade.launched
-            logits_RV = graphs.launch(rows, graphs.size_for(rows) or 0, step=0, slot=slots.take())[: len(rows)].clone()
-            shares = max(map(stems.count, (0, 1))) >= 8
-            assert graphs.cascade.launched == launched + shares
+            rows, launched = rows_of(stems, step=step), graphs.cascade.launched
+            full = graphs.size_for(rows)
+            assert full is not None
+            with torch.inference_mode():
+                logits_RV = graphs.launch(rows, full, step=0, slot=slots.take())[: len(rows)].clone()
+            assert graphs.cascade.launched == launched + (max(map(stems.count, (0, 1))) >= LEAST_ROWS)
             assert graphs.buffers.sampled[: len(rows)].tolist() == logits_RV.argmax(dim=1).tolist()
             cache.storage.copy_(before)
-            error = relative_error(logits_RV.cpu(), expected(built, cache, rows).cpu())
-            assert error < ERROR[dtype], (size, stems)
+            with torch.inference_mode():
+                theirs = expected(built, cache, rows)
+            assert relative_error(logits_RV.cpu(), theirs.cpu()) < ERROR[dtype], (size, stems)
             cache.storage.copy_(before)
 
 

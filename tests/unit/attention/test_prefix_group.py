@@ -137,15 +137,21 @@ def test_tables_are_split_after_the_shared_keys() -> None:
         (64, 64, 8192, True),
         (32, 64, 8192, True),
         (8, 8, 8192, True),
-        (8, 8, 1024, False),  # little is read twice
-        (64, 64, 64, False),  # more launches
+        (8, 8, 4096, False),  # little is read twice
+        (64, 64, 512, False),  # more launches
         (8, 1024, 8192, False),  # most of the computed rows are not of the group
     ],
 )
 def test_a_group_is_worth_it_where_it_saves_more_than_it_costs(
     num_rows: int, span: int, num_keys: int, worth: bool
 ) -> None:
-    assert (GroupCosts(LLAMA, key_bytes=256).saved(num_rows=num_rows, span=span, num_keys=num_keys) > 0) is worth
+    costs = GroupCosts.of(LLAMA, itemsize=2)
+    assert (costs.saved(num_rows=num_rows, span=span, num_keys=num_keys) > 0) is worth
+
+
+def test_less_is_saved_where_keys_have_8_bits() -> None:
+    saved = [GroupCosts.of(LLAMA, itemsize).saved(num_rows=64, span=64, num_keys=1024) for itemsize in (1, 2)]
+    assert saved[0] < 0 < saved[1]
 
 
 def builder_of(setting: Setting, *layers: AttentionParameters, invariant: bool = False) -> GroupCosts | None:

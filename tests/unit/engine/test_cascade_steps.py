@@ -22,7 +22,7 @@ from tests.unit.models.tiny import VOCAB_SIZE, save_tiny
 
 GRAPHS = GraphSettings(max_requests=16, max_context_tokens=48, cascade=True)
 # Reading is so dear that every group is worth it.
-COSTS = GroupCosts(SplitLayer(num_heads=4, num_kv_heads=2, value_size=16, num_sms=1), key_bytes=2**30)
+COSTS = GroupCosts(SplitLayer(num_heads=4, num_kv_heads=2, value_size=16, num_sms=1), key_cost=2.0**30)
 
 
 def rows_of(lengths: Sequence[int], shared: Sequence[Sequence[int]], *, step: int) -> list[BatchRow]:

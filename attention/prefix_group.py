@@ -23,8 +23,8 @@ _ALIGNED = 4
 
 # Times of one layer on an H200, in units of the 14 ns in which a multiprocessor reads a key of one kv head of 128
 # channels in 16 bits: a key of a row that reads alone, a key of a tile of 128 query rows, a query head's results, and
-# the further launches. They are fitted to 60 batches of 8 to 256 rows with 256 to 32,768 shared keys. The last one has a
-# margin of 8 us, with which no batch that was chosen took longer.
+# the further launches. They are fitted to 60 batches of 8 to 256 rows with 256 to 32,768 shared keys. The last one has
+# a margin of 8 us, with which no batch that was chosen took longer.
 _ALONE_COST, _TILE_COST, _HEAD_COST, _LAUNCH_COST = 0.84, 0.54, 0.05, 2050.0
 _TILE_ROWS = 128
 # How long it takes to read a key in 8 bits, as a share of one in 16 bits.

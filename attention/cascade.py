@@ -38,6 +38,8 @@ class SharedPrefix:
         num_tokens: number of the batch's queries.
         plan: split of the keys among programs if the queries are too few to fill the GPU; otherwise None.
         rest: the batch without the prefix: its lengths and block tables begin after it.
+        splits: number of programs that share the keys, without a plan.
+        lens_T: [T] int32, the prefix that each query has; 0: it does not have the prefix. None: all have it.
     """
 
     query_start_loc: Tensor
@@ -46,6 +48,8 @@ class SharedPrefix:
     num_tokens: int
     plan: DecodePlan | None
     rest: CommonAttentionMetadata
+    splits: int = 1
+    lens_T: Tensor | None = None
 
 
 def share_prefix(
@@ -179,6 +183,15 @@ def attend_with_prefix(
             v_scale=v_scale,
             out=parts[0],
             lse_HT=lses[0],
+            splits=prefix.splits,
         )
     attend_rest(parts[1], lses[1])
-    merge_attn_states(parts[0], lses[0], parts[1], lses[1], out=out[:num_tokens], sinks_H=layer.sinks_H)
+    merge_attn_states(
+        parts[0],
+        lses[0],
+        parts[1],
+        lses[1],
+        out=out[:num_tokens],
+        sinks_H=layer.sinks_H,
+        prefix_lens_T=prefix.lens_T,
+    )

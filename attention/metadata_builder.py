@@ -14,6 +14,7 @@ from attention.metadata import (
     PaddedBatch,
     reorder_batch_to_split_decodes_and_prefills,
 )
+from attention.prefix_group import GroupCosts, PrefixGroup
 
 M_co = TypeVar("M_co", bound=AttentionMetadata, covariant=True)
 
@@ -54,6 +55,16 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         """Returns the metadata of a batch whose values the host does not know, for a builder that `captures_prompts`.
         Layers then write a result for every token, 0 for padding."""
         del batch
+        raise NotImplementedError(type(self).__name__)
+
+    def group_costs(self) -> GroupCosts | None:
+        """Returns what a group of decodes that share keys saves; None if `build_with_prefix` is not there."""
+        return None
+
+    def build_with_prefix(self, common: CommonAttentionMetadata, group: PrefixGroup) -> M_co:
+        """Returns the metadata of decodes of which a group shares keys, as a part of the captured step: layers read
+        these keys once. For a builder that `plans_on_device` and has `group_costs`."""
+        del common, group
         raise NotImplementedError(type(self).__name__)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:

@@ -4,15 +4,15 @@ Legend: R requests.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionNeeds
+from attention.backend import AttentionFeature, AttentionNeeds
 from attention.backends.invariance import ANY_QUERY_LEN, MAX_SPLITS, SPLIT_KEYS
-from attention.cascade import SharedPrefix, share_prefix, worth_sharing
+from attention.cascade import SharedPrefix, can_share_prefix, share_prefix, worth_sharing
 from attention.kernels.decode.plan import (
     DecodePlan,
     decode_tiling,
@@ -33,6 +33,7 @@ from attention.metadata import (
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
+from attention.prefix_group import GroupCosts, PrefixGroup
 from baton.kvcache.cache import TORCH_DTYPES
 from baton.kvcache.tokens import WriteIndex
 
@@ -178,7 +179,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         self._tile_tokens = max(1, _TILE_ROWS // group) if lists_work else None
         self._always_persistent = bool(persistent_prefills)
         self._plans = DecodePlans(new_plan, needs.layers.values())
-        self._rest_plans = DecodePlans(new_plan, ())
+        self._rest_plans = DecodePlans(new_plan, filter(can_share_prefix, needs.layers.values()))
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
@@ -248,6 +249,34 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             prefix=None,
             rest_plans=self._rest_plans,
         )
+
+    def group_costs(self) -> GroupCosts | None:
+        needs = self._needs
+        # A batch-invariant row's split must not depend on other rows, and ALiBi counts keys from the sequence's start.
+        if needs.batch_invariant or AttentionFeature.ALIBI in needs.features:
+            return None
+        if not any(map(can_share_prefix, needs.layers.values())):
+            return None
+        return GroupCosts.of(self._split_layer, TORCH_DTYPES[needs.cache_dtype].itemsize)
+
+    def build_with_prefix(self, common: CommonAttentionMetadata, group: PrefixGroup) -> TritonAttentionMetadata:
+        num_rows, block_size = common.num_reqs, self._needs.block_size
+        group.split(common, block_size)
+        num_keys = common.block_table_tensor.shape[1] * block_size
+        splits = self._splits(num_tokens=num_rows, num_reqs=1, batch_tokens=num_rows, num_keys=num_keys)
+        own_lens_R = group.own_lens_N[:num_rows]
+        self._rest_plans.fill(own_lens_R)
+        prefix = SharedPrefix(
+            query_start_loc=group.rows,
+            seq_lens=group.num_keys,
+            block_table=group.tables[:1],
+            num_tokens=num_rows,
+            plan=None,
+            rest=replace(common, seq_lens=own_lens_R, block_table_tensor=group.tables[1 : num_rows + 1]),
+            splits=splits,
+            lens_T=group.lens_N[:num_rows],
+        )
+        return replace(self.build(0, common), prefix=prefix)
 
     def _splits(self, *, num_tokens: int, num_reqs: int, batch_tokens: int, num_keys: int) -> int:
         # The number depends on the batch, so keys are not split where results must not depend on it.

@@ -19,6 +19,7 @@ def merge_attn_states(
     out: Tensor,
     lse_HT: Tensor | None = None,
     sinks_H: Tensor | None = None,
+    prefix_lens_T: Tensor | None = None,
 ) -> None:
     """Writes attention over prefix and suffix keys together into `out`, which may be either output itself.
 
@@ -27,6 +28,7 @@ def merge_attn_states(
         out: [T, H, V] of any float type; 0 without keys on both sides.
         lse_HT: float32, merged; may be one of the two.
         sinks_H: float32; an extra score per head, which neither side includes.
+        prefix_lens_T: int32; 0: the token has no prefix, and nothing of that side is used for it. None: all have it.
     """
     num_tokens, num_heads, num_channels = out.shape
     if not num_tokens:
@@ -41,6 +43,7 @@ def merge_attn_states(
         out,
         lse_HT,
         sinks_H,
+        prefix_lens_T,
         num_heads,
         *prefix_output_THV.stride()[:2],
         *prefix_lse_HT.stride(),
@@ -75,6 +78,7 @@ def _merge(
     out,
     merged_lse,
     sinks,
+    prefix_lens,
     num_heads,
     prefix_stride_T,
     prefix_stride_H,
@@ -108,6 +112,8 @@ def _merge(
         suffix_lse + heads * suffix_lse_stride_H + token * suffix_lse_stride_T, mask=head_mask, other=minus_inf
     )
     prefix = tl.where(prefix == float("inf"), minus_inf, prefix)
+    if prefix_lens is not None:
+        prefix = tl.where(tl.load(prefix_lens + token) > 0, prefix, minus_inf)
     suffix = tl.where(suffix == float("inf"), minus_inf, suffix)
     highest = tl.maximum(prefix, suffix)
     if sinks is not None:

@@ -270,6 +270,7 @@ def _build_runner(
             max_context_tokens=min(config.max_context_tokens, cache.shape.num_slots),
             memory_bytes=None if memory is None else memory.graphs,
             max_tokens=limits.max_batch_tokens,
+            cascade=True,
         )
     return BuiltRunner(
         make_runner(cache, graphs),

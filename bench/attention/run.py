@@ -6,7 +6,7 @@ from types import MappingProxyType
 import torch
 
 from attention.platform import Platform, probe_platform
-from bench.attention import gqa, mla, moves, ragged, selected, short_chunks, sparse
+from bench.attention import gqa, mla, moves, ragged, selected, shared_prefix, short_chunks, sparse
 from bench.attention.measure import Ceilings, ceilings
 from bench.table import Row
 
@@ -17,6 +17,7 @@ PARTS: Mapping[str, Callable[[Platform, Ceilings, Progress], Iterator[Row]]] = M
     {
         "gqa": gqa.run,
         "ragged": ragged.run,
+        "shared_prefix": lambda platform, _, progress: shared_prefix.run(platform, progress),
         "short_chunks": short_chunks.run,
         "mla": mla.run,
         "sparse": lambda platform, _, progress: sparse.run(platform, progress),

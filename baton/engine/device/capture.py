@@ -14,6 +14,8 @@ _DRIVER_BYTES = 32 << 20
 
 _T = TypeVar("_T")
 
+# Queues a step over the rows in the buffers; returns its logits, which the next step overwrites.
+Step = Callable[[], Tensor]
 # Called with the number of captured graphs and of all graphs.
 Progress = Callable[[int, int], None]
 # Called where a step may be cut, with the number of layers that are computed.

@@ -17,7 +17,8 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata
 from baton.engine.batch import BatchRow
-from baton.engine.device.capture import Progress, Recorder, affordable, thin
+from baton.engine.device.capture import Progress, Recorder, Step, affordable, thin
+from baton.engine.device.cascade_steps import CascadeSteps, cascade_sizes
 from baton.engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
 from baton.engine.device.owned_buffers import OwnedBuffers, new_owned_buffers
 from baton.engine.device.step_slot import StepSlot, StepSlots
@@ -32,9 +33,6 @@ _log = logging.getLogger(__name__)
 
 # Steps of more rows keep the GPU busy for longer than the host takes to launch them.
 MOST_ROWS = 1024
-
-# Queues a step over the rows in the buffers; returns its logits, which the next step overwrites.
-Step = Callable[[], Tensor]
 
 
 class Steps(NamedTuple):
@@ -55,6 +53,7 @@ class GraphSettings:
         memory_bytes: most memory of graphs in addition to their buffers; None: no bound.
         largest: rows of the largest captured decode step, where `max_requests` are more.
         max_tokens: most tokens of a step; larger steps are not captured. 0: no step with prompts is.
+        cascade: also capture steps that read the keys which many rows share once, if the backend can.
     """
 
     max_requests: int
@@ -62,6 +61,7 @@ class GraphSettings:
     memory_bytes: int | None = None
     largest: int = MOST_ROWS
     max_tokens: int = 0
+    cascade: bool = False
 
     @property
     def most_rows(self) -> int:
@@ -135,6 +135,7 @@ class DecodeGraphs:
         buffers: shared by all sizes.
         owned: this rank's part of the buffers, with attention data parallelism.
         sizes: captured numbers of rows, smallest first; with attention data parallelism, those of each rank.
+        cascade: the steps that read shared keys once; None: there are none.
     """
 
     def __init__(
@@ -157,6 +158,10 @@ class DecodeGraphs:
             self.owned = new_owned_buffers(self.buffers, model.exchange)
         self.sizes: list[int] = []
         self._steps: dict[int, Steps] = {}
+        self.cascade: CascadeSteps | None = None
+        builder, block_size = backend.builder, cache.shape.block_size
+        if settings.cascade and self.owned is None and (costs := builder.group_costs()) is not None:
+            self.cascade = CascadeSteps(costs, builder, self.buffers, block_size=block_size)
 
     def size_for(self, rows: Sequence[BatchRow]) -> int | None:
         """The captured size for these rows. Returns None if they must run outside of a graph."""
@@ -169,9 +174,12 @@ class DecodeGraphs:
 
     def launch(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> Tensor:
         """Queues a step that writes its tokens to `buffers.sampled`. Returns its logits, valid until the next step."""
+        run = None if self.cascade is None else self.cascade.step_for(rows)
         self._fill(rows, size, step=step, slot=slot)
-        steps = self._steps[size]
-        logits_RV = steps.adapted() if self.buffers.host.has_adapters else steps.plain()
+        if run is None:
+            steps = self._steps[size]
+            run = steps.adapted if self.buffers.host.has_adapters else steps.plain
+        logits_RV = run()
         self.buffers.host.copied()
         return logits_RV
 
@@ -202,6 +210,42 @@ class DecodeGraphs:
             self._capture_on_gpu(recorder or Recorder(self._device), progress)
         else:
             _log.warning("%s has no CUDA graphs: decode steps run without them", self._backend.capabilities.name)
+
+    def capture_cascade(self, recorder: Recorder | None) -> None:
+        """Captures the steps that read shared keys once, as many as the other graphs leave memory for. Writes no KV.
+
+        Args:
+            recorder: of the other graphs; None on a CPU.
+        """
+        if self.cascade is None:
+            return
+        sizes, start_s = cascade_sizes(self.sizes), time.perf_counter()
+        taken = [] if recorder is None else recorder.taken
+        first = len(taken)
+        while sizes := thin(sizes, self._num_affordable(taken, first=first)):
+            *sizes, size = sizes
+            self.cascade.add(size, self._cascade_step(size, recorder))
+        if recorder is not None:
+            _log.info(
+                "captured %d decode steps with a shared prefix in %.1f s, %.0f MiB",
+                len(taken) - first,
+                time.perf_counter() - start_s,
+                sum(taken[first:]) / (1 << 20),
+            )
+
+    def _cascade_step(self, size: int, recorder: Recorder | None) -> Step:
+        assert self.cascade is not None
+        build = partial(self.cascade.build, self._common(size))
+        run = partial(self._run, size, build, adapters=self._model.find_adapters is not None)
+        if recorder is None:
+            return run
+        self.fill_for_capture(size)
+        return recorder.record(run)
+
+    def _num_affordable(self, taken: Sequence[int], *, first: int = 0) -> int:
+        """How many more graphs memory allows. Ranks sum over the rows of a graph, so all of them capture the same
+        sizes."""
+        return self._model.parallel.smallest(affordable(taken, self._settings.memory_bytes, first=first), self._device)
 
     @property
     def _wanted(self) -> list[int]:
@@ -242,8 +286,7 @@ class DecodeGraphs:
             adapted = make(size, adapters=has_adapters)
             self._steps[size] = Steps(make(size, adapters=False) if has_adapters else adapted, adapted)
             self.sizes = sorted(self._steps)
-            # Ranks sum over the rows of a graph, so all of them must capture the same sizes.
-            count = self._model.parallel.smallest(affordable(taken, self._settings.memory_bytes), self._device)
+            count = self._num_affordable(taken)
             sizes = thin(sizes, count // 2 if has_adapters else count)
             if progress is not None:
                 progress(len(self.sizes), len(self.sizes) + len(sizes))

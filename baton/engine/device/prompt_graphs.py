@@ -16,9 +16,9 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata
 from baton.engine.batch import BatchRow
-from baton.engine.device.capture import Progress, Recorder, affordable, fitting, thin
+from baton.engine.device.capture import Progress, Recorder, Step, affordable, fitting, thin
 from baton.engine.device.decode_buffers import DecodeBuffers
-from baton.engine.device.graphs import GraphSettings, Step, capture_sizes
+from baton.engine.device.graphs import GraphSettings, capture_sizes
 from baton.engine.device.layer_marks import LayerMarks
 from baton.engine.device.owned_buffers import OwnedBuffers
 from baton.engine.device.prompt_buffers import FilledRows, PromptBuffers, most_prompts, new_prompt_buffers

@@ -145,6 +145,8 @@ class ModelRunner:
             self.drafts.capture(progress, recorder)
         if self._prompts is not None:
             self._prompts.capture(progress, recorder=recorder)
+        if self._graphs is not None:
+            self._graphs.capture_cascade(recorder)
 
     def _check_prompts(self) -> None:
         """Drops captured steps with prompts that do not compute what steps outside of graphs do. All ranks do so

@@ -173,9 +173,13 @@ def test_a_captured_step_depends_on_no_value_of_the_host(family: str, name: str,
         torch.testing.assert_close(logits_RV, reference.logits(rows), rtol=1e-4, atol=1e-5)
 
 
-def load_with(name: str, directory: Path, built: BuiltRunner) -> tuple[CausalLM, AttentionBackend]:
+def load_with(
+    name: str, directory: Path, built: BuiltRunner, *, max_num_reqs: int = 8
+) -> tuple[CausalLM, AttentionBackend]:
     """The model with a backend of Triton kernels, which run in the interpreter without a GPU."""
-    needs = attention_needs(built.config, dtype="float32", device="cpu", shape=built.cache.shape, max_num_reqs=8)
+    needs = attention_needs(
+        built.config, dtype="float32", device="cpu", shape=built.cache.shape, max_num_reqs=max_num_reqs
+    )
     (backend_class,) = (each for each in BACKENDS if each.capabilities.name == name)
     backend = backend_class(needs, probe_platform("cpu"), context_workspace_tokens=64)
     return load_model(directory, built.config, backend=backend, dtype="float32", device="cpu"), backend

@@ -9,7 +9,7 @@ bounded time.
 Requests whose client has tokens go before all others of their priority, in order of arrival (`QueuePlace.begun`).
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
@@ -145,8 +145,9 @@ class Prompts:
     ) -> None:
         """Plans chunks in rounds in which ranks get up to equally many tokens: of the best class of prompts while they
         take any, then of the next class."""
-        counts, ranks = Counter(row.owner for row in step.rows), range(self._blocks.num_pools)
-        shares, done = RankShares([counts[rank] for rank in ranks]), set[PromptClass]()
+        shares, done = RankShares(self._blocks.num_pools), set[PromptClass]()
+        for row in step.rows:
+            shares.add(row.owner, len(row.token_ids))
         while step.budget > 0:
             waiting = self._next_waiting(admit=admit)
             candidates = prompts if waiting is None else [*prompts, waiting]
@@ -155,12 +156,12 @@ class Prompts:
                 break
             shares.served, before = min(classes), step.budget
             served = [state for state in candidates if _class_of(state) == shares.served]
-            # A waiting request may go to any rank.
+            room = step.budget if step.bound is None else step.bound.tokens(step.work, 0, step.budget)
             # The end of a prompt may fit where nothing else does.
-            room = step.budget if step.bound is None else step.bound.tokens(step.work, 0, step.budget) or step.budget
-            shares.raise_level(room, ranks if waiting in served else {state.pool for state in served})
+            ranks = {state.pool for state in served if state is not waiting}
+            shares.begin_round(room or step.budget, ranks, waiting=waiting in served)
             prompts, admit = self._add_round(step, prompts, pace, now, admit=admit, shares=shares)
-            if step.budget == before:
+            if step.budget == before and not shares.is_held_back:
                 done.add(shares.served)
 
     def _next_waiting(self, *, admit: bool) -> RequestState | None:
@@ -196,7 +197,7 @@ class Prompts:
             else:
                 break
         left = [state for state in (*begun, *queue) if step.left_of(state)]
-        return left, admit or (shares is not None and shares.was_full)
+        return left, admit or (shares is not None and shares.deferred)
 
     def _plan(self, step: NextStep, state: RequestState, shares: RankShares | None, *, others: int) -> None:
         """Plans a chunk of a running request, if its class is served and its rank has room."""
@@ -245,7 +246,7 @@ class Prompts:
             shares: the tokens that each rank may get; None: there is one rank.
         """
         if shares is not None and _class_of(state) != shares.served:
-            shares.was_full = True
+            shares.deferred = True
             return False
         place = self._blocks.place(state, self._blocks.room(self._roster.decoders()))
         start = self._blocks.search.num_cached(state) if place is None else self._blocks.search.num_tokens(place.cached)
@@ -256,7 +257,7 @@ class Prompts:
             return False
         most = None
         if shares is not None and not (most := shares.room(place.pool)):
-            shares.was_full = True
+            shares.defer(place.pool)
             return False
         if not step.chunk_tokens(state, start, others=others, most=most):
             return False

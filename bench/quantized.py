@@ -22,7 +22,7 @@ from bench.engine.steps import decode_ms
 from bench.table import Row
 
 _CONFIGS = Path(__file__).resolve().parent / "engine" / "configs"
-_BATCHES = (1, 8, 32, 128)
+_BATCHES = (1, 8, 32, 128, 256)
 _CONTEXT = 1024
 _GPTQ = MappingProxyType({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True})
 _AWQ = MappingProxyType({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"})
@@ -140,7 +140,7 @@ def _build(case: _Case) -> BuiltRunner:
         values = json.loads((_CONFIGS / case.base / "config.json").read_text()) | dict(case.fields)
         (Path(directory) / "config.json").write_text(json.dumps(values))
         settings = NodeSettings(
-            model=Path(directory), device="cuda", load_format="dummy", max_batch_requests=128, block_size=16
+            model=Path(directory), device="cuda", load_format="dummy", max_batch_requests=_BATCHES[-1], block_size=16
         )
         built = build_runner(settings)
     built.runner.prepare()

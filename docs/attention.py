@@ -23,6 +23,11 @@ NAMES = (
     ("get_kv_cache_shape", "baton.kvcache.cache.PagedKVCache"),
     ("get_kv_cache_stride_order", "baton.kvcache.layout.KVCacheLayout.memory_order"),
     ("LocalStridedBlockSparseAttn", "attention.kernels.blocksparse.prefill.blocksparse_prefill"),
+    ("full_cudagraph_supported", "attention.backend.BackendCapabilities"),
+    ("kv_cache_spec", "attention.backend.AttentionNeeds"),
+    ("q_range", "baton.kvcache.scales.Q_SCALE_CONSTANT"),
+    ("k_range", "baton.kvcache.scales.K_SCALE_CONSTANT"),
+    ("v_range", "baton.kvcache.scales.V_SCALE_CONSTANT"),
     ("PagedAttention.forward_decode", "attention.kernels.blocksparse.decode.blocksparse_decode"),
     ("MLACommonImpl", "attention.mla.MLAAttention"),
     ("MLACommonMetadata", "attention.backend.MLAMetadata"),
@@ -30,6 +35,29 @@ NAMES = (
     (
         "AttentionState.graph_capture",
         "attention.metadata_builder.AttentionMetadataBuilder.build_for_cudagraph_capture",
+    ),
+)
+
+# Parts of vLLM's interface that have no counterpart, and why.
+LEFT_OUT = (
+    (
+        "`output_shape`",
+        "The result has the queries' shape. Latent attention, whose values are narrower than its queries, has a layer "
+        "of its own, `attention.mla.MLAAttention`.",
+    ),
+    (
+        "`output_block_scale`",
+        "It is for next layers that take 4 bits in blocks (NVFP4). Layers here take 8 or 16 bits, for which "
+        "`output_scale` is enough. vLLM's xformers backend refuses both.",
+    ),
+    (
+        "`Q_SCALE_CONSTANT`, `K_SCALE_CONSTANT` and `V_SCALE_CONSTANT` in the environment",
+        "They are constants: nodes with different values would calculate different scales for the same KV.",
+    ),
+    (
+        "`full_cudagraph_supported` and `kv_cache_spec` of builders",
+        "Backends are selected by both before a builder exists: `BackendCapabilities.cudagraph` and `AttentionNeeds` "
+        "have them.",
     ),
 )
 
@@ -101,6 +129,7 @@ def page() -> str:
     capabilities = [backend.capabilities for backend in BACKENDS]
     sections = [_INTRODUCTION, "## Machines and sizes", "", *_sizes(capabilities), "", "## Features", ""]
     sections += [*_features(capabilities), "", "## Library API", "", *_library_api(), "", "## Names", "", *_names()]
+    sections += ["", "## Left out", "", *_left_out()]
     return "\n".join(sections) + "\n"
 
 
@@ -149,6 +178,10 @@ def _library_api() -> list[str]:
 def _names() -> list[str]:
     sentence = "Classes and functions that vLLM also has have the same names here, except these:"
     return [sentence, "", "| in vLLM | here |", "|---|---|", *(f"| `{theirs}` | `{ours}` |" for theirs, ours in NAMES)]
+
+
+def _left_out() -> list[str]:
+    return ["| in vLLM | why not here |", "|---|---|", *(f"| {what} | {why} |" for what, why in LEFT_OUT)]
 
 
 def _named(values: Iterable[object]) -> str:

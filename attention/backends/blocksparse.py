@@ -66,7 +66,7 @@ class BlocksparseBuilder(DecodesFirstBuilder[BlocksparseMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> BlocksparseMetadata:
-        del common_prefix_len, fast_build  # cascade attention is unsupported, and every build is fast
+        del common_prefix_len, fast_build  # cascade attention is unsupported, and there is nothing to leave out
         check_causal(common)
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common)
         without_context = num_prefills > 0 and not common.num_computed_tokens_cpu[num_decodes:].any()

@@ -62,7 +62,7 @@ class FlashAttnBuilder(DecodesFirstBuilder[FlashAttnMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> FlashAttnMetadata:
-        del common_prefix_len, fast_build
+        del common_prefix_len, fast_build  # there is nothing to leave out
         num_decodes = split_decodes_and_prefills(common)[0] if common.causal else 0
         return FlashAttnMetadata(
             new_tokens=WriteIndex(common.slot_mapping, self._block_size),

@@ -51,10 +51,9 @@ class FlashInferBuilder(DecodesFirstBuilder[FlashInferMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> FlashInferMetadata:
-        del fast_build
         wrappers, num_reqs = self._wrappers, common.num_reqs
         new_tokens = WriteIndex(common.slot_mapping, wrappers.block_size)
-        if common_prefix_len:
+        if common_prefix_len and not fast_build:
             cascade = wrappers.plan_cascade(common, common_prefix_len)
             if cascade is not None:
                 return FlashInferMetadata(

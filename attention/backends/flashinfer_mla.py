@@ -56,7 +56,7 @@ class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> FlashInferMLAMetadata:
-        del common_prefix_len, fast_build
+        del common_prefix_len, fast_build  # layers cannot do without the plan
         num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
         return FlashInferMLAMetadata(
             new_tokens=WriteIndex(common.slot_mapping, self._block_size),

@@ -49,7 +49,7 @@ class TorchMLABuilder(DecodesFirstBuilder[TorchMLAMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> TorchMLAMetadata:
-        del common_prefix_len, fast_build
+        del common_prefix_len, fast_build  # there is nothing to leave out
         if self._apart:
             common = each_token_apart(common)
         num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)

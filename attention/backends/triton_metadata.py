@@ -184,16 +184,15 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> TritonAttentionMetadata:
-        del fast_build  # a plan costs one small launch
         num_decodes, num_prefills, _, prefill_tokens = split_decodes_and_prefills(common)
         invariant = self._needs.batch_invariant
         prefix = None
-        if common_prefix_len and not invariant:
+        if common_prefix_len and not invariant and not fast_build:
             prefix = share_prefix(common, common_prefix_len, self._needs, num_sms=self._num_sms)
         decodes, prefills = split_requests(common, num_decodes)
         fresh = not invariant and not common.num_computed_tokens_cpu[num_decodes:].any()
         many_short = num_prefills >= _LEAST_PROMPTS and prefill_tokens <= _MOST_MEAN_TOKENS * num_prefills
-        if self._always_persistent or (fresh and many_short):
+        if self._always_persistent or (fresh and many_short and not fast_build):
             prefills = self._with_work(prefills, common.num_actual_tokens)
         elif num_prefills and not fresh:
             prefills = prefills._replace(

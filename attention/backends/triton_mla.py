@@ -82,7 +82,7 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> TritonMLAMetadata:
-        del common_prefix_len, fast_build
+        del common_prefix_len, fast_build  # layers cannot do without the plans
         num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
         in_order = self._in_order is not None
         new_tokens = WriteIndex(common.slot_mapping, self._block_size)

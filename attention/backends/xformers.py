@@ -78,7 +78,7 @@ class XFormersBuilder(DecodesFirstBuilder[XFormersMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> XFormersMetadata:
-        del common_prefix_len, fast_build
+        del common_prefix_len, fast_build  # there is nothing to leave out
         check_causal(common)
         num_decodes = split_decodes_and_prefills(common)[0] if self._decodes_with_xformers else 0
         return XFormersMetadata(

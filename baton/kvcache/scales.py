@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 # A calculated scale maps the first batch's largest number to this, well below fp8's largest (448): later batches may
 # hold larger ones.
-Q_RANGE = 200.0
-K_RANGE = 200.0
-V_RANGE = 100.0
+Q_SCALE_CONSTANT = 200.0
+K_SCALE_CONSTANT = 200.0
+V_SCALE_CONSTANT = 100.0
 
 
 class KVScales(nn.Module):
@@ -53,9 +53,9 @@ class KVScales(nn.Module):
         """Sets the scales from one batch, once, without waiting for the device. A batch of zeros, such as a warm-up's,
         gives scale 1."""
         for scale, values, wanted in (
-            (self.q_scale, q, Q_RANGE),
-            (self.k_scale, k, K_RANGE),
-            (self.v_scale, v, V_RANGE),
+            (self.q_scale, q, Q_SCALE_CONSTANT),
+            (self.k_scale, k, K_SCALE_CONSTANT),
+            (self.v_scale, v, V_SCALE_CONSTANT),
         ):
             largest = values.abs().amax().float()
             scale.copy_(torch.where(largest > 0, largest / wanted, 1.0))

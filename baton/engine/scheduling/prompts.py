@@ -19,6 +19,7 @@ from baton.core.types import first_token_due_s
 from baton.engine.events import RequestFailed
 from baton.engine.request import EngineLimits, QueuePlace
 from baton.engine.scheduling.costs import Costs
+from baton.engine.scheduling.rank_shares import PromptClass, RankShares
 from baton.engine.scheduling.request_blocks import RequestBlocks
 from baton.engine.scheduling.roster import Roster
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S, SlicePace, Slicer
@@ -28,6 +29,11 @@ from baton.engine.scheduling.steps import NextStep
 # Hint to clients whose request is refused for lack of room or time.
 RETRY_AFTER_S = 1.0
 _place_of = attrgetter("place")
+
+
+def _class_of(state: RequestState) -> PromptClass:
+    """What goes before deadlines in the order of places: priority, and whether the client has tokens."""
+    return state.place.priority, not state.place.begun
 
 
 def place_of_late(state: RequestState) -> QueuePlace:
@@ -122,21 +128,83 @@ class Prompts:
         pace = self._pace(step.plain)
         for state in [state for state in running if is_late(state, pace, start=state.num_scheduled, now=now)]:
             self._fall_back(state)
-        prompts = deque(sorted([state for state in running if state.phase is RequestPhase.RUNNING], key=_place_of))
+        prompts = sorted([state for state in running if state.phase is RequestPhase.RUNNING], key=_place_of)
         overdue = self._overdue(prompts, now, admit=admit)
         step.bound = self._slicer.bound(
             self._meter.costs, step.plain, roster.streams, overdue=overdue, guessed=step.work
         )
+        if self._blocks.num_pools == 1:
+            self._add_round(step, prompts, pace, now, admit=admit)
+        else:
+            self._add_level(step, prompts, pace, now, admit=admit)
+        step.add_planned()
+        self._slicer.launched(skipped=step.has_skipped)
+
+    def _add_level(
+        self, step: NextStep, prompts: list[RequestState], pace: SlicePace | None, now: float, *, admit: bool
+    ) -> None:
+        """Plans chunks in rounds in which ranks get up to equally many tokens: of the best class of prompts while they
+        take any, then of the next class."""
+        shares, done = RankShares(self._blocks.num_pools), set[PromptClass]()
+        for row in step.rows:
+            shares.add(row.owner, len(row.token_ids))
         while step.budget > 0:
-            waiting = roster.waiting[0] if admit and roster.waiting and roster.free_seats else None
-            if waiting is not None and (not prompts or waiting.place < prompts[0].place):
-                admit = self._try_to_run(waiting, step, pace, now, others=len(prompts))
-            elif prompts:
-                state = prompts.popleft()
-                step.add_chunk(state, others=len(prompts))
+            waiting = self._next_waiting(admit=admit)
+            candidates = prompts if waiting is None else [*prompts, waiting]
+            classes = {_class_of(state) for state in candidates} - done
+            if not classes:
+                break
+            shares.served, before = min(classes), step.budget
+            served = [state for state in candidates if _class_of(state) == shares.served]
+            room = step.budget if step.bound is None else step.bound.tokens(step.work, 0, step.budget)
+            # The end of a prompt may fit where nothing else does.
+            ranks = {state.pool for state in served if state is not waiting}
+            shares.begin_round(room or step.budget, ranks, waiting=waiting in served)
+            prompts, admit = self._add_round(step, prompts, pace, now, admit=admit, shares=shares)
+            if step.budget == before and not shares.is_held_back:
+                done.add(shares.served)
+
+    def _next_waiting(self, *, admit: bool) -> RequestState | None:
+        roster = self._roster
+        return roster.waiting[0] if admit and roster.waiting and roster.free_seats else None
+
+    def _add_round(
+        self,
+        step: NextStep,
+        prompts: list[RequestState],
+        pace: SlicePace | None,
+        now: float,
+        *,
+        admit: bool,
+        shares: RankShares | None = None,
+    ) -> tuple[list[RequestState], bool]:
+        """Plans chunks of prompts in the order of their requests' places, and lets waiting requests run. Returns the
+        prompts that a further round may add to, in order, and whether it may let waiting requests run.
+
+        Args:
+            shares: the tokens that each rank may get; None: there is one rank.
+        """
+        queue, begun = deque(prompts), list[RequestState]()
+        while step.budget > 0:
+            waiting = self._next_waiting(admit=admit)
+            if waiting is not None and (not queue or waiting.place < queue[0].place):
+                admit = self._try_to_run(waiting, step, pace, now, others=len(queue), shares=shares)
+                begun += [waiting] if waiting.phase is RequestPhase.RUNNING else []
+            elif queue:
+                state = queue.popleft()
+                begun.append(state)
+                self._plan(step, state, shares, others=len(queue))
             else:
                 break
-        self._slicer.launched(skipped=step.has_skipped)
+        left = [state for state in (*begun, *queue) if step.left_of(state)]
+        return left, admit or (shares is not None and shares.deferred)
+
+    def _plan(self, step: NextStep, state: RequestState, shares: RankShares | None, *, others: int) -> None:
+        """Plans a chunk of a running request, if its class is served and its rank has room."""
+        if shares is None:
+            step.plan_chunk(state, others=others)
+        elif _class_of(state) == shares.served and (most := shares.room(state.pool)):
+            shares.add(state.pool, step.plan_chunk(state, others=others, most=most))
 
     def take_refused(self) -> tuple[RequestFailed, ...]:
         """The requests that were refused since the last call, because they cannot meet their deadline."""
@@ -161,14 +229,25 @@ class Prompts:
         return (now - first.queued_at + before_s) / first_token_due_s(alone_s, first.request.ttft_factor)
 
     def _try_to_run(
-        self, state: RequestState, step: NextStep, pace: SlicePace | None, now: float, *, others: int
+        self,
+        state: RequestState,
+        step: NextStep,
+        pace: SlicePace | None,
+        now: float,
+        *,
+        others: int,
+        shares: RankShares | None,
     ) -> bool:
         """Lets the first waiting request run if its blocks and its chunk fit. Returns False if it waits; then all
         others wait too.
 
         Args:
             others: running requests that must find a row in the step.
+            shares: the tokens that each rank may get; None: there is one rank.
         """
+        if shares is not None and _class_of(state) != shares.served:
+            shares.deferred = True
+            return False
         place = self._blocks.place(state, self._blocks.room(self._roster.decoders()))
         start = self._blocks.search.num_cached(state) if place is None else self._blocks.search.num_tokens(place.cached)
         if is_late(state, pace, start=start, now=now):
@@ -176,11 +255,15 @@ class Prompts:
             return True  # with the next one
         if place is None:
             return False
-        if not step.chunk_tokens(state, start, others=others):
+        most = None
+        if shares is not None and not (most := shares.room(place.pool)):
+            shares.defer(place.pool)
+            return False
+        if not step.chunk_tokens(state, start, others=others, most=most):
             return False
         self._blocks.take(state, place)
         self._roster.run(state)
-        step.add_chunk(state, others=others)
+        self._plan(step, state, shares, others=others)
         return True
 
     def _pace(self, decodes: StepWork) -> SlicePace | None:

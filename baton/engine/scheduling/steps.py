@@ -127,13 +127,14 @@ class NextStep:
         self.has_chunks = False
         self._state_unit = state_unit
         self._num_single = 0
+        self._chunks: dict[RequestState, int] = {}  # planned tokens of prompts that have no row yet
         self._num_more = 0  # rows in which the step is computed besides `rows`, see `unfolds`
         self._limits = limits
         self._block_size = block_size
         self._now = now
 
     def add_decodes(self, states: list[RequestState], work: StepWork) -> None:
-        """Adds the next token of each request, in this order; `work` is theirs. Call it before `add_chunk`."""
+        """Adds the next token of each request, in this order; `work` is theirs. Call it before `plan_chunk`."""
         append = self.rows.append
         for place, state in enumerate(states):
             row = state.shared_row
@@ -151,7 +152,7 @@ class NextStep:
 
     def add_drafts(self, drafts: Mapping[RequestState, Draft]) -> None:
         """Adds the next token of each request and the guesses after it. Call it after `add_decodes`, and before
-        `add_chunk`."""
+        `plan_chunk`."""
         if not drafts:
             return
         self.unfolds = True
@@ -164,16 +165,18 @@ class NextStep:
         self.budget -= len(drafts) + num_guesses
         self._num_more += num_guesses
 
-    def chunk_tokens(self, state: RequestState, start: int, *, others: int = 0) -> int:
+    def chunk_tokens(self, state: RequestState, start: int, *, others: int = 0, most: int | None = None) -> int:
         """How many tokens of the request from `start` on still fit. Returns 0 if it waits.
 
         Args:
             others: requests that must find a row after this one.
+            most: tokens that the request may have; None: any number.
         """
-        if self._num_more and self._limits.seats <= len(self.rows) + self._num_more + others:
+        num_rows = len(self.rows) + len(self._chunks) + self._num_more
+        if self._num_more and state not in self._chunks and self._limits.seats <= num_rows + others:
             return 0
         wanted = state.prefill_stop - start
-        num_tokens = min(self.budget, wanted)
+        num_tokens = min(self.budget, wanted if most is None else min(wanted, most))
         if self.bound is not None and num_tokens > 0:
             num_tokens = self.bound.tokens(self.work, start, start + num_tokens)
         if num_tokens < wanted and self._state_unit:
@@ -183,12 +186,30 @@ class NextStep:
             self.has_skipped = True
         return num_tokens
 
-    def add_chunk(self, state: RequestState, *, others: int = 0) -> None:
-        """Adds as much of the request's prompt as fits, which may be nothing; see `chunk_tokens`."""
+    def plan_chunk(self, state: RequestState, *, others: int = 0, most: int | None = None) -> int:
+        """Plans as much of the request's prompt as fits, after what is planned already; see `chunk_tokens`. Returns the
+        number of tokens that were added."""
+        start = state.num_scheduled + self._chunks.get(state, 0)
+        num_tokens = self.chunk_tokens(state, start, others=others, most=most)
+        if num_tokens:
+            self._chunks[state] = self._chunks.get(state, 0) + num_tokens
+            self.budget -= num_tokens
+            work, pairs = self.work, chunk_pairs(start, start + num_tokens)
+            self.work = StepWork(work.decode_rows, work.keys, work.prompt_tokens + num_tokens, work.pairs + pairs)
+        return num_tokens
+
+    def left_of(self, state: RequestState) -> int:
+        """How many tokens of the request's prompt are in no step and not planned."""
+        return state.prefill_stop - state.num_scheduled - self._chunks.get(state, 0)
+
+    def add_planned(self) -> None:
+        """Adds a row for each planned chunk."""
+        for state, num_tokens in self._chunks.items():
+            self._add_chunk(state, num_tokens)
+        self._chunks = {}
+
+    def _add_chunk(self, state: RequestState, num_tokens: int) -> None:
         start = state.num_scheduled
-        num_tokens = self.chunk_tokens(state, start, others=others)
-        if not num_tokens:
-            return
         self.has_chunks = True
         if not state.started:
             state.started = True
@@ -204,10 +225,7 @@ class NextStep:
             self.scores.append((state, score))
         if state.pooling is not None and (pool := state.pooling.row(row.token_start, row.token_stop)) is not None:
             self.pools.append((state, pool))
-        self.budget -= num_tokens
         self._num_single += num_tokens == 1
-        work, pairs = self.work, chunk_pairs(start, start + num_tokens)
-        self.work = StepWork(work.decode_rows, work.keys, work.prompt_tokens + num_tokens, work.pairs + pairs)
         if wanted := state.request.layers_per_group:
             self.layers_per_group = min(wanted, self.layers_per_group or wanted)
 

@@ -103,8 +103,8 @@ class GQACase:
     k: list[Tensor]
     v: list[Tensor]
 
-    def run(self, *, common_prefix_len: int = 0) -> Tensor:
-        metadata = self.backend.builder.build(common_prefix_len, self.batch.common)
+    def run(self, *, fast_build: bool = False) -> Tensor:
+        metadata = self.backend.builder.build(0, self.batch.common, fast_build=fast_build)
         k_THD, v_THD = self.new_kv()
         out: Tensor = self.layer(self.q_THD, k_THD, v_THD, self.cache, metadata)
         return out

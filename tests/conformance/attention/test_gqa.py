@@ -93,6 +93,13 @@ def test_head_counts_and_head_sizes(backend: BackendClass, heads: tuple[int, int
     assert relative_error(case.run(), case.expected()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
+def test_a_fast_build_changes_no_result(backend: BackendClass) -> None:
+    shape = Shape(block_size=block_sizes_of(backend)[0], dtype=main_dtype(backend.capabilities))
+    case = gqa_case(backend_of(backend, PLAIN, shape), [(1, 12), (1, 40), (9, 0), (5, 20)], PLAIN, shape)
+    assert relative_error(case.run(fast_build=True), case.expected()) < TOLERANCE[shape.dtype]
+
+
 @pytest.mark.parametrize("backend", WITH_PARTIAL_RESULTS, ids=name_of)
 def test_a_layer_with_more_heads_than_the_backend_was_made_for_is_refused(backend: BackendClass) -> None:
     shape = Shape(dtype=main_dtype(backend.capabilities))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.kvcache.fp8 import dequantize, quantize
-from baton.kvcache.scales import K_RANGE, Q_RANGE, V_RANGE, KVScales
+from baton.kvcache.scales import K_SCALE_CONSTANT, Q_SCALE_CONSTANT, V_SCALE_CONSTANT, KVScales
 from tests.device import DEVICE
 
 
@@ -12,7 +12,7 @@ def test_calculated_scales_map_the_largest_number_to_the_range() -> None:
     scales = KVScales(calculate=True).to(DEVICE)
     q, k, v = (torch.tensor([[0.5, largest]], dtype=torch.bfloat16, device=DEVICE) for largest in (-3.0, 7.0, -20.0))
     scales.calc_kv_scales(q, k, v)
-    expected = [3.0 / Q_RANGE, 7.0 / K_RANGE, 20.0 / V_RANGE]
+    expected = [3.0 / Q_SCALE_CONSTANT, 7.0 / K_SCALE_CONSTANT, 20.0 / V_SCALE_CONSTANT]
     assert [float(scale) for scale in scales.tensors] == pytest.approx(expected)
     assert not scales.calculate
     assert {scale.dtype for scale in scales.tensors} == {torch.float32}

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.unit.models.fp8_checkpoints import FAMILIES, LINEAR, Pair
+from tests.unit.models.fp8_checkpoints import FAMILIES, LINEAR, VOCAB_SIZE, Pair
 
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -29,6 +29,21 @@ _DEEPSEEK = FAMILIES["DeepseekV3"] | {
     "v_head_dim": 32,
 }
 _MIXTRAL = FAMILIES["Mixtral"] | {"hidden_size": 64, "intermediate_size": 128}
+_GPT_OSS: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 SIZES = {"Llama": _LLAMA, "DeepseekV3": _DEEPSEEK, "Mixtral": _MIXTRAL}
 
 
@@ -229,27 +244,23 @@ def _copy_with(plain: Path, target: Path, tensors: dict[str, Tensor], quantizati
     return target
 
 
-def save_gpt_oss(directory: Path) -> Pair:
-    """gpt-oss with random blocks and scales; transformers' own conversion makes the plain one."""
+def save_gpt_oss(
+    directory: Path,
+    *,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    scales: tuple[int, int] = (121, 124),
+) -> Pair:
+    """gpt-oss with random blocks and scales; transformers' own conversion makes the plain one.
+
+    Args:
+        fields: replace some of the config.
+        scales: the least and the largest stored scale, a power of two plus 127.
+    """
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     plain = directory / "plain"
     torch.manual_seed(0)
-    config = transformers.GptOssConfig(
-        vocab_size=61,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=7,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    )
+    config = transformers.GptOssConfig(**{**_GPT_OSS, **fields})
     transformers.GptOssForCausalLM(config).save_pretrained(plain)
     tensors, rounded = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
@@ -257,10 +268,10 @@ def save_gpt_oss(directory: Path) -> Pair:
         if name.endswith(("gate_up_proj", "down_proj")):
             experts, inputs, outputs = tensor.shape
             blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-            scales = torch.randint(121, 125, (experts, outputs, inputs // 32), dtype=torch.uint8)
+            stored = torch.randint(scales[0], scales[1] + 1, (experts, outputs, inputs // 32), dtype=torch.uint8)
             del tensors[name]
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            rounded[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": stored}
+            rounded[name] = convert_moe_packed_tensors(blocks, stored, dtype=torch.float32).contiguous()
         elif name.endswith(("proj_bias", "sinks")):
             tensors[name] = rounded[name] = torch.randn(tensor.shape) * 0.1
     save_file(rounded, plain / "model.safetensors", metadata={"format": "pt"})

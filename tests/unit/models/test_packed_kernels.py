@@ -210,8 +210,8 @@ def test_inputs_are_put_in_the_order_of_the_registers_of_a_product(columns: int,
         place = run * 32 + product * 16 + pair * 8 + thread * 2 + one
         inputs[place] = byte // 16 * 32 + byte % 16
         inputs[step // 2 + place] = inputs[place] + 16
-    x_TK = torch.randn(3, columns).bfloat16()
-    order_K = None if is_sorted else torch.randperm(columns)
+    x_TK = torch.randn(3, columns, device=DEVICE).bfloat16()
+    order_K = None if is_sorted else torch.randperm(columns, device=DEVICE)
     expected = x_TK if order_K is None else x_TK[:, order_K]
     expected = expected.unflatten(1, (-1, step))[:, :, [inputs[place] for place in range(step)]].flatten(1)
     assert torch.equal(in_order(x_TK, order_K, step=step), expected)

@@ -32,16 +32,18 @@ class NodeDescription:
     """A node as its peers see it.
 
     Model identity, `spec` but for its `draft`, `batch_invariant` and `rows_in_order` must be equal on both ends, and
-    wire ranges must overlap; an unknown content digest equals all, because older versions have none. `shape`,
-    `package_version`, `tensor_parallel_size` and `attention_data_parallel` may differ. The dtype of `spec` may differ
-    if the receiver accepts conversion and neither node is batch-invariant; other parts are never converted. KV of
-    layers that draft travels if both nodes have it.
+    wire ranges must overlap; an unknown content digest equals all, because older versions have none. `shape` and
+    `package_version` may differ. So may `tensor_parallel_size`, `attention_data_parallel` and `expert_parallel`, except
+    between batch-invariant nodes: they decide which parts ranks add up. The dtype of `spec` may differ if the receiver
+    accepts conversion and neither node is batch-invariant; other parts are never converted. KV of layers that draft
+    travels if both nodes have it.
 
     Attributes:
         spec: of the whole model, not of one rank's share.
         shape: of each rank's cache.
         converted_kv_dtypes: dtypes of senders' caches that this node receives converted to its own.
         attention_data_parallel: each rank has the whole KV of its own requests.
+        expert_parallel: each rank has whole experts of a mixture.
         draft_digest: of the EAGLE-3 head whose KV is in the part `draft`; empty without one.
         rows_in_order: a token has the same bits as a decode and in any chunk of a prompt. True in batch-invariant mode,
             but for nodes of earlier versions.
@@ -62,6 +64,7 @@ class NodeDescription:
     content_digest: str = ""
     draft_digest: str = ""
     rows_in_order: bool = False
+    expert_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,13 @@ _DAMAGED = "one copy of the weights is damaged or edited: compare its files with
 _SAME_HEAD = "give both nodes the same --draft-head"
 _SAME_DTYPE = "start both nodes with the same --dtype and --kv-cache-dtype"
 _NOT_INVARIANT = "or both without BATON_BATCH_INVARIANT (--batch-invariant)"
+_SAME_RANKS = (
+    "start both nodes with the same --tensor-parallel-size, --expert-parallel and --attention-data-parallel, "
+    + _NOT_INVARIANT
+)
 _CONVERT = "or the decode node with BATON_KV_CONVERT_FROM (--kv-convert-from) set to the prefill node's kv dtype"
 
+_SPLIT_FIELDS = ("tensor_parallel_size", "expert_parallel", "attention_data_parallel")
 _IDENTITY_FIELDS = ("architecture", "config_digest", "weights_digest")
 _SPEC_CURES = {
     "num_layers": _SAME_CHECKPOINT,
@@ -167,6 +175,8 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
         mismatches.append(_batch_invariant_mismatch(ours, theirs))
     elif ours.rows_in_order != theirs.rows_in_order:
         mismatches.append(_order_mismatch(ours, theirs))
+    elif ours.batch_invariant:
+        mismatches += _split_mismatches(ours, theirs)
     if not mismatches and (mismatch := _ranks_mismatch(ours, theirs)):
         mismatches.append(mismatch)
     wire_version = min(ours.wire_newest, theirs.wire_newest)
@@ -281,6 +291,15 @@ def _batch_invariant_mismatch(ours: NodeDescription, theirs: NodeDescription) ->
         words[theirs.batch_invariant],
         "set BATON_BATCH_INVARIANT (--batch-invariant) alike on both nodes",
     )
+
+
+def _split_mismatches(ours: NodeDescription, theirs: NodeDescription) -> list[Mismatch]:
+    """The mismatches of two batch-invariant nodes whose ranks add other parts: their last bits differ."""
+    return [
+        Mismatch(name, str(getattr(ours, name)), str(getattr(theirs, name)), _SAME_RANKS)
+        for name in _SPLIT_FIELDS
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
 
 
 def _order_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch:

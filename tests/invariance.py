@@ -13,8 +13,10 @@ from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import parse_layout
 from baton.kvcache.spec import KVCacheShape, KVKind
 from baton.models.families.reader import read_config
+from baton.models.layers.parallel import SINGLE, TensorParallel
 from baton.models.layers.step_context import StepContext
 from baton.models.loading.loader import load_model
+from baton.models.loading.local_config import local_config
 from baton.models.loading.needs import attention_needs, kv_cache_spec
 from tests.unit.models.recurrent_steps import state_rows
 
@@ -53,16 +55,18 @@ class Invariant:
         backend: str | None = None,
         workspace_tokens: int = 4096,
         batch_invariant: bool = True,
+        parallel: TensorParallel = SINGLE,
     ) -> None:
         config = read_config(directory)
         self.vocab_size = config.vocab_size
         self.block_size, self.device = block_size, device
-        spec = kv_cache_spec(config, dtype)
+        local = local_config(config, parallel)
+        spec = kv_cache_spec(local, dtype)
         layout = parse_layout("NHD", mla=spec.kind is KVKind.MLA)
         state_slots = 0 if config.recurrent is None else MAX_REQUESTS
         shape = KVCacheShape(layout, block_size, num_blocks, state_slots=state_slots)
         needs = attention_needs(
-            config,
+            local,
             dtype=dtype,
             device=device,
             shape=shape,
@@ -78,6 +82,7 @@ class Invariant:
             device=device,
             load_format=load_format,
             batch_invariant=batch_invariant,
+            parallel=parallel,
         )
         self.cache = PagedKVCache(spec, shape, device)
 

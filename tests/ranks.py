@@ -1,4 +1,5 @@
-"""The same work in several processes at once, each of them a rank on the CPU, connected by gloo."""
+"""The same work in several processes at once, each of them a rank: on the CPU, connected by gloo, or on a GPU of its
+own, connected by NCCL."""
 
 import gc
 from collections.abc import Callable
@@ -41,5 +42,23 @@ def _run_rank(rank: int, size: int, work: Callable[..., Any], directory: Path, a
     try:
         torch.save(work(TensorParallel(rank, size), *arguments), directory / f"{rank}.pt")
         dist.barrier()  # a rank that leaves earlier breaks connections that others are still making
+    finally:
+        dist.destroy_process_group()
+
+
+def run_gpu_ranks(work: Callable[..., Any], size: int, directory: Path, *arguments: Any) -> list[Any]:
+    """Does what `run_ranks` does, with a GPU for each rank."""
+    start_processes(_run_gpu_rank, (size, work, directory, arguments), nprocs=size, start_method="spawn")
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _run_gpu_rank(rank: int, size: int, work: Callable[..., Any], directory: Path, arguments: tuple[Any, ...]) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{directory}/store", rank=rank, world_size=size, device_id=device
+    )
+    try:
+        torch.save(work(TensorParallel(rank, size), *arguments), directory / f"{rank}.pt")
     finally:
         dist.destroy_process_group()

@@ -44,7 +44,7 @@ from baton.models.config.model_config import ModelConfig
 from baton.models.config.quantization.config import Fp8Config
 from baton.models.families.reader import read_config
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.parallel import SINGLE, TensorParallel, kv_heads, refuse_batch_invariance
+from baton.models.layers.parallel import SINGLE, TensorParallel, kv_heads
 from baton.models.loading.identity import ModelIdentity, model_identity
 from baton.models.loading.loader import load_model
 from baton.models.loading.local_config import local_config
@@ -162,8 +162,6 @@ def _build_runner(
         )
     model_spec = kv_cache_spec(config, dtype, kv_dtype)
     rank_config = local_config(config, parallel)
-    if settings.batch_invariant:
-        refuse_batch_invariance(parallel)
     check_same_config(parallel, settings.model, config, device)
     check_same_plan(parallel, device)
     spec = kv_cache_spec(rank_config, dtype, kv_dtype)

@@ -18,6 +18,8 @@ def plan_experts(parallel: TensorParallel, config: ModelConfig, settings: NodeSe
     Raises:
         ConfigError: the settings contradict each other, or the load file is of another model.
     """
+    if settings.batch_invariant:
+        _refuse_other_places(settings)
     load = None if settings.expert_load is None else read_expert_load(settings.expert_load)
     return with_experts_placed(parallel, config, redundant=settings.redundant_experts, load=load)
 
@@ -35,4 +37,28 @@ def check_same_plan(parallel: TensorParallel, device: torch.device) -> None:
             field="expert_load",
             allowed=("the same file on all hosts",),
             cure="copy one host's file to the others",
+        )
+
+
+def _refuse_other_places(settings: NodeSettings) -> None:
+    """Raises ConfigError for experts that are copied or moved. Each rank adds up a token's experts on it; which copy a
+    token takes depends on its row in the step, and where experts are may differ between nodes."""
+    cure = "leave it out, or take --batch-invariant false"
+    if settings.redundant_experts:
+        raise ConfigError(
+            f"batch_invariant is on, and redundant_experts is {settings.redundant_experts}: which copy of "
+            "an expert a token takes depends on the batch",
+            field="redundant_experts",
+            value=settings.redundant_experts,
+            allowed=("0",),
+            cure=cure,
+        )
+    if settings.expert_load is not None:
+        raise ConfigError(
+            f"batch_invariant is on, and expert_load is {settings.expert_load}: nodes with other loads add up "
+            "experts in other orders",
+            field="expert_load",
+            value=str(settings.expert_load),
+            allowed=("none",),
+            cure=cure,
         )

@@ -363,4 +363,5 @@ def _describe(identity: ModelIdentity, built: BuiltRunner, settings: NodeSetting
         converted_kv_dtypes=settings.converted_kv_dtypes,
         attention_data_parallel=built.parallel.num_owners > 1,
         rows_in_order=settings.batch_invariant,
+        expert_parallel=built.parallel.whole_experts,
     )

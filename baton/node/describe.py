@@ -66,6 +66,7 @@ def to_info(
         attention_data_parallel=description.attention_data_parallel,
         draft_digest=description.draft_digest,
         rows_in_order=description.rows_in_order,
+        expert_parallel=description.expert_parallel,
     )
 
 
@@ -97,6 +98,7 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
         attention_data_parallel=info.attention_data_parallel,
         draft_digest=info.draft_digest,
         rows_in_order=info.rows_in_order,
+        expert_parallel=info.expert_parallel,
     )
 
 

@@ -12,6 +12,7 @@ from baton.core.errors import ConfigError
 from baton.core.kv_entries import DroppedEntries
 from baton.engine.build import BuiltRunner
 from baton.metrics.exposition import Figure
+from baton.models.layers.parallel import TensorParallel
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.settings.node_config import NodeSettings
 from kvtransfer.offload_calls import HOST
@@ -63,7 +64,6 @@ def pull_namespace(settings: NodeSettings, built: BuiltRunner) -> bytes:
     """A digest of what the entries of a node mean, all of its ranks' together: nodes with equal ones may use each
     other's entries."""
     namespace = _joined(EntryLayout(parts_of(built.model_spec)).namespace, _origin(settings, built))
-    # Ranks sum up in another order than one process does, so the last bits of their KV differ.
     return _joined(namespace, b"%d ranks" % built.parallel.size) if settings.batch_invariant else namespace
 
 
@@ -175,12 +175,18 @@ def _joined(namespace: bytes, origin: bytes) -> bytes:
     return hashlib.blake2b(namespace + origin, digest_size=len(namespace)).digest()
 
 
+def _split(parallel: TensorParallel) -> str:
+    """How ranks share a model, which decides what parts they sum up."""
+    return f"{parallel.size} ranks, whole experts {parallel.whole_experts}, own attention {parallel.own_attention}"
+
+
 def _origin(settings: NodeSettings, built: BuiltRunner) -> bytes:
     """A digest of what the numbers of the KV depend on, apart from the tokens: nodes with equal origins may use each
     other's KV.
 
     The keys of entries cover the model too, but only samples of its weights. In batch-invariant mode the KV must be
-    that which this kind of device computes. Random weights differ between kinds of devices.
+    that which this kind of device computes, and so many ranks: they sum up in other parts than one process does, so the
+    last bits differ. Random weights differ between kinds of devices.
     """
     identity, device = built.identity, built.cache.view.device.type
     exact = settings.batch_invariant or settings.load_format == "dummy"
@@ -194,5 +200,6 @@ def _origin(settings: NodeSettings, built: BuiltRunner) -> bytes:
         *((True,) if settings.batch_invariant else ()),  # earlier versions also had rows that are not in order
         device if exact else "",
         *((identity.draft_digest,) if identity.draft_digest else ()),
+        *((_split(built.parallel),) if settings.batch_invariant and built.parallel.size > 1 else ()),
     )
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()

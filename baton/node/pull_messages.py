@@ -170,6 +170,8 @@ def _differences(ours: node_status_pb2.NodeInfo, theirs: node_status_pb2.NodeInf
         ("draft_digest", ours.draft_digest, theirs.draft_digest),
         ("KV dtype", ours.cache_spec.dtype, theirs.cache_spec.dtype),
         ("tensor_parallel_size", ours.tensor_parallel_size, theirs.tensor_parallel_size),
+        ("expert_parallel", ours.expert_parallel, theirs.expert_parallel),
+        ("attention_data_parallel", ours.attention_data_parallel, theirs.attention_data_parallel),
         ("batch_invariant", ours.batch_invariant, theirs.batch_invariant),
         ("rows_in_order", ours.rows_in_order, theirs.rows_in_order),
     )

@@ -45,7 +45,8 @@ def kept_kind(status: node_status_pb2.NodeStatus) -> tuple[object, ...] | None:
     info = status.info
     if not status.stores:
         return None
-    ranks = info.tensor_parallel_size if info.batch_invariant else 0
+    split = info.tensor_parallel_size, info.expert_parallel, info.attention_data_parallel
+    ranks = split if info.batch_invariant else None
     drafts = info.cache_spec.HasField("draft"), info.draft_digest
     kind = info.cache_spec.dtype, ranks, info.batch_invariant, info.rows_in_order, *drafts
     return revision_of(info.model), info.model.content_digest, *kind

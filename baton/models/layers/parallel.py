@@ -6,6 +6,9 @@ choice of experts. With `whole_experts` each rank has some whole experts instead
 no limits, but work is unequal. Either way a rank computes its part for all tokens, which every rank has after
 attention, and the layer's usual all-reduce adds up the parts, so no tokens are exchanged. With `own_attention`,
 attention is whole on each rank, for its own tokens only (`baton.models.layers.token_exchange`).
+
+The library chooses by size in which order it adds the ranks' parts. With `in_order`, for batch-invariant mode, ranks
+exchange their parts instead, and each adds them in the order of the ranks.
 """
 
 import hashlib
@@ -19,9 +22,13 @@ from baton.core.errors import ConfigError
 from baton.core.expert_load import ExpertLoad
 from baton.models.config.expert_places import ExpertPlacement, place_experts
 from baton.models.config.model_config import ModelConfig
+from baton.models.kernels.rank_sums import sum_parts
 
 # Each rank's rows of the vocabulary are a multiple of this, for products on a GPU; the last rank's are padded.
 _VOCABULARY_ROWS = 16
+# Sums in order that are at least this large are computed in equal shares, one by each rank, if there are more than two.
+# Ranks then send less, in one more exchange; with two ranks they send as much either way. Not measured.
+_SHARED_SUM_BYTES = 1 << 20
 _NO_TEXT = 1 << 62  # above every number that stands for a text
 
 
@@ -35,6 +42,8 @@ class TensorParallel:
         own_attention: attention is whole on each rank, which computes it for its own requests (attention data
             parallelism).
         placement: of whole experts; None: consecutive ones, without copies.
+        in_order: sums over ranks add in the order of the ranks, in float32, so that a number's bits do not depend on
+            the size of the tensor.
     """
 
     rank: int = 0
@@ -43,6 +52,7 @@ class TensorParallel:
     whole_experts: bool = False
     own_attention: bool = False
     placement: ExpertPlacement | None = None
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -50,14 +60,20 @@ class TensorParallel:
             raise ConfigError(f"rank is {self.rank} of {self.size}", field="rank", value=self.rank, allowed=allowed)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sums over ranks in place, with the same bits on each rank, so that all ranks choose the same experts.
+        """Returns the sum over ranks, with the same bits on each rank, so that all ranks choose the same experts.
 
         Args:
-            x: contiguous. On a GPU the sum can be part of a CUDA graph once one was computed outside of graphs.
+            x: contiguous; may be overwritten. On a GPU the sum can be part of a CUDA graph once one was computed
+                outside of graphs.
         """
-        if self.size > 1:
+        if self.size == 1:
+            return x
+        if not self.in_order:
             dist.all_reduce(x, group=self.group)
-        return x
+            return x
+        if self.size == 2 or x.nbytes < _SHARED_SUM_BYTES or x.numel() % self.size:
+            return sum_parts(self.all_gather(x))
+        return self.all_gather(self.reduce_scatter(x.view(-1))).view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gathers all ranks' tensors as [rank, *x.shape]."""
@@ -70,6 +86,10 @@ class TensorParallel:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sums over ranks and returns this rank's part of the result, which is cut into equal parts along the first
         axis."""
+        if self.in_order:
+            parts = torch.empty_like(x, memory_format=torch.contiguous_format)
+            dist.all_to_all_single(parts, x.contiguous(), group=self.group)
+            return sum_parts(parts.unflatten(0, (self.size, -1)))
         out = x.new_empty(len(x) // self.size, *x.shape[1:])
         scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
         scatter(out, x.contiguous(), group=self.group)
@@ -211,18 +231,6 @@ def channel_block(config: ModelConfig) -> int | None:
     scales."""
     quantization = config.quantization
     return None if quantization is None else quantization.channel_block
-
-
-def refuse_batch_invariance(parallel: TensorParallel) -> None:
-    """Raises ConfigError for several ranks: the order in which their parts are summed depends on the batch's size."""
-    if parallel.size > 1:
-        raise ConfigError(
-            f"batch_invariant is on, and the model is split over {parallel.size} ranks",
-            field="batch_invariant",
-            value=True,
-            allowed=("false",),
-            cure="take --tensor-parallel-size 1 for results that do not depend on the batch",
-        )
 
 
 def _equal_part(size: int, parallel: TensorParallel) -> range:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from baton.models.config.model_config import GQAConfig, QKNorm
+from baton.models.kernels.row_squares import mean_squares
 from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import TensorParallel
 
@@ -23,7 +24,7 @@ def norm_rows(q_TX: Tensor, k_TX: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, para
         k_TX.copy_(k_norm(k_TX))
         return
     q_float_TX, k_float_TX = q_TX.float(), k_TX.float()
-    squares = torch.stack((q_float_TX.square().mean(-1), k_float_TX.square().mean(-1)))
+    squares = torch.stack((mean_squares(q_TX), mean_squares(k_TX)))
     q_mean_T, k_mean_T = parallel.all_reduce(squares).div_(parallel.size).unsqueeze(-1).unbind()
     q_TX.copy_(q_float_TX * torch.rsqrt(q_mean_T + q_norm.eps) * q_norm.weight)
     k_TX.copy_(k_float_TX * torch.rsqrt(k_mean_T + k_norm.eps) * k_norm.weight)

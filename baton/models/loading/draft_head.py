@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def load_head(
     Raises:
         ConfigError: the head cannot be split so, or its checkpoint is damaged or does not fit its config.
     """
+    parallel = replace(parallel, in_order=batch_invariant)
     whole, local = config.eagle, local_config(config, parallel).eagle
     assert whole is not None
     assert local is not None

@@ -36,7 +36,7 @@ from baton.models.layers.linear import FusedLinear, InputsFirstLinear
 from baton.models.layers.moe.experts import Experts, RoutedExperts
 from baton.models.layers.moe.ungated_experts import SquaredReluExperts
 from baton.models.layers.norms import NormOfEachHead
-from baton.models.layers.parallel import SINGLE, TensorParallel, refuse_batch_invariance
+from baton.models.layers.parallel import SINGLE, TensorParallel
 from baton.models.layers.products import make_batch_invariant, use_decode_products
 from baton.models.loading.checkpoint_check import check_tensors, check_tied_head, take_tied_head
 from baton.models.loading.dummy import fill_at_random, fill_part_at_random, fill_scales
@@ -109,8 +109,7 @@ def load_model(
         )
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype is {dtype!r}", field="dtype", value=dtype, allowed=tuple(DTYPE_BYTES))
-    if batch_invariant:
-        refuse_batch_invariance(parallel)
+    parallel = replace(parallel, in_order=batch_invariant)
     if load_format == "dummy" and isinstance(config.quantization, PackedConfig):
         # Without a checkpoint there is no order of inputs.
         config = replace(config, quantization=replace(config.quantization, reordered=False))

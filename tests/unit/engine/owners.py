@@ -33,6 +33,7 @@ class Scene:
         second: requests that come when the first ones have ended.
         blocks: of each rank's pool.
         graphs: steps run padded, in the buffers of graphs.
+        batch_invariant: logits have the same bits in any batch.
     """
 
     model: Path
@@ -42,6 +43,7 @@ class Scene:
     block_size: int = 16
     batch_tokens: int = 256
     graphs: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass
@@ -84,6 +86,7 @@ def _compute(scene: Scene, parallel: TensorParallel) -> Outcome:
         block_size=scene.block_size,
         max_batch_tokens=scene.batch_tokens,
         device="cpu",
+        batch_invariant=scene.batch_invariant,
     )
     built = build_runner(settings, parallel=parallel)
     before = built.cache.by_block.clone()

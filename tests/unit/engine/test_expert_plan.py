@@ -1,6 +1,7 @@
 """The plan of experts that follows from a node's settings, and that all its ranks must share."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,17 @@ def test_a_dense_model_has_no_experts_to_place(mixture: Path, tmp_path: Path) ->
     settings = NodeSettings(model=mixture, expert_parallel=True, expert_load=save_load(tmp_path, mixture, 1))
     with pytest.raises(ConfigError, match="LlamaForCausalLM has none"):
         plan_experts(TensorParallel(0, 2, whole_experts=True), read_config(tmp_path / "dense"), settings)
+
+
+def test_batch_invariant_ranks_refuse_copies_and_loads(mixture: Path, tmp_path: Path) -> None:
+    """Which copy a token takes depends on its row, and another load would move experts to other ranks."""
+    given: dict[str, Any] = {"redundant_experts": 2, "expert_load": save_load(tmp_path, mixture, 1)}
+    for field, value in given.items():
+        settings = NodeSettings(model=mixture, expert_parallel=True, batch_invariant=True, **{field: value})
+        with pytest.raises(ConfigError, match=f"batch_invariant is on, and {field} is {value}") as refused:
+            plan_experts(TensorParallel(0, 2, whole_experts=True), read_config(mixture), settings)
+        assert refused.value.field == field
+        assert refused.value.cure == "leave it out, or take --batch-invariant false"
 
 
 def check_plans(rank: TensorParallel, model: Path, files: tuple[Path, Path]) -> str:

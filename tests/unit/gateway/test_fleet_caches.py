@@ -212,6 +212,10 @@ def test_a_node_of_other_ranks_is_told_with_its_ranks_but_not_in_batch_invariant
     alike.CopyFrom(report)
     alike.info.tensor_parallel_size = 4
     assert kept_kind(report) != kept_kind(alike)
+    alike.CopyFrom(report)
+    assert kept_kind(report) == kept_kind(alike)
+    alike.info.expert_parallel = True
+    assert kept_kind(report) != kept_kind(alike)
 
 
 # ---- blocks that a node must load first

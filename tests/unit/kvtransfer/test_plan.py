@@ -1,6 +1,7 @@
 """Which nodes can exchange KV, and the reasons that are reported when they cannot."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -132,6 +133,21 @@ def test_a_node_whose_rows_are_in_order_and_one_whose_are_not_are_refused() -> N
     assert (mismatch.field, mismatch.ours) == ("rows_in_order", "in the order of decodes")
     assert "same version" in mismatch.cure
     agree(in_order, in_order)
+
+
+@pytest.mark.parametrize("field", ["tensor_parallel_size", "expert_parallel", "attention_data_parallel"])
+def test_batch_invariant_nodes_whose_ranks_add_other_parts_are_refused(field: str) -> None:
+    ours = replace(NODE, batch_invariant=True, tensor_parallel_size=2)
+    changes: dict[str, Any] = {field: 4 if field == "tensor_parallel_size" else True}
+    theirs = replace(ours, **changes)
+    with pytest.raises(PlanRefused) as refused:
+        agree(ours, theirs)
+    (mismatch,) = refused.value.mismatches
+    assert (mismatch.field, mismatch.theirs) == (field, str(changes[field]))
+    assert "--expert-parallel" in mismatch.cure
+    assert "BATON_BATCH_INVARIANT" in mismatch.cure
+    agree(theirs, theirs)
+    agree(replace(ours, batch_invariant=False), replace(theirs, batch_invariant=False))
 
 
 def test_batch_invariant_nodes_do_not_convert() -> None:

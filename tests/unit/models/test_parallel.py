@@ -373,21 +373,3 @@ def test_ranks_draw_their_parts_of_one_model(name: str, models: dict[str, Path])
         return layer.dequantized(torch.float32) if isinstance(layer, PackedLinear | Int8Linear) else layer.weight
 
     assert torch.equal(torch.cat([weight(parallel) for parallel in ranks(2)], dim=1), weight(TensorParallel()))
-
-
-def test_batch_invariance_is_refused_where_ranks_are_summed(models: dict[str, Path]) -> None:
-    directory = models["llama-llama3-tied"]
-    config: ModelConfig = read_config(directory)
-    parallel = TensorParallel(1, 2)
-    backend = backend_for(local_config(config, parallel))
-    with pytest.raises(ConfigError, match="split over 2 ranks") as refused:
-        load_model(
-            directory,
-            config,
-            backend=backend,
-            dtype="float32",
-            device="cpu",
-            batch_invariant=True,
-            parallel=parallel,
-        )
-    assert refused.value.field == "batch_invariant"

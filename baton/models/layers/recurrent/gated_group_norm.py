@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from baton.models.kernels.recurrent.gated_group_norm import gated_group_norm
+from baton.models.kernels.row_squares import mean_squares
 from baton.models.layers.elementwise import silu
 from baton.models.layers.parallel import ParallelModule
 
@@ -38,9 +39,10 @@ class GatedGroupNorm(ParallelModule):
     def in_torch(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
         gated_TX = x_TX.float() * silu(gate_TX.float())
         gated_TGC = gated_TX.unflatten(-1, (self.num_groups, -1))
-        mean_TG1 = gated_TGC.square().mean(-1, keepdim=True)
         if self.ranks_per_group > 1:
-            mean_TG1 = self._mean_of_ranks(mean_TG1)
+            mean_TG1 = self._mean_of_ranks(mean_squares(gated_TX).view(-1, 1, 1))
+        else:
+            mean_TG1 = gated_TGC.square().mean(-1, keepdim=True)
         normed_TX: Tensor = (gated_TGC * torch.rsqrt(mean_TG1 + self.eps)).flatten(1)
         return (normed_TX * self.weight.float()).to(x_TX.dtype)
 

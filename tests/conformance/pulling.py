@@ -246,7 +246,7 @@ class PullingNode:
         for cache in self.caches:
             cache.memory.zero_()
         wanted = EntryBlocks(KEYS[:entries], blocks, owner, state)
-        count = await self.transfer.entries.load_entries(wanted, timeout_s=DEADLINE_S)
+        count = len(await self.transfer.entries.load_entries(wanted, timeout_s=DEADLINE_S))
         ranks = range(self.ranks.size) if owner is None else [owner]
         tokens = min(count, entries) * ENTRY_TOKENS
         shape = self.spec.num_layers, self.spec.kv_factor, tokens, self.spec.num_kv_heads

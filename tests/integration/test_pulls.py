@@ -11,6 +11,7 @@ from baton.cli.processes import Process
 from baton.core import pull_costs
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
+from baton.core.types import LoadedTokens
 from baton.node import pull_link, pulls
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
@@ -131,6 +132,7 @@ async def test_the_second_turn_on_another_node_computes_only_the_new_text(
     second = await turns.first()
     gateway = start.gateway([], [owner, reader], model=model)
     result = await turns.answer(gateway, second)
+    assert result.proof.decode_loaded == LoadedTokens(peer=WHOLE_ENTRIES * 64)
     assert result.proof.decode_loaded_tokens == WHOLE_ENTRIES * 64
     ranks = 2 if of_reader.get("tensor_parallel_size") == 2 and "attention_data_parallel" not in of_reader else 1
     status = await until_status(reader, lambda last: store(last, "peer").loaded_total == ranks * WHOLE_ENTRIES)

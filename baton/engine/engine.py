@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
-from baton.core.kv_entries import DroppedEntries, StoreChanges
+from baton.core.kv_entries import DroppedEntries, EntryKey, StoreChanges
 from baton.core.types import NOTHING_LOADED, AdapterRef, FinishReason, Grammar, LoadedTokens, TokenOutput
 from baton.engine.adapters import AdapterSlots
 from baton.engine.device.device_thread import ExpertCounts, StepRunner
@@ -231,6 +231,11 @@ class Engine:
         """Takes notice of a change in the stores outside of the cache."""
         if self._prefixes is not None:
             self._prefixes.stores_changed(changes)
+
+    async def save_again(self, wanted: tuple[EntryKey, ...]) -> None:
+        """Saves entries that another node wants, if the stores have lost them and the cache has them still."""
+        if self._prefixes is not None and not self._steps.is_over:
+            await self._prefixes.save_again(wanted)
 
     async def drop_prefixes(self, cache_salt: str, adapters: Iterable[AdapterRef]) -> tuple[int, DroppedEntries]:
         """Drops all KV of a cache salt, of the model and of its adapters, from the prefix cache and the stores.

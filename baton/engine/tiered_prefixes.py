@@ -139,6 +139,14 @@ class TieredPrefixes:
             plan = self._scheduler.begin_load(wanted, pool, stop=stop)
             return NOTHING_LOADED if plan is None else await asyncio.shield(self._start(self._load(plan)))
 
+    async def save_again(self, wanted: tuple[EntryKey, ...]) -> None:
+        """Saves entries that another node wants, if the stores have lost them and the cache has them still."""
+        if not wanted or self._is_dropped(wanted[0].root):
+            return
+        entries = self._offload.saves.begin_again(wanted)
+        if entries is not None:
+            await asyncio.shield(self._start(self._save(entries)))
+
     def stores_changed(self, changes: StoreChanges) -> None:
         """Takes notice of a change in the stores."""
         kept = self._offload.kept

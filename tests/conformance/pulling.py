@@ -45,6 +45,10 @@ OWNER, READER = 0xA, 0xB
 ONE_RANK = NodeRanks()
 
 
+async def _save_nothing(_: tuple[EntryKey, ...]) -> None:
+    """These nodes have no cache that could have what their stores have lost."""
+
+
 class PullingNode:
     """A node with a cache and host memory.
 
@@ -107,6 +111,7 @@ class PullingNode:
             ranks=ranks,
             costs=lambda: None,
             step_tokens=lambda: 512,
+            save_again=_save_nothing,
             keepalive_s=DEADLINE_S,
             tls=tls,
         )

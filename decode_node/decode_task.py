@@ -17,10 +17,11 @@ from dataclasses import replace
 from enum import Enum
 
 from baton.core.errors import BatonError, DataLoss, DeadlineExceeded, Overloaded
-from baton.core.types import FinishReason
+from baton.core.types import NOTHING_LOADED, FinishReason
 from baton.engine.events import ChunkComputed
 from baton.engine.request import EngineRequest, Reservation
 from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.rpc.convert import loaded_to_proto
 from baton.rpc.error_detail import to_detail
 from decode_node.admission import no_room
 from decode_node.commands import (
@@ -82,7 +83,7 @@ class DecodeTask:
         self.engine_id = request.request_id
         self.phase = DecodePhase.WAITING
         self.prefill_started_s: float | None = None  # set while a prefill here has sampled no token
-        self.loaded_tokens = 0  # read from stores before blocks were reserved
+        self.loaded = NOTHING_LOADED  # read from stores before blocks were reserved
         self.prefill_queue_s = 0.0  # how long this prefill waited in the engine
         self._request = request
         self._policy = submit.policy
@@ -169,7 +170,8 @@ class DecodeTask:
             ticket=ticket,
             cached_tokens=cached_tokens,
             queue_s=self.times.queued_s,
-            loaded_tokens=min(self.loaded_tokens, cached_tokens),
+            loaded_tokens=self.loaded.at_most(cached_tokens).total,
+            loaded=loaded_to_proto(self.loaded.at_most(cached_tokens)),
         )
         self.times.trace_reserved(reserved, now_s)
         commands: list[Command] = [self._send(pb.SessionResponse(reserved=reserved))]
@@ -266,7 +268,8 @@ class DecodeTask:
             why=why,
             cached_tokens=cached_tokens,
             queue_s=self.times.queued_s,
-            loaded_tokens=min(self.loaded_tokens, cached_tokens),
+            loaded_tokens=self.loaded.at_most(cached_tokens).total,
+            loaded=loaded_to_proto(self.loaded.at_most(cached_tokens)),
         )
         self.times.trace_accepted(accepted, now_s)
         return [self._send(pb.SessionResponse(accepted=accepted)), PrefillHere(self.engine_id, output)]

@@ -7,7 +7,7 @@ stream, `engine_id` the name of one request in this node's engine.
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError
-from baton.core.types import FinishReason
+from baton.core.types import NOTHING_LOADED, FinishReason, LoadedTokens
 from baton.engine.events import StepEvents
 from baton.engine.request import Reservation
 from baton.protos.internal.v1 import decode_pb2 as pb
@@ -68,10 +68,10 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class Prefetched:
-    """Answers `Prefetch`. The cache has that many more tokens now."""
+    """Answers `Prefetch`. The cache has these tokens now, too."""
 
     engine_id: str
-    loaded_tokens: int = 0
+    loaded: LoadedTokens = NOTHING_LOADED
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ class DecodeMachine:
         request, task = self._prefetching.pop(event.engine_id, None), self._by_engine_id.get(event.engine_id)
         if request is None or task is None or task.phase is not DecodePhase.WAITING:
             return []
-        task.loaded_tokens = event.loaded_tokens
+        task.loaded = event.loaded
         try:
             self._queue.enter(request, max_queue_s=task.times.max_queue_s, now_s=now_s)
         except BatonError as error:

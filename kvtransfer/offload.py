@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, StoreChanges
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, Sources, StoreChanges
 from kvtransfer.movers.mover import SAVED_AT_ONCE, Mover
 from kvtransfer.offload_jobs import OffloadJob
 from kvtransfer.offload_load import Load
@@ -68,9 +68,9 @@ class Offloader:
         else:
             self._saves.append(save)
 
-    def load(self, entries: EntryBlocks, timeout_s: float, entry_s: float, future: "Future[int]") -> None:
-        """The future gets the number of leading entries that are in the blocks, whole and checked, when nothing writes
-        to the blocks any more.
+    def load(self, entries: EntryBlocks, timeout_s: float, entry_s: float, future: "Future[Sources]") -> None:
+        """The future gets the sources of the leading entries that are in the blocks, whole and checked, when nothing
+        writes to the blocks any more.
 
         Args:
             entry_s: see `RankTransfer.load_entries`.

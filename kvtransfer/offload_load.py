@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import EntryBlocks
+from baton.core.kv_entries import EntryBlocks, Sources
 from kvtransfer.movers.mover import CacheReading, Mover, Pending
 from kvtransfer.offload_jobs import num_whole, pieces_of, slot_of
 from kvtransfer.offload_reads import Fetch
@@ -65,7 +65,7 @@ class Load:
         entries: EntryBlocks,
         end_s: float,
         entry_s: float,
-        future: "Future[int]",
+        future: "Future[Sources]",
         mover: Mover,
         tiers: EntryTiers,
         clock: Callable[[], float],
@@ -152,7 +152,10 @@ class Load:
             return
         count = next((number for number in range(self._stop) if number not in self._whole), self._stop)
         self._tiers.loaded(self._whole[number] for number in range(count))
-        self.future.set_result(num_whole(count, self._num_entries, len(self._all)))
+        # A state is one more: its last piece stands for it.
+        whole = num_whole(count, self._num_entries, len(self._all))
+        numbers = [*range(min(count, self._num_entries)), count - 1][:whole]
+        self.future.set_result(tuple(self._whole[number].source for number in numbers))
 
     def _look_ahead(self) -> None:
         while len(self._ahead) < READ_AHEAD and self._begun + len(self._ahead) < self._stop:

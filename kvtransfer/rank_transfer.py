@@ -204,9 +204,12 @@ class RankTransfer(Protocol):
         none."""
         ...
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
-        """Copies entries from the stores to the cache. Returns how many of the first ones are in their blocks, whole
-        and checked; blocks after them hold anything. Nothing writes to the blocks any more when it returns or raises.
+    async def load_entries(
+        self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf
+    ) -> tuple[str, ...]:
+        """Copies entries from the stores to the cache. Returns the sources of the first ones, as `Fetch.source` has
+        them, which are then in their blocks, whole and checked; blocks after them hold anything. Nothing writes to the
+        blocks any more when it returns or raises.
 
         Args:
             timeout_s: no further entry is begun after this time.

@@ -50,9 +50,12 @@ class RankedEntries:
     async def find_state(self, after: tuple[EntryKey, ...]) -> int:
         return min(await all_done(rank.find_state(after) for rank in self._ranks))
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
+    async def load_entries(
+        self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf
+    ) -> tuple[str, ...]:
         ranks = self._of(entries.owner)
-        return min(await all_done(rank.load_entries(entries, timeout_s=timeout_s, entry_s=entry_s) for rank in ranks))
+        loads = await all_done(rank.load_entries(entries, timeout_s=timeout_s, entry_s=entry_s) for rank in ranks)
+        return min(loads, key=len)
 
     async def begin_pull(self, pair: int, job: PullJob, *, owner: int | None = None) -> int:
         """

@@ -208,9 +208,11 @@ class KVTransfer(RankTransfer):
             return (0,) * len(saves)
         return await self._ended(lambda future: self._thread.offloader.save(saves, future), is_urgent=False)
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
+    async def load_entries(
+        self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf
+    ) -> tuple[str, ...]:
         if self._tiers is None or not entries:
-            return 0
+            return ()
         return await self._ended(lambda future: self._thread.offloader.load(entries, timeout_s, entry_s, future))
 
     async def find_entries(self, keys: tuple[EntryKey, ...]) -> int:

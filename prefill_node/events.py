@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError
+from baton.core.types import NOTHING_LOADED, LoadedTokens
 from baton.engine.events import StepEvents
 from baton.protos.internal.v1 import prefill_pb2 as pb
 from kvtransfer.segments import Segment
@@ -57,10 +58,10 @@ class CallCancelled:
 
 @dataclass(frozen=True)
 class Prefetched:
-    """Answers `Prefetch`. The cache has that many more tokens now."""
+    """Answers `Prefetch`. The cache has these tokens now, too."""
 
     call: int
-    loaded_tokens: int = 0
+    loaded: LoadedTokens = NOTHING_LOADED
 
 
 @dataclass(frozen=True)

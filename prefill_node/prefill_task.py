@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from baton.core.errors import BatonError, InvalidRequest
 from baton.core.token_ids import token_array
-from baton.core.types import DEFAULT_OBJECTIVE
+from baton.core.types import DEFAULT_OBJECTIVE, NOTHING_LOADED
 from baton.engine.events import (
     ChunkComputed,
     LayersComputed,
@@ -27,6 +27,7 @@ from baton.protos.internal.v1 import prefill_pb2 as pb
 from baton.rpc.convert import (
     adapter_from_proto,
     finish_reason_to_proto,
+    loaded_to_proto,
     resolved_sampling_from_proto,
     token_to_proto,
 )
@@ -70,7 +71,7 @@ class PrefillTask:
         self.ticket = request.ticket
         self.phase = PrefillPhase.RUNNING
         self._prefetches = prefetches
-        self._loaded_tokens = 0
+        self._loaded = NOTHING_LOADED
         self._split = request.ticket.first_part  # the decode node computes the rest and draws all tokens
         sampling = resolved_sampling_from_proto(request.sampling)
         self._request = EngineRequest(
@@ -132,15 +133,18 @@ class PrefillTask:
 
     def _run(self, event: TaskEvent, now_s: float) -> list[Command]:
         match event:
-            case Prefetched(loaded_tokens=loaded_tokens):
-                self._loaded_tokens = loaded_tokens
+            case Prefetched(loaded=loaded):
+                self._loaded = loaded
                 return [Submit(self._request)]
             case RequestStarted(cached_tokens=cached_tokens, queue_s=queue_s):
                 # The engine reports the start when that step is over, so the time of this event is too late.
                 self._started_s += queue_s
-                loaded_tokens = min(self._loaded_tokens, cached_tokens)
+                loaded = self._loaded.at_most(cached_tokens)
                 scheduled = pb.PrefillScheduled(
-                    queue_s=queue_s, cached_tokens=cached_tokens, loaded_tokens=loaded_tokens
+                    queue_s=queue_s,
+                    cached_tokens=cached_tokens,
+                    loaded_tokens=loaded.total,
+                    loaded=loaded_to_proto(loaded),
                 )
                 return [self._respond(pb.PrefillEvent(scheduled=scheduled), self._started_s)]
             case LayersComputed():

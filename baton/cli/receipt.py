@@ -10,8 +10,11 @@ from baton.rpc.revisions import describe_revision
 def receipt_lines(usage: Usage, receipt: Receipt) -> Iterator[tuple[str, str]]:
     """Yields a name and a sentence for each part of the receipt that applies to the answer."""
     cached = f", {usage.cached_tokens} of them cached" if usage.cached_tokens else ""
-    if loaded := max(receipt.prefill_loaded_tokens, receipt.decode_loaded_tokens):
-        cached += f", {loaded} of these read from host memory or files"
+    loaded = max(receipt.prefill_loaded, receipt.decode_loaded, key=lambda each: each.total)
+    sources = {"host memory": loaded.host, "files": loaded.file, "a shared store": loaded.store}
+    sources["other nodes"] = loaded.peer
+    if read := ", ".join(f"{tokens} from {source}" for source, tokens in sources.items() if tokens):
+        cached += f", of these read {read}"
     yield "path", f"{receipt.path}: {receipt.why}"
     yield "prompt", f"{usage.prompt_tokens} tokens{cached}, prefilled on {receipt.prefill_node or receipt.decode_node}"
     yield "output", f"{usage.completion_tokens} tokens, decoded on {receipt.decode_node}"

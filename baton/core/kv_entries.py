@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from baton.core.block_keys import BlockKey
+from baton.core.types import LoadedTokens
 
 # The same on every node, because it is part of every key. Transfers cut sequences at its multiples too.
 ENTRY_TOKENS = 64
+# Where each of some entries was: `host`, `file`, `peer`, or the name of a shared store.
+Sources = tuple[str, ...]
 # A day, the longest time for which a client may ask stores to keep its entries.
 KEEP_S_MAX = 86400.0
 
@@ -112,6 +115,16 @@ class EntryBlocks:
     @property
     def token_stop(self) -> int:
         return self.keys[-1].token_stop
+
+
+def loaded_tokens(sources: Sources, tokens: int) -> LoadedTokens:
+    """The tokens of entries that were read one after the other; the last one, which may be a state, has the rest."""
+    counts = dict.fromkeys(("host", "file", "store", "peer"), 0)
+    for number, source in enumerate(sources, 1):
+        taken = tokens if number == len(sources) else min(tokens, ENTRY_TOKENS)
+        counts[source if source in counts else "store"] += taken
+        tokens -= taken
+    return LoadedTokens(**counts)
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,35 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class LoadedTokens:
+    """Tokens whose KV was read into a cache, by the place that had it.
+
+    Attributes:
+        store: a store that several nodes share.
+        peer: host memory or files of another node.
+    """
+
+    host: int = 0
+    file: int = 0
+    store: int = 0
+    peer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.host + self.file + self.store + self.peer
+
+    def at_most(self, tokens: int) -> "LoadedTokens":
+        """The same without what exceeds this number. Faster places come first in a sequence, so they count first."""
+        host = min(self.host, tokens)
+        file = min(self.file, tokens - host)
+        store = min(self.store, tokens - host - file)
+        return LoadedTokens(host, file, store, min(self.peer, tokens - host - file - store))
+
+
+NOTHING_LOADED = LoadedTokens()
+
+
+@dataclass(frozen=True)
 class Receipt:
     """Report of a finished request. The fields are those of `Receipt` on the wire."""
 
@@ -199,6 +228,8 @@ class Receipt:
     decode_cached_tokens: int = 0
     prefill_loaded_tokens: int = 0
     decode_loaded_tokens: int = 0
+    prefill_loaded: LoadedTokens = NOTHING_LOADED
+    decode_loaded: LoadedTokens = NOTHING_LOADED
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     request_id: str = ""

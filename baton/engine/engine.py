@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
-from baton.core.kv_entries import DroppedEntries, StoreChanges
-from baton.core.types import AdapterRef, FinishReason, Grammar, TokenOutput
+from baton.core.kv_entries import DroppedEntries, EntryKey, StoreChanges
+from baton.core.types import NOTHING_LOADED, AdapterRef, FinishReason, Grammar, LoadedTokens, TokenOutput
 from baton.engine.adapters import AdapterSlots
 from baton.engine.device.device_thread import ExpertCounts, StepRunner
 from baton.engine.events import StepEvents
@@ -212,25 +212,30 @@ class Engine:
             _log.exception("a request's prompt could not be looked for")
             return False
 
-    async def prefetch(self, request: EngineRequest) -> int:
+    async def prefetch(self, request: EngineRequest) -> LoadedTokens:
         """Reads the start of a request's sequence that the stores have into the prefix cache, where the request finds
         it. Call it before `submit` or `reserve`. Returns at once if there are no stores, and otherwise within a bound.
 
         Returns:
-            The number of tokens that were read.
+            The tokens that were read.
         """
         if self._prefixes is None or self._steps.is_over:
-            return 0
+            return NOTHING_LOADED
         try:
             return await self._prefixes.prefetch(request)
         except Exception:  # noqa: BLE001  the request does not depend on it
             _log.exception("a request's prompt could not be looked for")
-            return 0
+            return NOTHING_LOADED
 
     def stores_changed(self, changes: StoreChanges) -> None:
         """Takes notice of a change in the stores outside of the cache."""
         if self._prefixes is not None:
             self._prefixes.stores_changed(changes)
+
+    async def save_again(self, wanted: tuple[EntryKey, ...]) -> None:
+        """Saves entries that another node wants, if the stores have lost them and the cache has them still."""
+        if self._prefixes is not None and not self._steps.is_over:
+            await self._prefixes.save_again(wanted)
 
     async def drop_prefixes(self, cache_salt: str, adapters: Iterable[AdapterRef]) -> tuple[int, DroppedEntries]:
         """Drops all KV of a cache salt, of the model and of its adapters, from the prefix cache and the stores.

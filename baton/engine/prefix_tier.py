@@ -4,7 +4,7 @@ not know them.
 
 from typing import Protocol
 
-from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix, Sources
 
 
 class PrefixTier(Protocol):
@@ -32,8 +32,9 @@ class PrefixTier(Protocol):
         none."""
         ...
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> int:
-        """Copies entries to their blocks. Returns how many of the first ones are there; a state counts as one more.
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> Sources:
+        """Copies entries to their blocks. Returns the sources of those that are there then, the first ones; a state
+        counts as one more.
         Nothing writes to them any more when it returns or raises, and it does so soon after the time limit.
 
         Args:

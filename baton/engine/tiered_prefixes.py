@@ -17,8 +17,11 @@ from baton.core.kv_entries import (
     EntryKey,
     KeepTime,
     KeptPrefix,
+    Sources,
     StoreChanges,
+    loaded_tokens,
 )
+from baton.core.types import NOTHING_LOADED, LoadedTokens
 from baton.engine.prefix_tier import PrefixSource, PrefixTier
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.entry_plans import LoadPlan, WantedPrefix
@@ -114,27 +117,35 @@ class TieredPrefixes:
         is_elsewhere = self._tier.has_stores or request.kept_elsewhere is not None
         return wanted if is_elsewhere or wanted.states or self._offload.may_have(wanted) else None
 
-    async def prefetch(self, request: EngineRequest) -> int:
-        """Loads the entries of a request that the cache lacks. Returns the number of tokens that were loaded. A load
-        goes on when the call is cancelled."""
+    async def prefetch(self, request: EngineRequest) -> LoadedTokens:
+        """Loads the entries of a request that the cache lacks. Returns the tokens that were loaded. A load goes on when
+        the call is cancelled."""
         wanted = self.wanted(request)
         if wanted is None:
-            return 0
+            return NOTHING_LOADED
         if not await self._pull(wanted, request.kept_elsewhere):
-            return 0
+            return NOTHING_LOADED
         async with self._places:
             try:
                 found = await asyncio.wait_for(self._find(wanted), _FIND_S)
             except TimeoutError:
-                return 0
+                return NOTHING_LOADED
             except BatonError as error:  # the node ends
                 _log.warning("the stores could not be searched: %s", error)
-                return 0
+                return NOTHING_LOADED
             if found is None or self._is_dropped(wanted.entry_keys.root):
-                return 0
+                return NOTHING_LOADED
             pool, stop = found
             plan = self._scheduler.begin_load(wanted, pool, stop=stop)
-            return 0 if plan is None else await asyncio.shield(self._start(self._load(plan)))
+            return NOTHING_LOADED if plan is None else await asyncio.shield(self._start(self._load(plan)))
+
+    async def save_again(self, wanted: tuple[EntryKey, ...]) -> None:
+        """Saves entries that another node wants, if the stores have lost them and the cache has them still."""
+        if not wanted or self._is_dropped(wanted[0].root):
+            return
+        entries = self._offload.saves.begin_again(wanted)
+        if entries is not None:
+            await asyncio.shield(self._start(self._save(entries)))
 
     def stores_changed(self, changes: StoreChanges) -> None:
         """Takes notice of a change in the stores."""
@@ -252,21 +263,22 @@ class TieredPrefixes:
         found = await self._tier.find_state(keys) if keys else 0
         return after[found - 1] if found else known
 
-    async def _load(self, plan: LoadPlan) -> int:
-        loaded = added = 0
+    async def _load(self, plan: LoadPlan) -> LoadedTokens:
+        sources: Sources = ()
+        added = 0
         began_s = monotonic()
         try:
             entry_s = self._scheduler.entry_s(plan)
-            loaded = await self._tier.load_entries(plan.entries, timeout_s=_LOAD_S, entry_s=entry_s)
+            sources = await self._tier.load_entries(plan.entries, timeout_s=_LOAD_S, entry_s=entry_s)
         except BatonError as error:  # the node ends
             _log.warning("entries could not be loaded: %s", error)
         finally:
-            added = self._offload.loads.end(plan, loaded)
-            if loaded:
-                self.loaded_tokens += min(loaded, len(plan.entries.keys)) * ENTRY_TOKENS
+            added = self._offload.loads.end(plan, len(sources))
+            if sources:
+                self.loaded_tokens += min(len(sources), len(plan.entries.keys)) * ENTRY_TOKENS
                 self.load_s += monotonic() - began_s
             self._on_room()
-        return added
+        return loaded_tokens(sources, added)
 
     async def _save(self, *saves: EntryBlocks) -> None:
         kept = (0,) * len(saves)

@@ -193,6 +193,7 @@ class Node:
             ranks=NodeRanks(built.parallel.size, own_requests),
             costs=lambda: self.meter.costs,
             step_tokens=lambda: self.limits.max_batch_tokens,
+            save_again=lambda wanted: self.engine.save_again(wanted),
             keepalive_s=settings.keepalive_s,
             tls=InternalTls.read(settings, None),
         )

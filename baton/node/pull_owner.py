@@ -36,6 +36,7 @@ _ANSWERS_MAX = 64
 
 Write = Callable[[pb.PullResponse], Awaitable[None]]
 Answer = Coroutine[Any, Any, pb.PullResponse]
+SaveAgain = Callable[[tuple[EntryKey, ...]], Awaitable[None]]
 
 
 @dataclass(eq=False)
@@ -61,6 +62,7 @@ class PullOwner:
         spec: of the whole model.
         ranks: of this node.
         numbers: for links, shared with this node's own pulls.
+        save_again: saves entries that only the cache has.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class PullOwner:
         spec: KVCacheSpec,
         ranks: NodeRanks,
         numbers: "itertools.count[int]",
+        save_again: SaveAgain,
     ) -> None:
+        self._save_again = save_again
         self._transfer = transfer
         self._info = info
         self._namespace = namespace
@@ -184,11 +188,13 @@ class PullOwner:
         return self._pull(reader, pull_job(wanted), there), _sent(wanted.number, 0)
 
     async def _pull(self, reader: _Reader, job: PullJob, there: int | None) -> pb.PullResponse:
+        await self._save_again(job.keys)
         owner, _ = await self._rank_with_most(job.keys) if self._ranks.own_requests else (None, 0)
         sent = await self._transfer.entries.serve_pull(reader.number, job, owner=owner, owner_there=there)
         return _sent(job.number, sent)
 
     async def _search(self, number: int, keys: tuple[EntryKey, ...], held: int, every: int) -> pb.PullResponse:
+        await self._save_again(keys[held:])
         _, found = await self._rank_with_most(keys[held:])
         there = held + found
         if not every:

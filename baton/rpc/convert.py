@@ -14,6 +14,7 @@ from baton.core.types import (
     FinishReason,
     Grammar,
     GrammarKind,
+    LoadedTokens,
     Path,
     PromptLogprob,
     Receipt,
@@ -242,10 +243,20 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
         decode_cached_tokens=receipt.decode_cached_tokens,
         prefill_loaded_tokens=receipt.prefill_loaded_tokens,
         decode_loaded_tokens=receipt.decode_loaded_tokens,
+        prefill_loaded=loaded_to_proto(receipt.prefill_loaded),
+        decode_loaded=loaded_to_proto(receipt.decode_loaded),
         drafted_tokens=receipt.drafted_tokens,
         accepted_tokens=receipt.accepted_tokens,
         request_id=receipt.request_id,
     )
+
+
+def loaded_to_proto(loaded: LoadedTokens) -> pb.LoadedTokens:
+    return pb.LoadedTokens(host=loaded.host, file=loaded.file, store=loaded.store, peer=loaded.peer)
+
+
+def loaded_from_proto(message: pb.LoadedTokens) -> LoadedTokens:
+    return LoadedTokens(message.host, message.file, message.store, message.peer)
 
 
 def receipt_from_proto(message: pb.Receipt) -> Receipt:
@@ -282,6 +293,8 @@ def receipt_from_proto(message: pb.Receipt) -> Receipt:
         decode_cached_tokens=message.decode_cached_tokens,
         prefill_loaded_tokens=message.prefill_loaded_tokens,
         decode_loaded_tokens=message.decode_loaded_tokens,
+        prefill_loaded=loaded_from_proto(message.prefill_loaded),
+        decode_loaded=loaded_from_proto(message.decode_loaded),
         drafted_tokens=message.drafted_tokens,
         accepted_tokens=message.accepted_tokens,
         request_id=message.request_id,

@@ -45,6 +45,10 @@ OWNER, READER = 0xA, 0xB
 ONE_RANK = NodeRanks()
 
 
+async def _save_nothing(_: tuple[EntryKey, ...]) -> None:
+    """These nodes have no cache that could have what their stores have lost."""
+
+
 class PullingNode:
     """A node with a cache and host memory.
 
@@ -107,6 +111,7 @@ class PullingNode:
             ranks=ranks,
             costs=lambda: None,
             step_tokens=lambda: 512,
+            save_again=_save_nothing,
             keepalive_s=DEADLINE_S,
             tls=tls,
         )
@@ -246,7 +251,7 @@ class PullingNode:
         for cache in self.caches:
             cache.memory.zero_()
         wanted = EntryBlocks(KEYS[:entries], blocks, owner, state)
-        count = await self.transfer.entries.load_entries(wanted, timeout_s=DEADLINE_S)
+        count = len(await self.transfer.entries.load_entries(wanted, timeout_s=DEADLINE_S))
         ranks = range(self.ranks.size) if owner is None else [owner]
         tokens = min(count, entries) * ENTRY_TOKENS
         shape = self.spec.num_layers, self.spec.kv_factor, tokens, self.spec.num_kv_heads

@@ -69,7 +69,7 @@ async def test_a_transfer_keeps_entries_over_a_switch_of_roles() -> None:
         entries, wanted = await save_and_wipe(transfer, cache)
         await transfer.reopen(incarnation=2, receive_bytes_per_s=None)
         assert await transfer.find_entries(KEYS) == ENTRIES
-        assert await transfer.load_entries(entries, timeout_s=DEADLINE_S) == ENTRIES
+        assert len(await transfer.load_entries(entries, timeout_s=DEADLINE_S)) == ENTRIES
         assert torch.equal(as_bytes(tokens_of(cache, entries.block_ids, ENTRIES * ENTRY_TOKENS)), wanted)
         counters = transfer.counters().entries
         assert (counters.entries, counters.saved, counters.loaded) == (ENTRIES, ENTRIES, {"host": ENTRIES})
@@ -88,7 +88,7 @@ async def test_what_was_written_behind_outlives_the_transfer() -> None:
     assert set(store.kept) == set(KEYS)
     async with a_transfer(cache, stores=(lambda *_: store,)) as transfer:
         entries = EntryBlocks(KEYS, blocks_of(cache, ENTRIES, 2))
-        assert await transfer.load_entries(entries, timeout_s=DEADLINE_S) == ENTRIES
+        assert len(await transfer.load_entries(entries, timeout_s=DEADLINE_S)) == ENTRIES
         assert torch.equal(as_bytes(tokens_of(cache, entries.block_ids, ENTRIES * ENTRY_TOKENS)), wanted)
 
 
@@ -100,7 +100,7 @@ async def test_without_a_host_cache_there_are_no_entries() -> None:
     async with transfer:
         assert await transfer.save_entries(entries) == (0,)
         assert await transfer.find_entries(KEYS) == 0
-        assert await transfer.load_entries(entries, timeout_s=DEADLINE_S) == 0
+        assert len(await transfer.load_entries(entries, timeout_s=DEADLINE_S)) == 0
         await transfer.drop_entries(KEYS)
         await transfer.drop_entries_of(frozenset({KEYS[0].root}))
 
@@ -113,7 +113,7 @@ async def test_an_entry_has_the_kv_of_layers_that_draft() -> None:
     async with a_transfer(cache) as transfer:
         entries, _ = await save_and_wipe(transfer, cache)
         cache.draft.memory.zero_()
-        assert await transfer.load_entries(entries, timeout_s=DEADLINE_S) == ENTRIES
+        assert len(await transfer.load_entries(entries, timeout_s=DEADLINE_S)) == ENTRIES
     assert torch.equal(as_bytes(tokens_of(cache.draft, entries.block_ids, ENTRIES * ENTRY_TOKENS)), wanted)
 
 
@@ -128,13 +128,13 @@ async def test_a_state_is_kept_next_to_the_entries_and_found_by_the_last_of_them
         assert [await transfer.find_state(KEYS[:count]) for count in range(ENTRIES + 1)] == [0, 0, 2, 2, 4, 4, 4]
         entries, tokens = await save_and_wipe(transfer, cache)
         both = replace(entries, keys=KEYS[:4], state=EntryState(KEYS[3], 0))
-        assert await transfer.load_entries(both, timeout_s=DEADLINE_S) == 5
+        assert len(await transfer.load_entries(both, timeout_s=DEADLINE_S)) == 5
         assert torch.equal(cache.state.view[:, :, 0], wanted)
         loaded = as_bytes(tokens_of(cache, entries.block_ids, ENTRIES * ENTRY_TOKENS))
         assert loaded.numel() == tokens.numel()
         await transfer.drop_entries(KEYS[3:4])
         assert await transfer.find_state(KEYS) == 2, "the state after a dropped entry is dropped too"
-        assert await transfer.load_entries(both, timeout_s=DEADLINE_S) == 3
+        assert len(await transfer.load_entries(both, timeout_s=DEADLINE_S)) == 3
         await transfer.drop_entries_of(frozenset({KEYS[0].root}))
         assert await transfer.find_state(KEYS) == 0
 
@@ -173,7 +173,7 @@ async def test_a_transfer_that_closes_ends_its_loads_and_saves_first(monkeypatch
     closing = asyncio.create_task(transfer.close())
     await asyncio.sleep(0)
     script.release_all()
-    count = await load
+    count = len(await load)
     await closing
     assert SLOTS <= count <= ENTRIES
     tokens = count * ENTRY_TOKENS
@@ -211,13 +211,13 @@ async def test_each_rank_keeps_its_share_and_an_entry_counts_where_all_have_thei
         assert await node.transfer.entries.find_entries(KEYS) == ENTRIES
         for cache in node.caches:
             cache.memory.zero_()
-        assert await node.transfer.entries.load_entries(EntryBlocks(KEYS, target), timeout_s=DEADLINE_S) == ENTRIES
+        assert len(await node.transfer.entries.load_entries(EntryBlocks(KEYS, target), timeout_s=DEADLINE_S)) == ENTRIES
         for cache, was in zip(node.caches, wanted, strict=True):
             assert torch.equal(as_bytes(tokens_of(cache, target, ENTRIES * ENTRY_TOKENS)), was)
         await eventually(lambda: node.transfer.counters().entries.loaded == {"host": ranks * ENTRIES})
         await node.transfer._ranks[-1].drop_entries(KEYS[4:])
         assert await node.transfer.entries.find_entries(KEYS) == 4
-        assert await node.transfer.entries.load_entries(EntryBlocks(KEYS, target), timeout_s=DEADLINE_S) == 4
+        assert len(await node.transfer.entries.load_entries(EntryBlocks(KEYS, target), timeout_s=DEADLINE_S)) == 4
         await node.transfer.entries.drop_entries_of(frozenset({KEYS[0].root}))
         assert await node.transfer.entries.find_entries(KEYS) == 0
 
@@ -232,10 +232,8 @@ async def test_entries_of_a_request_that_one_rank_owns_are_that_ranks() -> None:
         assert await node.transfer.entries.find_entries(KEYS) == 0
         other = node.caches[0].memory.clone()
         node.caches[1].memory.zero_()
-        assert (
-            await node.transfer.entries.load_entries(EntryBlocks(KEYS, blocks, owner=1), timeout_s=DEADLINE_S)
-            == ENTRIES
-        )
+        sources = await node.transfer.entries.load_entries(EntryBlocks(KEYS, blocks, owner=1), timeout_s=DEADLINE_S)
+        assert sources == ("host",) * ENTRIES
         assert torch.equal(as_bytes(tokens_of(node.caches[1], blocks, ENTRIES * ENTRY_TOKENS)), wanted)
         assert torch.equal(node.caches[0].memory, other)
         await node.transfer.entries.drop_entries(KEYS)
@@ -262,7 +260,7 @@ async def test_each_rank_pulls_from_the_rank_of_its_number(ranks: int) -> None:
         assert found == await reader.transfer.entries.find_entries(KEYS) == 4
         for cache in reader.caches:
             cache.memory.zero_()
-        assert await reader.transfer.entries.load_entries(EntryBlocks(KEYS[:4], target), timeout_s=DEADLINE_S) == 4
+        assert len(await reader.transfer.entries.load_entries(EntryBlocks(KEYS[:4], target), timeout_s=DEADLINE_S)) == 4
         for cache, was in zip(reader.caches, wanted, strict=True):
             tokens = 4 * ENTRY_TOKENS
             assert torch.equal(as_bytes(tokens_of(cache, target, tokens)), was[:, :, :tokens])

@@ -63,7 +63,7 @@ class Node:
     async def run(self, name: str, prompt: tuple[int, ...], tokens: int) -> tuple[int, int, list[int]]:
         """How many tokens were read back and how many were cached, and the output."""
         wanted = request(name, prompt, greedy(tokens))
-        loaded = await self.engine.prefetch(wanted)
+        loaded = (await self.engine.prefetch(wanted)).total
         self.engine.submit(wanted)
         await self.events.finished(name)
         return loaded, self.events.started[name].cached_tokens, self.events.ids(name)

@@ -1,13 +1,11 @@
 """Entries of a cache on a GPU: copied by the GPU to page-locked memory and back, into another layout and block size."""
 
-import math
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryState
+from baton.core.kv_entries import ENTRY_TOKENS, EntryState
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
@@ -15,7 +13,7 @@ from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.cuda import CudaMover
 from kvtransfer.movers.mover import Mover
 from tests.conformance.kv import as_bytes, tokens_of
-from tests.unit.kvtransfer.offloading import LIMIT_S, World, blocks_of, fill_randomly, keys_of
+from tests.unit.kvtransfer.offloading import World, blocks_of, fill_randomly, keys_of
 
 pytestmark = pytest.mark.gpu
 
@@ -76,10 +74,9 @@ def test_a_state_of_a_gpu_comes_back_bit_for_bit(head_dim: int) -> None:
     world = World(spec, places=64)
     user = world.user(cache, gpu_mover)
     (key,) = keys_of(1)
-    loaded = Future[int]()
     saved = user.begin_save((), (), EntryState(key, 1))
     assert world.result(saved) == 1
-    user.offloader.load(EntryBlocks((), (), state=EntryState(key, 2)), LIMIT_S, math.inf, loaded)
+    loaded = user.begin_load((), (), state=EntryState(key, 2))
     assert world.result(loaded) == 1
     torch.cuda.synchronize()
     assert torch.equal(cache.state.view[:, :, 2], wanted)

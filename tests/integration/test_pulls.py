@@ -11,6 +11,7 @@ from baton.cli.processes import Process
 from baton.core import pull_costs
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
+from baton.core.types import LoadedTokens
 from baton.node import pull_link, pulls
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
@@ -29,7 +30,7 @@ from tests.integration.cluster import (
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference, References
 from tests.integration.test_prefix_routing import until_cache_is_known, until_known
-from tests.integration.test_stores import store, until_kept
+from tests.integration.test_stores import ENTRY_BYTES, store, until_kept
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 SAID = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
@@ -62,22 +63,32 @@ class TwoTurns:
     """A conversation whose first turn a node has served that takes no further request, because it drains."""
 
     def __init__(
-        self, start: Machines, reference: Reference, owner: Process, *, model: Path = LLAMA, tokens: int = TOKENS
+        self,
+        start: Machines,
+        reference: Reference,
+        owner: Process,
+        *,
+        model: Path = LLAMA,
+        tokens: int = TOKENS,
+        others: int = 0,
     ) -> None:
         self.start = start
         self.owner = owner
         self.model = model
         self.tokens = tokens
+        self.others = others  # prompts that the node serves after the first turn
         self._reference = reference
         self._stays: asyncio.Task[Result] | None = None
 
     async def first(self) -> list[int]:
         """Serves the first turn; returns the prompt of the second one."""
-        first, *others = self._reference.prompts([self.tokens, 30, 20])
+        first, *others = self._reference.prompts([self.tokens, 30, 20, *[self.tokens] * self.others])
         self.start.let_go(self.owner)
         gateway = self.start.gateway([], [self.owner], model=self.model)
         turn = await generate(gateway, first, SAID)
         await until_kept(self.owner, "host", (self.tokens + 79) // 64)
+        for prompt in others[2:]:
+            await generate(gateway, prompt, GREEDY)
         await until_status(self.owner, nothing_held)  # the last save is over, also that of a state
         self.start.allow_steps(0, self.owner)
         self._stays = asyncio.create_task(generate(gateway, others[0], GREEDY))  # so that the drain does not end
@@ -131,10 +142,29 @@ async def test_the_second_turn_on_another_node_computes_only_the_new_text(
     second = await turns.first()
     gateway = start.gateway([], [owner, reader], model=model)
     result = await turns.answer(gateway, second)
+    assert result.proof.decode_loaded == LoadedTokens(peer=WHOLE_ENTRIES * 64)
     assert result.proof.decode_loaded_tokens == WHOLE_ENTRIES * 64
     ranks = 2 if of_reader.get("tensor_parallel_size") == 2 and "attention_data_parallel" not in of_reader else 1
     status = await until_status(reader, lambda last: store(last, "peer").loaded_total == ranks * WHOLE_ENTRIES)
     assert store(status, "peer").failed_total == store(status, "peer").damaged_total == 0
+    await turns.close()
+
+
+async def test_what_only_the_cache_of_the_owner_has_is_pulled_too(start: Machines, reference: Reference) -> None:
+    """The owner's host memory has room for nine entries, and later prompts took the places of the first turn."""
+    small: Flags = {**KEEPS, "host_cache_gib": 9 * ENTRY_BYTES / (1 << 30)}
+    owner, reader = start.nodes(
+        ("decode", {"model": LLAMA, **small}),
+        ("decode", {"model": LLAMA, **KEEPS, **UNLIKE}),
+        paused_engine=["decode"],
+        prepare=always_pull,
+    )
+    start.let_go(reader)
+    turns = TwoTurns(start, reference, owner, others=3)
+    second = await turns.first()
+    gateway = start.gateway([], [owner, reader], model=LLAMA)
+    result = await turns.answer(gateway, second)
+    assert result.proof.decode_loaded == LoadedTokens(peer=WHOLE_ENTRIES * 64)
     await turns.close()
 
 

@@ -12,6 +12,7 @@ from baton.cli.processes import Process
 from baton.client.client import AsyncClient
 from baton.core.kv_entries import EntryBlocks
 from baton.core.sampling import SamplingParams
+from baton.core.types import LoadedTokens
 from baton.protos.v1 import node_status_pb2
 from kvtransfer.ranked_entries import RankedEntries
 from tests.integration.cluster import DEADLINE_S, DEEPSEEK, LLAMA, Flags, Machines, machines, until_status
@@ -85,6 +86,7 @@ async def test_a_prompt_that_the_caches_have_lost_comes_back_from_host_memory(
     again = await answer(gateway, reference, first)
     assert again.proof.prefill_loaded_tokens == again.proof.prefill_cached_tokens == WHOLE_ENTRIES
     assert again.proof.decode_loaded_tokens == again.proof.decode_cached_tokens == WHOLE_ENTRIES
+    assert again.proof.prefill_loaded == again.proof.decode_loaded == LoadedTokens(host=WHOLE_ENTRIES)
     assert again.proof.prompt_tokens_sent == TOKENS - WHOLE_ENTRIES
 
 
@@ -177,6 +179,7 @@ async def test_files_outlive_the_node_and_serve_another_layout_and_block_size(
     for prompt in prompts:
         back = await answer(gateway, reference, prompt)
         assert back.proof.decode_loaded_tokens == WHOLE_ENTRIES // 24 * 24
+        assert back.proof.decode_loaded == LoadedTokens(file=WHOLE_ENTRIES // 24 * 24)
     status = await until_status(decode, lambda last: store(last, "file").loaded_total >= 8)
     assert store(status, "file").damaged_total == 0
 

@@ -193,6 +193,11 @@ class BlockManager:
         block_id = self._by_digest.get(digest)
         return None if block_id is None or block_id in self._windowless else self._keys[block_id]
 
+    def cached_blocks(self, keys: Sequence[BlockKey]) -> list[int]:
+        """The blocks of these keys. Empty: one of them is not cached, or does not serve every sequence."""
+        found = [self._by_digest.get(key.digest) for key in keys if self.cached_key(key.digest) == key]
+        return [] if len(found) < len(keys) else [block_id for block_id in found if block_id is not None]
+
     def not_shown(self, digests: Iterable[bytes]) -> list[bytes]:
         """The digests of blocks that followers do not know, and that its next changes will not tell them of."""
         known = self._by_digest

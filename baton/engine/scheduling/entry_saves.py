@@ -173,6 +173,32 @@ class EntrySaves:
             # Without tokens, because a long sequence has 2,000 entries, and each rank gets all of them.
             self._to_keep.append((tuple(key._replace(block=key.block._replace(tokens=b"")) for key in keys), keep))
 
+    def begin_again(self, wanted: Sequence[EntryKey]) -> EntryBlocks | None:
+        """Holds the blocks of entries that the cache has and the stores have lost: the next ones after those wanted
+        entries that the stores have, as far as there is room. It ends with `saved`. Returns None if there are none, if
+        the model has recurrent states, or if entries can end within a block."""
+        if self._slots is not None or ENTRY_TOKENS % self._block_size:
+            return None
+        for index, pool in enumerate(self._pools):
+            room = int(pool.num_blocks * _SAVING_SHARE) - self._saving[index]
+            run: list[EntryKey] = []
+            held: list[int] = []
+            for key in wanted:
+                if not run and self._kept.has(key):
+                    continue
+                blocks = pool.cached_blocks(self._kept.blocks_of_lost(key))
+                if not blocks or len(held) + len(blocks) > room:
+                    break
+                run.append(key)
+                held += blocks
+            if run:
+                pool.take(held, 0)
+                self._count(index, len(held))
+                self._kept.kept_again(run)
+                before = run[0].token_start // self._block_size
+                return EntryBlocks(tuple(run), (*[0] * before, *held), index if self._has_owners else None)
+        return None
+
     def drop_roots(self, roots: frozenset[bytes]) -> None:
         """Offers no entry with one of these roots any more."""
         for entries in self._finished:

@@ -14,6 +14,8 @@ _CHANGES_MIN = 1024
 # Entries that are in a store below host memory alone, and that followers see: a file store may have millions. The
 # latest ones.
 _BELOW_MAX = 1 << 14
+# Entries that the stores have lost, and that the cache may have still; the latest ones.
+_LEFT_MAX = 1 << 14
 _TOKEN_BYTES = 4
 
 
@@ -31,7 +33,8 @@ class KeptBlocks:
         self.entry_keys: dict[tuple[bytes, bytes], BlockKey] = {}
         self._names: dict[bytes, BlockKey] = {}  # the same keys by digest
         self._by_entry: dict[bytes, tuple[BlockKey, ...]] = {}
-        self._roots: dict[bytes, bytes] = {}  # of the same entries
+        self._entries: dict[bytes, EntryKey] = {}  # the same ones by digest
+        self._left: dict[bytes, tuple[EntryKey, tuple[BlockKey, ...]]] = {}  # lost by the stores, the oldest first
         self._below: dict[bytes, None] = {}  # entries that host memory does not have, the oldest first
         self._ends: dict[bytes, bytes] = {}  # by block, the entry that ends it
         self._lost_since: list[set[bytes]] = []  # what has been lost since each call of `found` began
@@ -81,27 +84,46 @@ class KeptBlocks:
         """Whether the stores have this entry, or will have it soon."""
         return entry.block.digest in self._by_entry
 
+    def blocks_of_lost(self, entry: EntryKey) -> tuple[BlockKey, ...]:
+        """The blocks of an entry that this node has computed, and that the stores have lost. Empty: it is not one of
+        the latest ones, or the key is not the one that was computed."""
+        key, blocks = self._left.get(entry.block.digest, (None, ()))
+        return blocks if key == entry else ()
+
+    def kept_again(self, entries: Iterable[EntryKey]) -> None:
+        """The stores will soon have these entries of `blocks_of_lost` again."""
+        for entry in entries:
+            _, blocks = self._left.pop(entry.block.digest)
+            digest, content, parent = entry.block
+            self._names[digest] = self.entry_keys[parent, content] = entry.block
+            if digest not in self._by_entry:
+                self._add(entry, blocks)
+
     def lost(self, digests: Iterable[bytes]) -> None:
         """The stores no longer have the entries with these digests."""
         gone: list[bytes] = []
         for digest in digests:
             for lost in self._lost_since:
                 lost.add(digest)
-            self._roots.pop(digest, None)
             self._below.pop(digest, None)
+            entry, blocks = self._entries.pop(digest, None), self._by_entry.pop(digest, ())
             if (name := self._names.pop(digest, None)) is not None:
                 del self.entry_keys[name.parent, name.tokens]
-            for key in self._by_entry.pop(digest, ()):
+                if entry is not None:
+                    self._left[digest] = entry, blocks
+            for key in blocks:
                 if self._ends.get(key.digest) == digest:  # files may give a block two names
                     del self._ends[key.digest]
                     gone.append(key.digest)
+        while len(self._left) > _LEFT_MAX:
+            del self._left[next(iter(self._left))]
         if gone and self._changes is not None:
             self._changes.update(dict.fromkeys(gone))
             self._check_changes()
 
     def lost_roots(self, roots: frozenset[bytes]) -> None:
         """The stores no longer have any entry with one of these roots."""
-        self.lost([digest for digest, root in self._roots.items() if root in roots])
+        self.lost([digest for digest, entry in self._entries.items() if entry.root in roots])
 
     # ---- following
 
@@ -133,8 +155,9 @@ class KeptBlocks:
 
     def _add(self, entry: EntryKey, blocks: tuple[BlockKey, ...]) -> None:
         digest = entry.block.digest
+        self._left.pop(digest, None)
         self._by_entry[digest] = blocks
-        self._roots[digest] = entry.root
+        self._entries[digest] = entry
         named = {key.digest: key for key in blocks}
         self._ends.update(dict.fromkeys(named, digest))
         self._note(named)

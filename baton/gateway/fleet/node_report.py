@@ -57,6 +57,11 @@ def shared_store(status: node_status_pb2.NodeStatus) -> bytes:
     return next((store.shared for store in status.stores if store.shared), b"")
 
 
+def has_files(status: node_status_pb2.NodeStatus) -> bool:
+    """Whether the node keeps KV in files."""
+    return any(store.name == "file" for store in status.stores)
+
+
 def seconds_of(reported: float) -> float:
     """A number that a node reported; 0 if it is negative, infinite or NaN."""
     return reported if 0 <= reported < math.inf else 0.0

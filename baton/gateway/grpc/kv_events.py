@@ -2,6 +2,8 @@
 
 A subscriber gets an empty snapshot, then all cached blocks of the nodes, then changes. The gateway keeps no events: a
 subscriber that returns gets everything again, with sequence numbers above its last one.
+
+Subscribers count each tier by itself: a block that moves is stored in its new tier, then removed from the old one.
 """
 
 import asyncio
@@ -16,9 +18,10 @@ from smg_grpc_proto.generated import common_pb2 as smg
 
 from baton.core.block_keys import number_of, root_digest
 from baton.core.errors import InvalidRequest
-from baton.gateway.fleet.cache_union import CacheUnion, UnionChanges
+from baton.gateway.fleet.cache_union import CacheUnion, Tier, UnionChanges
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
+from baton.gateway.fleet.node_report import has_files
 from baton.gateway.request.node_clients import NodeClient
 from baton.protos.internal.v1 import node_pb2
 
@@ -27,6 +30,12 @@ log = logging.getLogger("baton")
 _LOOK_S = 0.5  # interval at which nodes are added and dropped
 _QUEUE_MESSAGES = 64  # a full queue makes the nodes' streams wait for a slow subscriber
 _AFTER_MAX = 2**63
+_TIERS = {
+    Tier.DEVICE: smg.KV_CACHE_TIER_DEVICE,
+    Tier.HOST: smg.KV_CACHE_TIER_HOST,
+    Tier.DISK: smg.KV_CACHE_TIER_DISK,
+    Tier.EXTERNAL: smg.KV_CACHE_TIER_EXTERNAL,
+}
 
 
 class _Kind(NamedTuple):
@@ -79,6 +88,7 @@ class _Subscription:
         self._clients = clients
         self._queue: asyncio.Queue[tuple[str, node_pb2.WatchCacheResponse]] = asyncio.Queue(_QUEUE_MESSAGES)
         self._streams: dict[str, asyncio.Task[None]] = {}
+        self._below: dict[str, Tier] = {}  # of each node's blocks that are not in host memory either
 
     async def events(self) -> AsyncIterator[list[smg.KvCacheEvent]]:
         kind = await self._kind()
@@ -95,7 +105,10 @@ class _Subscription:
                 address, message = await asyncio.wait_for(self._queue.get(), look_at_s - now_s)
             except TimeoutError:
                 continue
-            if address in self._streams and (events := _to_events(union.take(address, message), kind.block_size)):
+            if address not in self._streams:
+                continue
+            changes = union.take(address, message, below=self._below[address])
+            if events := _to_events(changes, kind.block_size):
                 yield events
 
     def close(self) -> None:
@@ -124,6 +137,8 @@ class _Subscription:
         for address, node in nodes.items():
             client = clients.get(address)
             if address not in self._streams and client is not None and address not in ended and _usable(node, kind):
+                # Where a node has files and a shared store, entries are looked for in files first.
+                self._below[address] = Tier.DISK if has_files(node.status) else Tier.EXTERNAL
                 self._streams[address] = asyncio.create_task(self._receive(address, client), name="kv-events")
         return ended
 
@@ -146,19 +161,31 @@ def _usable(node: FleetNode | None, kind: _Kind) -> bool:
 
 def _to_events(changes: UnionChanges, block_size: int) -> list[smg.KvCacheEvent]:
     events = []
-    if changes.removed:
-        hashes = [_signed(block) for block in changes.removed]
-        events.append(smg.KvCacheEvent(removed=smg.KvBlocksRemoved(block_hashes=hashes)))
     for run in changes.stored:
         blocks = [
-            smg.KvBlock(block_hash=_signed(block), token_ids=array("i", tokens), block_size=block_size)
+            smg.KvBlock(
+                block_hash=_signed(block),
+                token_ids=array("i", tokens),
+                block_size=block_size,
+                cache_level=_cache_level(run.tier),
+            )
             for block, tokens in run.blocks
         ]
         parent = None if run.parent is None else _signed(run.parent)
-        events.append(smg.KvCacheEvent(stored=smg.KvBlocksStored(blocks=blocks, parent_block_hash=parent)))
+        stored = smg.KvBlocksStored(blocks=blocks, parent_block_hash=parent, tier=_TIERS[run.tier])
+        events.append(smg.KvCacheEvent(stored=stored))
+    for tier in Tier:
+        if hashes := [_signed(block) for its_tier, block in changes.removed if its_tier is tier]:
+            removed = smg.KvBlocksRemoved(block_hashes=hashes, tier=_TIERS[tier], cache_level=_cache_level(tier))
+            events.append(smg.KvCacheEvent(removed=removed))
     for event_id, event in enumerate(events, 1):
         event.event_id = event_id
     return events
+
+
+def _cache_level(tier: Tier) -> int | None:
+    """The tier as subscribers of before the field `tier` read it, where none means the device."""
+    return tier.value or None
 
 
 def _signed(block: int) -> int:

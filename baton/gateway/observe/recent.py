@@ -5,7 +5,7 @@ Keeping a request costs about a microsecond; its JSON is made only when the page
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from baton.core.log_lines import printable
@@ -145,6 +145,8 @@ def shown(finished: FinishedRequest) -> Shown:
             "decode_cached_tokens": receipt.decode_cached_tokens,
             "prefill_loaded_tokens": receipt.prefill_loaded_tokens,
             "decode_loaded_tokens": receipt.decode_loaded_tokens,
+            "prefill_loaded": asdict(receipt.prefill_loaded),
+            "decode_loaded": asdict(receipt.decode_loaded),
             "drafted_tokens": receipt.drafted_tokens,
             "accepted_tokens": receipt.accepted_tokens,
             "split_tokens": receipt.split_tokens,

@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 from baton.core.errors import BatonError
-from baton.core.types import Path, Receipt
+from baton.core.types import NOTHING_LOADED, Path, Receipt
 from baton.gateway.fleet.placement import Placement
 from baton.metrics.declared import LOST
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
+from baton.rpc.convert import loaded_from_proto
 
 PREFILL, DECODE = "prefill", "decode"
 
@@ -34,6 +35,7 @@ class ReceiptDraft:
         self.attempts = 0
         self._request_id = request_id
         self._decode_cached_tokens = self._decode_loaded_tokens = 0
+        self._decode_loaded = NOTHING_LOADED
         self._path = Path.LOCAL
         self._path_why = ""
         self.retries: list[Retry] = []
@@ -88,6 +90,7 @@ class ReceiptDraft:
         self._decode_node = decode_node
         self._ticket = message.ticket
         self._decode_cached_tokens, self._decode_loaded_tokens = message.cached_tokens, message.loaded_tokens
+        self._decode_loaded = loaded_from_proto(message.loaded)
         self._decode_queue_s = message.queue_s
 
     def calling(self, prefill_node: str, transport: str, kv_converted: str, version: str = "") -> None:
@@ -112,6 +115,7 @@ class ReceiptDraft:
         self._decode_node, self._prefill_node, self._transport, self._kv_converted = decode_node, "", "", ""
         self._prefill_version = ""
         self._decode_cached_tokens, self._decode_loaded_tokens = message.cached_tokens, message.loaded_tokens
+        self._decode_loaded = loaded_from_proto(message.loaded)
         self._decode_queue_s = message.queue_s
         self._ticket = lease_pb2.Ticket()
         self._split_tokens = 0
@@ -192,6 +196,8 @@ class ReceiptDraft:
             request_id=self._request_id,
             prefill_loaded_tokens=self._scheduled.loaded_tokens,
             decode_loaded_tokens=self._decode_loaded_tokens,
+            prefill_loaded=loaded_from_proto(self._scheduled.loaded),
+            decode_loaded=self._decode_loaded,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
         )

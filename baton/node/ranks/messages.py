@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from baton.core.errors import BatonError, ConfigError
-from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, Sources
 from baton.security.roles import Role
 from baton.settings.node_config import NodeSettings
 from kvtransfer.conversion import KVConversion
@@ -183,7 +183,7 @@ class FindState(Verb[int]):
 
 
 @dataclass(frozen=True)
-class LoadEntries(Verb[int]):
+class LoadEntries(Verb[Sources]):
     entries: EntryBlocks
     timeout_s: float
     entry_s: float

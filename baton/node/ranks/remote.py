@@ -158,7 +158,9 @@ class RemoteTransfer(RankTransfer):
     async def find_state(self, after: tuple[EntryKey, ...]) -> int:
         return await self._ask(FindState(after))
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf) -> int:
+    async def load_entries(
+        self, entries: EntryBlocks, *, timeout_s: float, entry_s: float = math.inf
+    ) -> tuple[str, ...]:
         return await self._ask_to_end(LoadEntries(entries, timeout_s, entry_s))
 
     async def begin_pull(self, job: PullJob, links: tuple[EntryLink, ...]) -> int:

@@ -18,7 +18,7 @@ from baton.cli.receipt import receipt_lines
 from baton.cli.status_json import to_json as status_to_json
 from baton.cli.status_tables import render
 from baton.client.outputs import Completion
-from baton.core.types import FinishReason, Receipt, TokenOutput, Usage
+from baton.core.types import FinishReason, LoadedTokens, Receipt, TokenOutput, Usage
 from baton.core.types import Path as Way
 from baton.core.version import __version__
 from baton.protos.v1 import node_status_pb2, operations_pb2
@@ -379,6 +379,14 @@ def test_device_settings_of_the_environment_win(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("BATON_DEVICE", "cpu")
     monkeypatch.setenv("BATON_GPU_MEMORY_FRACTION", "0.3")
     assert list(_devices(2, 1)) == [[], []]
+
+
+def test_a_receipt_says_from_where_cached_tokens_were_read() -> None:
+    usage = replace(USAGE, cached_tokens=80)
+    assert "read" not in dict(receipt_lines(usage, RECEIPT))["prompt"]
+    receipt = replace(RECEIPT, prefill_loaded=LoadedTokens(host=48, peer=16), decode_loaded=LoadedTokens(file=32))
+    shown = dict(receipt_lines(usage, receipt))["prompt"]
+    assert shown.startswith("84 tokens, 80 of them cached, of these read 48 from host memory, 16 from other nodes, ")
 
 
 def test_a_receipt_says_how_many_guessed_tokens_were_right() -> None:

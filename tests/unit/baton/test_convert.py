@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.core.costs import StepCosts
 from baton.core.errors import InvalidRequest
 from baton.core.sampling import SAMPLING_FIELDS, ResolvedSampling, SamplingParams
-from baton.core.types import FinishReason, Grammar, GrammarKind, Path, Receipt, TokenOutput, Usage
+from baton.core.types import FinishReason, Grammar, GrammarKind, LoadedTokens, Path, Receipt, TokenOutput, Usage
 from baton.protos.v1 import common_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.rpc import convert, convert_node
@@ -115,6 +115,8 @@ def test_usage_is_unchanged(usage: Usage) -> None:
         prefill_cached_tokens=numbers,
         segment_bytes=st.integers(0, 2**64 - 1),
         layer_groups=numbers,
+        prefill_loaded=st.builds(LoadedTokens, numbers, numbers, numbers, numbers),
+        decode_loaded=st.builds(LoadedTokens, numbers, numbers, numbers, numbers),
     )
 )
 def test_a_receipt_is_unchanged(receipt: Receipt) -> None:

@@ -516,3 +516,66 @@ def test_entries_that_did_not_arrive_are_not_seen() -> None:
     assert plan is not None
     offload(scheduler).loads.end(plan, 1)
     assert len(offload(scheduler).kept.cached_keys()) == BLOCKS_PER_ENTRY
+
+
+# ---- entries that the stores have lost, and the cache has still
+
+
+def lose_all(scheduler: Scheduler, saved: list[EntryBlocks]) -> None:
+    offload(scheduler).kept.lost(key.block.digest for entries in saved for key in entries.keys)
+
+
+def test_entries_that_the_stores_have_lost_are_saved_again_from_the_cache() -> None:
+    scheduler = tiered()
+    decode_all(scheduler, "a")
+    (saved,) = save_all(scheduler)
+    saves, kept = offload(scheduler).saves, offload(scheduler).kept
+    assert saves.begin_again(saved.keys) is None, "the stores have them"
+    kept.lost([saved.keys[1].block.digest])
+    again = saves.begin_again(saved.keys)
+    assert again is not None
+    assert again.keys == saved.keys[1:]
+    assert again.block_ids[BLOCKS_PER_ENTRY:] == saved.block_ids[BLOCKS_PER_ENTRY:]
+    assert free_blocks(scheduler) == 256 - BLOCKS_PER_ENTRY
+    saves.saved(again, 1)
+    assert free_blocks(scheduler) == 256
+    assert kept.has(saved.keys[1])
+    assert saves.begin_again(saved.keys) is None
+    lose_all(scheduler, [saved])
+    failed = saves.begin_again(saved.keys)
+    assert failed is not None
+    saves.saved(failed, 0)
+    assert not any(map(kept.has, saved.keys))
+
+
+def test_what_the_cache_has_lost_or_another_key_names_is_not_saved_again() -> None:
+    scheduler = tiered(num_blocks=8 * BLOCKS_PER_ENTRY)
+    decode_all(scheduler, "a")
+    saved = save_all(scheduler)
+    lose_all(scheduler, saved)
+    (first, second) = (key for entries in saved for key in entries.keys)
+    forged = first._replace(block=first.block._replace(tokens=second.block.tokens))
+    for wrong in (forged, first._replace(number=1), first._replace(root=second.block.digest)):
+        assert offload(scheduler).saves.begin_again((wrong,)) is None
+    blocks = offload(scheduler).saves._pools[0]
+    blocks.forget([saved[0].block_ids[0]])
+    assert offload(scheduler).saves.begin_again((first, second)) is None, "without the first, the second is of no use"
+    again = offload(scheduler).saves.begin_again((second,))
+    assert again is not None
+    offload(scheduler).saves.saved(again, 0)
+    decode_all(scheduler, "b", tuple(range(7 * ENTRY_TOKENS)))
+    save_all(scheduler)
+    assert offload(scheduler).saves.begin_again((second,)) is None
+
+
+def test_what_is_saved_again_holds_at_most_a_share_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = tiered(num_blocks=12 * BLOCKS_PER_ENTRY)
+    decode_all(scheduler, "a", tuple(range(5 * ENTRY_TOKENS + 1)))
+    saved = save_all(scheduler)
+    keys = tuple(key for entries in saved for key in entries.keys)
+    assert len(keys) == 5
+    lose_all(scheduler, saved)
+    monkeypatch.setattr(entry_saves, "_SAVING_SHARE", 1 / 4)
+    again = offload(scheduler).saves.begin_again(keys)
+    assert again is not None
+    assert again.keys == keys[:3]

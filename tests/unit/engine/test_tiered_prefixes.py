@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix, Sources
+from baton.core.types import NOTHING_LOADED
 from baton.engine import tiered_prefixes
 from baton.engine.tiered_prefixes import TieredPrefixes
 from tests.unit.engine.scheduling import finish, launch, request
@@ -38,7 +39,7 @@ class SilentStores:
     async def save_entries(self, *saves: EntryBlocks) -> tuple[int, ...]:
         raise NotImplementedError
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> int:
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> Sources:
         raise NotImplementedError
 
     async def keep_entries(self, keys: tuple[EntryKey, ...], keep: KeepTime, *, with_state: bool = False) -> None:
@@ -69,7 +70,7 @@ async def test_a_request_waits_for_one_search_of_stores_that_do_not_answer(
     monkeypatch.setattr(tiered_prefixes, "_FIND_S", 0.01)
     stores = SilentStores()
     prefixes = TieredPrefixes(stores, NoSource(), tiered(), on_room=lambda: None)
-    assert await prefixes.prefetch(replace(request("a", LONG), kept_elsewhere=kept)) == 0
+    assert await prefixes.prefetch(replace(request("a", LONG), kept_elsewhere=kept)) == NOTHING_LOADED
     assert stores.searches == 1
     await prefixes.close()
 
@@ -78,14 +79,14 @@ async def test_host_memory_is_not_asked_for_what_was_never_saved(monkeypatch: py
     monkeypatch.setattr(tiered_prefixes, "_FIND_S", 0.01)
     stores, scheduler = SilentStores(has_stores=False), tiered()
     prefixes = TieredPrefixes(stores, NoSource(), scheduler, on_room=lambda: None)
-    assert await prefixes.prefetch(request("a", LONG)) == 0
+    assert await prefixes.prefetch(request("a", LONG)) == NOTHING_LOADED
     assert stores.searches == 0
     decode_all(scheduler, "a", LONG)
     save_all(scheduler)
     for number in range(3):  # others take its blocks
         decode_all(scheduler, str(number), tuple(range(900, 0, -1))[number:])
         save_all(scheduler)
-    assert await prefixes.prefetch(request("b", LONG)) == 0
+    assert await prefixes.prefetch(request("b", LONG)) == NOTHING_LOADED
     assert stores.searches == 1
     await prefixes.close()
 
@@ -109,9 +110,9 @@ async def test_what_was_pulled_and_not_loaded_is_found_by_a_later_request() -> N
     stores = EmptyStores(has_stores=False)
     prefixes = TieredPrefixes(stores, TwoEntries(), tiered(), on_room=lambda: None)
     kept = KeptPrefix("there:1", 7, 192)
-    assert await prefixes.prefetch(replace(request("a", LONG), kept_elsewhere=kept)) == 0
+    assert await prefixes.prefetch(replace(request("a", LONG), kept_elsewhere=kept)) == NOTHING_LOADED
     before = stores.searches
-    assert await prefixes.prefetch(request("b", LONG)) == 0
+    assert await prefixes.prefetch(request("b", LONG)) == NOTHING_LOADED
     assert stores.searches == before + 1
     await prefixes.close()
 
@@ -142,8 +143,8 @@ class StoresWith(EmptyStores):
     async def find_state(self, after: tuple[EntryKey, ...]) -> int:
         return next((count for count, key in enumerate(after, 1) if key.number + 1 == self._state), 0)
 
-    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> int:
-        return 0
+    async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> Sources:
+        return ()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from baton.core.block_keys import KeyChain, root_digest
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, EntryState, KeepTime
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, EntryState, KeepTime, Sources
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.movers.cpu import CpuMover
@@ -240,6 +240,21 @@ class SavedSequence(Future[Any]):
         return int(count)
 
 
+class LoadedSequence(Future[Any]):
+    """The future of a load; its result is the number of entries, and of states, that are in their blocks.
+
+    Attributes:
+        sources: where each of them was.
+    """
+
+    @property
+    def sources(self) -> Sources:
+        return tuple(super().result())
+
+    def result(self, timeout: float | None = None) -> int:
+        return len(super().result(timeout))
+
+
 @dataclass
 class User:
     """One cache of a `World`."""
@@ -261,9 +276,10 @@ class User:
         blocks: tuple[int, ...],
         timeout_s: float = LIMIT_S,
         entry_s: float = math.inf,
+        state: EntryState | None = None,
     ) -> "Future[int]":
-        future: Future[int] = Future()
-        self.offloader.load(EntryBlocks(keys, blocks), timeout_s, entry_s, future)
+        future = LoadedSequence()
+        self.offloader.load(EntryBlocks(keys, blocks, state=state), timeout_s, entry_s, future)
         return future
 
     def save(self, keys: tuple[EntryKey, ...], blocks: tuple[int, ...]) -> int:

@@ -28,6 +28,7 @@ from tests.conformance.late import Script, late
 from tests.unit.kvtransfer.offloading import (
     LIMIT_S,
     SPEC,
+    LoadedSequence,
     MemoryStore,
     World,
     blocks_of,
@@ -351,7 +352,10 @@ def test_entries_are_written_behind_and_read_back_from_the_first_store_that_has_
     world.forget_host(keys[1:])
     del first.kept[keys[2]]
     assert world.find(keys) == 5
-    assert user.load(keys, target) == 5
+    load = user.begin_load(keys, target)
+    assert world.result(load) == 5
+    assert isinstance(load, LoadedSequence)
+    assert load.sources == ("host", "first", "second", "first", "first")
     assert equal(kv_of(user.cache, target, 5), [part[:, :, : 5 * ENTRY_TOKENS] for part in wanted])
     counters = world.tiers.counters()
     assert counters.loaded == {"host": 1, "first": 3, "second": 1}

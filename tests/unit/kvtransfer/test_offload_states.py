@@ -1,6 +1,5 @@
 """Recurrent states outside of the cache: their pieces, and what happens when one of them is missing or damaged."""
 
-import math
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from kvtransfer.offload_calls import FIND_LIMIT_S
 from kvtransfer.parts import parts_of
 from kvtransfer.stores.entry import EntryLayout
 from tests.conformance.kv import make_cache
-from tests.unit.kvtransfer.offloading import LIMIT_S, MemoryStore, World, blocks_of, fill_randomly, keys_of
+from tests.unit.kvtransfer.offloading import LoadedSequence, MemoryStore, World, blocks_of, fill_randomly, keys_of
 
 GQA = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
 STATE = KVCacheSpec(KVKind.STATE, num_layers=2, num_kv_heads=2, head_dim=5, dtype="float32")
@@ -79,14 +78,14 @@ def test_a_flipped_bit_in_a_state_is_never_scattered_as_a_whole_state(head_dim: 
             assert world.result(saved) == 2
             world.tiers._host._places[piece.block.digest].tensor[bit] ^= 1 << bit % 8
             for _ in range(2):
-                loaded = Future[int]()
-                user.offloader.load(EntryBlocks((key,), other, state=EntryState(key, 1)), LIMIT_S, math.inf, loaded)
+                loaded = user.begin_load((key,), other, state=EntryState(key, 1))
                 assert world.result(loaded) == 1, "the entry, but no state"
     saved = user.begin_save((key,), blocks, EntryState(key, 0))
     assert world.result(saved) == 2
-    loaded = Future[int]()
-    user.offloader.load(EntryBlocks((key,), other, state=EntryState(key, 1)), LIMIT_S, math.inf, loaded)
+    loaded = user.begin_load((key,), other, state=EntryState(key, 1))
     assert world.result(loaded) == 2
+    assert isinstance(loaded, LoadedSequence)
+    assert loaded.sources == ("host", "host")
     assert torch.equal(user.cache.state.view[:, :, 1], wanted)
     world.check_nothing_is_left()
 
@@ -164,9 +163,8 @@ def test_a_state_is_not_read_where_its_pieces_take_longer_than_computing_it(*, w
     entries = EntryBlocks(keys[:1], blocks[: ENTRY_TOKENS // 16]) if with_entry else EntryBlocks((), ())
     for entry_s, loaded in ((0.125, 0), (5.0, len(entries) + 1)):
         world.forget_host((*keys, *state_keys))
-        future = Future[int]()
-        user.offloader.load(replace(entries, state=EntryState(keys[0], 1)), 1000.0, entry_s, future)
-        assert world.result(future) == loaded
+        load = user.begin_load(entries.keys, entries.block_ids, 1000.0, entry_s, EntryState(keys[0], 1))
+        assert world.result(load) == loaded
     world.check_nothing_is_left()
 
 

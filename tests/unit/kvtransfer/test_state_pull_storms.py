@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.kv_entries import EntryBlocks, EntryState
+from baton.core.kv_entries import EntryState
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
@@ -57,8 +57,7 @@ class Side:
         assert cache.state is not None
         for part in cache.parts:
             part.view.zero_()
-        loaded: Future[int] = Future()
-        self.user.offloader.load(EntryBlocks(keys, BLOCKS, state=EntryState(keys[-1], 2)), 1e9, 1e9, loaded)
+        loaded = self.user.begin_load(keys, BLOCKS, 1e9, 1e9, EntryState(keys[-1], 2))
         self.world.run_until(loaded.done)
         for key in keys[: loaded.result()]:
             for block in BLOCKS[key.number * EACH : (key.number + 1) * EACH]:

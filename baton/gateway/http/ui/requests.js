@@ -112,12 +112,21 @@ function detail(request, nowS) {
     ["path", receipt.path && `${receipt.path}: ${receipt.why}`],
     ["prefill", chunks.length ? `${plural(chunks.length, "chunk")}, up to token ${chunks.at(-1)[1]}` : null],
     ["transfer", receipt.segments ? moved(receipt) : null],
-    ["cached", receipt.path && `${count(request.cached_tokens)} tokens not computed; ${count(receipt.prefill_cached_tokens)} on the prefill node, ${count(receipt.decode_cached_tokens)} on the decode node; ${count(receipt.prefill_loaded_tokens + receipt.decode_loaded_tokens)} of them read from host memory or files`],
+    ["cached", receipt.path && `${count(request.cached_tokens)} tokens not computed; ${count(receipt.prefill_cached_tokens)} on the prefill node, ${count(receipt.decode_cached_tokens)} on the decode node${readFrom(receipt)}`],
     ["guessed", receipt.drafted_tokens ? `${count(receipt.accepted_tokens)} of ${count(receipt.drafted_tokens)} guessed tokens were right` : null],
     ["predicted", Number.isFinite(receipt.predicted_ttft_s) ? `first token after ${seconds(receipt.predicted_ttft_s)}; it came after ${seconds(request.ttft_s)}` : null],
     ["attempts", receipt.attempts],
     ["error", request.error],
   ));
+}
+
+function readFrom(receipt) {
+  const places = { host: "host memory", file: "files", store: "a shared store", peer: "other nodes" };
+  const read = Object.entries(places)
+    .map(([source, place]) => [receipt.prefill_loaded[source] + receipt.decode_loaded[source], place])
+    .filter(([tokens]) => tokens > 0)
+    .map(([tokens, place]) => `${count(tokens)} from ${place}`);
+  return read.length ? `; of them read ${read.join(", ")}` : "";
 }
 
 function moved(receipt) {

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from baton.core.errors import ConfigError
 from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryKey, KeepTime, StoreChanges
-from kvtransfer.movers.host_pages import HostPages
+from kvtransfer.movers.host_pages import FIRST_UNITS, HostPages
 from kvtransfer.offload_calls import HOST, StoreCalls
 from kvtransfer.offload_queue import StoreQueue
 from kvtransfer.offload_reads import Fetch, StoreReads
@@ -40,6 +40,11 @@ _FOUND_MAX = 1 << 14
 _CLOSE_TIMEOUT_S = 5.0
 
 
+def least_host_bytes(layout: EntryLayout, settings: TransferSettings) -> int:
+    """The smallest host memory: for one entry and the state after it, and for one more that a store reads."""
+    return layout.entry_bytes * (1 + len(layout.pieces) + bool(settings.stores))
+
+
 class EntryTiers:
     """The entries of one rank.
 
@@ -58,7 +63,7 @@ class EntryTiers:
     def __init__(
         self, layout: EntryLayout, settings: TransferSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        least = layout.entry_bytes * (1 + len(layout.pieces) + bool(settings.stores))
+        least = least_host_bytes(layout, settings)
         if settings.host_cache_bytes < least:
             state = " with a recurrent state" if layout.pieces else ""
             raise ConfigError(
@@ -74,7 +79,7 @@ class EntryTiers:
         self._pages: HostPages | None = None
         self._host: HostMemory
         self._calls: StoreCalls
-        self.places = 0
+        self.places = self._passing = 0
         self._stores: list[StoreQueue] = []
         self._listings: list[Future[Sequence[EntryKey]]] = []
         self._reads: StoreReads
@@ -86,16 +91,18 @@ class EntryTiers:
         self._pulled = self._served = 0
         self._loaded, self._damaged = Counter[str](), Counter[str]()
 
-    def open(self, open_host_memory: Callable[[int], HostPages]) -> None:
+    def open(self, open_host_memory: Callable[[int, int], HostPages]) -> None:
         """Allocates host memory and opens the stores, once."""
         if self._pages is not None:
             return
         layout, settings = self.layout, self._settings
         places, size = settings.host_cache_bytes // layout.entry_bytes, layout.entry_bytes
         passing = min(_PASSING_MAX, max(1, int(places * _PASSING_SHARE))) if settings.stores else 0
-        pages = open_host_memory(places * size)
+        assert passing < FIRST_UNITS
+        pages = open_host_memory(places * size, size)
         passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size :]
-        self._pages, self._host = pages, HostMemory(kept, size, clock=self._clock)
+        usable, self._passing = pages.usable_bytes // size - passing, passing
+        self._pages, self._host = pages, HostMemory(kept, size, clock=self._clock, usable=usable)
         self.places = places - passing
         for open_store in settings.stores:
             self._stores.append(StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock))
@@ -287,7 +294,10 @@ class EntryTiers:
         return tuple(key for key in found if not self.is_dropped(key.root))
 
     def step(self) -> bool:
-        """Takes the answers of the stores. Returns whether there was one."""
+        """Takes the answers of the stores, and host memory that has been page-locked. Returns whether there was an
+        answer."""
+        if self._pages is not None and self._host.usable < self.places:
+            self._host.use(self._pages.usable_bytes // self.layout.entry_bytes - self._passing)
         if not self.is_busy:
             return False
         is_read = bool(self._reads.under_way) and self._reads.step()

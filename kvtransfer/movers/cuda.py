@@ -19,7 +19,7 @@ from baton.kvcache.spec import KVKind
 from baton.kvcache.wire.conversion import Converter, gather_converted
 from baton.kvcache.wire.prepared import DeviceWire
 from kvtransfer.movers.cuda_tables import BlockTable, BlockTables, PlacedTables, open_copy
-from kvtransfer.movers.host_pages import HostPages
+from kvtransfer.movers.host_pages import CudaPageLocks, HostPages
 from kvtransfer.movers.mover import SAVED_AT_ONCE, Blocks, SavedPayload, check_blocks
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segment
@@ -36,6 +36,7 @@ class _SlotBuffers:
     Attributes:
         work: the message for kernels: the slot itself or, for a slot in host memory, device memory of the same size.
         over: event recorded after the last operation.
+        is_copied_in: the last operation was a copy from host memory, whose end the host may not have seen yet.
         trailer_cpu, digest_cpu: a message's trailer and digest, in pinned memory.
         saved_cpu: digests of payloads that are saved, each a tensor of its own, in pinned memory.
     """
@@ -44,6 +45,7 @@ class _SlotBuffers:
         self.work = work
         self.in_host = work is not slot.memory
         self.over = torch.cuda.Event()
+        self.is_copied_in = False
         self.digest_cpu = torch.zeros((), dtype=torch.int64, pin_memory=True)
         self.trailer_cpu = torch.zeros(TRAILER_BYTES, dtype=torch.uint8, pin_memory=True)
         self.trailer = self.trailer_cpu.numpy().data
@@ -113,6 +115,10 @@ class CudaMover:
         # decode and has none.
         self._outgoing = torch.cuda.Stream(self._device, priority=-1)
         self._incoming = torch.cuda.Stream(self._device)
+        # A load's message is copied, checked and scattered on streams of their own. On one stream, the scatter of a
+        # message would come after the checks that are queued already, which wait for the copies of later messages.
+        self._copies = torch.cuda.Stream(self._device)
+        self._checks = torch.cuda.Stream(self._device)
         # NOTE: torch operations of this thread must not use the default stream, which is the engine's.
         torch.cuda.set_stream(self._incoming)
         self._parts = cache.parts
@@ -199,6 +205,9 @@ class CudaMover:
     def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> _Queued:
         buffers, stream = self._buffers[slot], self._incoming
         payload_bytes = num_bytes - TRAILER_BYTES
+        if buffers.is_copied_in:
+            buffers.is_copied_in, stream = False, self._checks
+            stream.wait_event(buffers.over)
         if buffers.in_host:
             buffers.trailer[:] = slot.bytes[payload_bytes:num_bytes]
             self._copy(buffers.work_ptr, buffers.slot_ptr, payload_bytes, stream.cuda_stream)
@@ -226,8 +235,8 @@ class CudaMover:
         )
         return self._end(buffers, self._incoming)
 
-    def open_host_memory(self, num_bytes: int) -> HostPages:
-        return HostPages(num_bytes, pinned=True)
+    def open_host_memory(self, num_bytes: int, unit_bytes: int) -> HostPages:
+        return HostPages(num_bytes, unit_bytes=unit_bytes, locks=CudaPageLocks())
 
     def save(self, slot: Slot, payloads: Sequence[SavedPayload]) -> _Saving:
         buffers, stream = self._buffers[slot], self._outgoing
@@ -254,13 +263,14 @@ class CudaMover:
 
     def copy_in(self, slot: Slot, num_bytes: int, source: Tensor) -> _Queued:
         assert source.numel() == num_bytes
-        buffers, stream = self._buffers[slot], self._incoming
+        buffers = self._buffers[slot]
         assert not buffers.in_host
-        self._copy(buffers.work_ptr, source.data_ptr(), num_bytes, stream.cuda_stream)
-        return self._end(buffers, stream)
+        self._copy(buffers.work_ptr, source.data_ptr(), num_bytes, self._copies.cuda_stream)
+        buffers.is_copied_in = True
+        return self._end(buffers, self._copies)
 
     def close(self) -> None:
-        for stream in (self._outgoing, self._incoming):
+        for stream in (self._outgoing, self._incoming, self._copies, self._checks):
             stream.synchronize()
 
     def _table(self, blocks: Blocks, place: PartPlace) -> BlockTable:
@@ -318,6 +328,8 @@ class CudaMover:
         # No cache has this block, so nothing is read or written.
         nowhere = {incoming: PlacedTables(self._tables[incoming].place((-1,)), None) for incoming in (False, True)}
         took_s = []
+        # Makes that stream's scratch memory, so that the first load allocates nothing.
+        self._wire.digest(slot.memory, size, out=self._buffers[slot].digest_cpu, stream=self._checks)
         for with_digest in (False, *[True] * _TIMED_SEGMENTS):
             torch.cuda.synchronize()
             started_s = time.perf_counter()

@@ -11,13 +11,13 @@ from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.cuda import CudaMover
-from kvtransfer.movers.host_pages import HostPages
+from kvtransfer.movers.host_pages import FIRST_UNITS, CudaPageLocks, HostPages
 from kvtransfer.movers.mover import Pending, SavedPayload
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment, payload_bytes
 from kvtransfer.staging import Slot
 from tests.conformance.kv import DEADLINE_S
-from tests.gpu.waiting import no_waiting
+from tests.gpu.waiting import held, no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -152,7 +152,7 @@ def test_a_message_in_host_memory_is_that_of_the_cpu_and_comes_back(spec: KVCach
     cpu, gpu = movers(spec)
     segment = segment_of(spec)
     num_bytes = segment.payload_bytes + TRAILER_BYTES
-    pages = {mover: mover.open_host_memory(2 * num_bytes) for mover in (cpu, gpu)}
+    pages = {mover: mover.open_host_memory(2 * num_bytes, 2 * num_bytes) for mover in (cpu, gpu)}
     assert pages[gpu].tensor.is_pinned()
     for mover in (cpu, gpu):
         slots = [slot_of(mover, num_bytes) for _ in range(2)]
@@ -182,11 +182,32 @@ def test_a_message_in_host_memory_is_that_of_the_cpu_and_comes_back(spec: KVCach
     assert not pages[gpu].tensor.is_pinned()
 
 
+def test_pages_are_locked_slab_by_slab_and_the_last_unit_reaches_the_gpu() -> None:
+    _, gpu = movers(LLAMA)
+    unit_bytes = 24 << 20
+    pages = gpu.open_host_memory(20 * unit_bytes, unit_bytes)
+    assert pages.usable_bytes >= FIRST_UNITS * unit_bytes
+    end_s = time.monotonic() + DEADLINE_S
+    while pages.usable_bytes < 20 * unit_bytes:
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    units = pages.tensor.split(unit_bytes)
+    assert all(unit[-1:].is_pinned() for unit in units)
+    slot = slot_of(gpu, unit_bytes)
+    for number, unit in enumerate(units):
+        unit.fill_(number + 1)
+        wait_for(gpu.copy_in(slot, unit_bytes, unit))
+        assert slot.memory.min() == slot.memory.max() == number + 1
+    gpu.close()
+    pages.close()
+    assert not any(unit.is_pinned() for unit in units)
+
+
 def test_copies_to_and_from_host_memory_neither_wait_nor_allocate() -> None:
     _, gpu = movers(LLAMA)
     segment = segment_of(LLAMA)
     num_bytes = segment.payload_bytes + TRAILER_BYTES
-    slot, pages = slot_of(gpu, num_bytes), HostPages(num_bytes, pinned=True)
+    slot, pages = slot_of(gpu, num_bytes), HostPages(num_bytes, locks=CudaPageLocks())
 
     def all_of_it() -> None:
         blocks = gpu.place(BLOCKS, incoming=False)
@@ -206,6 +227,77 @@ def test_copies_to_and_from_host_memory_neither_wait_nor_allocate() -> None:
     after = torch.cuda.memory_stats()
     for name in ("allocation.all.allocated", "reserved_bytes.all.current"):
         assert after[name] == before[name], name
+    gpu.close()
+    pages.close()
+
+
+def message_in_host_memory(gpu: CudaMover, segment: Segment) -> HostPages:
+    """The message of the first blocks, in page-locked memory."""
+    num_bytes = segment.payload_bytes + TRAILER_BYTES
+    slot, pages, blocks = (
+        slot_of(gpu, num_bytes),
+        HostPages(num_bytes, locks=CudaPageLocks()),
+        gpu.place(BLOCKS, incoming=False),
+    )
+    wait_for(gpu.gather(slot, blocks, segment, place_of(segment), with_digest=True))
+    pages.tensor.copy_(slot.memory)
+    blocks.free()
+    return pages
+
+
+def test_a_message_is_copied_and_checked_while_another_one_is_scattered() -> None:
+    _, gpu = movers(LLAMA)
+    segment = segment_of(LLAMA)
+    pages = message_in_host_memory(gpu, segment)
+    num_bytes = pages.tensor.numel()
+    slot = slot_of(gpu, num_bytes)
+    with held(gpu._incoming):
+        gpu.copy_in(slot, num_bytes, pages.tensor)
+        reading = gpu.read(slot, num_bytes, with_digest=True, with_extremes=False)
+        wait_for(reading)
+        assert reading.trailer == segment.encode(segment.digest_over(reading.digest))
+    gpu.close()
+    pages.close()
+
+
+def test_a_message_is_scattered_while_later_ones_are_copied() -> None:
+    cpu, gpu = movers(LLAMA)
+    segment = segment_of(LLAMA)
+    pages = message_in_host_memory(gpu, segment)
+    num_bytes = pages.tensor.numel()
+    first, second = slot_of(gpu, num_bytes), slot_of(gpu, num_bytes)
+    blocks = gpu.place(OTHERS, incoming=True)
+    gpu.copy_in(first, num_bytes, pages.tensor)
+    wait_for(gpu.read(first, num_bytes, with_digest=True, with_extremes=False))
+    with held(gpu._copies):
+        gpu.copy_in(second, num_bytes, pages.tensor)
+        later = gpu.read(second, num_bytes, with_digest=True, with_extremes=False)
+        wait_for(gpu.scatter(first, blocks, segment, place_of(segment)))
+        assert not later.done
+    wait_for(later)
+    expected = slot_of(cpu, num_bytes)
+    expected.memory.copy_(pages.tensor)
+    cpu.scatter(expected, cpu.place(OTHERS, incoming=True), segment, place_of(segment))
+    assert torch.equal(gpu._cache.memory.cpu(), cpu._cache.memory)
+    gpu.close()
+    pages.close()
+
+
+def test_a_message_is_checked_after_its_copy_not_before() -> None:
+    _, gpu = movers(LLAMA)
+    segment = segment_of(LLAMA)
+    pages = message_in_host_memory(gpu, segment)
+    num_bytes = pages.tensor.numel()
+    slot = slot_of(gpu, num_bytes)
+    slot.memory.fill_(OLD)
+    torch.cuda.synchronize()
+    with held(gpu._copies):
+        gpu.copy_in(slot, num_bytes, pages.tensor)
+        reading = gpu.read(slot, num_bytes, with_digest=True, with_extremes=False)
+        time.sleep(0.05)  # a check that does not wait for the copy is over by then
+        assert not reading.done
+    wait_for(reading)
+    assert reading.trailer == segment.encode(segment.digest_over(reading.digest))
     gpu.close()
     pages.close()
 

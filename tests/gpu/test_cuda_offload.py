@@ -63,6 +63,31 @@ def test_entries_of_a_gpu_come_back_bit_for_bit_on_a_gpu_or_cpu(name: str, to_gp
     world.tiers.close()
 
 
+def test_a_damaged_entry_ends_a_load_while_later_entries_are_copied() -> None:
+    count, damaged = 18, 11
+    cache = PagedKVCache(LLAMA, KVCacheShape(KVCacheLayout.HND, 16, 160), "cuda")
+    on_cpu = PagedKVCache(LLAMA, cache.shape)
+    fill_randomly(on_cpu)
+    cache.storage.copy_(on_cpu.storage)
+    world = World(LLAMA, places=count)
+    user = world.user(cache, gpu_mover)
+    keys, there, here = keys_of(count), tuple(range(72)), tuple(range(80, 152))
+    assert user.save(keys, there) == count
+    assert user.load(keys, here) == count
+    loaded = tokens_of(cache, here, count * ENTRY_TOKENS).cpu()
+    assert torch.equal(as_bytes(loaded), as_bytes(tokens_of(on_cpu, there, count * ENTRY_TOKENS)))
+    world.tiers._host._places[keys[damaged].block.digest].tensor[1000] ^= 4
+    cache.storage[...] = 0
+    torch.cuda.synchronize()
+    assert user.load(keys, here) == damaged
+    loaded = tokens_of(cache, here, damaged * ENTRY_TOKENS).cpu()
+    assert torch.equal(as_bytes(loaded), as_bytes(tokens_of(on_cpu, there, damaged * ENTRY_TOKENS)))
+    assert not tokens_of(cache, here, (damaged + 1) * ENTRY_TOKENS)[:, :, damaged * ENTRY_TOKENS :].any()
+    assert world.tiers.counters().damaged == 1
+    world.check_nothing_is_left()
+    world.tiers.close()
+
+
 @pytest.mark.parametrize("head_dim", [200, 40_000])
 def test_a_state_of_a_gpu_comes_back_bit_for_bit(head_dim: int) -> None:
     spec = replace(LLAMA, state=KVCacheSpec(KVKind.STATE, 4, 8, head_dim, "float32"))

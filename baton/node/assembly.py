@@ -180,6 +180,7 @@ class Node:
             model_context_tokens=built.config.max_context_tokens,
             cache_identity=built.runner.facts.identity if settings.prefix_cache else "",
             also_decodes=role == node_status_pb2.ROLE_PREFILL and settings.decodes,
+            topology=settings.topology_labels,
         )
 
     def _open_pulls(self, settings: NodeSettings, built: BuiltRunner, layout: EntryLayout) -> Pulls:

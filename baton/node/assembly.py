@@ -113,7 +113,9 @@ class Node:
         runner: StepRunner = built.runner
         if group is not None and self._workers:
             steps = StepWriter([worker.steps for worker in self._workers])
-            runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
+            runner = RankedRunner(
+                built.runner, steps, wait_prepared=group.wait_prepared, on_failure=group.fail_unless_explained
+            )
         makers: list[MakeTransfer] = [
             partial(open_transfer, settings, built, self.incarnation, on_stores_changed=self._stores_changed)
         ]
@@ -262,7 +264,8 @@ class Node:
         with self._ending_at_errors():
             await self.transfer.start()
             try:
-                await self.engine.__aenter__()
+                with self._ending_at_errors():  # before the transfer closes, which may wait for ranks
+                    await self.engine.__aenter__()
             except BaseException:
                 await self.transfer.close()
                 raise

@@ -65,7 +65,7 @@ test-compiled: install  ## Compile the kernels for an H200 on a machine without 
 	@$(BIN)/python -m pytest -p tests.compile_only -m "not gpu" -n 2 $(KERNELS) $(RECURRENT)
 
 test-sweeps: install  ## Run the sweeps: more seeds and combinations of what `make test` has one or a few of
-	@$(BIN)/python -m pytest -m "sweep and not gpu" -n 2 --dist worksteal $(SINGLE)
+	@$(BIN)/python -m pytest -m "sweep and not gpu" -n 2 --dist worksteal $(SINGLE) tests/integration/test_broken_start.py
 
 test-quick: install  ## Run the tests without torch and without real processes
 	@$(BIN)/python -m pytest -m "not gpu and not slow and not sweep" -n 2 -q $$($(BIN)/python -m tests.selection quick)

@@ -2,7 +2,7 @@
 
 Ten prefill and ten decode nodes are real processes (`bench.fleet_processes`). A real gateway watches 1,000 idle nodes
 without engines (`bench.light_nodes`). 500 prefill nodes, 500 decode nodes and 20 gateways are simulated
-(`bench.fleet_simulation`). `python -m bench.fleet watch` runs one of the parts: processes, watch, simulation.
+(`bench.fleet_simulation`). `python -m bench.fleet watch` runs one of the parts: processes, watch, simulation, zones.
 """
 
 import multiprocessing
@@ -137,6 +137,26 @@ def simulation(
     yield Row("CPU that it needs for that", work, gateway.cpu_s, "s")
 
 
+def zones(progress: Progress, nodes_of_a_role: int = 200, num_gateways: int = 4) -> Iterator[Row]:
+    """The rows of the simulated cluster whose nodes report one of three zones."""
+    work = f"simulated: {nodes_of_a_role} + {nodes_of_a_role} nodes in 3 zones, {num_gateways} gateways"
+    progress("zones: cold start")
+    cluster = SimulatedCluster(nodes_of_a_role, nodes_of_a_role, num_gateways, pair_s=PAIR_S, zones=3)
+    serve_s = cluster.until(lambda: all(each.all_serve for each in cluster.gateways), within_s=600.0)
+    yield Row("cold start until each node has a partner", work, serve_s, "s")
+    all_s = serve_s + cluster.until(lambda: all(each.settled for each in cluster.gateways), within_s=600.0)
+    yield Row("cold start until all chosen pairs are ready", work, all_s, "s")
+    pairs = [len(node.status.peers) for node in cluster.nodes.values()]
+    yield Row("pairs of a node, mean", work, mean(pairs), "")
+    yield Row("pairs of a node, most", work, max(pairs), "")
+    yield Row("pairs within a zone", work, 100 * cluster.share_within_zones(), "%")
+    cluster.serve(100.0, 5.0, prefill_s=0.2, decode_s=2.0)
+    yield Row("requests without a pair, 100 a second", work, cluster.unplaced, "")
+    progress("zones: rolling update")
+    yield from _rolling_update(work, cluster)
+    yield Row("pairs within a zone after it", work, 100 * cluster.share_within_zones(), "%")
+
+
 def _rolling_update(work: str, cluster: SimulatedCluster, share: int = 10, rounds: int = 3) -> Iterator[Row]:
     """Replaces a part of the nodes at a time, once the pairs of those before are ready."""
     addresses = list(cluster.nodes)
@@ -185,6 +205,7 @@ PARTS: dict[str, Callable[[Progress], Iterator[Row]]] = {
     "processes": fleet_processes.run,
     "watch": watch,
     "simulation": simulation,
+    "zones": zones,
 }
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from zlib import crc32
 
 from numpy.random import default_rng
 
@@ -76,6 +77,8 @@ class SimulatedNode:
         self.cluster = cluster
         self.alive = True
         self.status = idle_status(MODEL, role, address, incarnation=incarnation)
+        if cluster.zones:  # the same after a restart
+            self.status.info.topology.append(f"zone={crc32(address.encode()) % cluster.zones}")
         self.log = StatusLog()
         self.streams: list[SimulatedStream] = []
         self.connects = self.handshakes = 0
@@ -279,15 +282,19 @@ class SimulatedCluster:
 
     Args:
         pair_s: time of both nodes that one pair takes.
+        zones: number of zones over which nodes are spread; 0: nodes report none.
 
     Attributes:
         unplaced: number of requests that found no pair of nodes.
     """
 
-    def __init__(self, prefills: int, decodes: int, gateways: int, *, pair_s: float, seed: int = 1) -> None:
+    def __init__(
+        self, prefills: int, decodes: int, gateways: int, *, pair_s: float, seed: int = 1, zones: int = 0
+    ) -> None:
         self.clock = Clock()
         self.random = Random(seed)
         self.pair_s = pair_s
+        self.zones = zones
         self.nodes: dict[str, SimulatedNode] = {}
         self.incarnations: set[int] = set()
         self.unplaced = 0
@@ -301,6 +308,12 @@ class SimulatedCluster:
         self.incarnations.add(incarnation)
         node = self.nodes[address] = SimulatedNode(self, role, address, incarnation)
         return node
+
+    def share_within_zones(self) -> float:
+        """The share of all pairs whose two nodes are in one zone."""
+        zones = {node.incarnation: node.status.info.topology[0] for node in self.nodes.values()}
+        pairs = [(node.incarnation, peer.incarnation) for node in self.nodes.values() for peer in node.status.peers]
+        return sum(zones[one] == zones[other] for one, other in pairs) / len(pairs)
 
     def add_gateway(self) -> SimulatedGateway:
         """Starts one more gateway."""

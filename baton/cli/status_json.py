@@ -41,6 +41,7 @@ def _node_to_json(node: operations_pb2.NodeReport) -> dict[str, object]:
         "incarnation": f"{info.incarnation:x}",
         "version": info.package_version,
         "model": info.model.name,
+        "topology": list(info.topology),
         "revision": revision_of(info.model),
         "revision_name": info.model.revision_name,
         "architecture": info.model.architecture,

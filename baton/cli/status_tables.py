@@ -12,6 +12,7 @@ from baton.cli.node_reports import members, node_name, node_role, peer_phase
 from baton.cli.sizes import mib
 from baton.core.errors import shortened
 from baton.core.kv_entries import ENTRY_TOKENS
+from baton.core.limits import TOPOLOGY_LABELS_MAX
 from baton.core.log_lines import escaped
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.revisions import describe_revision, mixture, revision_of
@@ -19,6 +20,7 @@ from baton.rpc.revisions import describe_revision, mixture, revision_of
 _COLUMNS = 80
 _DIGITS = 12  # shown of a revision
 _ADAPTERS_MAX, _ADAPTER_NAME_MAX = 16, 64  # shown of one node
+_LABEL_MAX = 64  # characters shown of a topology label
 
 
 def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
@@ -43,6 +45,7 @@ def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
     parts += [Text(escaped(warning), style="yellow") for warning in cluster.warnings]
     parts += [Text(line) for line in _described(nodes, _model)]
     parts += [Text(line) for line in _described([node for node in nodes if _version(node)], _release)]
+    parts += [Text(line) for line in _described([node for node in nodes if node.status.info.topology], _topology)]
     parts += [Text(line) for line in _described([node for node in nodes if node.status.adapters], _adapters)]
     parts += [Text(line) for line in _described([node for node in nodes if node.reachable], _work)]
     guessing = [node for node in nodes if node.reachable and node.status.drafted_tokens_total]
@@ -95,6 +98,8 @@ def _escape(message: Message) -> None:
         elif field.message_type is not None:
             for each in value:
                 _escape(each)
+        elif field.type == field.TYPE_STRING:
+            value[:] = map(escaped, value)
 
 
 def _nodes_table(nodes: Sequence[operations_pb2.NodeReport]) -> Table:
@@ -160,6 +165,11 @@ def _context(info: node_status_pb2.NodeInfo) -> str:
 def _release(status: node_status_pb2.NodeStatus) -> str:
     model = status.info.model
     return f"Baton {status.info.package_version}, weights {describe_revision(revision_of(model), model.revision_name)}"
+
+
+def _topology(status: node_status_pb2.NodeStatus) -> str:
+    labels = status.info.topology[:TOPOLOGY_LABELS_MAX]
+    return f"at {', '.join(shortened(each, _LABEL_MAX) for each in labels)}"
 
 
 def _adapters(status: node_status_pb2.NodeStatus) -> str:

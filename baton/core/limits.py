@@ -12,3 +12,4 @@ RATE_MIN = 0.001  # in GB/s
 SIZE_MIB_MIN = 0.001
 COUNT_MAX = 1 << 20
 TOKENS_MAX = 2**31 - 1  # positions take 32 bits
+TOPOLOGY_LABELS_MAX = 8  # of one node, such as region, zone, rack and host

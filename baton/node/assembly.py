@@ -113,7 +113,9 @@ class Node:
         runner: StepRunner = built.runner
         if group is not None and self._workers:
             steps = StepWriter([worker.steps for worker in self._workers])
-            runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
+            runner = RankedRunner(
+                built.runner, steps, wait_prepared=group.wait_prepared, on_failure=group.fail_unless_explained
+            )
         makers: list[MakeTransfer] = [
             partial(open_transfer, settings, built, self.incarnation, on_stores_changed=self._stores_changed)
         ]
@@ -180,6 +182,7 @@ class Node:
             model_context_tokens=built.config.max_context_tokens,
             cache_identity=built.runner.facts.identity if settings.prefix_cache else "",
             also_decodes=role == node_status_pb2.ROLE_PREFILL and settings.decodes,
+            topology=settings.topology_labels,
         )
 
     def _open_pulls(self, settings: NodeSettings, built: BuiltRunner, layout: EntryLayout) -> Pulls:
@@ -262,7 +265,8 @@ class Node:
         with self._ending_at_errors():
             await self.transfer.start()
             try:
-                await self.engine.__aenter__()
+                with self._ending_at_errors():  # before the transfer closes, which may wait for ranks
+                    await self.engine.__aenter__()
             except BaseException:
                 await self.transfer.close()
                 raise

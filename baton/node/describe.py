@@ -1,6 +1,6 @@
 """Conversion between a node's plain values and protocol messages, in both directions. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from baton.core.costs import StepCosts
@@ -31,6 +31,7 @@ def to_info(
     model_context_tokens: int = 0,
     cache_identity: str = "",
     also_decodes: bool = False,
+    topology: Sequence[str] = (),
 ) -> pb.NodeInfo:
     """A node's description for its peers and gateways."""
     spec, shape = description.spec, description.shape
@@ -67,6 +68,7 @@ def to_info(
         draft_digest=description.draft_digest,
         rows_in_order=description.rows_in_order,
         expert_parallel=description.expert_parallel,
+        topology=topology,
     )
 
 

@@ -37,7 +37,9 @@ class Starting:
         self, settings: NodeSettings, role: node_status_pb2.Role.ValueType, server: GrpcServer, supervisor: Supervisor
     ) -> None:
         name = settings.name or default_name(role, server.address)
-        self._info = node_status_pb2.NodeInfo(name=name, address=server.address, role=role)
+        self._info = node_status_pb2.NodeInfo(
+            name=name, address=server.address, role=role, topology=settings.topology_labels
+        )
         self._server = server
         self._supervisor = supervisor
         self.service = NodeService(self._status)

@@ -19,6 +19,7 @@ from baton.core.plugins import TRANSPORTS, plugin_names
 from baton.settings.adapter_list import read_adapters
 from baton.settings.config import MIB, CommonSettings, check_printable, listed
 from baton.settings.internal import internal
+from baton.settings.topology import read_topology
 
 GIGA = 1e9
 GIB = 1 << 30
@@ -227,6 +228,11 @@ class NodeSettings(CommonSettings):
         description="slowest link to a peer that is accepted, in GB/s as measured when the pair connects; a pair with "
         "a slower link is refused; 0: any link",
     )
+    topology: str = Field(
+        "",
+        description="where the node is, as labels from the widest group to the narrowest, such as zone=a,host=h1; in a "
+        "large cluster, nodes are paired first with nodes whose leading labels are equal",
+    )
 
     num_hosts: int = internal(1, "hosts that share the node's ranks in equal numbers", ge=1, le=64)
     host_rank: int = internal(0, "number of this host; host 0 leads and serves, the others only compute", ge=0, le=63)
@@ -262,6 +268,16 @@ class NodeSettings(CommonSettings):
     def _are_adapters(cls, given: str) -> str:
         read_adapters(given)
         return given
+
+    @field_validator("topology")
+    @classmethod
+    def _is_topology(cls, given: str) -> str:
+        read_topology(given)
+        return given
+
+    @property
+    def topology_labels(self) -> tuple[str, ...]:
+        return read_topology(self.topology)
 
     @property
     def adapters(self) -> dict[str, Path]:

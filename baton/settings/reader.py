@@ -73,7 +73,10 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("tensor_parallel_size", "expert_parallel", "attention_data_parallel", "redundant_experts", "expert_load"),
     ),
     ("adapters", ("adapter", "max_adapters", "max_adapter_rank")),
-    ("transfer", ("transport", "kv_convert_from", "link_floor_gb_per_s", "receive_limit_gb_per_s", "segment_mib")),
+    (
+        "transfer",
+        ("transport", "topology", "kv_convert_from", "link_floor_gb_per_s", "receive_limit_gb_per_s", "segment_mib"),
+    ),
     (
         "clients and their rights",
         ("api_keys", "cors_origins", "client_tls_cert", "client_tls_key", "jwt_keys", "jwt_audience", "jwt_issuer",

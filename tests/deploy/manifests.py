@@ -39,7 +39,12 @@ WITHOUT_SCHEMA = frozenset({"Certificate", "Issuer", "PrometheusRule"})
 KUBERNETES = "1.37"
 
 # Values that the kubelet fills in, which only a cluster knows.
-FIELDS = {"status.podIP": "10.0.0.7", "metadata.name": "the-pod"}
+FIELDS = {
+    "status.podIP": "10.0.0.7",
+    "metadata.name": "the-pod",
+    "spec.nodeName": "the-host",
+    "metadata.labels['topology.kubernetes.io/zone']": "",
+}
 
 # Manifests are plain data of any shape.
 Manifest = dict[str, Any]
@@ -84,7 +89,9 @@ class Rendered:
         return self.environment_of(self.container(role), FIELDS)
 
     def environment_of(self, container: Manifest, fields: Mapping[str, str]) -> dict[str, str]:
-        """The variables that a container's manifest gives it, with these values of the pod's fields."""
+        """The variables that a container's manifest gives it, with these values of the pod's fields, and those of
+        `FIELDS` for the others."""
+        fields = {**FIELDS, **fields}
         values: dict[str, str] = {}
         for source in container.get("envFrom", ()):
             values.update(self.find("ConfigMap", source["configMapRef"]["name"])["data"])

@@ -147,6 +147,16 @@ def test_service_accounts_take_labels_and_annotations_of_their_role(helm: Helm) 
         assert ("azure.workload.identity/use" in account["labels"]) == (role == "prefill")
 
 
+def test_nodes_report_the_zone_and_the_host_of_their_pod_or_what_values_say(helm: Helm) -> None:
+    found = helm.release({"insecure": True}).rendered
+    zone = {"metadata.labels['topology.kubernetes.io/zone']": "eu-1a"}
+    for role in NODE_ROLES:
+        assert found.environment_of(found.container(role), zone)["BATON_TOPOLOGY"] == "zone=eu-1a,host=the-host"
+    assert "topology" not in found.settings("gateway")
+    other = helm.release({"insecure": True, "topology": "rack=7,host=$(NODE_NAME)"}).rendered
+    assert other.settings("decode")["topology"] == "rack=7,host=the-host"
+
+
 def test_the_gateways_service_can_have_an_address_outside(helm: Helm) -> None:
     service = {
         "type": "LoadBalancer",

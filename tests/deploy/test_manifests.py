@@ -11,6 +11,7 @@ from baton.protos.v1 import generation_pb2
 from baton.rpc.server import ListenAddress
 from baton.settings.config import MIB, CommonSettings
 from baton.settings.node_config import CPU_CACHE_MIB, NodeSettings
+from baton.settings.topology import read_topology
 from tests.deploy.manifests import NODE_ROLES, ROLE_LABEL, ROLES, SETTINGS, Manifest, Rendered
 
 # The oldest release with `preStop.sleep` on by default, and the newest one with schemas at hand.
@@ -235,6 +236,15 @@ def test_ucx_listens_where_the_policy_lets_peers_in(rendered: Rendered, role: st
     first, last = map(int, rendered.environment(role)["UCX_TCP_PORT_RANGE"].split("-"))
     peer = "decode" if role == "prefill" else "prefill"
     assert (peer, first, last) in allowed_into(rendered, role)
+
+
+@pytest.mark.parametrize("role", NODE_ROLES)
+def test_nodes_report_the_zone_and_the_host_of_their_pod(rendered: Rendered, role: str) -> None:
+    container = rendered.container(role)
+    for zone, labels in (("eu-1a", ("zone=eu-1a", "host=gpu-7")), ("", ("host=gpu-7",))):
+        fields = {"metadata.labels['topology.kubernetes.io/zone']": zone, "spec.nodeName": "gpu-7"}
+        given = rendered.environment_of(container, fields)["BATON_TOPOLOGY"]
+        assert read_topology(given) == labels
 
 
 def allowed_into(rendered: Rendered, role: str) -> set[tuple[str, int, int]]:

@@ -1,5 +1,6 @@
 """Two GPUs whose ranks fail while they load: NCCL's own teardown does not keep their node from ending."""
 
+import signal
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -37,3 +38,12 @@ def test_a_rank_that_fails_while_it_loads_ends_its_node(stage: str, rank: int, t
     until_gone(pids_in(tmp_path))
     assert ended.returncode == 1, ended.stderr
     assert BROKEN in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("stage", "rank"), [*product(("weights", "calibration", "transport"), (0, 1))])
+def test_a_rank_that_is_killed_while_it_loads_ends_its_node(stage: str, rank: int, tmp_path: Path) -> None:
+    fault = StartFault(stage, rank, "kill", tmp_path, hangs=False)
+    ended = run_warm("decode_node", *arguments(FLAGS), prepare=partial(break_start, fault))
+    until_gone(pids_in(tmp_path))
+    assert ended.returncode == (-signal.SIGKILL if rank == 0 else 1), ended.stderr
+    assert rank == 0 or "was ended by SIGKILL: this node ends" in ended.stderr.splitlines()[-1]

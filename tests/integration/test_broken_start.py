@@ -1,4 +1,7 @@
-"""A rank that fails before its node serves, at whatever stage and however, ends the node, with the reason last."""
+"""A rank that fails before its node serves, at whatever stage and however, ends the node, with the reason last.
+
+The whole matrix of stages, ranks and ways is a sweep (`make test-sweeps`); `make test` has a sample of it.
+"""
 
 import re
 import signal
@@ -9,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +31,13 @@ BY_OTHERS = {
     "kill": (1, "rank 1 (pid {}) was ended by SIGKILL: this node ends"),
     "stop": (1, "rank 1 (pid {}) is stopped by a signal (SIGSTOP) before it serves: this node ends"),
 }
+LEADER_CODES = {"exit": 7, "kill": -signal.SIGKILL}  # of a node whose rank 0 ends without a word
+
+
+def failures(stderr: str) -> list[str]:
+    """The lines about failures, without tracebacks. A rank that does not know yet may still say how far it is."""
+    lines = [line for line in stderr.splitlines() if not line.startswith("    ")]
+    return [line for line in lines if not re.search(" (INFO|WARNING) ", line)]
 
 
 def check(fault: StartFault) -> None:
@@ -36,16 +47,21 @@ def check(fault: StartFault) -> None:
     until_gone(pids)
     code, reason = {**BY_ITSELF, **BY_OTHERS}[fault.way]
     assert ended.returncode == code, ended.stderr
-    lines = [line for line in ended.stderr.splitlines() if not line.startswith("    ")]  # of a traceback
-    # A rank that does not know yet may still say how far it is.
-    failures = [line for line in lines if not re.search(" (INFO|WARNING) ", line)]
-    assert reason.format(pids[-1]) in failures[-1], ended.stderr
+    lines = failures(ended.stderr)
+    assert reason.format(pids[-1]) in lines[-1], ended.stderr
     assert sum(BROKEN in line for line in lines) == (fault.way in BY_ITSELF), ended.stderr
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_without_memory_for_its_weights_ends_its_node(rank: int, tmp_path: Path) -> None:
     check(StartFault("weights", rank, "memory", tmp_path))
+
+
+def either(cases: list[tuple[Any, ...]], sample: set[tuple[Any, ...]]) -> list[Any]:
+    """The cases of the matrix: those of the sample are slow, the others are swept."""
+    assert sample <= set(cases)
+    marked = ((case, pytest.mark.slow if case in sample else pytest.mark.sweep) for case in cases)
+    return [pytest.param(*case, marks=mark) for case, mark in marked]
 
 
 AT_ANY_RANK = [stage for stage in STAGES if stage not in OF_RANK_0 + ON_GPU]
@@ -64,16 +80,28 @@ def test_a_setting_that_one_rank_refuses_is_one_line(stage: str, rank: int, tmp_
     check(StartFault(stage, rank, "setting", tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["import", "process group", "weights", "transport"])
-@pytest.mark.parametrize("way", ["kill", "stop"])
+GONE = either(
+    list(product(AT_ANY_RANK, BY_OTHERS)),
+    {*product(("import", "process group", "weights", "transport", "warm-up"), ("kill", "stop")), ("cache", "exit")},
+)
+
+
+@pytest.mark.parametrize(("stage", "way"), GONE)
 def test_a_rank_that_is_gone_at_any_stage_ends_its_node(stage: str, way: str, tmp_path: Path) -> None:
     check(StartFault(stage, 1, way, tmp_path))
 
 
-@pytest.mark.slow
-def test_a_rank_that_exits_ends_its_node(tmp_path: Path) -> None:
-    check(StartFault("cache", 1, "exit", tmp_path))
+LEADER_GONE = either(
+    list(product([*AT_ANY_RANK[1:], *OF_RANK_0], LEADER_CODES)),
+    {*product(("process group", "weights", "warm-up", "ready"), ("kill",)), ("cache", "exit")},
+)
+
+
+@pytest.mark.parametrize(("stage", "way"), LEADER_GONE)
+def test_no_rank_outlives_its_leader_at_any_stage(stage: str, way: str, tmp_path: Path) -> None:
+    ended = run_warm("decode_node", *arguments(NODE), prepare=partial(break_start, StartFault(stage, 0, way, tmp_path)))
+    until_gone(pids_in(tmp_path))
+    assert ended.returncode == LEADER_CODES[way], ended.stderr
 
 
 # ---- parents that end
@@ -116,8 +144,7 @@ class Hosts:
     folders: tuple[Path, Path]
 
     def last_line(self, host: int) -> str:
-        lines = (self.folders[host] / "stderr").read_text().splitlines()
-        return [line for line in lines if not line.startswith("    ")][-1]
+        return failures((self.folders[host] / "stderr").read_text())[-1]
 
 
 @contextmanager
@@ -138,12 +165,23 @@ def two_hosts(fault: StartFault, folder: Path) -> Iterator[Hosts]:
         second.kill()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "way"), [(0, "memory"), (0, "kill"), (1, "memory"), (1, "kill"), (1, "stop")])
-def test_a_rank_that_fails_on_one_host_ends_the_node_on_all(rank: int, way: str, tmp_path: Path) -> None:
+# Without "listen" on rank 0: the second host waits there for a host 0 that has not come yet.
+ON_TWO_HOSTS = either(
+    [
+        *product(AT_ANY_RANK[1:], (0, 1), ("memory", "kill")),
+        *product(AT_ANY_RANK[1:], (1,), ("stop",)),
+        *product(("import",), (1,), ("kill", "stop")),
+        *product(("ready",), (0,), ("memory", "kill")),
+    ],
+    {*product(("weights",), (0, 1), ("memory", "kill")), ("weights", 1, "stop"), ("warm-up", 1, "stop")},
+)
+
+
+@pytest.mark.parametrize(("stage", "rank", "way"), ON_TWO_HOSTS)
+def test_a_rank_that_fails_on_one_host_ends_the_node_on_all(stage: str, rank: int, way: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
-    with two_hosts(StartFault("weights", rank, way, pids), tmp_path) as hosts:
+    with two_hosts(StartFault(stage, rank, way, pids), tmp_path) as hosts:
         codes = hosts.first.wait(DEADLINE_S), hosts.second.wait(DEADLINE_S)
         assert codes == ((-signal.SIGKILL, 1) if (rank, way) == (0, "kill") else (1, 1))
         until_gone(pids_in(pids))

@@ -63,7 +63,8 @@ async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_req
     start: Machines, reference: Reference, tmp_path: Path, stage: str
 ) -> None:
     paused = PausedStart(tmp_path, stage)
-    (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=paused.prepare, wait=False)
+    flags: Flags = {**NODE, "name": "decode-0", "topology": "zone=a,host=h1"}
+    (node,) = start.nodes(("decode", flags), prepare=paused.prepare, wait=False)
     patient = await gateway_before_its_node(start, node, waits_s=DEADLINE_S)
     hasty = await gateway_before_its_node(start, node, waits_s=WAITS_S)
     (prompt,) = reference.prompts([40])
@@ -72,6 +73,7 @@ async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_req
         await until_reported(of_hasty, WHAT[stage])  # it gets no status while the interpreter is paused
         assert not report.reachable
         assert report.status.loading.stage == stage
+        assert report.status.info.topology == ["zone=a", "host=h1"]
         paused.pause_interpreter()
         early = asyncio.create_task(generate(patient, prompt, GREEDY))
         with pytest.raises(NoNode) as refused:
@@ -86,6 +88,9 @@ async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_req
         result = await early
         assert result.error is None
         assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
+        (report,) = (await client.cluster_status()).nodes
+        assert report.reachable
+        assert report.status.info.topology == ["zone=a", "host=h1"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from baton.core.costs import StepCosts
 from baton.core.errors import shortened
+from baton.core.limits import TOPOLOGY_LABELS_MAX
 from baton.core.pools import blocks_for, take_from_roomiest
 from baton.core.types import AdapterRef
 from baton.gateway.core.shared_sends import NOTHING, NodeSends, SentWork
@@ -144,9 +145,22 @@ class FleetNode:
             may_take = self.open if self.reachable else not self.retired
             self._candidate_state = state
             self._candidate = Candidate(
-                self.address, self.incarnation, self.revision, may_take, self.reachable, self.adapters, self.refused
+                self.address,
+                self.incarnation,
+                self.revision,
+                may_take,
+                self.reachable,
+                self.adapters,
+                self.refused,
+                self._topology,
             )
         return self._candidate
+
+    @property
+    def _topology(self) -> tuple[str, ...] | None:
+        """The labels of where the node is. None: it has never sent a status."""
+        info = self.status.info
+        return tuple(info.topology[:TOPOLOGY_LABELS_MAX]) if info.name else None
 
     @property
     def expected(self) -> bool:

@@ -5,10 +5,15 @@ nodes and takes time to make. So in a large cluster each node chooses a few part
 the cluster. A hash of both addresses ranks the partners: all gateways choose alike without agreement, and a node that
 comes or goes changes few pairs.
 
+Nodes that report where they are prefer partners that share the most labels with them. Where a group has too few nodes
+of one role, the other role's nodes spill over to the whole cluster: a node is near to a limited number of nodes, those
+of highest rank, and as far from the others as from a node of another group.
+
 Nodes that are expected soon are chosen too. Otherwise the first nodes of a cluster that starts would be chosen by all
 that come after them: in a simulation of 1,000 nodes some had 76 pairs.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
@@ -17,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.types import AdapterRef
+from baton.gateway.fleet.topology import Labels, shared_levels
 
 # If one role has at most so many nodes, each of them is paired with all nodes of the other role.
 ALL_UP_TO = 16
@@ -25,6 +31,9 @@ ALL_UP_TO = 16
 PARTNERS = 8
 # Number of partners that nodes of one role choose among those that can be paired now.
 LEAST_PARTNERS = 2
+# Number of nodes to which a node is near, where both roles have equally many nodes.
+NEAR = 2 * PARTNERS
+_HASH_BITS = 60  # of a rank; the shared labels are above them
 
 Matrix = NDArray[np.bool_]  # one row for each prefill node, one column for each decode node
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -37,6 +46,7 @@ class Candidate(NamedTuple):
         revision: empty if it is unknown yet.
         open: whether it takes new requests, or probably will.
         refused: incarnations with which it can never be paired.
+        topology: labels of where it is; None: unknown yet.
     """
 
     address: str
@@ -46,6 +56,7 @@ class Candidate(NamedTuple):
     reachable: bool
     adapters: frozenset[AdapterRef] = frozenset()
     refused: frozenset[int] = frozenset()
+    topology: Labels | None = ()
 
 
 def choose_pairs(
@@ -59,8 +70,8 @@ def choose_pairs(
     reachable = _both([each.reachable for each in prefills], [each.reachable for each in decodes])
     if min(len(prefills), len(decodes)) <= all_up_to:
         return [(int(prefill), int(decode)) for prefill, decode in np.argwhere(reachable)]
-    ranks = _ranks(prefills, decodes)
     usable = _usable(prefills, decodes)
+    ranks = _near_first(prefills, decodes, _hashes(prefills, decodes), usable)
     chosen = _best(ranks, usable, partners)
     # Only nodes of the role with fewer nodes: if all did, the first ten nodes of a role would be chosen by hundreds.
     fewer = int(sum(each.reachable for each in prefills) < sum(each.reachable for each in decodes))
@@ -71,7 +82,29 @@ def choose_pairs(
     return [(int(prefill), int(decode)) for prefill, decode in np.argwhere(chosen)]
 
 
-def _ranks(prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> NDArray[np.uint64]:
+def _near_first(
+    prefills: Sequence[Candidate], decodes: Sequence[Candidate], hashes: NDArray[np.uint64], usable: Matrix
+) -> NDArray[np.uint64]:
+    """The ranks of pairs: by the number of shared labels, then by hash."""
+    if not any(each.topology for nodes in (prefills, decodes) for each in nodes):
+        return hashes
+    low = hashes >> np.uint64(64 - _HASH_BITS)
+    shared = shared_levels([each.topology for each in prefills], [each.topology for each in decodes])
+    ranks = np.asarray(shared << np.uint64(_HASH_BITS) | low, np.uint64)
+    known = _both([each.topology is not None for each in prefills], [each.topology is not None for each in decodes])
+    counted = usable & known & (shared > 0)  # unknown nodes would use up limits of groups that they are not in
+    near = _best_along(1, ranks, counted, _near(len(decodes), len(prefills)))
+    near &= _best_along(0, ranks, counted, _near(len(prefills), len(decodes)))
+    return np.where(near | ~known, ranks, low)
+
+
+def _near(others: int, nodes: int) -> int:
+    """The number of the other role's nodes to which a node is near. It is proportional to their number for each node,
+    rounded to a power of two, so that a node that comes or goes rarely changes it."""
+    return NEAR << max(0, round(math.log2(others / nodes)))
+
+
+def _hashes(prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> NDArray[np.uint64]:
     """A hash of each pair's addresses."""
     first, second, third = (np.uint64(each) for each in _MULTIPLIERS)
     rows = np.array([crc32(each.address.encode()) for each in prefills], np.uint64) * first
@@ -120,6 +153,7 @@ def _best(ranks: NDArray[np.uint64], usable: Matrix, count: int) -> Matrix:
 def _best_along(axis: int, ranks: NDArray[np.uint64], usable: Matrix, count: int) -> Matrix:
     """The usable pairs of highest rank, so many for each row (1) or for each column (0)."""
     ranked = np.where(usable, ranks, np.uint64(0))
+    count = min(count, ranks.shape[axis])
     places = np.argpartition(ranked, -count, axis=axis)
     highest = places[:, -count:] if axis else places[-count:, :]
     chosen = np.zeros_like(usable)

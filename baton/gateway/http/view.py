@@ -14,6 +14,7 @@ import orjson
 
 from baton.core.costs import StepWork
 from baton.core.kv_entries import ENTRY_TOKENS
+from baton.core.limits import TOPOLOGY_LABELS_MAX
 from baton.core.log_lines import printable
 from baton.core.version import __version__
 from baton.gateway.core.shared_counters import REFUSALS, Count
@@ -209,6 +210,7 @@ def _node(node: FleetNode, history: NodeHistory) -> dict[str, Any]:
         "version": printable(info.package_version, _TEXT_MAX),
         "revision": node.revision,
         "revision_name": printable(node.revision_name, _TEXT_MAX),
+        "topology": [printable(each, _TEXT_MAX) for each in info.topology[:TOPOLOGY_LABELS_MAX]],
         "ranks": info.tensor_parallel_size or 1,
         "layout": printable(info.cache_shape.layout, _TEXT_MAX),
         "block_size": info.cache_shape.block_size,

@@ -6,6 +6,7 @@ The processes at both ends use plain inherited sockets, wherever their ranks are
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from baton.core.errors import PeerRefused
@@ -104,16 +105,16 @@ def notice_loss(stream: Stream, *, within_s: float) -> None:
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, int(within_s * 1000)))
 
 
-async def carry(local: Stream, remote: Stream, *, local_sent: asyncio.Event | None = None) -> str:
+async def carry(local: Stream, remote: Stream, *, on_sent: Callable[[], object] | None = None) -> str:
     """Copies both ways until one end closes or breaks, then closes both.
 
     Args:
-        local_sent: set once the local end has sent something.
+        on_sent: called when the local end has sent something.
 
     Returns:
         Why the remote end closed or broke; "" if the local end did so first.
     """
-    up = asyncio.create_task(_copy(local, remote, to_local=False, read_some=local_sent), name="to-host")
+    up = asyncio.create_task(_copy(local, remote, to_local=False, on_read=on_sent), name="to-host")
     down = asyncio.create_task(_copy(remote, local, to_local=True), name="from-host")
     done, waiting = await asyncio.wait([up, down], return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
@@ -123,7 +124,7 @@ async def carry(local: Stream, remote: Stream, *, local_sent: asyncio.Event | No
 
 
 async def _copy(
-    source: Stream, target: Stream, *, to_local: bool, read_some: asyncio.Event | None = None
+    source: Stream, target: Stream, *, to_local: bool, on_read: Callable[[], object] | None = None
 ) -> tuple[Stream, str]:
     """Copies one way until one end closes or breaks. Returns that end and the reason.
 
@@ -137,8 +138,8 @@ async def _copy(
             return source, str(error)
         if not data:
             return source, "it closed the connection"
-        if read_some is not None:
-            read_some.set()
+        if on_read is not None:
+            on_read()
         try:
             target.writer.write(data)
             if not to_local:

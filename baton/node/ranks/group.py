@@ -56,7 +56,7 @@ class Worker:
         popen: None if the rank runs on another host.
         calls, steps: this process's ends of the two connections to the rank. `steps` also carries `Setup` to the rank,
             and `Up` and a `Fault` back.
-        answers: the rank's answer to its `Setup`, then None when the rank has ended.
+        answers: the rank's answer to its `Setup`, one when its runner is prepared, then None when the rank has ended.
         drained: set once the rank has ended and everything that it sent has been read.
     """
 
@@ -184,6 +184,14 @@ class RankGroup:
         """
         wait_for_ranks(self.workers, within_s=JOIN_S)
         return self._meeting
+
+    def wait_prepared(self) -> None:
+        """Waits until the runners of all ranks are prepared, however long they compile and capture.
+
+        Raises:
+            EOFError: a rank has ended.
+        """
+        wait_for_ranks(self.workers, within_s=None)
 
     def loaded(self) -> None:
         """Notes that all ranks have found each other and loaded their parts of the model."""
@@ -319,17 +327,21 @@ class RankGroup:
                 log.debug("process %d of this node has not ended in time", child.pid)
 
 
-def wait_for_ranks(workers: Iterable[Worker], *, within_s: float) -> None:
-    """Returns when every rank has answered its `Setup`.
+def wait_for_ranks(workers: Iterable[Worker], *, within_s: float | None) -> None:
+    """Returns when every rank has sent its next `Up`.
+
+    Args:
+        within_s: time limit; None: none.
 
     Raises:
         EOFError: a rank has ended.
         ConfigError: a rank has not come in time.
     """
-    deadline_s = time.monotonic() + within_s
+    deadline_s = None if within_s is None else time.monotonic() + within_s
     for worker in workers:
         try:
-            answer = worker.answers.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            answer = worker.answers.get(timeout=left_s)
         except Empty:
             raise ConfigError(
                 f"{worker.place} has not come within {within_s:g} s",

@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +150,14 @@ async def _follow(
     settings: NodeSettings, model: Path, ranks: dict[int, dict[str, Stream]], stopping: "asyncio.Task[bool]"
 ) -> int:
     carried: list[asyncio.Task[str]] = []
-    loaded = asyncio.Event()  # a rank's first answer to a call comes once it has loaded its part of the model
+    progress = {rank: _Progress() for rank in ranks}
     workers: dict[int, asyncio.subprocess.Process] = {}
     for rank, streams in ranks.items():
         ends = []
         for channel in CHANNELS:
             ours, theirs = socket.socketpair()
             ends.append(theirs)
-            local_sent = loaded if channel == "calls" else None
-            carrying = carry(await Stream.over(ours), streams[channel], local_sent=local_sent)
+            carrying = carry(await Stream.over(ours), streams[channel], on_sent=progress[rank].sent[channel])
             carried.append(asyncio.create_task(carrying, name=f"rank-{rank}"))
         descriptors = [end.fileno() for end in ends]
         workers[rank] = await asyncio.create_subprocess_exec(
@@ -169,10 +169,10 @@ async def _follow(
         for end in ends:
             end.close()
     waits = {asyncio.create_task(worker.wait(), name=f"wait-{rank}"): rank for rank, worker in workers.items()}
-    stopped = asyncio.create_task(_stopped_while_loading(workers, loaded), name="stopped-ranks")
+    stopped = asyncio.create_task(_stopped_before_serving(workers, progress), name="stopped-ranks")
     try:
         await asyncio.wait([*waits, *carried, stopping, stopped], return_when=asyncio.FIRST_COMPLETED)
-        end_s = _END_S if loaded.is_set() else _LOADING_END_S
+        end_s = _END_S if any(each.loaded for each in progress.values()) else _LOADING_END_S
         if stopping.done() and not any(task.done() for task in (*waits, *carried)):
             # All hosts of a node get their signals together; host 0 drains first.
             log.info("got a signal to end; waiting for host 0 to drain")
@@ -191,13 +191,35 @@ async def _follow(
             task.cancel()
 
 
-async def _stopped_while_loading(workers: "dict[int, asyncio.subprocess.Process]", loaded: asyncio.Event) -> str:
-    """Returns a line about a rank that is stopped while all ranks wait for each other. Never returns once they have
-    loaded."""
+class _Progress:
+    """How far a rank is, by what it has sent.
+
+    Attributes:
+        loaded: whether it has loaded its part of the model: it has answered a call.
+        prepared: whether its runner is prepared: it has sent a message among the steps after that.
+        sent: called when the rank has sent something, by channel.
+    """
+
+    def __init__(self) -> None:
+        self.loaded = self.prepared = False
+        self.sent = {"calls": self._answered_call, "steps": self._answered_step}
+
+    def _answered_call(self) -> None:
+        self.loaded = True
+
+    def _answered_step(self) -> None:
+        self.prepared = self.loaded
+
+
+async def _stopped_before_serving(
+    workers: "dict[int, asyncio.subprocess.Process]", progress: Mapping[int, _Progress]
+) -> str:
+    """Returns a line about a rank that is stopped before it is prepared, so that all ranks wait for it. Never returns
+    if there is none."""
     ranks = {worker.pid: rank for rank, worker in workers.items()}
     stopped = StoppedFor(ranks)
     while True:
-        if not loaded.is_set() and (pid := stopped.first()) is not None:
+        if (pid := stopped.first()) is not None and not progress[ranks[pid]].prepared:
             return f"rank {ranks[pid]} (pid {pid}) is stopped by a signal (SIGSTOP) before it serves"
         await asyncio.sleep(stopped.INTERVAL_S)
 

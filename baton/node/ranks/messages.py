@@ -50,7 +50,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Up:
-    """The answer to a `Setup`: the rank is about to meet the others. A `baton.node.fault.Fault` follows if it fails."""
+    """The answer to a `Setup`: the rank is about to meet the others. It comes once more when the rank's runner is
+    prepared. A `baton.node.fault.Fault` comes if the rank fails."""
 
 
 # ---- between rank 0 and its gate

@@ -22,13 +22,22 @@ class RankedRunner:
     Args:
         runner: of rank 0.
         steps: writes to the other ranks.
+        wait_prepared: returns when all other ranks have prepared their runners; raises EOFError if a rank has ended.
         on_failure: called on any thread when a step failed here. The other ranks may be in the middle of the step, so
             no further step can be computed, and the caller of `launch` or `wait` waits for the end of the process.
     """
 
-    def __init__(self, runner: ModelRunner, steps: StepWriter, *, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        steps: StepWriter,
+        *,
+        wait_prepared: Callable[[], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
         self._runner = runner
         self._steps = steps
+        self._wait_prepared = wait_prepared
         self._on_failure = on_failure
 
     @property
@@ -36,8 +45,10 @@ class RankedRunner:
         return self._runner.facts
 
     def prepare(self) -> None:
+        """Prepares all ranks: a node that served before its last rank is ready would wait for it in the first step."""
         self._steps.prepare()
         self._runner.prepare()
+        self._wait_prepared()
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         try:

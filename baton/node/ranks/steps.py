@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 from baton.engine.batch import Batch
@@ -11,6 +11,7 @@ from baton.engine.device.launched_step import LaunchedStep
 from baton.engine.device.runner import ModelRunner
 from baton.engine.scheduling.steps import STEPS_MAX
 from baton.models.adapters.adapter import Adapter
+from baton.node.ranks.messages import Up
 
 # The message that means "prepare the runner".
 _PREPARE = b""
@@ -45,7 +46,7 @@ class StepWriter:
 
 def follow(steps: Connection, runner: ModelRunner) -> None:
     """Performs rank 0's steps until rank 0 closes the connection or is gone. All ranks sample the same tokens, so
-    nothing is sent back.
+    nothing is sent back, except an `Up` once the runner is prepared.
 
     Raises a step's error, after which the ranks are out of step.
     """
@@ -58,6 +59,8 @@ def follow(steps: Connection, runner: ModelRunner) -> None:
             break
         if message == _PREPARE:
             runner.prepare()
+            with suppress(OSError):  # rank 0 is gone, which the next message shows
+                steps.send(Up())
             continue
         if message.startswith(_ADAPTER):
             content = message[len(_ADAPTER) :]

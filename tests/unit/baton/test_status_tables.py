@@ -82,3 +82,23 @@ def test_the_share_of_guessed_tokens_that_were_kept_is_shown() -> None:
     nodes = to_json(cluster)["nodes"]
     assert isinstance(nodes, list)
     assert (nodes[0]["drafted_tokens_total"], nodes[0]["accepted_tokens_total"]) == (1200, 900)
+
+
+def test_nodes_with_the_same_topology_are_shown_in_one_line() -> None:
+    nodes = []
+    for name, host in (("prefill-0", "h1"), ("decode-0", "h1"), ("decode-1", "h\x1b[2J2"), ("decode-2", None)):
+        labels = [] if host is None else ["zone=a", f"host={host}"]
+        status = node_status_pb2.NodeStatus(info=node_status_pb2.NodeInfo(name=name, topology=labels))
+        status.info.model.name = "llama"
+        nodes.append(operations_pb2.NodeReport(status=status, reachable=True))
+    cluster = operations_pb2.ClusterStatusResponse(gateway="gw", nodes=nodes)
+    console = Console(width=160, force_terminal=False, color_system=None)
+    with console.capture() as captured:
+        console.print(render(cluster))
+    assert "prefill-0, decode-0: at zone=a, host=h1\n" in captured.get()
+    assert "decode-1: at zone=a, host=h" in captured.get()
+    assert "decode-2: at" not in captured.get()
+    assert "\x1b" not in captured.get()
+    shown = to_json(cluster)["nodes"]
+    assert isinstance(shown, list)
+    assert [node["topology"] for node in shown[::3]] == [["zone=a", "host=h1"], []]

@@ -149,6 +149,7 @@ function detail(node, state) {
       ["kept", (node.stores ?? []).map(kept).join("; ")],
       ["waiting", `${plural(node.waiting, "request")}, ${plural(node.tokens_waiting, "prompt token")}`],
       ["ranks", node.ranks],
+      ["topology", (node.topology ?? []).join(", ")],
     ),
     make("div", { class: "histories" },
       sparkline("Requests running", history.running, stepS, count),

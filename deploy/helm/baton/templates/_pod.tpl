@@ -133,6 +133,13 @@ spec:
         - name: MALLOC_ARENA_MAX
           value: "2"
         {{- else }}
+        # Kubernetes 1.35 and later copy the node's zone to the pod; without it, nodes are grouped by host only.
+        - name: ZONE
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['topology.kubernetes.io/zone']"}}
+        - name: NODE_NAME
+          valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+        - name: BATON_TOPOLOGY
+          value: {{ $root.Values.topology | quote }}
         # Without a port range UCX listens on any port, which no NetworkPolicy could name.
         - name: UCX_TCP_PORT_RANGE
           value: 20000-20999

@@ -19,8 +19,8 @@ from baton.engine.speculation.limits import LEAST_GAIN
 
 # Most tokens that the layer guesses for one request. It was trained for the first; later ones are less often right.
 MOST_LAYER_GUESSES = 4
-# After so many steps in which guesses seemed not to pay, the layer no longer computes the tokens of decodes; and as many
-# are tried as would be best if all were right, so that chances do not stay at what they were.
+# After so many steps in which guesses seemed not to pay, the layer no longer computes the tokens of decodes; and as
+# many are tried as would be best if all were right, so that chances do not stay at what they were.
 RETRY_STEPS = 64
 # Of the steps with guesses, one of so many has as many as there can be, so that the chances of later guesses become
 # known although fewer seem to bring more: where one guess brings little, three may bring much, because steps of three

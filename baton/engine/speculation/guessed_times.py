@@ -8,9 +8,8 @@ they have rested, what was learned is forgotten, and they are tried again.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple
 
 from baton.core.costs import StepWork
@@ -59,22 +58,11 @@ class EndedStep(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """The wait of steps with guesses, and what each of them makes plain steps lose.
-
-    Args:
-        measured: by numbers of guesses, the waits that were measured: how many, and their sum.
-    """
+    """The wait of steps with guesses, and what each of them makes plain steps lose."""
 
     step_s: float
     guess_s: float
     lost_s: float = 0.0
-    measured: Mapping[int, tuple[int, float]] = MappingProxyType({})
-
-    def wait_s(self, guesses: int) -> float:
-        """The wait for a step with so many guesses. Measurements of the same number outweigh the line, because steps of
-        some sizes are as long as larger ones: captured steps are padded."""
-        count, sum_s = self.measured.get(guesses, (0, 0.0))
-        return (self.step_s + self.guess_s * guesses + sum_s) / (1 + count)
 
 
 @dataclass(eq=False)
@@ -133,7 +121,7 @@ class GuessedTimes:
             decode_rows: decodes of the step.
         """
         line = self._line(decode_rows, costs)
-        return lambda rows: line.wait_s(rows - decode_rows)
+        return lambda rows: line.step_s + line.guess_s * (rows - decode_rows)
 
     def lost_s(self, decode_rows: int, costs: StepTimes) -> float:
         """By how much longer plain steps take after a step with guesses."""
@@ -193,7 +181,7 @@ class GuessedTimes:
 
     def _expected_s(self, step: EndedStep, costs: StepTimes) -> float:
         line = self._line(step.plain.decode_rows, costs)
-        return costs.seconds(step.work) + line.wait_s(step.guesses) + step.passes_s
+        return costs.seconds(step.work) + line.step_s + line.guess_s * step.guesses + step.passes_s
 
     def _batch(self, decode_rows: int) -> _Batch:
         return self._batches.setdefault(decode_rows.bit_length(), _Batch())
@@ -226,22 +214,14 @@ class GuessedTimes:
         count = 1 + len(points)
         mean_guesses = sum([guesses for guesses, _ in points]) / count
         mean_s = (step_s + measured_s) / count
-        squares = sum([guesses**2 for guesses, _ in points])
         spread = mean_guesses**2 + sum([(guesses - mean_guesses) ** 2 for guesses, _ in points])
         product = -mean_guesses * (step_s - mean_s)
         product += sum([(guesses - mean_guesses) * (seconds - mean_s) for guesses, seconds in points])
         slope_s = product / spread
         if mean_s >= 0.0:  # below: the cost model counts too much for each guess
             slope_s = max(0.0, slope_s)
-        step_s = mean_s - slope_s * mean_guesses
-        if step_s < 0.0:  # no step with guesses is sooner than one without
-            step_s, slope_s = 0.0, max(0.0, sum([guesses * seconds for guesses, seconds in points]) / squares)
         lost_s = sum([each.lost_s for each in batch.samples]) / count
-        measured: dict[int, tuple[int, float]] = {}
-        for guesses, seconds in points:
-            times, sum_s = measured.get(guesses, (0, 0.0))
-            measured[guesses] = times + 1, sum_s + seconds
-        return _Line(step_s, slope_s, max(0.0, lost_s), measured)
+        return _Line(max(0.0, mean_s - slope_s * mean_guesses), slope_s, max(0.0, lost_s))
 
     def _assumed(self, decode_rows: int) -> tuple[float, float]:
         """The wait for no guesses and for each guess: what `limits` says, or what is known of the nearest size of batch

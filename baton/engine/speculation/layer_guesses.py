@@ -19,13 +19,9 @@ from baton.engine.speculation.limits import LEAST_GAIN
 
 # Most tokens that the layer guesses for one request. It was trained for the first; later ones are less often right.
 MOST_LAYER_GUESSES = 4
-# After so many steps in which guesses seemed not to pay, the layer no longer computes the tokens of decodes; and as
-# many are tried as would be best if all were right, so that chances do not stay at what they were.
+# After so many steps in which guesses seemed not to pay, the layer no longer computes the tokens of decodes; and one
+# guess is tried, so that chances do not stay at what they were.
 RETRY_STEPS = 64
-# Of the steps with guesses, one of so many has as many as there can be, so that the chances of later guesses become
-# known although fewer seem to bring more: where one guess brings little, three may bring much, because steps of three
-# rows and of four are equally long. It costs the passes only, as the next step takes what seems best.
-_EXPLORE_STEPS = 8
 # Times of passes are learned by powers of two of their rows, from so many of the last ones.
 _MEMORY = 7
 
@@ -63,7 +59,6 @@ class LayerGuesses:
         self._times = {prompts: PassTimes() for prompts in (False, True)}
         # Steps since guesses for all requests would have paid, and since there was a guess.
         self._unpaid = self._untried = 0
-        self._tried = 0  # steps with guesses
 
     @property
     def pays(self) -> bool:
@@ -116,12 +111,10 @@ class LayerGuesses:
         self._untried += 1
         if found:
             self._untried = 0
-            self._tried += 1
-            return most if self._tried % _EXPLORE_STEPS == 0 else found
-        if any(chances) and self._untried >= RETRY_STEPS:
+        elif any(chances) and self._untried >= RETRY_STEPS:
             self._untried = 0
-            return choose([[1.0] * most] * len(everyone), most=most)
-        return 0
+            found = choose([[1.0]] * len(everyone), most=1)
+        return found
 
     def observe(self, guessed: Guessed, *, prompts: bool = False) -> None:
         """Learns from the guesses after a step.

@@ -94,8 +94,6 @@ class RequestDrafts:
         self._recent = recent
         self._grammar = grammar
         self._acceptance = OwnAcceptance(acceptance)
-        # What the layer guesses says nothing about what texts repeat, nor the other way round.
-        self._layer_acceptance = OwnAcceptance(acceptance)
         self._searches = searches
         self._looks_always = looks_always
         self._index = SequenceIndex(tokens, places)
@@ -110,7 +108,6 @@ class RequestDrafts:
         self._proposal = NO_PROPOSAL
         self._layer_guesses = int_array()
         self._layer_at = -1  # number of tokens before these
-        self._layer_unknown: list[tuple[int, IntArray]] = []  # guesses, with that number, to learn from
 
     @property
     def output(self) -> IntArray:
@@ -137,8 +134,6 @@ class RequestDrafts:
         """Takes the guesses of the model's own layer after the known tokens."""
         self._learn_layer(len(self._tokens))
         self._layer_guesses, self._layer_at = int_array(list(tokens)), len(self._tokens)
-        if tokens:
-            self._layer_unknown.append((self._layer_at, self._layer_guesses))
 
     @property
     def has_long_match(self) -> bool:
@@ -147,7 +142,7 @@ class RequestDrafts:
 
     def layer_chances(self, count: int) -> list[float]:
         """For each of so many guesses of the model's own layer, the chance that it and all before it are right."""
-        return self._layer_acceptance.chances(layer_bases(count), least=_LEAST_CHANCE)
+        return self._acceptance.chances(layer_bases(count), least=_LEAST_CHANCE)
 
     def propose(self, most: int) -> Proposal:
         """The guesses after the known tokens, at most so many. A step takes at most 16 of them."""
@@ -160,7 +155,7 @@ class RequestDrafts:
                 self._look(count)
             proposal = self._proposal
         if self._layer_at == count:
-            chances = self.layer_chances(len(self._layer_guesses))
+            chances = self._acceptance.chances(layer_bases(len(self._layer_guesses)), least=_LEAST_CHANCE)
             if sum(chances) > sum(proposal.chances):
                 proposal = Proposal(tuple(self._layer_guesses[: len(chances)]), tuple(chances), count - 1)
         if most < len(proposal.tokens):
@@ -168,17 +163,13 @@ class RequestDrafts:
         return proposal
 
     def _learn_layer(self, count: int) -> None:
-        """Compares guesses of the model's own layer with the tokens that came. Those of which not all have come yet are
-        compared again after later steps, which have guesses of their own."""
-        unknown = []
-        for at, guesses in self._layer_unknown:
-            known = self._tokens[at:count]
-            right = _num_equal(known, guesses)
-            if right == len(known) < len(guesses):
-                unknown.append((at, guesses))
-            else:
-                self._layer_acceptance.learn(layer_bases(min(len(known), len(guesses))), right)
-        self._layer_unknown = unknown
+        """Compares the last guesses of the model's own layer with the tokens that came."""
+        if not self._layer_guesses or count <= self._layer_at:
+            return
+        known, guesses = self._tokens[self._layer_at : count], self._layer_guesses
+        most = min(len(known), len(guesses))
+        self._acceptance.learn(layer_bases(most), _num_equal(known, guesses))
+        self._layer_guesses = int_array()
 
     def _learn(self, count: int) -> None:
         """Compares the last guesses with the tokens that came."""

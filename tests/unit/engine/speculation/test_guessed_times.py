@@ -264,16 +264,3 @@ def test_costs_of_no_time_say_nothing() -> None:
     work = guessed_work(plain_work(), [(CONTEXT, 3)])
     times.ended(EndedStep(plain_work(), work, 11, 0.01, 0.001, late=True), costs)
     assert times.may_guess(8)
-
-
-def test_what_steps_of_one_size_take_is_expected_of_them_wherever_others_are() -> None:
-    """A step with two guesses is as long as one with three, as captured steps are, so no line goes through both."""
-    times = GuessedTimes()
-    plain(times, late_s=0.001)
-    for _ in range(20):
-        guess(times, 1, 0.004)
-        guess(times, 1, 0.004)
-        guess(times, 2, 0.011)
-    assert wait_s(times, 1) == pytest.approx(0.004, rel=0.1)
-    assert wait_s(times, 2) == pytest.approx(0.011, rel=0.1)
-    assert wait_s(times, 3) < 0.016

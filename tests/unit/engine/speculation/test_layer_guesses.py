@@ -90,11 +90,11 @@ def test_no_more_are_asked_for_than_there_is_room() -> None:
     assert count(LayerGuesses(always=True), LIKELY, None) == MOST_LAYER_GUESSES
 
 
-def test_some_are_tried_again_after_many_steps_without() -> None:
+def test_one_is_tried_again_after_many_steps_without() -> None:
     layer, unlikely = LayerGuesses(always=False), [[0.01]]
     asked = [count(layer, unlikely) for _ in range(200)]
-    assert set(asked) == {0, MOST_LAYER_GUESSES}
-    assert 0 < sum(map(bool, asked)) < 200 / 50
+    assert set(asked) == {0, 1}
+    assert 0 < sum(asked) < 200 / 50
     saturated = [count(LayerGuesses(always=False), unlikely, SATURATED) for _ in range(200)]
     assert not any(saturated)
 
@@ -133,7 +133,7 @@ def test_right_guesses_take_a_fraction_of_the_steps() -> None:
 def test_the_depth_follows_what_is_right() -> None:
     decoded = decode(Speculator(), right=1)
     assert len(TARGET) / 2 - 2 <= decoded.steps < len(TARGET) * 0.52
-    assert decoded.drafted < 1.5 * decoded.accepted, "one of eight steps has four, to learn from"
+    assert decoded.drafted < 1.3 * decoded.accepted
 
 
 def test_wrong_guesses_end() -> None:
@@ -170,10 +170,3 @@ def test_guesses_count_for_the_tokens_after_which_they_were_made() -> None:
 def test_a_request_that_has_not_begun_has_the_chances_of_all() -> None:
     speculator, request = Speculator(), DecodingRequest("r", [1, 2, 3], TARGET)
     assert speculator.count_guesses([request], work_of([request]), COSTS, room=64) > 0
-
-
-def test_a_few_steps_have_more_guesses_than_seem_best_so_that_later_ones_become_known() -> None:
-    layer, first_only = LayerGuesses(always=False), [[0.9, 0.01, 0.01, 0.01]]
-    asked = [count(layer, first_only, StepCosts(((1, 1.0), (2, 1.2), (5, 3.0)))) for _ in range(40)]
-    assert set(asked) == {1, MOST_LAYER_GUESSES}
-    assert asked.count(MOST_LAYER_GUESSES) <= 40 / 4

@@ -156,26 +156,3 @@ def test_a_request_without_right_guesses_is_looked_at_less_often(looks_always: b
         drafts._tokens.append(token)
         seen += bool(drafts.propose(16).tokens)
     assert seen >= 4
-
-
-def test_wrong_guesses_from_texts_do_not_lower_the_chances_of_the_layers_guesses() -> None:
-    drafts = drafts_of([*FILE, *FILE[:20]])
-    before = drafts.layer_chances(3)
-    drafts.propose(4)
-    drafts._tokens.extend([5, *FILE[50:70]])
-    drafts.propose(4)
-    assert drafts.layer_chances(3) == before
-
-
-def test_guesses_of_the_layer_are_compared_with_tokens_of_later_steps_too() -> None:
-    """Each step has one token, and the layer always knows the next four."""
-    drafts = drafts_of([1, 2, 3])
-    before = drafts.layer_chances(4)
-    for place in range(40):
-        drafts.guessed(NOVEL[place : place + 4])
-        drafts._tokens.append(NOVEL[place])
-        drafts.propose(4)
-    after = drafts.layer_chances(4)
-    conditional = [now / (after[index - 1] if index else 1.0) for index, now in enumerate(after)]
-    assert all(now > then for now, then in zip(after, before, strict=True))
-    assert min(conditional) > 0.8

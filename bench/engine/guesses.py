@@ -2,7 +2,8 @@
 
 The weights are random, in the shapes of published models on a GPU and of the demo model on a CPU, so what they draw is
 replaced by the tokens of real texts: files of this repository that are repeated with edits, files unlike the prompt,
-and records of one form. Steps compute and cost what they always do.
+records of one form, tool calls that quote the prompt, and edits next to files unlike the prompt. Steps compute and cost
+what they always do.
 """
 
 import asyncio
@@ -46,6 +47,8 @@ _GOALS = {("edited files", 1): 1.8, ("edited files", 32): 1.3, ("unlike files", 
 _TIMEOUT_S = 600.0
 _ROOT = Path(__file__).resolve().parents[2]
 _EDITED_SHARE = 0.05  # of the lines
+_CALLS = 8  # of a tool, more than an output takes
+_APART = 5  # files between those of a pair of requests
 
 
 @dataclass(frozen=True)
@@ -254,8 +257,12 @@ def recorded() -> dict[str, list[Recorded]]:
         "edited files": [request(text, _edited(text, chosen)) for text in texts],
         "unlike files": [request(text, other) for text, other in pairs],
         "records of one form": [request(text, "\n".join(records[8 * n :][:8])) for n, text in enumerate(texts)],
+        "tool calls": [request(text, _tool_calls(text, chosen)) for text in texts],
     }
-    return {name: [each for each in requests if each is not None] for name, requests in found.items()}
+    kinds = {name: [each for each in requests if each is not None] for name, requests in found.items()}
+    # Not the same files next to each other.
+    pairs_of_kinds = zip(kinds["edited files"], kinds["unlike files"][_APART:], strict=False)
+    return kinds | {"half edited": [each for pair in pairs_of_kinds for each in pair]}
 
 
 def _edited(text: str, chosen: Random) -> str:
@@ -267,6 +274,19 @@ def _edited(text: str, chosen: Random) -> str:
             continue
         lines.append(line + "  # checked" if kind < _EDITED_SHARE else line)
     return "\n".join(lines)
+
+
+def _tool_calls(text: str, chosen: Random) -> str:
+    """What an agent answers that changes a file by calls of a tool: each call quotes some lines and says what they
+    become."""
+    lines = text.splitlines()
+    calls = list[str]()
+    while len(calls) < _CALLS:
+        start = chosen.randrange(max(1, len(lines) // 2))
+        old = "\n".join(lines[start : start + chosen.randrange(3, 8)])
+        arguments = {"path": lines[0][:40], "old_text": old, "new_text": _edited(old, chosen)}
+        calls.append(json.dumps({"name": "replace_lines", "arguments": arguments}))
+    return "\n".join(calls)
 
 
 def _record(chosen: Random) -> str:

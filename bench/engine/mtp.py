@@ -26,6 +26,7 @@ from baton.engine.device.device_thread import LaunchedWork, StepRunner
 from baton.engine.device.layer_marks import OnMark
 from baton.engine.events import DraftsChecked
 from baton.engine.speculation.speculator import Speculator
+from baton.engine.step_meter import StepMeter
 from baton.models.layers.causal_lm import CausalLM
 from baton.settings.node_config import DecodeSettings
 from bench.engine.guesses import Recorded, RecordedRunner, RecordedStep, recorded, token_ms
@@ -167,12 +168,13 @@ def _measured(
     load = f"{'MTP layer' if head is None else 'EAGLE-3 head'} {'off' if chance is None else f'{chance:.0%} right'}"
     for batch in batches:
         times, checked = [], list[DraftsChecked]()
-        speculator = None if chance is None else Speculator()
+        # As on a node, what is learned in one round is known in the next.
+        speculator, meter = None if chance is None else Speculator(), StepMeter(built.costs)
         wrap = None if chance is None else _wrapping(chance)
         for number in range(ROUNDS):
             progress(f"{load}: batch {batch}, round {number + 1}")
             asked = [requests[(number * batch + index) % len(requests)] for index in range(batch)]
-            times.append(asyncio.run(token_ms(built, asked, speculator, checked, wrap=wrap)))
+            times.append(asyncio.run(token_ms(built, asked, speculator, checked, meter=meter, wrap=wrap)))
         drafted, accepted = sum(each.drafted for each in checked), sum(each.accepted for each in checked)
         yield batch, (median(times), 100 * accepted / max(1, drafted))
     del built

@@ -16,6 +16,8 @@ from tests.integration.cluster import LLAMA, Flags, machines, nothing_held, unti
 from tests.integration.generation import generate
 from tests.integration.reference import Reference
 from tests.integration.test_layer_groups import fix_layers_per_group
+from tests.unit.models.tiny_eagle import save_with_good_head
+from tests.unit.models.tiny_mtp import save_with_good_layer
 
 VOCABULARY = 4096
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -38,6 +40,23 @@ def add_tokenizer(model: Path) -> None:
     assert json.loads((LLAMA / "config.json").read_text())["vocab_size"] == VOCABULARY
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(LLAMA / name, model)
+
+
+def flags_with_guesses(kind: str, directory: Path) -> Flags:
+    """Saves a model that guesses to the directory. Returns the flags of a node that always guesses with it.
+
+    Args:
+        kind: "mtp" or "eagle".
+    """
+    model, head = directory / "model", directory / "head"
+    flags: Flags = {"model": model, "num_blocks": 256, "max_batch_tokens": 32, "speculation": "always"}
+    if kind == "mtp":
+        save_with_good_layer(model, changed={"vocab_size": VOCABULARY})
+    else:
+        save_with_good_head(model, head, vocab_size=VOCABULARY)
+        flags |= {"draft_head": head}
+    add_tokenizer(model)
+    return flags
 
 
 def guessing_gateways(model: Path, plain: Flags, guessing: Flags, *, layout: str) -> Iterator[Guessing]:

@@ -55,7 +55,8 @@ async def test_guesses_are_as_good_after_a_hand_over_as_in_one_process(
         results = [await generate(gateway, prompt, GREEDY, cache_salt="rates") for prompt in PROMPTS]
         drafted = sum(each.proof.drafted_tokens for each in results)
         rates.append(sum(each.proof.accepted_tokens for each in results) / drafted)
-    # Which tokens are guessed depends on where blocks end. Without the prompt's KV of the layer a third is right.
+    # In outputs this short it matters after which tokens steps end, which other blocks and the first step's fewer
+    # guesses change. `test_acceptance_after_hand_over` compares longer ones. Without the prompt's KV a third is right.
     assert rates[0] == pytest.approx(rates[1], abs=0.15)
     assert min(rates) > 0.7
 

@@ -40,11 +40,6 @@ _FOUND_MAX = 1 << 14
 _CLOSE_TIMEOUT_S = 5.0
 
 
-def least_host_bytes(layout: EntryLayout, settings: TransferSettings) -> int:
-    """The smallest host memory: for one entry and the state after it, and for one more that a store reads."""
-    return layout.entry_bytes * (1 + len(layout.pieces) + bool(settings.stores))
-
-
 class EntryTiers:
     """The entries of one rank.
 
@@ -63,7 +58,7 @@ class EntryTiers:
     def __init__(
         self, layout: EntryLayout, settings: TransferSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        least = least_host_bytes(layout, settings)
+        least = layout.entry_bytes * (1 + len(layout.pieces) + bool(settings.stores))
         if settings.host_cache_bytes < least:
             state = " with a recurrent state" if layout.pieces else ""
             raise ConfigError(

@@ -126,7 +126,7 @@ class Node:
         )
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
         self.meter = StepMeter(built.costs)
-        keeps = transferred.host_cache_bytes > 0
+        keeps = settings.host_cache_bytes > 0
         layout = EntryLayout(transferred.parts(built.cache.spec))
         self._shared_store = shared_store(settings, built, layout.namespace)
         self.pulls = self._open_pulls(settings, built, layout) if keeps else None

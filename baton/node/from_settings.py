@@ -1,7 +1,6 @@
 """Makes the parts of a node from its settings: the loaded model, the engine's limits, the transfer of one rank."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 
@@ -14,10 +13,8 @@ from baton.node.progress import LoadingProgress, ReportedProgress
 from baton.node.ranks.join import rank_device
 from baton.settings.node_config import STAGING_SLOTS, NodeSettings, PrefillSettings
 from kvtransfer.flows import heads_of
-from kvtransfer.offload_tiers import least_host_bytes
 from kvtransfer.rank_transfer import OnFilled, OnRefused, OnStoresChanged
 from kvtransfer.settings import TransferSettings
-from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.transfer import KVTransfer
 
 # The share of a prefill node's seats and blocks that requests may take to decode there; the rest is for other prompts.
@@ -26,7 +23,7 @@ _STREAM_SHARE = 0.75
 
 def transfer_settings(settings: NodeSettings, built: BuiltRunner, incarnation: int) -> TransferSettings:
     """One rank's transfer settings, derived from the node's settings."""
-    made = TransferSettings(
+    return TransferSettings(
         incarnation=incarnation,
         transport=settings.transport,
         segment_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda),
@@ -41,10 +38,6 @@ def transfer_settings(settings: NodeSettings, built: BuiltRunner, incarnation: i
         host_cache_bytes=settings.host_cache_bytes,
         stores=open_stores(settings, built),
     )
-    # A size that nobody has asked for may be too small for a model, which is no error.
-    is_chosen = settings.host_cache_gib is None and not made.stores
-    too_small = is_chosen and made.host_cache_bytes < least_host_bytes(EntryLayout(made.parts(built.cache.spec)), made)
-    return replace(made, host_cache_bytes=0) if too_small else made
 
 
 def open_transfer(

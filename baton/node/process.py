@@ -33,7 +33,6 @@ from baton.node.adapters import Adapters, need_room_for_experts
 from baton.node.assembly import STUCK_AFTER_S, Node
 from baton.node.fault import Fault
 from baton.node.from_settings import load
-from baton.node.host_cache import with_host_cache
 from baton.node.kv_stores import check_stores
 from baton.node.ranks.group import RankGroup, start_ranks
 from baton.node.ranks.host import run_host
@@ -103,7 +102,6 @@ def _run_process(
     check_ready_file(settings.ready_file)
     ListenAddress.parse(settings.listen, field="listen")
     check_advertised(settings.advertise)
-    settings = with_host_cache(settings)
     check_stores(settings)
     hosts = Hosts.of(settings)
     with (

@@ -63,11 +63,6 @@ def visible_gpus() -> int:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
-    return installed_gpus()
-
-
-def installed_gpus() -> int:
-    """Number of GPUs of this machine or container, also of those that a variable hides."""
     return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 
 

@@ -31,9 +31,6 @@ CPU_BATCH_REQUESTS = 64
 # Requests of a step on nodes that decode, the smaller number if the cache is too small for more; and on nodes that only
 # compute prompts, where requests leave with their first token, so steps hold few of them.
 GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 128
-# Host memory for KV by default: shares of what is free, and bounds.
-GPU_HOST_CACHE_SHARE, GPU_HOST_CACHE_GIB_MAX = 1 / 4, 64.0
-CPU_HOST_CACHE_SHARE, CPU_HOST_CACHE_GIB_MAX = 1 / 16, 1.0
 STAGING_SLOTS = 4  # staging buffers for each direction
 LEADER_PORT = 7004  # of a leader whose environment names no port
 _TRANSPORTS = ("ucx", "loopback")  # `kvtransfer.transports.table` has their rows
@@ -165,17 +162,12 @@ class NodeSettings(CommonSettings):
         "original context must be given to every node and gateway",
     )
     prefix_cache: bool = Field(True, description="reuse the KV of prefixes that earlier prompts had")
-    host_cache_gib: float | None = Field(
-        None,
+    host_cache_gib: float = Field(
+        0.0,
         ge=0,
         le=_HOST_CACHE_GIB_MAX,
         description="host memory in which each rank keeps a copy of the KV that it computes or receives, for prefixes "
-        "that the cache no longer has; on a GPU it is page-locked; 0: none. Default: on a "
-        f"GPU 1/{1 / GPU_HOST_CACHE_SHARE:g} of the memory that is free when the node starts, divided by the machine's "
-        f"GPUs, at most {GPU_HOST_CACHE_GIB_MAX:g}; on CPUs 1/{1 / CPU_HOST_CACHE_SHARE:g} of it, at most "
-        f"{CPU_HOST_CACHE_GIB_MAX:g}, divided by the node's ranks. What other nodes have taken, and what is above a "
-        "container's limit, is not free. Where nothing was found there, TPOT was 1 to 3 % longer on an H200. Needs "
-        "prefix_cache",
+        "that the cache no longer has; on a GPU it is page-locked; 0: none. Needs prefix_cache",
     )
     file_cache_dir: Path | None = Field(
         None,
@@ -244,9 +236,6 @@ class NodeSettings(CommonSettings):
     )
     adapter_experts: bool = internal(
         False, "adapters have room for routed experts, as those need that the node finds when it starts"
-    )
-    free_host_cache_bytes: int = internal(
-        0, "host memory of each rank for KV where host_cache_gib is not given; a node chooses it when it starts"
     )
     max_waiting: int = internal(_WAITING, "most requests that wait for room; further ones are refused")
     keepalive_s: float = internal(KEEPALIVE_S, "a peer that answers no ping for that long counts as lost")
@@ -330,9 +319,7 @@ class NodeSettings(CommonSettings):
     @property
     def host_cache_bytes(self) -> int:
         """Host memory of each rank for KV outside of the cache; 0: none."""
-        if not self.prefix_cache:
-            return 0
-        return self.free_host_cache_bytes if self.host_cache_gib is None else int(self.host_cache_gib * GIB)
+        return int(self.host_cache_gib * GIB) if self.prefix_cache else 0
 
     @property
     def file_cache_bytes(self) -> int:

@@ -141,5 +141,5 @@ def _too_much(num_bytes: int, reason: object) -> ConfigError:
         f"this machine cannot give {num_bytes} bytes of memory to the host cache: {reason}",
         field="host_cache_bytes",
         value=num_bytes,
-        cure="give a smaller --host-cache-gib, or 0 for none",
+        cure="choose a smaller host cache",
     )

@@ -37,8 +37,8 @@ DEADLINE_S = 300.0
 Flags = dict[str, object]
 
 # The same on any machine: limits are so long that no working request times out, and where a prompt is prefilled does
-# not depend on measured times, nor what is computed again on when host memory got it. Tests of these set their own.
-_STEADY_NODE: Flags = {"keepalive_s": 2 * DEADLINE_S, "drain_grace_s": 2 * DEADLINE_S, "host_cache_gib": 0}
+# not depend on measured times. Tests of these set their own.
+_STEADY_NODE: Flags = {"keepalive_s": 2 * DEADLINE_S, "drain_grace_s": 2 * DEADLINE_S}
 _STEADY: dict[str, Flags] = {
     "prefill": {**_STEADY_NODE, "connect_timeout_s": 2 * DEADLINE_S},
     "decode": {**_STEADY_NODE, "lease_s": 2 * DEADLINE_S, "local_prefill_tokens": 32},
@@ -205,9 +205,7 @@ def machines() -> Iterator[Machines]:
 
 
 def arguments(flags: Flags) -> list[str]:
-    """The command line of these flags; those that are None are left out, so that their defaults hold."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
 async def until_answers(gateway: Process) -> None:

@@ -90,21 +90,6 @@ async def test_a_prompt_that_the_caches_have_lost_comes_back_from_host_memory(
     assert again.proof.prompt_tokens_sent == TOKENS - WHOLE_ENTRIES
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-async def test_nodes_keep_kv_in_host_memory_if_no_setting_says_otherwise(
-    start: Machines, reference: Reference, ranks: int
-) -> None:
-    chosen: Flags = {"model": LLAMA, **SMALL, "host_cache_gib": None, "tensor_parallel_size": ranks}
-    (decode,) = start.nodes(("decode", chosen))
-    gateway = start.gateway([], [decode], model=LLAMA)
-    first, *others = reference.prompts([TOKENS] * 4)
-    for prompt in (first, *others):
-        await answer(gateway, reference, prompt)
-    await until_kept(decode, "host", 4 * WHOLE_ENTRIES // 64)
-    again = await answer(gateway, reference, first)
-    assert again.proof.decode_loaded_tokens == WHOLE_ENTRIES
-
-
 async def test_a_conversation_goes_on_from_its_decoded_tokens(start: Machines, reference: Reference) -> None:
     (decode,) = start.nodes(("decode", {"model": LLAMA, **SMALL, **HOST}))
     gateway = start.gateway([], [decode], model=LLAMA, local_policy="prefer")

@@ -61,7 +61,7 @@ def test_pages_are_zeroed_and_outlive_their_maker_while_a_part_is_in_use() -> No
 
 
 def test_more_than_the_machine_can_give_is_an_error_with_its_cure() -> None:
-    with pytest.raises(ConfigError, match="cannot give") as error:
+    with pytest.raises(ConfigError, match="smaller host cache") as error:
         HostPages(1 << 62)
     assert error.value.field == "host_cache_bytes"
 
@@ -122,4 +122,4 @@ def test_pages_that_cannot_be_locked_leave_the_others_usable_and_are_logged(capl
 def test_first_pages_that_cannot_be_locked_are_an_error_with_its_cure() -> None:
     with pytest.raises(ConfigError, match="there is a limit") as error:
         HostPages(UNITS * UNIT_BYTES, unit_bytes=UNIT_BYTES, locks=Locks(most=0))
-    assert error.value.cure == "give a smaller --host-cache-gib, or 0 for none"
+    assert error.value.cure == "choose a smaller host cache"

@@ -32,8 +32,8 @@ _LEAST_ROUNDS = 2
 _TIMEOUT_S = 300.0
 # Most host memory, and most room of files, for all prompts of one length.
 _HOST_GIB_MAX, _FILES_GIB_MAX = 48, 16
-# Page-locking takes 0.2 to 0.3 s per GiB, and pauses for as long, and the node serves meanwhile.
-_LOCKING_S_PER_GIB = 0.7
+# Page-locking takes 0.3 s per GiB, and the node serves meanwhile.
+_LOCKING_S_PER_GIB = 0.4
 # A prompt counts as read from files if this share of it was.
 _READ_SHARE = 0.7
 # How many times as fast as computing host memory should be, on a GPU, by tokens of the prompt.

@@ -113,8 +113,8 @@ def test_pages_that_cannot_be_locked_leave_the_others_usable_and_are_logged(capl
         pages = HostPages(UNITS * UNIT_BYTES, unit_bytes=UNIT_BYTES, locks=locks)
         assert pages._thread is not None
         pages._thread.join(DEADLINE_S)
-    assert pages.usable_bytes == sum(locks.locked.values()) == (FIRST_UNITS + 2) * UNIT_BYTES
-    assert "144 of 320 MiB: there is a limit; choose a smaller host cache" in caplog.text
+    assert pages.usable_bytes == sum(locks.locked.values()) == (FIRST_UNITS + 8) * UNIT_BYTES
+    assert "192 of 320 MiB: there is a limit; choose a smaller host cache" in caplog.text
     pages.close()
     assert not locks.locked
 

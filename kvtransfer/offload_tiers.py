@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from baton.core.errors import ConfigError
 from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryKey, KeepTime, StoreChanges
-from kvtransfer.movers.host_pages import FIRST_UNITS, HostPages
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.offload_calls import HOST, StoreCalls
 from kvtransfer.offload_queue import StoreQueue
 from kvtransfer.offload_reads import Fetch, StoreReads
@@ -74,7 +74,7 @@ class EntryTiers:
         self._pages: HostPages | None = None
         self._host: HostMemory
         self._calls: StoreCalls
-        self.places = self._passing = 0
+        self.places = 0
         self._stores: list[StoreQueue] = []
         self._listings: list[Future[Sequence[EntryKey]]] = []
         self._reads: StoreReads
@@ -86,18 +86,16 @@ class EntryTiers:
         self._pulled = self._served = 0
         self._loaded, self._damaged = Counter[str](), Counter[str]()
 
-    def open(self, open_host_memory: Callable[[int, int], HostPages]) -> None:
+    def open(self, open_host_memory: Callable[[int], HostPages]) -> None:
         """Allocates host memory and opens the stores, once."""
         if self._pages is not None:
             return
         layout, settings = self.layout, self._settings
         places, size = settings.host_cache_bytes // layout.entry_bytes, layout.entry_bytes
         passing = min(_PASSING_MAX, max(1, int(places * _PASSING_SHARE))) if settings.stores else 0
-        assert passing < FIRST_UNITS
-        pages = open_host_memory(places * size, size)
+        pages = open_host_memory(places * size)
         passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size :]
-        usable, self._passing = pages.usable_bytes // size - passing, passing
-        self._pages, self._host = pages, HostMemory(kept, size, clock=self._clock, usable=usable)
+        self._pages, self._host = pages, HostMemory(kept, size, clock=self._clock)
         self.places = places - passing
         for open_store in settings.stores:
             self._stores.append(StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock))
@@ -289,10 +287,7 @@ class EntryTiers:
         return tuple(key for key in found if not self.is_dropped(key.root))
 
     def step(self) -> bool:
-        """Takes the answers of the stores, and host memory that has been page-locked. Returns whether there was an
-        answer."""
-        if self._pages is not None and self._host.usable < self.places:
-            self._host.use(self._pages.usable_bytes // self.layout.entry_bytes - self._passing)
+        """Takes the answers of the stores. Returns whether there was one."""
         if not self.is_busy:
             return False
         is_read = bool(self._reads.under_way) and self._reads.step()

@@ -103,8 +103,8 @@ class CpuMover:
         )
         return MoveDone()
 
-    def open_host_memory(self, num_bytes: int, unit_bytes: int) -> HostPages:
-        return HostPages(num_bytes, unit_bytes=unit_bytes)
+    def open_host_memory(self, num_bytes: int) -> HostPages:
+        return HostPages(num_bytes, pinned=False)
 
     def save(self, slot: Slot, payloads: Sequence[SavedPayload]) -> DoneSaving:
         del slot  # a CPU gathers into host memory itself

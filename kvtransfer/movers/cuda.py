@@ -19,7 +19,7 @@ from baton.kvcache.spec import KVKind
 from baton.kvcache.wire.conversion import Converter, gather_converted
 from baton.kvcache.wire.prepared import DeviceWire
 from kvtransfer.movers.cuda_tables import BlockTable, BlockTables, PlacedTables, open_copy
-from kvtransfer.movers.host_pages import CudaPageLocks, HostPages
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.movers.mover import SAVED_AT_ONCE, Blocks, SavedPayload, check_blocks
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segment
@@ -235,8 +235,8 @@ class CudaMover:
         )
         return self._end(buffers, self._incoming)
 
-    def open_host_memory(self, num_bytes: int, unit_bytes: int) -> HostPages:
-        return HostPages(num_bytes, unit_bytes=unit_bytes, locks=CudaPageLocks())
+    def open_host_memory(self, num_bytes: int) -> HostPages:
+        return HostPages(num_bytes, pinned=True)
 
     def save(self, slot: Slot, payloads: Sequence[SavedPayload]) -> _Saving:
         buffers, stream = self._buffers[slot], self._outgoing

@@ -147,11 +147,8 @@ class Mover(Protocol):
         """Puts a segment's payload from a slot into its blocks."""
         ...
 
-    def open_host_memory(self, num_bytes: int, unit_bytes: int) -> HostPages:
+    def open_host_memory(self, num_bytes: int) -> HostPages:
         """Memory for `save` and `copy_in`. Its maker closes it, after the last of these operations.
-
-        Args:
-            unit_bytes: see `HostPages`; every operation stays within one unit.
 
         Raises:
             ConfigError: the machine cannot give that much.

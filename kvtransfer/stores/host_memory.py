@@ -53,30 +53,17 @@ class HostMemory:
         tensor: uint8, one dimension, on the CPU; pinned where a GPU copies from it. Its caller made it and frees it.
         entry_bytes: size of an entry. The tensor has room for at least one.
         clock: monotonic seconds, for `keep`.
-        usable: number of the first places that may be used now; None: all.
-
-    Attributes:
-        usable: the same, after `use` too.
     """
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        entry_bytes: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        usable: int | None = None,
-    ) -> None:
+    def __init__(self, tensor: Tensor, entry_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         assert tensor.ndim == 1
         assert tensor.itemsize == 1
         assert tensor.numel() >= entry_bytes > 0
         self._memory, self._address = tensor.view(torch.uint8).numpy().data, tensor.data_ptr()
         self._entry_bytes = entry_bytes
         self._places: dict[bytes, HostPlace] = {}
-        places = tensor.numel() // entry_bytes
-        self.usable = places if usable is None else usable
-        self._unused = list(range(self.usable))[::-1]
-        self._order = GreedyDual(places, clock=clock)
+        self._unused = list(range(tensor.numel() // entry_bytes))[::-1]
+        self._order = GreedyDual(len(self._unused), clock=clock)
         self._refused = RefusedKeys()
         self._unwritten = 0
         self._totals = Counter[str]()
@@ -87,11 +74,6 @@ class HostMemory:
         """Totals so far. Its entries are those that can be found; its hits and misses are of `pin`."""
         entries = len(self._places) - self._unwritten
         return StoreCounters(entries=entries, bytes=entries * self._entry_bytes, **self._totals)
-
-    def use(self, usable: int) -> None:
-        """Lets entries use so many of the first places, no fewer than before."""
-        self._unused[:0] = range(self.usable, usable)[::-1]
-        self.usable = usable
 
     def find(self, keys: Sequence[EntryKey]) -> int:
         """How many of the first keys it has."""

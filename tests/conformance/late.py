@@ -184,8 +184,8 @@ class LateMover:
         assert isinstance(blocks, WatchedBlocks)
         return self._script.begin("scatter", segment, lambda: self._cpu.scatter(slot, blocks.use(), segment, place))
 
-    def open_host_memory(self, num_bytes: int, unit_bytes: int) -> HostPages:
-        return self._cpu.open_host_memory(num_bytes, unit_bytes)
+    def open_host_memory(self, num_bytes: int) -> HostPages:
+        return self._cpu.open_host_memory(num_bytes)
 
     def save(self, slot: Slot, payloads: Sequence[SavedPayload]) -> Operation:
         # As for `gather`.

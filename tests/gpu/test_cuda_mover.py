@@ -11,7 +11,7 @@ from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.cuda import CudaMover
-from kvtransfer.movers.host_pages import FIRST_UNITS, CudaPageLocks, HostPages
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.movers.mover import Pending, SavedPayload
 from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment, payload_bytes
@@ -152,7 +152,7 @@ def test_a_message_in_host_memory_is_that_of_the_cpu_and_comes_back(spec: KVCach
     cpu, gpu = movers(spec)
     segment = segment_of(spec)
     num_bytes = segment.payload_bytes + TRAILER_BYTES
-    pages = {mover: mover.open_host_memory(2 * num_bytes, 2 * num_bytes) for mover in (cpu, gpu)}
+    pages = {mover: mover.open_host_memory(2 * num_bytes) for mover in (cpu, gpu)}
     assert pages[gpu].tensor.is_pinned()
     for mover in (cpu, gpu):
         slots = [slot_of(mover, num_bytes) for _ in range(2)]
@@ -182,32 +182,11 @@ def test_a_message_in_host_memory_is_that_of_the_cpu_and_comes_back(spec: KVCach
     assert not pages[gpu].tensor.is_pinned()
 
 
-def test_pages_are_locked_slab_by_slab_and_the_last_unit_reaches_the_gpu() -> None:
-    _, gpu = movers(LLAMA)
-    unit_bytes = 24 << 20
-    pages = gpu.open_host_memory(20 * unit_bytes, unit_bytes)
-    assert pages.usable_bytes >= FIRST_UNITS * unit_bytes
-    end_s = time.monotonic() + DEADLINE_S
-    while pages.usable_bytes < 20 * unit_bytes:
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
-    units = pages.tensor.split(unit_bytes)
-    assert all(unit[-1:].is_pinned() for unit in units)
-    slot = slot_of(gpu, unit_bytes)
-    for number, unit in enumerate(units):
-        unit.fill_(number + 1)
-        wait_for(gpu.copy_in(slot, unit_bytes, unit))
-        assert slot.memory.min() == slot.memory.max() == number + 1
-    gpu.close()
-    pages.close()
-    assert not any(unit.is_pinned() for unit in units)
-
-
 def test_copies_to_and_from_host_memory_neither_wait_nor_allocate() -> None:
     _, gpu = movers(LLAMA)
     segment = segment_of(LLAMA)
     num_bytes = segment.payload_bytes + TRAILER_BYTES
-    slot, pages = slot_of(gpu, num_bytes), HostPages(num_bytes, locks=CudaPageLocks())
+    slot, pages = slot_of(gpu, num_bytes), HostPages(num_bytes, pinned=True)
 
     def all_of_it() -> None:
         blocks = gpu.place(BLOCKS, incoming=False)
@@ -234,11 +213,7 @@ def test_copies_to_and_from_host_memory_neither_wait_nor_allocate() -> None:
 def message_in_host_memory(gpu: CudaMover, segment: Segment) -> HostPages:
     """The message of the first blocks, in page-locked memory."""
     num_bytes = segment.payload_bytes + TRAILER_BYTES
-    slot, pages, blocks = (
-        slot_of(gpu, num_bytes),
-        HostPages(num_bytes, locks=CudaPageLocks()),
-        gpu.place(BLOCKS, incoming=False),
-    )
+    slot, pages, blocks = slot_of(gpu, num_bytes), HostPages(num_bytes, pinned=True), gpu.place(BLOCKS, incoming=False)
     wait_for(gpu.gather(slot, blocks, segment, place_of(segment), with_digest=True))
     pages.tensor.copy_(slot.memory)
     blocks.free()

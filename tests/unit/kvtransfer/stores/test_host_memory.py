@@ -49,20 +49,6 @@ def test_memory_and_tensor_of_a_place_are_the_same_bytes() -> None:
     assert place.tensor.tolist() == list(range(ENTRY_BYTES))
 
 
-def test_places_that_become_usable_take_entries_before_any_is_evicted() -> None:
-    memory = HostMemory(torch.zeros(5 * ENTRY_BYTES, dtype=torch.uint8), ENTRY_BYTES, usable=2)
-    keys = entry_keys(6)
-    fill(memory, *keys[:2])
-    assert memory.take(keys[2], 1.0) is None, "both entries come before this one"
-    memory.use(4)
-    fill(memory, keys[2])
-    memory.use(5)
-    fill(memory, *keys[3:5])
-    assert memory.find(keys) == 5
-    assert sorted(pinned(memory, key).number for key in keys[:5]) == list(range(5))
-    assert memory.counters.evicted == 0
-
-
 def test_find_counts_the_leading_entries_and_only_those() -> None:
     memory = host_memory(4)
     keys = entry_keys(4)

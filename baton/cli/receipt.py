@@ -13,6 +13,9 @@ def receipt_lines(usage: Usage, receipt: Receipt) -> Iterator[tuple[str, str]]:
     loaded = max(receipt.prefill_loaded, receipt.decode_loaded, key=lambda each: each.total)
     sources = {"host memory": loaded.host, "files": loaded.file, "a shared store": loaded.store}
     sources["other nodes"] = loaded.peer
+    total = max(receipt.prefill_loaded_tokens, receipt.decode_loaded_tokens)
+    if total and not loaded.total:  # a node of an earlier version does not say from where
+        cached += f", {total} of these read from outside of the cache"
     if read := ", ".join(f"{tokens} from {source}" for source, tokens in sources.items() if tokens):
         cached += f", of these read {read}"
     yield "path", f"{receipt.path}: {receipt.why}"

@@ -27,6 +27,7 @@ class CascadeSteps:
 
     Attributes:
         launched: steps so far.
+        costs: decide which steps there are.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class CascadeSteps:
         block_size: int,
     ) -> None:
         self.launched = 0
+        self.costs = costs
         self._builder = builder
         self._prefix = SharedPrefix(costs.saved, block_size=block_size)
         width, device = buffers.table.shape[1], buffers.table.device

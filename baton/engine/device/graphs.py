@@ -219,6 +219,11 @@ class DecodeGraphs:
         """
         if self.cascade is None:
             return
+        # All ranks must choose the same steps.
+        if not self._model.parallel.agree(repr(self.cascade.costs), self._device):
+            self.cascade = None
+            _log.warning("keys that requests share are read for each of them: ranks differ in their GPUs or heads")
+            return
         sizes, start_s = cascade_sizes(self.sizes), time.perf_counter()
         taken = [] if recorder is None else recorder.taken
         first = len(taken)

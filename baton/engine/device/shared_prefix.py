@@ -1,6 +1,6 @@
 """Finds the rows of a decode step whose shared first blocks are worth reading once, from step to step. Pure.
 
-Rows come and go rarely, and between these steps nothing but the identity of rows is compared.
+Rows come and go rarely. Unchanged rows are compared by identity only.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ class SharedPrefix:
         self._blocks[name] = blocks
         known = self._tree.blocks_of(name)
         if known is not None:
-            if blocks[: len(known)] == known:
+            if blocks[: len(known)] == known and len(known) <= row.token_start // self._block_size:
                 return False
             self._tree.remove(name)
         # A query lies after all of the keys that it shares.

@@ -124,6 +124,7 @@ class KeptBlocks:
     def lost_roots(self, roots: frozenset[bytes]) -> None:
         """The stores no longer have any entry with one of these roots."""
         self.lost([digest for digest, entry in self._entries.items() if entry.root in roots])
+        self._left = {digest: left for digest, left in self._left.items() if left[0].root not in roots}
 
     # ---- following
 

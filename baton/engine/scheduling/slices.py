@@ -9,7 +9,7 @@ times as long. It does not count, because it would only make all prompts wait.
 
 Requests without a TPOT get steps of at most `gap_factor` times a plain decode step. Up to about 1.5 times, prompts are
 cheap: a decode step reads all weights, and has time left to compute some tokens more. A node that gets more prompts
-than these steps can compute must not answer later and later, so the bound grows while the first prompt waits: it is
+than these steps can compute would answer later and later, so the bound grows while the first prompt waits: it is
 twice as long once the prompt's first token should have come (`first_token_due_s`), then three times, and so on up to
 `RELAXED_MAX` times: then nearly all of a step is prompts, and longer ones would only make the streams stand.
 

@@ -38,8 +38,7 @@ class StoredBlocks(NamedTuple):
 
 
 class UnionChanges(NamedTuple):
-    """Changes of the union after one message. What is stored comes first, so a block that moves to another tier is
-    there all the time.
+    """Changes of the union after one message.
 
     Args:
         removed: tier and number of each block.

@@ -161,6 +161,11 @@ def _usable(node: FleetNode | None, kind: _Kind) -> bool:
 
 def _to_events(changes: UnionChanges, block_size: int) -> list[smg.KvCacheEvent]:
     events = []
+    # Subscribers that look at no tier must hear last that a block that has moved is there.
+    for tier in Tier:
+        if hashes := [_signed(block) for its_tier, block in changes.removed if its_tier is tier]:
+            removed = smg.KvBlocksRemoved(block_hashes=hashes, tier=_TIERS[tier], cache_level=_cache_level(tier))
+            events.append(smg.KvCacheEvent(removed=removed))
     for run in changes.stored:
         blocks = [
             smg.KvBlock(
@@ -174,10 +179,6 @@ def _to_events(changes: UnionChanges, block_size: int) -> list[smg.KvCacheEvent]
         parent = None if run.parent is None else _signed(run.parent)
         stored = smg.KvBlocksStored(blocks=blocks, parent_block_hash=parent, tier=_TIERS[run.tier])
         events.append(smg.KvCacheEvent(stored=stored))
-    for tier in Tier:
-        if hashes := [_signed(block) for its_tier, block in changes.removed if its_tier is tier]:
-            removed = smg.KvBlocksRemoved(block_hashes=hashes, tier=_TIERS[tier], cache_level=_cache_level(tier))
-            events.append(smg.KvCacheEvent(removed=removed))
     for event_id, event in enumerate(events, 1):
         event.event_id = event_id
     return events

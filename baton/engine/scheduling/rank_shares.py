@@ -72,7 +72,7 @@ class RankShares:
 
 
 def water_level(held: Iterable[int], added: int) -> int:
-    """The least level up to which vessels that hold so much take as much more together."""
+    """The lowest level to which all can be filled with `added` more together."""
     level = total = 0
     for count, amount in enumerate(sorted(held), 1):
         if count > 1 and level <= amount:

@@ -176,6 +176,7 @@ def test_a_nodes_topology_is_unknown_until_its_first_status_and_known_while_it_l
         (" zone = a , host=h1,", ("zone=a", "host=h1")),
         ("zone=,host=h1", ("host=h1",)),
         ("topology.kubernetes.io/zone=eu-1a", ("topology.kubernetes.io/zone=eu-1a",)),
+        (",".join(f"level{number}={'x' * (number == 8)}" for number in range(9)), ("level8=x",)),
     ],
 )
 def test_labels_are_read_and_those_without_a_value_are_left_out(given: str, labels: Labels) -> None:
@@ -189,7 +190,7 @@ def test_labels_are_read_and_those_without_a_value_are_left_out(given: str, labe
         ("zone", "'zone' is no label; allowed: name=value"),
         ("=a", "'=a' is no label"),
         ("zone=\x1b", "is no label"),
-        (f"zone={'a' * 252}", "of at most 256 printable characters"),
+        (f"zone={'a' * 5000}", "is no label; allowed: name=value of at most 256 printable characters"),
         ("zone=a,zone=b", "'zone' is named twice"),
         (",".join(f"level{number}=x" for number in range(9)), "9 labels are too many; allowed: at most 8"),
     ],

@@ -130,7 +130,7 @@ def _totals(rounds: Sequence[Round]) -> list[str]:
         f"| finished | {ends['finished']} |",
         f"| of them after more than one attempt | {sum(each.retried for each in rounds)} |",
         f"| cancelled by the client | {ends['cancelled']} |",
-        f"| past the client's deadline | {ends['DEADLINE']} |",
+        f"| past the client's deadline | {ends['DEADLINE_EXCEEDED']} |",
         f"| refused with a typed error | {sum(refused.values())} ({_counts(refused)}) |",
         f"| of them after the first token | {sum(each.broken_off for each in rounds)} |",
         *(f"| **{text}** | **{violations[name]}** |" for name, text in names.items()),

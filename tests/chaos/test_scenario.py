@@ -77,16 +77,18 @@ def test_the_page_has_the_counts_of_all_rounds_and_the_time_until_the_cluster_an
         Received(2.5, 1, 0, (0,), (4,)),
         Ended(3.0, 1, End.FINISHED, attempts=1),
         Ended(3.0, 2, End.FAILED, "NO_NODE"),
+        Ended(3.0, 3, End.FAILED, "DEADLINE_EXCEEDED"),
     ]
     found = round_of(draw(1, seconds=60), events, [])
     assert found.answered_s == {"kill": [2.0]}
-    assert found.ends == {"finished": 2, "NO_NODE": 1}
+    assert found.ends == {"finished": 2, "NO_NODE": 1, "DEADLINE_EXCEEDED": 1}
     assert from_json(to_json([found])) == [found]
     text = page([found, found], [], machine="a machine")
     assert "| finished | 4 |" in text
     assert "| kill | 2 | 2.00 s | 2.00 s |" in text
     assert "step of the hand-over: 2 prefill: listens." in text
     assert "| refused with a typed error | 2 (2 NO_NODE) |" in text
+    assert "| past the client's deadline | 2 |" in text
 
 
 def test_events_are_lines() -> None:

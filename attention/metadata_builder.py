@@ -63,8 +63,8 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         return None
 
     def build_with_prefix(self, common: CommonAttentionMetadata, group: PrefixGroup) -> M_co:
-        """Returns the metadata of decodes of which a group shares keys, as a part of the captured step: layers read
-        these keys once. For a builder that `plans_on_device` and has `group_costs`."""
+        """Returns the metadata of decodes, some of which share keys that layers then read once. Runs as a part of the
+        captured step. For a builder that `plans_on_device` and has `group_costs`."""
         del common, group
         raise NotImplementedError(type(self).__name__)
 

@@ -32,8 +32,6 @@ _LEAST_ROUNDS = 2
 _TIMEOUT_S = 300.0
 # Most host memory, and most room of files, for all prompts of one length.
 _HOST_GIB_MAX, _FILES_GIB_MAX = 48, 16
-# Page-locking takes 0.3 s per GiB, and the node serves meanwhile.
-_LOCKING_S_PER_GIB = 0.4
 # A prompt counts as read from files if this share of it was.
 _READ_SHARE = 0.7
 # How many times as fast as computing host memory should be, on a GPU, by tokens of the prompt.
@@ -100,12 +98,10 @@ def _bytes_per_token(model: Path, number_bytes: int) -> int:
 
 @contextmanager
 def _node(flags: list[str], progress: Callable[[str], None]) -> Iterator[str]:
-    """The address of a gateway with one decode node, which has all of its host memory."""
+    """The address of a gateway with one decode node."""
     with Processes(progress) as processes:
         node = processes.start("decode_node", flags)
         processes.wait_ready([node])
-        if "cpu" not in flags:
-            time.sleep(_LOCKING_S_PER_GIB * float(flags[flags.index("--host-cache-gib") + 1]))
         gateway = processes.start("gateway", [*flags[:2], "--decode", node.address])
         processes.wait_ready([gateway])
         yield gateway.address

@@ -31,7 +31,7 @@ class Script:
         document: tokens that the first prompt has more than the others add.
         question: new tokens of each turn.
         answer: tokens that the server answers with.
-        tokens: ids of what is said, random ones below this number.
+        tokens: questions and documents are random token ids below this number.
     """
 
     sessions: int

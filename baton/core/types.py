@@ -187,7 +187,7 @@ class LoadedTokens:
         return self.host + self.file + self.store + self.peer
 
     def at_most(self, tokens: int) -> "LoadedTokens":
-        """The same without what exceeds this number. Faster places come first in a sequence, so they count first."""
+        """The same without what exceeds this number: first count host memory, then files, store and peers."""
         host = min(self.host, tokens)
         file = min(self.file, tokens - host)
         store = min(self.store, tokens - host - file)

@@ -33,8 +33,8 @@ class PrefixTier(Protocol):
         ...
 
     async def load_entries(self, entries: EntryBlocks, *, timeout_s: float, entry_s: float) -> Sources:
-        """Copies entries to their blocks. Returns the sources of those that are there then, the first ones; a state
-        counts as one more.
+        """Copies entries to their blocks. Returns where each of the first ones came from, as far as they are there; a
+        state counts as one more.
         Nothing writes to them any more when it returns or raises, and it does so soon after the time limit.
 
         Args:

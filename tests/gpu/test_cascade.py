@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from attention.kernels.paged.split import SplitLayer
-from attention.metadata import build_common_metadata
 from attention.prefix_group import GroupCosts
 from baton.engine.batch import Batch, BatchRow
 from baton.engine.build import BuiltRunner
@@ -20,10 +18,10 @@ from baton.engine.device.shared_prefix import LEAST_ROWS
 from baton.engine.request import int_array
 from baton.engine.sampling.row import GREEDY_ROW
 from baton.kvcache.cache import PagedKVCache
-from baton.models.layers.step_context import StepContext
 from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.demo import build_demo, generate
+from tests.gpu.test_graphs import expected_logits
 from tests.gpu.waiting import no_waiting
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.tiny import greedy
@@ -58,20 +56,6 @@ def rows_of(stems: Sequence[int], *, step: int) -> list[BatchRow]:
     return rows
 
 
-def expected(built: BuiltRunner, cache: PagedKVCache, rows: list[BatchRow]) -> Tensor:
-    common, positions_R = build_common_metadata(
-        query_lens=[1] * len(rows),
-        context_lens=[each.token_start for each in rows],
-        block_tables=[each.block_ids for each in rows],
-        block_size=cache.shape.block_size,
-        device=cache.view.device,
-    )
-    token_ids_R = torch.tensor([each.token_ids[0] for each in rows], device=cache.view.device)
-    metadata = built.runner.backend.builder.build(0, common)
-    hidden_RD = built.runner.model.compute(token_ids_R, positions_R, cache, StepContext(metadata))
-    return built.runner.model.compute_logits(hidden_RD)
-
-
 @pytest.mark.parametrize("dtype", ERROR)
 def test_replays_with_a_shared_prefix_have_the_logits_of_the_model(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = demo(dtype, monkeypatch)
@@ -99,7 +83,7 @@ def test_replays_with_a_shared_prefix_have_the_logits_of_the_model(dtype: str, m
             assert graphs.buffers.sampled[: len(rows)].tolist() == logits_RV.argmax(dim=1).tolist()
             cache.storage.copy_(before)
             with torch.inference_mode():
-                theirs = expected(built, cache, rows)
+                theirs = expected_logits(built, cache, rows)
             assert relative_error(logits_RV.cpu(), theirs.cpu()) < ERROR[dtype], (size, stems)
             cache.storage.copy_(before)
 

@@ -130,7 +130,7 @@ def test_captured_logits_are_those_of_the_model(model: str, backend: BackendClas
             assert graphs.buffers.sampled[:num_rows].tolist() == logits_RV.argmax(dim=1).tolist()
             written = cache.storage.clone()
             cache.storage.copy_(before)
-            error = relative_error(logits_RV.cpu(), _expected(built, cache, rows).cpu())
+            error = relative_error(logits_RV.cpu(), expected_logits(built, cache, rows).cpu())
             assert error < ERROR[dtype], (size, num_rows)
             assert relative_error(written.cpu(), cache.storage.cpu()) < ERROR[dtype], (size, num_rows)
             cache.storage.copy_(before)
@@ -188,7 +188,7 @@ class _BusyDriver(Driver):
 
 
 @torch.inference_mode()
-def _expected(built: BuiltRunner, cache: PagedKVCache, rows: list[BatchRow]) -> Tensor:
+def expected_logits(built: BuiltRunner, cache: PagedKVCache, rows: list[BatchRow]) -> Tensor:
     common, positions_R = build_common_metadata(
         query_lens=[1] * len(rows),
         context_lens=[each.token_start for each in rows],

@@ -180,7 +180,7 @@ def _by_objective(remote: Placement, usable: Sequence[NodeView], wanted: RoutedR
     assert remote.predicted_ttft_s is not None
     assert remote.prefill is not None
     more, decode = _FIRST_WEIGHT - 1, remote.decode
-    gap_s = max(0.0, hand_over_s(remote.prefill, decode, wanted) - remote.held_s)
+    gap_s = hand_over_s(remote.prefill, decode, wanted, held_s=remote.held_s)
     end_s = remote.predicted_ttft_s + gap_s + output_s(decode, wanted)
     least_s, best = end_s + more * remote.predicted_ttft_s, None
     if not remote.prefill.decode_rows:
@@ -226,7 +226,7 @@ def _within_ttft(remote: Placement, usable: Sequence[NodeView], ttft_s: float, w
     prefill, decode, remote_s = remote.prefill, remote.decode, remote.predicted_ttft_s
     assert prefill is not None
     assert remote_s is not None
-    gap_s = max(0.0, hand_over_s(prefill, decode, wanted) - remote.held_s)
+    gap_s = hand_over_s(prefill, decode, wanted, held_s=remote.held_s)
     is_soon = remote_s <= _PRESSED * ttft_s
     if is_soon and (wanted.slo.tpot_s is None or gap_s <= wanted.slo.tpot_s):
         return remote

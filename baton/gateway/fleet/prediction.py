@@ -51,13 +51,16 @@ def transfer_s(prefill: NodeView, decode: NodeView, tokens: int) -> float:
     return (max(0, tokens) * prefill.kv_bytes_per_token + prefill.state_bytes) / speed
 
 
-def hand_over_s(prefill: NodeView, decode: NodeView, wanted: RoutedRequest) -> float:
+def hand_over_s(prefill: NodeView, decode: NodeView, wanted: RoutedRequest, *, held_s: float = 0.0) -> float:
     """Gap between the first token, from the prefill node, and the second one, from the decode node.
 
     The KV of the last prefill step is sent, the decode node's running step ends, and its next step computes the token.
+
+    Args:
+        held_s: how long the gateway holds the first token.
     """
     tokens = min(prefill.step_tokens, wanted.num_tokens - decode.cached_tokens)
-    return transfer_s(prefill, decode, tokens) + 2 * decode_s(decode, wanted)
+    return max(0.0, transfer_s(prefill, decode, tokens) + 2 * decode_s(decode, wanted) - held_s)
 
 
 def first_held_s(decode: NodeView, wanted: RoutedRequest, came_s: float) -> float:

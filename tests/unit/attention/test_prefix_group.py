@@ -1,4 +1,4 @@
-"""Decodes some of which share keys: reading these once changes the work, never the result, and needs no host."""
+"""Some decodes share keys. Reading these once changes the work, never the result, and the host need not wait."""
 
 from dataclasses import replace
 

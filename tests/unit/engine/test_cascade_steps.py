@@ -86,6 +86,24 @@ def test_steps_with_a_shared_prefix_have_the_logits_of_the_model(
     torch.testing.assert_close(cache.storage, reference.cache.storage, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("agree", [True, False])
+def test_ranks_with_other_gpus_or_heads_read_shared_keys_for_each_row(
+    agree: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one rank would replay a graph of another size than the others."""
+    save_tiny("llama", tmp_path)
+    built = build(tmp_path, num_blocks=160)
+    model, backend = load_with("TRITON_ATTN", tmp_path, built, max_num_reqs=16)
+    graphs = DecodeGraphs(model, backend, built.cache, GRAPHS)
+    assert graphs.cascade is not None
+    costs = repr(graphs.cascade.costs)
+    theirs = costs if agree else costs.replace("num_sms", "other")
+    monkeypatch.setattr(type(model.parallel), "agree", lambda parallel, text, device: text == theirs)
+    graphs.capture()
+    graphs.capture_cascade(None)
+    assert (graphs.cascade is not None) == agree
+
+
 @pytest.mark.slow
 async def test_requests_with_a_common_prompt_get_their_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks of one prompt through the whole engine; some end before others."""

@@ -85,8 +85,10 @@ def test_keys_of_entries_are_known_while_the_stores_have_them_if_they_were_compu
     fewer = KeyChain(identity="m", cache_salt="", block_size=ENTRY_TOKENS)
     fewer.add_known(TOKENS, 6, kept.entry_keys)
     assert fewer.known_keys(6) == [keys[0].block]
+    assert kept.blocks_of_lost(keys[1])
     kept.lost_roots(frozenset({keys[0].root}))
     assert not kept.entry_keys
+    assert not any(kept.blocks_of_lost(key) for key in keys), "nothing of a dropped tenant is left"
 
 
 def test_followers_see_again_what_moves_and_what_is_lost() -> None:

@@ -58,6 +58,13 @@ def test_only_whole_blocks_before_every_rows_token_are_shared() -> None:
     assert finder().find([*late[1:], early]) == RowGroup(tuple(range(LEAST_ROWS)), 2 * BLOCK)
 
 
+def test_a_request_that_comes_back_with_fewer_tokens_shares_only_what_it_has_computed() -> None:
+    rows, found = forks(LEAST_ROWS, [7, 8, 9]), finder()
+    assert found.find(rows) == RowGroup(tuple(range(LEAST_ROWS)), 3 * BLOCK)
+    back = [row("fork-0", [7, 8, 9, 1000], computed=BLOCK + 1), *rows[1:]]
+    assert found.find(back) == finder().find(back) == RowGroup(tuple(range(LEAST_ROWS)), BLOCK)
+
+
 def test_the_group_that_saves_most_is_taken() -> None:
     """Of all rows with a short prefix, half have a longer one."""
     long = [row(f"long-{index}", [1, 2, 3, 4, 5, 6, 1000 + index]) for index in range(12)]

@@ -134,6 +134,16 @@ def test_sums_in_order_are_the_same_by_every_method_and_for_any_number_of_rows(
                 assert torch.equal(found, expected[: len(found)])
 
 
+def whole_number(rank: TensorParallel) -> int:
+    """A sum that float32 would round."""
+    part = torch.tensor([20_000_001 if rank.rank == 0 else 0])
+    return int(replace(rank, in_order=True).all_reduce(part).item())
+
+
+def test_whole_numbers_are_added_up_exactly(tmp_path: Path) -> None:
+    assert run_ranks(whole_number, 2, tmp_path) == [20_000_001] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_kernel_of_sums_gives_the_bits_of_its_twin(dtype: torch.dtype) -> None:
     parts = torch.stack([parts_of(rank, 64, dtype) for rank in range(RANKS)])

@@ -106,4 +106,5 @@ def test_exposed_transfer_runs() -> None:
     assert all_positive([prefill])
     assert transfer.measured >= 0.0  # all of it may be over when the first token is sampled
     assert share.measured == pytest.approx(100 * transfer.measured / prefill.measured)
-    assert all(row.work == "96 tokens of the demo Llama's shape, chunks of 256" for row in rows)
+    # How many layers a node sends together follows from its measured link, so the rest of the words may differ.
+    assert all(row.work.startswith("96 tokens of the demo Llama's shape, chunks of 256") for row in rows)

@@ -14,7 +14,7 @@ from attention.metadata import (
     PaddedBatch,
     reorder_batch_to_split_decodes_and_prefills,
 )
-from attention.prefix_group import GroupCosts, PrefixGroup
+from attention.prefix_group import GroupSavings, PrefixGroup
 
 M_co = TypeVar("M_co", bound=AttentionMetadata, covariant=True)
 
@@ -58,7 +58,7 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         del batch
         raise NotImplementedError(type(self).__name__)
 
-    def group_costs(self) -> GroupCosts | None:
+    def group_costs(self) -> GroupSavings | None:
         """Returns what a group of decodes that share keys saves; None if `build_with_prefix` is not there."""
         return None
 

@@ -7,7 +7,7 @@ blocks of a row.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,8 +31,20 @@ _TILE_ROWS = 128
 _BYTE_KEY_COST = 0.8
 
 
+class GroupSavings(Protocol):
+    """Estimates what a group saves in each layer. Its `repr` shows all that the estimate depends on."""
+
+    def saved(self, *, num_rows: int, span: int, num_keys: int) -> float:
+        """The time saved by reading `num_keys` keys once for `num_rows` rows; below 0 it is a loss.
+
+        Args:
+            span: rows from the first one of the group to its last one.
+        """
+        ...
+
+
 class GroupCosts(NamedTuple):
-    """Estimates what a group saves in each layer.
+    """Estimates what a group saves in each layer of GQA.
 
     Args:
         layer: the layer's sizes.
@@ -48,11 +60,7 @@ class GroupCosts(NamedTuple):
         return cls(layer, layer.value_size / 128 * (_BYTE_KEY_COST if itemsize == 1 else itemsize / 2))
 
     def saved(self, *, num_rows: int, span: int, num_keys: int) -> float:
-        """The time saved by reading `num_keys` keys once for `num_rows` rows, in units of 14 ns; below 0 it is a loss.
-
-        Args:
-            span: rows from the first one of the group to its last one. Rows between are computed too.
-        """
+        """As in `GroupSavings`, in units of 14 ns. Rows between the first and the last one are computed too."""
         layer = self.layer
         alone = _ALONE_COST * self.key_cost * layer.num_kv_heads * num_rows * num_keys / layer.num_sms
         tiles = -(-span * layer.num_heads // (layer.num_kv_heads * _TILE_ROWS))

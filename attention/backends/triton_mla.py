@@ -5,7 +5,8 @@ mode prefills run the kernel of decodes, several tokens in a program (`attention
 T queries, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import ClassVar
 
 from torch import Tensor
@@ -26,16 +27,20 @@ from attention.kernels.mla.plan import TILE, MLADecodePlan, make_mla_decode_plan
 from attention.kernels.sparse.select import select_slots
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, PaddedBatch, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
+from attention.mla_cascade import LatentGroupCosts, SharedLatents, attend_to_shared_latents, share_latents
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.mla_query_tiles import QueryTiles, plan_query_tiles
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
+from attention.prefix_group import PrefixGroup
 from attention.sparse import SparseQueries, sparse_decodes, sparse_prefills
 from baton.core.errors import InternalError
 from baton.kvcache.layout import MLA_LAYOUTS
 from baton.kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 from baton.kvcache.tokens import WriteIndex
 
+# Whether captured steps read shared latents once. Off until `python -m bench attention` has measured that it is faster.
+SHARES_PREFIXES = False
 # Queries of one launch over selected tokens: enough to fill any GPU, and few enough for a kernel that reads all
 # lengths.
 _SELECTING_QUERIES = 512
@@ -49,11 +54,13 @@ class TritonMLAMetadata(MLAMetadata):
         seq_lens: [R] int32 of the decodes, on the device; of query tiles in `absorbed_prefills`.
         block_table: [R, blocks] int32 of the decodes; of all requests in `absorbed_prefills`.
         tiles: the query tiles of `absorbed_prefills`; None for decodes.
+        shared: the keys that some of the decodes share; None: each row reads its own.
     """
 
     seq_lens: Tensor
     block_table: Tensor
     tiles: Tensor | None = field(default=None, kw_only=True)
+    shared: SharedLatents | None = field(default=None, kw_only=True)
 
 
 class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
@@ -65,13 +72,20 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     plans_on_device: ClassVar[bool] = True
 
     def __init__(
-        self, *, block_size: int, workspace_tokens: int, in_order: MLADecodePlan | None = None, top_k: int = 0
+        self,
+        *,
+        block_size: int,
+        workspace_tokens: int,
+        costs: LatentGroupCosts,
+        in_order: MLADecodePlan | None = None,
+        top_k: int = 0,
     ) -> None:
         """Makes the builder of one backend.
 
         Args:
             in_order: the plan of decodes, where prefills have their order.
         """
+        self._costs = costs
         self._block_size = block_size
         self._workspace_tokens = workspace_tokens
         self._in_order = in_order
@@ -147,6 +161,17 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
             block_table=batch.decode_table,
         )
 
+    def group_costs(self) -> LatentGroupCosts | None:
+        # A row's split must not depend on other rows where prefills have the order of decodes, and rows that select
+        # their tokens read no prefix.
+        if not SHARES_PREFIXES or self._in_order is not None or self._top_k or self._costs.tile_rows == 1:
+            return None
+        return self._costs
+
+    def build_with_prefix(self, common: CommonAttentionMetadata, group: PrefixGroup) -> TritonMLAMetadata:
+        shared = share_latents(common, group, block_size=self._block_size, tile_rows=self._costs.tile_rows)
+        return replace(self.build(0, common), shared=shared)
+
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         return common.max_query_len == 1
 
@@ -178,18 +203,22 @@ class TritonMLA:
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
         self._num_heads = needs.num_heads
         self.workspace = new_workspace(needs, context_workspace_tokens)
-        self._plan = make_mla_decode_plan(
-            num_heads=needs.num_heads,
+        new_plan = partial(
+            make_mla_decode_plan,
             latent_channels=needs.head_size if needs.mla is None else needs.mla.kv_lora_rank,
             max_num_reqs=needs.max_num_reqs,
             max_model_len=needs.max_model_len,
             num_sms=platform.num_sms,
             device=needs.device,
-            split_tokens=split_tokens_of(needs.num_heads) if needs.batch_invariant else None,
         )
+        split_tokens = split_tokens_of(needs.num_heads) if needs.batch_invariant else None
+        self._plan = new_plan(num_heads=needs.num_heads, split_tokens=split_tokens)
+        costs = LatentGroupCosts.of(needs, num_sms=platform.num_sms)
+        self._new_tile_plan = partial(new_plan, num_heads=costs.tile_rows * needs.num_heads)
         self.builder = TritonMLABuilder(
             block_size=needs.block_size,
             workspace_tokens=context_workspace_tokens,
+            costs=costs,
             in_order=self._plan if needs.batch_invariant else None,
             top_k=0 if needs.mla is None else needs.mla.top_k,
         )
@@ -214,6 +243,19 @@ class TritonMLA:
                 value=q_THD.shape[1],
                 allowed=(str(self._num_heads),),
             )
+        kv_scale = None if layer.scales is None else layer.scales.k_scale
+        if metadata.shared is not None:
+            attend_to_shared_latents(
+                q_THD,
+                kv_layer,
+                metadata.shared,
+                tile_plan=self._tile_plan,
+                plan=self._plan,
+                scale=layer.scale,
+                kv_scale=kv_scale,
+                out=out,
+            )
+            return
         mla_decode_attention(
             q_THD,
             kv_layer,
@@ -221,10 +263,15 @@ class TritonMLA:
             block_table=metadata.block_table,
             plan=self._plan,
             scale=layer.scale,
-            kv_scale=None if layer.scales is None else layer.scales.k_scale,
+            kv_scale=kv_scale,
             tiles=metadata.tiles,
             out=out,
         )
+
+    @cached_property
+    def _tile_plan(self) -> MLADecodePlan:
+        """Takes 35 MB with 132 multiprocessors and 512 channels, so only a backend whose rows share keys has it."""
+        return self._new_tile_plan()
 
     def select(self, q_THD: Tensor, weights_TH: Tensor, index_layer: Tensor, queries: SparseQueries) -> Tensor:
         return select_slots(q_THD, weights_TH, index_layer, queries)

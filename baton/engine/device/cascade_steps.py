@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata
 from attention.metadata_builder import AttentionMetadataBuilder
-from attention.prefix_group import GroupCosts, new_prefix_group
+from attention.prefix_group import GroupSavings, new_prefix_group
 from baton.engine.batch import BatchRow
 from baton.engine.device.capture import Step
 from baton.engine.device.decode_buffers import DecodeBuffers
@@ -32,7 +32,7 @@ class CascadeSteps:
 
     def __init__(
         self,
-        costs: GroupCosts,
+        costs: GroupSavings,
         builder: AttentionMetadataBuilder[AttentionMetadata],
         buffers: DecodeBuffers,
         *,

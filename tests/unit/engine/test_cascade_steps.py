@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from attention.backends import triton_mla
 from attention.kernels.paged.split import SplitLayer
 from attention.prefix_group import GroupCosts
 from baton.engine.batch import BatchRow
@@ -20,6 +21,7 @@ from tests.unit.engine.test_graphs import Reference, load_with
 from tests.unit.engine.tiny import BLOCK_SIZE, build, greedy, prompt_of, running
 from tests.unit.models.tiny import VOCAB_SIZE, save_tiny
 
+BACKENDS = {"llama": "TRITON_ATTN", "gpt-oss": "TRITON_ATTN", "deepseek-v2": "TRITON_MLA"}
 GRAPHS = GraphSettings(max_requests=16, max_context_tokens=48, cascade=True)
 # Reading is so dear that every group is worth it.
 COSTS = GroupCosts(SplitLayer(num_heads=4, num_kv_heads=2, value_size=16, num_sms=1), key_cost=2.0**30)
@@ -54,17 +56,18 @@ STEPS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
+@pytest.mark.parametrize(("family", "backend_name"), BACKENDS.items(), ids=BACKENDS)
 @torch.inference_mode()
 def test_steps_with_a_shared_prefix_have_the_logits_of_the_model(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, backend_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(triton_mla, "SHARES_PREFIXES", True)
     save_tiny(family, tmp_path)
     built = build(tmp_path, num_blocks=160)
     reference, cache = Reference(built), PagedKVCache(built.cache.spec, built.cache.shape)
     cache.storage.normal_(generator=torch.Generator().manual_seed(0))
     reference.cache.storage.copy_(cache.storage)
-    model, backend = load_with("TRITON_ATTN", tmp_path, built, max_num_reqs=16)
+    model, backend = load_with(backend_name, tmp_path, built, max_num_reqs=16)
     assert backend.builder.group_costs() is not None
     monkeypatch.setattr(backend.builder, "group_costs", lambda: COSTS)
     graphs = DecodeGraphs(model, backend, cache, GRAPHS)

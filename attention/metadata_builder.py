@@ -59,7 +59,7 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         raise NotImplementedError(type(self).__name__)
 
     def group_costs(self) -> GroupSavings | None:
-        """Returns what a group of decodes that share keys saves; None if `build_with_prefix` is not there."""
+        """Returns what a group of decodes that share keys saves; None: steps share no keys."""
         return None
 
     def build_with_prefix(self, common: CommonAttentionMetadata, group: PrefixGroup) -> M_co:

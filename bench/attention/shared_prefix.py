@@ -1,5 +1,5 @@
 """Decodes that share their first keys: reading these once, and once for each row, both as in captured steps. GQA with
-32 query heads on 8 of 128 channels, MLA with 16 heads."""
+32 query heads on 8 of 128 channels, MLA with 16 and with 32 heads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,6 +75,7 @@ KINDS = (
             Shared(256, 2048, 256),
         ),
     ),
+    Kind(TritonMLA, partial(mla.needs_of, 32), (Shared(64, 8192, 512), Shared(256, 2048, 256))),
 )
 
 
@@ -125,5 +126,5 @@ def measured(kind: Kind, case: Shared, cache: PagedKVCache, platform: Platform) 
     costs = backend.builder.group_costs() or LatentGroupCosts.of(needs, num_sms=platform.num_sms)
     saved = costs.saved(num_rows=case.rows, span=case.rows, num_keys=case.shared)
     work = f"{case.rows} rows, {case.shared} shared and {case.own} own keys" + ("" if saved > 0 else ", not chosen")
-    name = f"{needs.kind.name} decode, shared keys read once"
+    name = f"{needs.kind.name} decode, {needs.num_heads} heads, shared keys read once"
     return Row(name, work, us[1], "us", "by each row", us[0], less_is_better=True)

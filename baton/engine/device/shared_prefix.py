@@ -24,7 +24,7 @@ class RowGroup(NamedTuple):
 
 
 class Saving(Protocol):
-    """The time that a group saves, see `attention.prefix_group.GroupCosts`."""
+    """The time that a group saves, see `attention.prefix_group.GroupSavings`."""
 
     def __call__(self, *, num_rows: int, span: int, num_keys: int) -> float: ...
 

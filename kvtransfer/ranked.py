@@ -14,7 +14,7 @@ from typing import Self
 from baton.core.errors import BatonError, DataLoss, PeerRefused, UnknownLease
 from kvtransfer.conversion import KVConversion
 from kvtransfer.flows import Flow, RankPair
-from kvtransfer.leases import LeaseGrant, LeaseTotals, SegmentRefusal
+from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
 from kvtransfer.pair_ends import PairEnd, ends_of, lanes_of, part_of, rounds_of, takes_part
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnRefused, RankTransfer, all_done
@@ -28,6 +28,7 @@ from kvtransfer.records import (
     TransferCounters,
     WarmUp,
 )
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import Segment
 
 # Makes one rank's transfer, which reports leases to these two callbacks.

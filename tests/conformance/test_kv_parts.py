@@ -11,10 +11,11 @@ from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.conversion import KVConversion
-from kvtransfer.leases import LeaseGrant, SegmentRefusal
+from kvtransfer.leases import LeaseGrant
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.mover import Blocks, MoveDone
 from kvtransfer.parts import PartPlace
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import Segment
 from kvtransfer.staging import Slot
 from tests.conformance.kv import (

@@ -15,7 +15,8 @@ from baton.core.errors import DataLoss, Draining, InternalError, PeerRefused, Un
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.flows import RankPair, heads_of, part_flows
-from kvtransfer.leases import LeaseGrant, SegmentRefusal
+from kvtransfer.leases import LeaseGrant
+from kvtransfer.refusals import SegmentRefusal
 from tests.conformance.kv import (
     DEADLINE_S,
     as_bytes,

@@ -124,7 +124,7 @@ class Node:
         self.transfer = RankedTransfer(
             makers, message_bytes=transferred.message_bytes, has_stores=bool(transferred.stores)
         )
-        self.transfer.deliver_to(_no_lease_here, _no_lease_here)
+        self.transfer.leases.deliver_to(_no_lease_here, _no_lease_here)
         self.meter = StepMeter(built.costs)
         keeps = settings.host_cache_bytes > 0
         layout = EntryLayout(transferred.parts(built.cache.spec))
@@ -221,7 +221,7 @@ class Node:
         self._take_role(settings, role)
         self._listeners.clear()
         self.engine.set_limits(self.limits)
-        self.transfer.deliver_to(_no_lease_here, _no_lease_here)
+        self.transfer.leases.deliver_to(_no_lease_here, _no_lease_here)
         await self.transfer.reopen(incarnation=self.incarnation, receive_bytes_per_s=settings.receive_bytes_per_s)
         if self.pulls is not None:
             self.pulls.reopen()
@@ -234,7 +234,7 @@ class Node:
         """
         self._listeners.append(listener)
         if listener.on_filled is not None and listener.on_refused is not None:
-            self.transfer.deliver_to(listener.on_filled, listener.on_refused)
+            self.transfer.leases.deliver_to(listener.on_filled, listener.on_refused)
 
     async def drop_kv(self, request: node_pb2.DropKvRequest) -> node_pb2.DropKvResponse:
         """Drops all KV of a cache salt from the cache and the stores.

@@ -94,7 +94,7 @@ async def test_every_rank_gets_its_heads_of_every_part_and_nothing_else(
         before = [[part.view.clone() for part in cache.parts] for cache in caches_d]
         filled = await fill(nodes, blocks_p, blocks_d, START, 22, 23, TOKENS, slots=slots)
         assert nodes.decode.events.refused == []
-        await nodes.decode.transfer.close_lease(filled.number)
+        await nodes.decode.transfer.leases.close_lease(filled.number)
     for rank, cache in enumerate(caches_d):
         held = held_by(spec, rank, receivers)
         for part, from_part, wanted, heads in zip(cache.parts, whole.parts, before[rank], held, strict=True):

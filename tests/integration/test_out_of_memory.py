@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from baton.engine import build
-from baton.node.ranks.group import RankGroup, Worker
+from baton.node.ranks.group import RankGroup
+from baton.node.ranks.worker_handle import Worker
 from baton.settings.node_config import NodeSettings
 from tests.integration.cluster import LLAMA, Flags, Machines, arguments
 from tests.warm import run_warm

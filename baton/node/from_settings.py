@@ -5,7 +5,8 @@ from contextlib import nullcontext
 import torch
 
 from baton.core.supervisor import Supervisor
-from baton.engine.build import BuiltRunner, build_runner, calibrate, step_limits
+from baton.engine.build import BuiltRunner, build_runner
+from baton.engine.calibration import calibrate, step_limits
 from baton.engine.request import EngineLimits
 from baton.models.layers.parallel import SINGLE, TensorParallel
 from baton.node.kv_stores import open_stores

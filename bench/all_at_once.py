@@ -24,7 +24,8 @@ import torch
 from baton.cli.processes import Processes
 from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
-from baton.engine.build import build_runner, calibrate
+from baton.engine.build import build_runner
+from baton.engine.calibration import calibrate
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest

@@ -135,19 +135,19 @@ class Pair:
         needed = -(-tokens // self.case.target.block_size)
         lease = next(self._leases)
         filled = self._filled[lease] = asyncio.get_running_loop().create_future()
-        await self.transfer.open_lease(
+        await self.transfer.leases.open_lease(
             LeaseGrant(lease, self.place.block_ids[part * needed : (part + 1) * needed], 0, tokens)
         )
         async with asyncio.timeout(_TIMEOUT_S):
             start_s, end_s = await asyncio.gather(self._sending.order(self._number, lease, tokens), filled)
-        totals = await self.transfer.close_lease(lease)
+        totals = await self.transfer.leases.close_lease(lease)
         if totals.bytes != tokens * self.case.spec.bytes_per_token:
             raise RuntimeError(f"{totals.bytes} bytes of {tokens} tokens arrived")
         return float(end_s - start_s)
 
     async def open_idle_lease(self, tokens: int) -> None:
         """Opens a lease for which nothing is sent."""
-        await self.transfer.open_lease(LeaseGrant(next(self._leases), self.place.block_ids, 0, tokens))
+        await self.transfer.leases.open_lease(LeaseGrant(next(self._leases), self.place.block_ids, 0, tokens))
 
     @property
     def bytes_received(self) -> int:
@@ -243,7 +243,7 @@ def _transfer(case: Case, end: End, caches: Sequence[PagedKVCache], on_filled: O
     makers = [partial(make, rank) for rank in range(end.ranks)]
     message_bytes = case.segment_bytes + TRAILER_BYTES
     transfer = RankedTransfer(makers, message_bytes=message_bytes)
-    transfer.deliver_to(on_filled, _fail)
+    transfer.leases.deliver_to(on_filled, _fail)
     return transfer
 
 

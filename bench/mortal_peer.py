@@ -57,7 +57,7 @@ async def _live(decode: str, info: node_status_pb2.NodeInfo, step: str, report: 
             [lambda filled, refused: KVTransfer(cache, settings, on_filled=filled, on_refused=refused)],
             message_bytes=settings.message_bytes,
         )
-        transfer.deliver_to(print, print)
+        transfer.leases.deliver_to(print, print)
         async with transfer:
             addresses = await transfer.listen(MOST_RANKS, links_between(ours, theirs), sends=True)
             await call.write(pb.PairRequest(linked=pb.PairLinked(worker_addresses=from_addresses(addresses))))

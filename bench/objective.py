@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from baton.core.types import LocalPolicy
 from baton.load.goals import Goal
 from baton.load.workload import PRESETS, LengthSpan, Synthetic
-from baton.planner.cluster import ClusterSpec, SimulatedOutcome, simulate
+from baton.planner.cluster import ClusterSpec, simulate
 from baton.planner.measured import SERVED_HOST
+from baton.planner.outcome import SimulatedOutcome
 from bench.served import NODE, THEN
 
 Table = NDArray[np.float64]

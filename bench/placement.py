@@ -11,9 +11,10 @@ from baton.core.types import LocalPolicy
 from baton.load.goals import Goal
 from baton.load.lengths import Lognormal, Uniform
 from baton.load.workload import LengthSpan, Synthetic
-from baton.planner.cluster import ClusterSpec, SimulatedOutcome, simulate
+from baton.planner.cluster import ClusterSpec, simulate
 from baton.planner.measured import LLAMA_8B_H200
 from baton.planner.node_spec import NodeSpec
+from baton.planner.outcome import SimulatedOutcome
 
 NODE = NodeSpec(LLAMA_8B_H200, step_tokens=2048)
 _CHAT = "chat", Synthetic(Lognormal(250, 0.8), Lognormal(200, 0.8))

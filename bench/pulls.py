@@ -162,7 +162,7 @@ def _make(incarnation: int, form: Form, entries: int) -> tuple[RankedTransfer, P
     spec = replace(SPEC, num_kv_heads=SPEC.num_kv_heads // form.ranks)
     makers = [partial(_rank, PagedKVCache(spec, shape), settings) for settings in of_ranks]
     transfer = RankedTransfer(makers, message_bytes=of_ranks[0].message_bytes)
-    transfer.deliver_to(lambda _: None, lambda _: None)
+    transfer.leases.deliver_to(lambda _: None, lambda _: None)
     info = node_status_pb2.NodeInfo(
         name="node", role=node_status_pb2.ROLE_DECODE, incarnation=incarnation, tensor_parallel_size=form.ranks
     )

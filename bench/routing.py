@@ -17,8 +17,9 @@ from baton.gateway.fleet.placement import place
 from baton.load.goals import Goal
 from baton.load.traces import read_trace
 from baton.load.workload import LengthSpan, PlannedRequest, TraceReplay
-from baton.planner.cluster import Choose, ClusterSpec, SimulatedOutcome, simulate
+from baton.planner.cluster import Choose, ClusterSpec, simulate
 from baton.planner.node_spec import NodeSpec
+from baton.planner.outcome import SimulatedOutcome
 from baton.planner.rivals import in_turn, shortest_queue
 from bench.curves import Panel, draw_panels
 from bench.table import Row

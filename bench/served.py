@@ -15,9 +15,10 @@ import numpy as np
 from baton.core.types import LocalPolicy, Objective
 from baton.load.goals import Goal
 from baton.load.workload import PRESETS, LengthSpan, Synthetic
-from baton.planner.cluster import ClusterSpec, SimulatedOutcome, simulate
+from baton.planner.cluster import ClusterSpec, simulate
 from baton.planner.measured import LLAMA_8B_H200, SERVED_HOST
 from baton.planner.node_spec import NodeSpec
+from baton.planner.outcome import SimulatedOutcome
 
 # Nodes then made steps of up to 25 ms next to streams, and twice that for a prompt that had waited for 0.5 s. So many
 # plain steps, and times of a prompt alone, are that.

@@ -12,7 +12,8 @@ import numpy as np
 from baton.gateway.fleet.placement import Route
 from baton.load.goals import Goal
 from baton.load.workload import PRESETS, LengthSpan, Synthetic
-from baton.planner.cluster import ClusterSpec, SimulatedOutcome, simulate
+from baton.planner.cluster import ClusterSpec, simulate
+from baton.planner.outcome import SimulatedOutcome
 from bench.objective import GRIDS, goodputs
 from bench.served import SLO, STRICT, figures
 

@@ -187,7 +187,7 @@ class DecodeDriver:
                 return self._open_lease(command)
             case CloseLease(lease=lease):
                 # Nearly every lease is filled: its request then joins the next step without another turn of the loop.
-                if (totals := self._transfer.close_filled(lease)) is not None:
+                if (totals := self._transfer.leases.close_filled(lease)) is not None:
                     return self._closed(totals)
                 self._start(self._close_lease(lease), name=f"close-lease-{lease}")
             case SendLeaseEnded(lease=lease):
@@ -235,7 +235,7 @@ class DecodeDriver:
     def _open_lease(self, command: OpenLease) -> Event | None:
         lease = command.grant.number
         try:
-            opening = self._transfer.open_lease(command.grant)
+            opening = self._transfer.leases.open_lease(command.grant)
         except Exception as error:  # noqa: BLE001  the request gets an answer after any error
             return LeaseFailed(lease, _to_baton_error(error, f"lease {lease}"))
         opening.add_done_callback(partial(self._opened, lease))
@@ -249,7 +249,7 @@ class DecodeDriver:
 
     async def _close_lease(self, lease: int) -> None:
         try:
-            totals = await self._transfer.close_lease(lease)
+            totals = await self._transfer.leases.close_lease(lease)
         except Exception as error:  # noqa: BLE001  the request gets an answer after any error
             self.deliver(LeaseFailed(lease, _to_baton_error(error, f"lease {lease}")))
         else:

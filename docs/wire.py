@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
-from kvtransfer.leases import SegmentRefusal
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import (
     LEASE_BITS,
     LEASE_KEY_BYTES,

@@ -8,79 +8,16 @@ trailer has been read and is known to be the sender's, and `finish_scatter` when
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, field
 
 from baton.core.errors import InternalError, UnknownLease
+from kvtransfer.coverage import Coverage
 from kvtransfer.parts import Part, part_with
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, Tag, lease_field, payload_bytes
 
 # Number of latest leases that are remembered: their numbers are not used again, and their late messages are recognized.
 _USED_MAX = 1 << 14
-
-
-@dataclass(frozen=True)
-class _Claim:
-    """A rectangle of tokens and heads in one layer."""
-
-    token_start: int
-    token_stop: int
-    head_start: int
-    head_stop: int
-
-    def overlaps(self, other: "_Claim") -> bool:
-        tokens = self.token_start < other.token_stop and other.token_start < self.token_stop
-        return tokens and self.head_start < other.head_stop and other.head_start < self.head_stop
-
-
-class Coverage:
-    """Claims of one lease. Adjacent claims of the same heads are merged, so that in-order arrival stays cheap."""
-
-    def __init__(self, num_layers: int) -> None:
-        self._claims: list[list[_Claim]] = [[] for _ in range(num_layers)]
-
-    def claim(self, layers: range, token_start: int, token_stop: int, heads: range) -> bool:
-        """Claims all cells of a box. Returns False and claims none if one of them has been claimed before."""
-        claim = _Claim(token_start, token_stop, heads.start, heads.stop)
-        if any(claim.overlaps(other) for layer in layers for other in self._claims[layer]):
-            return False
-        for layer in layers:
-            self._claims[layer] = _joined(self._claims[layer], claim)
-        return True
-
-
-def _joined(claims: list[_Claim], claim: _Claim) -> list[_Claim]:
-    apart = []
-    for other in claims:
-        same_heads = (other.head_start, other.head_stop) == (claim.head_start, claim.head_stop)
-        if same_heads and other.token_stop == claim.token_start:
-            claim = replace(claim, token_start=other.token_start)
-        elif same_heads and claim.token_stop == other.token_start:
-            claim = replace(claim, token_stop=other.token_stop)
-        else:
-            apart.append(other)
-    return [*apart, claim]
-
-
-class SegmentRefusal(StrEnum):
-    """Why a message was not scattered."""
-
-    LATE = "its lease has ended"
-    UNKNOWN_SENDER = "its sender number belongs to another peer"
-    UNKNOWN_LEASE = "no such lease was granted"
-    FOREIGN_SENDER = "another sender fills that lease"
-    UNEXPECTED = "its peer has sent all of its warm-up already"
-    DUPLICATE = "that segment has arrived before"
-    TOO_LARGE = "it is larger than a staging slot"
-    MALFORMED = "it has no readable trailer"
-    WRONG_SIZE = "its payload's size does not match its ranges"
-    DIGEST = "its digest does not match"
-    SEAL = "its seal was not made with its lease's key"
-    MISLABELLED = "tag and trailer name different segments"
-    STALE_INCARNATION = "its lease is of another incarnation of this node"
-    OUT_OF_RANGE = "it holds more than the lease covers"
-    OVERLAP = "some of its tokens have arrived before"
-    BROKEN = "the transport failed before it was complete"
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from baton.kvcache.wire.conversion import Converter
-from kvtransfer.leases import SegmentRefusal
 from kvtransfer.link import LinkSpeed, choose_payload_bytes
 from kvtransfer.records import PeerTraffic, TransferCounters
+from kvtransfer.refusals import SegmentRefusal
 
 # Numbers of links for pulls begin here. Those of pairs, which carry leases' segments, are all below.
 FIRST_PULL_LINK = 1 << 40

@@ -1,50 +1,38 @@
 """A node's KV transfer over all its ranks: every call goes to each rank, for each of the rank's links.
 
-It opens pairs, sends and leases; `kvtransfer.ranked_entries` has the verbs for entries.
+It opens pairs and sends. `kvtransfer.ranked_leases` has the verbs for leases, `kvtransfer.ranked_entries` those for
+entries.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from baton.core.errors import BatonError, DataLoss, PeerRefused, UnknownLease
+from baton.core.errors import BatonError, DataLoss, PeerRefused
 from kvtransfer.conversion import KVConversion
 from kvtransfer.flows import Flow, RankPair
-from kvtransfer.leases import LeaseGrant, LeaseTotals, SegmentRefusal
 from kvtransfer.link import LinkSpeed
 from kvtransfer.pair_ends import PairEnd, ends_of, lanes_of, part_of, rounds_of, takes_part
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnRefused, RankTransfer, all_done
 from kvtransfer.ranked_entries import RankedEntries
+from kvtransfer.ranked_leases import RankedLeases
 from kvtransfer.records import (
     EntryCounters,
     LinkMeasure,
     PeerTraffic,
-    RefusedSegment,
     SendJob,
     TransferCounters,
     WarmUp,
 )
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import Segment
 
 # Makes one rank's transfer, which reports leases to these two callbacks.
 MakeTransfer = Callable[[OnFilled, OnRefused], RankTransfer]
-
-
-@dataclass
-class _Lease:
-    """What the ranks of a lease have reported about it so far."""
-
-    ranks: Sequence[RankTransfer]
-    opening: "asyncio.Future[list[None]]"
-    filled: list[LeaseTotals] = field(default_factory=list)
-
-    @property
-    def is_filled(self) -> bool:
-        return len(self.filled) == len(self.ranks)
 
 
 class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
@@ -57,14 +45,15 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         has_stores: whether there may be stores below host memory.
 
     Attributes:
+        leases: the verbs for leases.
         entries: the verbs for entries.
     """
 
     def __init__(self, makers: Sequence[MakeTransfer], *, message_bytes: int, has_stores: bool = True) -> None:
         self.message_bytes = message_bytes
-        self._on_filled: OnFilled | None = None
-        self._on_refused: OnRefused | None = None
-        self._ranks = [make(self._filled, self._refused) for make in makers]
+        self._ranks: list[RankTransfer] = []
+        self.leases = RankedLeases(self._ranks)
+        self._ranks += [make(self.leases.filled, self.leases.refused) for make in makers]
         for rank in self._ranks:
             rank.watch(partial(self._link_failed, rank), self._failed)
         self._failure: BatonError | None = None
@@ -72,13 +61,6 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         self._on_pair_failed: dict[int, OnFailed] = {}
         self._pairs: dict[int, tuple[PairEnd, ...]] = {}
         self.entries = RankedEntries(self._ranks, self._pairs, has_stores=has_stores)
-        self._leases: dict[int, _Lease] = {}
-        self._forgetting: set[asyncio.Task[None]] = set()  # leases that are closed for this node, but not on every rank
-
-    def deliver_to(self, on_filled: OnFilled, on_refused: OnRefused) -> None:
-        """Sets the callbacks for lease events; call it before `start`. A lease is filled once every rank has its
-        tokens, and the totals are those of all ranks together."""
-        self._on_filled, self._on_refused = on_filled, on_refused
 
     def on_failed(self, callback: OnFailed) -> None:
         """Sets the callback for a rank that cannot go on. It is called once, on the event loop, and at once if a rank
@@ -89,7 +71,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
 
     async def start(self) -> None:
         """Starts all ranks. If one fails, closes all of them and raises its error."""
-        assert self._on_filled is not None, "deliver_to comes first"
+        assert self.leases.are_delivered, "leases.deliver_to comes first"
         try:
             await asyncio.gather(*(rank.start() for rank in self._ranks))
         except BaseException:
@@ -98,7 +80,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.close() for rank in self._ranks))
-        await self._all_forgotten()
+        await self.leases.all_forgotten()
 
     @property
     def linked(self) -> bool:
@@ -108,8 +90,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
         """Reopens all ranks, after the last pair and the last lease."""
         assert not self._pairs, "disconnect comes first"
-        self._leases.clear()
-        await self._all_forgotten()
+        await self.leases.forget_all()
         await all_done(
             rank.reopen(incarnation=incarnation, receive_bytes_per_s=receive_bytes_per_s) for rank in self._ranks
         )
@@ -251,52 +232,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """Ends the lease's jobs on every link; no-op for pairs that never listened."""
         await asyncio.gather(*(end.rank.quiet(end.number, lease) for end in self._pairs.get(pair, ())))
 
-    # ---- leases
-
-    def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[list[None]]":
-        """The future is done when the lease is open on every rank, or on its owner. Only then may the ticket be given
-        out."""
-        ranks = self._ranks if lease.owner is None else [self._ranks[lease.owner]]
-        # This process's rank comes first: it refuses a wrong lease before any other rank opens it.
-        opening = asyncio.gather(*(rank.open_lease(lease) for rank in ranks))
-        self._leases[lease.number] = _Lease(ranks, opening)
-        return asyncio.shield(opening)
-
-    async def close_lease(self, number: int) -> LeaseTotals:
-        lease = self._leases.pop(number, None)
-        if lease is None:
-            raise UnknownLease(f"lease {number} is not open", field="number", value=number)
-        await asyncio.wait([lease.opening])
-        return _sum_totals(await all_done(rank.close_lease(number) for rank in lease.ranks))
-
-    def close_filled(self, number: int) -> LeaseTotals | None:
-        """Ends a lease whose tokens have all arrived at every rank. No token is written twice, so nothing writes to its
-        blocks any more, and this waits for no rank. Returns None and changes nothing if tokens are missing."""
-        lease = self._leases.get(number)
-        if lease is None or not lease.is_filled:
-            return None
-        del self._leases[number]
-        task = asyncio.create_task(_forget(number, lease), name=f"forget-lease-{number}")
-        self._forgetting.add(task)
-        task.add_done_callback(self._forgetting.discard)
-        return _sum_totals(lease.filled)
-
-    async def _all_forgotten(self) -> None:
-        if self._forgetting:
-            await asyncio.wait(self._forgetting)
-
-    def _filled(self, totals: LeaseTotals) -> None:
-        lease = self._leases.get(totals.number)
-        if lease is None:
-            return  # closed in the meantime
-        lease.filled.append(totals)
-        if lease.is_filled:
-            assert self._on_filled is not None
-            self._on_filled(_sum_totals(lease.filled))
-
-    def _refused(self, refused: RefusedSegment) -> None:
-        assert self._on_refused is not None
-        self._on_refused(refused)
+    # ---- failures
 
     def _link_failed(self, rank: RankTransfer, number: int, error: BatonError) -> None:
         for pair, ends in self._pairs.items():
@@ -340,19 +276,3 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     def stuck(self, *, after_s: float) -> str:
         """Where the first stuck rank is stuck; empty if none is."""
         return next((where for rank in self._ranks if (where := rank.stuck(after_s=after_s))), "")
-
-
-async def _forget(number: int, lease: _Lease) -> None:
-    """Closes a filled lease on its ranks. A rank that has failed has reported it, and the node ends."""
-    await asyncio.wait([lease.opening])
-    with suppress(BatonError):
-        await all_done(rank.close_lease(number) for rank in lease.ranks)
-
-
-def _sum_totals(totals: Sequence[LeaseTotals]) -> LeaseTotals:
-    return LeaseTotals(
-        totals[0].number,
-        bytes=sum(each.bytes for each in totals),
-        segments=sum(each.segments for each in totals),
-        seconds=max(each.seconds for each in totals),
-    )

@@ -9,33 +9,22 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from baton.core.errors import BatonError, DataLoss, UnknownLease
+from baton.core.errors import UnknownLease
 from baton.kvcache.cache import PagedKVCache
-from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, SegmentRefusal
+from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals
 from kvtransfer.ledger import Ledger, Peer, is_pull_link
 from kvtransfer.movers.mover import Blocks, CacheReading, Mover, Pending
 from kvtransfer.pacing import RateLimit
 from kvtransfer.parts import part_with
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.records import RefusedSegment
+from kvtransfer.refusals import SegmentRefusal, refusal_error
 from kvtransfer.round_trips import RoundTrips
 from kvtransfer.segments import PING, PONG, TRAILER_BYTES, WARM_UP, Segment, Tag, decode_sealed, decode_trailer
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool
 from kvtransfer.transports.transport import Arrival, TransferRequest, Transport
 from kvtransfer.warm_up import WarmUpReceiver, maps_slot
-
-_WRONG_REFERENCE = frozenset(
-    {
-        SegmentRefusal.UNKNOWN_LEASE,
-        SegmentRefusal.UNKNOWN_SENDER,
-        SegmentRefusal.FOREIGN_SENDER,
-        SegmentRefusal.SEAL,
-        SegmentRefusal.MISLABELLED,
-        SegmentRefusal.STALE_INCARNATION,
-        SegmentRefusal.OUT_OF_RANGE,
-    }
-)
 
 
 @dataclass(eq=False)
@@ -350,7 +339,7 @@ class Receiver:
         self._ledger.refusals[refusal] += 1
         if refusal is SegmentRefusal.LATE:
             return
-        error = _to_error(tag, refusal)
+        error = refusal_error(tag, refusal)
         lease = None
         if tag.number == WARM_UP:
             self.warm_ups.failed(peer, error)
@@ -358,11 +347,3 @@ class Receiver:
             own = Tag(peer, tag.lease, tag.number)
             lease = self._leases.filled_by(own, group=sender.group, incarnation=sender.incarnation)
         self._on_refused(RefusedSegment(lease, peer, refusal, error))
-
-
-def _to_error(tag: Tag, refusal: SegmentRefusal) -> BatonError:
-    what = "a warm-up message" if tag.number == WARM_UP else f"segment {tag.number} of lease ..{tag.lease}"
-    message = f"{what} from sender {tag.sender} was refused: {refusal}"
-    if refusal in _WRONG_REFERENCE:
-        return UnknownLease(message, field="lease", value=tag.lease)
-    return DataLoss(message, field="segment", value=tag.number)

@@ -8,8 +8,8 @@ from typing import Any, Self
 from baton.core.errors import BatonError
 from baton.core.kv_entries import EntryKey
 from kvtransfer.flows import Flow
-from kvtransfer.leases import SegmentRefusal
 from kvtransfer.link import LinkSpeed
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.stores.store import StoreCounters
 
 

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Self
 
 from baton.core.kv_entries import NodeRanks, StoreChanges
-from baton.core.version import __version__
 from baton.engine.build import BuiltRunner
 from baton.engine.cache_size import shortage
 from baton.engine.device.device_thread import StepRunner
@@ -19,13 +18,11 @@ from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
 from baton.engine.open_speculator import open_speculator
 from baton.engine.step_meter import StepMeter
-from baton.kvcache.spec import KVCacheShape
 from baton.metrics.metric import ProcessRole as MeterRole
-from baton.models.loading.identity import ModelIdentity
 from baton.models.loading.kv_scales import kv_scales
 from baton.node.describe import to_info, to_step_costs
 from baton.node.expert_load import ExpertLoads
-from baton.node.from_settings import engine_limits, open_transfer, transfer_settings
+from baton.node.from_settings import engine_limits, node_description, open_transfer, transfer_settings
 from baton.node.gpu_meter import GpuMeter, gpu_uuids
 from baton.node.kv_stores import pull_namespace, shared_store, store_drops, store_states, with_failed_pulls
 from baton.node.meter import NodeMeter
@@ -42,7 +39,6 @@ from baton.security.tls import InternalTls
 from baton.settings.model_source import hub_commit
 from baton.settings.node_config import NodeSettings
 from kvtransfer.leases import LeaseTotals
-from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import MakeTransfer, RankedTransfer
 from kvtransfer.records import EntryCounters, RefusedSegment
@@ -99,23 +95,11 @@ class Node:
         self.switches = 0
         self.kv_scales = kv_scales(built.runner.model)
         self._listeners: list[Listener] = []
-        if short := shortage(
-            settings,
-            built.cache.spec,
-            num_blocks=built.cache.shape.num_blocks,
-            context_tokens=built.config.max_context_tokens,
-            on_gpu=built.cache.view.device.type == "cuda",
-        ):
-            _log.warning(short)
+        _warn_of_shortage(settings, built)
         self._take_role(settings, role)
         self._workers = group.workers if group is not None else ()
         self._ending_at_errors = group.ending_at_errors if group is not None else nullcontext
-        runner: StepRunner = built.runner
-        if group is not None and self._workers:
-            steps = StepWriter([worker.steps for worker in self._workers])
-            runner = RankedRunner(
-                built.runner, steps, wait_prepared=group.wait_prepared, on_failure=group.fail_unless_explained
-            )
+        runner = _runner_of_ranks(built, group)
         makers: list[MakeTransfer] = [
             partial(open_transfer, settings, built, self.incarnation, on_stores_changed=self._stores_changed)
         ]
@@ -124,7 +108,7 @@ class Node:
         self.transfer = RankedTransfer(
             makers, message_bytes=transferred.message_bytes, has_stores=bool(transferred.stores)
         )
-        self.transfer.deliver_to(_no_lease_here, _no_lease_here)
+        self.transfer.leases.deliver_to(_no_lease_here, _no_lease_here)
         self.meter = StepMeter(built.costs)
         keeps = settings.host_cache_bytes > 0
         layout = EntryLayout(transferred.parts(built.cache.spec))
@@ -169,7 +153,7 @@ class Node:
         self.name = settings.name or default_name(role, self.address)
         self.meter_role = MeterRole.PREFILL if role == node_status_pb2.ROLE_PREFILL else MeterRole.DECODE
         self.counts = NodeMeter(self.meter_role)
-        self.description = _describe(built.identity, built, settings)
+        self.description = node_description(settings, built)
         self.info = to_info(
             self.description,
             name=self.name,
@@ -221,7 +205,7 @@ class Node:
         self._take_role(settings, role)
         self._listeners.clear()
         self.engine.set_limits(self.limits)
-        self.transfer.deliver_to(_no_lease_here, _no_lease_here)
+        self.transfer.leases.deliver_to(_no_lease_here, _no_lease_here)
         await self.transfer.reopen(incarnation=self.incarnation, receive_bytes_per_s=settings.receive_bytes_per_s)
         if self.pulls is not None:
             self.pulls.reopen()
@@ -234,7 +218,7 @@ class Node:
         """
         self._listeners.append(listener)
         if listener.on_filled is not None and listener.on_refused is not None:
-            self.transfer.deliver_to(listener.on_filled, listener.on_refused)
+            self.transfer.leases.deliver_to(listener.on_filled, listener.on_refused)
 
     async def drop_kv(self, request: node_pb2.DropKvRequest) -> node_pb2.DropKvResponse:
         """Drops all KV of a cache salt from the cache and the stores.
@@ -346,27 +330,25 @@ class Node:
         )
 
 
+def _warn_of_shortage(settings: NodeSettings, built: BuiltRunner) -> None:
+    """Logs that the cache is too small for the longest request, if it is."""
+    if short := shortage(
+        settings,
+        built.cache.spec,
+        num_blocks=built.cache.shape.num_blocks,
+        context_tokens=built.config.max_context_tokens,
+        on_gpu=built.cache.view.device.type == "cuda",
+    ):
+        _log.warning(short)
+
+
+def _runner_of_ranks(built: BuiltRunner, group: RankGroup | None) -> StepRunner:
+    """Runs steps on all ranks of the node."""
+    if group is None or not group.workers:
+        return built.runner
+    steps = StepWriter([worker.steps for worker in group.workers])
+    return RankedRunner(built.runner, steps, wait_prepared=group.wait_prepared, on_failure=group.fail_unless_explained)
+
+
 def _no_lease_here(event: LeaseTotals | RefusedSegment) -> None:
     raise AssertionError(f"this node gives no leases: {event}")
-
-
-def _describe(identity: ModelIdentity, built: BuiltRunner, settings: NodeSettings) -> NodeDescription:
-    shape: KVCacheShape = built.cache.shape
-    return NodeDescription(
-        architecture=identity.architecture,
-        config_digest=identity.config_digest,
-        weights_digest=identity.weights_digest,
-        content_digest=identity.content_digest,
-        draft_digest=identity.draft_digest,
-        spec=built.model_spec,
-        shape=shape,
-        wire_oldest=wire_oldest(built.model_spec, attention_data_parallel=built.parallel.num_owners > 1),
-        wire_newest=WIRE_NEWEST,
-        package_version=__version__,
-        batch_invariant=settings.batch_invariant,
-        tensor_parallel_size=built.parallel.size,
-        converted_kv_dtypes=settings.converted_kv_dtypes,
-        attention_data_parallel=built.parallel.num_owners > 1,
-        rows_in_order=settings.batch_invariant,
-        expert_parallel=built.parallel.whole_experts,
-    )

@@ -1,11 +1,15 @@
-"""Makes the parts of a node from its settings: the loaded model, the engine's limits, the transfer of one rank."""
+"""Makes the parts of a node from its settings: the loaded model, the engine's limits, the transfer of one rank, and the
+description for peers.
+"""
 
 from contextlib import nullcontext
 
 import torch
 
 from baton.core.supervisor import Supervisor
-from baton.engine.build import BuiltRunner, build_runner, calibrate, step_limits
+from baton.core.version import __version__
+from baton.engine.build import BuiltRunner, build_runner
+from baton.engine.calibration import calibrate, step_limits
 from baton.engine.request import EngineLimits
 from baton.models.layers.parallel import SINGLE, TensorParallel
 from baton.node.kv_stores import open_stores
@@ -13,6 +17,7 @@ from baton.node.progress import LoadingProgress, ReportedProgress
 from baton.node.ranks.join import rank_device
 from baton.settings.node_config import STAGING_SLOTS, NodeSettings, PrefillSettings
 from kvtransfer.flows import heads_of
+from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
 from kvtransfer.rank_transfer import OnFilled, OnRefused, OnStoresChanged
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
@@ -99,4 +104,27 @@ def engine_limits(settings: NodeSettings, built: BuiltRunner, *, max_context_tok
         max_waiting=settings.max_waiting,
         prefix_cache=settings.prefix_cache,
         stream_share=_STREAM_SHARE if isinstance(settings, PrefillSettings) else 1.0,
+    )
+
+
+def node_description(settings: NodeSettings, built: BuiltRunner) -> NodeDescription:
+    """The description by which peers decide whether they can pair with the node."""
+    identity, own_requests = built.identity, built.parallel.num_owners > 1
+    return NodeDescription(
+        architecture=identity.architecture,
+        config_digest=identity.config_digest,
+        weights_digest=identity.weights_digest,
+        content_digest=identity.content_digest,
+        draft_digest=identity.draft_digest,
+        spec=built.model_spec,
+        shape=built.cache.shape,
+        wire_oldest=wire_oldest(built.model_spec, attention_data_parallel=own_requests),
+        wire_newest=WIRE_NEWEST,
+        package_version=__version__,
+        batch_invariant=settings.batch_invariant,
+        tensor_parallel_size=built.parallel.size,
+        converted_kv_dtypes=settings.converted_kv_dtypes,
+        attention_data_parallel=own_requests,
+        rows_in_order=settings.batch_invariant,
+        expert_parallel=built.parallel.whole_experts,
     )

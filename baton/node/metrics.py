@@ -10,7 +10,7 @@ from baton.metrics.page import join
 from baton.node.assembly import Node
 from baton.node.kv_stores import store_figures
 from baton.protos.v1 import node_status_pb2
-from kvtransfer.leases import SegmentRefusal
+from kvtransfer.refusals import SegmentRefusal
 
 _PREFILL = node_status_pb2.ROLE_PREFILL
 

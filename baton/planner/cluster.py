@@ -5,7 +5,7 @@ Equal arguments give equal results. Transports and faults are not simulated; hos
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -26,6 +26,7 @@ from baton.planner.job import PlanJob
 from baton.planner.known import Known
 from baton.planner.node import SimulatedNode
 from baton.planner.node_spec import NodeSpec
+from baton.planner.outcome import SimulatedOutcome
 
 Choose = Callable[[Sequence[NodeView], Sequence[NodeView], RoutedRequest], Placement | None]
 
@@ -61,47 +62,6 @@ class ClusterSpec:
     events_s: float = 0.05
     objective: Objective = DEFAULT_OBJECTIVE
     smooth_starts: bool = True
-
-
-@dataclass
-class SimulatedOutcome:
-    """The outcome of a run; `jobs` are in the order of arrival."""
-
-    goal: Goal
-    jobs: list[PlanJob]
-    seconds: float
-    prefill_busy: float  # mean share of the time in which prefill nodes computed
-    decode_busy: float
-
-    @property
-    def counted(self) -> list[PlanJob]:
-        return [job for job in self.jobs if job.counted]
-
-    def share(self, goal: Goal | None = None) -> float:
-        """The share of the counted requests that met the goal; None is the run's own goal."""
-        counted, goal = self.counted, goal or self.goal
-        return sum(job.meets(goal) for job in counted) / len(counted)
-
-    def ttft_s(self, share: float) -> float:
-        return _quantile([job.ttft_s for job in self.counted], share)
-
-    @property
-    def mean_ttft_s(self) -> float:
-        return sum(job.ttft_s for job in self.counted) / len(self.counted)
-
-    @property
-    def mean_tpot_s(self) -> float:
-        return sum(job.tpot_s for job in self.counted) / len(self.counted)
-
-    def tpot_s(self, share: float) -> float:
-        return _quantile([job.tpot_s for job in self.counted], share)
-
-    def hit_share(self, jobs: Iterable[PlanJob] | None = None) -> float:
-        """The share of the prompts' pieces that came from prefix caches; 0 for a load without prefixes."""
-        chosen = [job for job in (self.jobs if jobs is None else jobs) if job.prefix_ids]
-        # A prompt's last token is computed in any case, also where all of its pieces are cached.
-        hits = sum(-(-job.cached // job.prefix_tokens) for job in chosen)
-        return hits / max(1, sum(len(job.prefix_ids) for job in chosen))
 
 
 class Simulation:
@@ -373,8 +333,3 @@ def simulate(
 ) -> SimulatedOutcome:
     """Simulates a load; `Simulation` describes the arguments."""
     return Simulation(spec, goal, planned, choose=choose, until_failed=until_failed).run()
-
-
-def _quantile(values: list[float], share: float) -> float:
-    values = sorted(values)
-    return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from baton.gateway.fleet.placement import place
 from baton.load.goals import Goal
 from baton.load.workload import LengthSpan, Workload
-from baton.planner.cluster import Choose, ClusterSpec, SimulatedOutcome, simulate
+from baton.planner.cluster import Choose, ClusterSpec, simulate
+from baton.planner.outcome import SimulatedOutcome
 
 _WARMUP_S = 5.0
 _MOST_REQUESTS = 6000

@@ -14,12 +14,13 @@ from baton.core.pull_costs import ASSUMED_PULL, PullCosts
 from baton.core.types import LocalPolicy
 from baton.load.goals import Goal
 from baton.load.workload import LengthSpan, Workload
-from baton.planner.cluster import ClusterSpec, SimulatedOutcome
+from baton.planner.cluster import ClusterSpec
 from baton.planner.goodput import Goodput, Measure, find_goodput
 from baton.planner.guesses import NO_GUESSES, Guesses
 from baton.planner.measured import SERVED_HOST
 from baton.planner.memory import RankMemory
 from baton.planner.node_spec import NodeSpec
+from baton.planner.outcome import SimulatedOutcome
 from baton.planner.sizing import STEP_SIZES, Demand, decode_step_tokens, demand, prefill_nodes, prefill_step_tokens
 
 # Of the states of a request, those at the ends of its prompt and of its answer are kept.

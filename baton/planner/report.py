@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.core.types import LocalPolicy
-from baton.planner.cluster import SimulatedOutcome
 from baton.planner.kept import StoreSizes, kept_lines, kept_tokens, store_flags, store_variables
+from baton.planner.outcome import SimulatedOutcome
 from baton.planner.plan import NOTHING, NodeKind, Option, Plan
 
 NO_STORES = StoreSizes()

@@ -22,7 +22,8 @@ from tokenizers import Tokenizer
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import PromptLogprob, TokenOutput
 from baton.engine.batch import Batch, BatchRow, Guessed, RowResult
-from baton.engine.build import BuiltRunner, build_runner, calibrate
+from baton.engine.build import BuiltRunner, build_runner
+from baton.engine.calibration import calibrate
 from baton.engine.device.device_thread import LaunchedWork, StepRunner
 from baton.engine.device.layer_marks import OnMark
 from baton.engine.engine import Engine

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from baton.engine.batch import Batch, Guessed
-from baton.engine.build import build_runner, calibrate
+from baton.engine.build import build_runner
+from baton.engine.calibration import calibrate
 from baton.engine.device.device_thread import LaunchedWork, StepRunner
 from baton.engine.device.layer_marks import OnMark
 from baton.engine.events import DraftsChecked

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from baton.engine.build import BuiltRunner, build_runner, calibrate
+from baton.engine.build import BuiltRunner, build_runner
+from baton.engine.calibration import calibrate
 from baton.models.layers.products import use_library_products
 from baton.settings.node_config import NodeSettings
 from bench.attention.measure import Ceilings, ceilings

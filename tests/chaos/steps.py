@@ -35,6 +35,7 @@ class Step:
 
 _PEER, _PEERS = "prefill_node.decode_peer", "prefill_node.decode_peers"
 _RANKED, _ENTRIES = "kvtransfer.ranked", "kvtransfer.ranked_entries"
+_LEASES = "kvtransfer.ranked_leases"
 # Either role keeps KV outside of its cache, and sends it to others.
 _KEPT = {
     "has saved KV": Step(_ENTRIES, "RankedEntries", "save_entries"),
@@ -65,12 +66,12 @@ _DECODE = {
     "has connected its links": Step(_RANKED, "RankedTransfer", "connect"),
     "waits for the warm-up": Step(_RANKED, "RankedTransfer", "warmed_up", before=True),
     "has measured": Step(_RANKED, "RankedTransfer", "warmed_up"),
-    "opens a lease": Step(_RANKED, "RankedTransfer", "open_lease", before=True),
-    "has opened a lease": Step(_RANKED, "RankedTransfer", "open_lease"),
+    "opens a lease": Step(_LEASES, "RankedLeases", "open_lease", before=True),
+    "has opened a lease": Step(_LEASES, "RankedLeases", "open_lease"),
     "receives KV": Step("kvtransfer.receiver", "Receiver", "_scattered"),
     "has all KV": Step("decode_node.driver", "DecodeDriver", "_on_filled"),
-    "closes a lease": Step(_RANKED, "RankedTransfer", "close_filled", before=True),
-    "has closed a lease": Step(_RANKED, "RankedTransfer", "close_filled"),
+    "closes a lease": Step(_LEASES, "RankedLeases", "close_filled", before=True),
+    "has closed a lease": Step(_LEASES, "RankedLeases", "close_filled"),
     **_KEPT,
 }
 PREFILL_STEPS, DECODE_STEPS = tuple(_PREFILL), tuple(_DECODE)

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.leases import Coverage, LeaseTable, LeaseTotals, ScatterDone, SegmentRefusal
+from kvtransfer.coverage import Coverage
+from kvtransfer.leases import LeaseTable, LeaseTotals, ScatterDone
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import Segment, Tag
 from kvtransfer.staging import StagingPool
 

@@ -81,7 +81,7 @@ class Node:
             [partial(self._make, rank) for rank in range(side.ranks)],
             message_bytes=self.nodes.segment_bytes + TRAILER_BYTES,
         )
-        self.transfer.deliver_to(self.whole.append, self.refused.append)
+        self.transfer.leases.deliver_to(self.whole.append, self.refused.append)
 
     def _make(self, rank: int, on_filled: OnFilled, on_refused: OnRefused) -> KVTransfer:
         reported: list[LeaseTotals] = []
@@ -268,12 +268,12 @@ async def _hand_over(node: Node, request: Request, lease: int, prefill: Call) ->
     for index, each in enumerate(cases):
         blocks = node.blocks(index, case.num_tokens)
         grant = LeaseGrant(lease + index, blocks, each.cached_d, each.num_tokens, each.resume_at)
-        await node.transfer.open_lease(grant)
+        await node.transfer.leases.open_lease(grant)
     before = node.transfer.counters().peers[SENDER].bytes_total
     sent = await prefill("send", request, lease)
     await eventually(lambda: len(_of(node.whole, lease)) >= len(cases) or bool(node.refused))
     assert not node.refused, f"refused: {[each.refusal.name for each in node.refused]}"
-    totals = [await node.transfer.close_lease(lease + index) for index in range(len(cases))]
+    totals = [await node.transfer.leases.close_lease(lease + index) for index in range(len(cases))]
     for rank, cache in enumerate(node.caches):
         _compare(cache, expected[rank][0], f"rank {rank}")
         _equal(f"filled, of rank {rank}", _of(node.filled[rank], lease), expected[rank][1])

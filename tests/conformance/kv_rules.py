@@ -5,8 +5,8 @@ and every refusal has its reason.
 from collections import Counter
 from typing import Any
 
-from kvtransfer.leases import SegmentRefusal
 from kvtransfer.receiver import _Reception
+from kvtransfer.refusals import SegmentRefusal
 from tests.conformance.kv_sides import JUNK, RECEIVING, SCATTERED, SCATTERING
 from tests.conformance.kv_simulated import Owner
 from tests.conformance.kv_world import World, passing_of

@@ -12,7 +12,8 @@ import torch
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape
-from kvtransfer.leases import Coverage, LeaseGrant, LeaseTable, LeaseTotals, _Claim, _Lease
+from kvtransfer.coverage import Coverage, _Claim
+from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, _Lease
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.receiver import Receiver, _Reception
 from kvtransfer.records import RefusedSegment

@@ -101,7 +101,7 @@ class PullingNode:
         self.of_ranks: list[KVTransfer] = []
         makers = [partial(self._make, settings, rank) for rank in range(ranks.size)]
         self.transfer = RankedTransfer(makers, message_bytes=settings.message_bytes)
-        self.transfer.deliver_to(lambda _: None, lambda _: None)
+        self.transfer.leases.deliver_to(lambda _: None, lambda _: None)
         self.pulls = Pulls(
             self.transfer,
             lambda: self.info,

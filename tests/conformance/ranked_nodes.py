@@ -97,7 +97,7 @@ async def ranked_node(
         makers.append(partial(RemoteTransfer, rank, ours, incarnation))
         followers.append(asyncio.create_task(follow(rank, theirs)))
     transfer = RankedTransfer(makers, message_bytes=SEGMENT_BYTES + TRAILER_BYTES)
-    transfer.deliver_to(events.filled.append, events.refused.append)
+    transfer.leases.deliver_to(events.filled.append, events.refused.append)
     async with transfer:
         yield RankedNode(transfer, caches, events, followers)
     await asyncio.gather(*followers)
@@ -151,7 +151,7 @@ async def fill(
     of both, between the ranks that own the request on both; its totals."""
     number = len(nodes.decode.events.filled)
     grant = LeaseGrant(number, blocks_d, cuts[0], cuts[-1], state_slot=slots[1], owner=owners[1])
-    await nodes.decode.transfer.open_lease(grant)
+    await nodes.decode.transfer.leases.open_lease(grant)
     first, sent_bytes = 0, 0
     for start, stop in pairwise(cuts):
         sent = await nodes.prefill.transfer.send(

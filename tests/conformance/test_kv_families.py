@@ -126,7 +126,7 @@ async def started(
 
     events = EventRecorder()
     transfer = RankedTransfer([make], message_bytes=1 << 17)
-    transfer.deliver_to(lambda *_: None, lambda *_: None)
+    transfer.leases.deliver_to(lambda *_: None, lambda *_: None)
     async with (
         transfer,
         Engine(

@@ -42,7 +42,7 @@ async def test_kv_goes_from_owner_to_owner_and_nowhere_else(
             cache.view.fill_(-7.0)
         before = [cache.view.clone() for cache in decode.caches]
         filled = await fill(nodes, blocks_p, blocks_d, 5, 22, TOKENS, owners=(owner_p, owner_d))
-        totals = await decode.transfer.close_lease(filled.number)
+        totals = await decode.transfer.leases.close_lease(filled.number)
         copies = 2 if owner_d is None else 1
         assert totals.bytes == (TOKENS - 5) * MLA.bytes_per_token * copies
         for rank, (cache, wanted) in enumerate(zip(decode.caches, before, strict=True)):
@@ -72,7 +72,7 @@ async def test_two_ranks_receive_their_own_requests_at_once() -> None:
         plant(nodes.prefill.caches[0], blocks, TOKENS)
         for owner in (0, 1):
             blocks_d = scattered_blocks(nodes.decode.caches[owner], TOKENS, 2)
-            await nodes.decode.transfer.open_lease(LeaseGrant(owner, blocks_d, 0, TOKENS, owner=owner))
+            await nodes.decode.transfer.leases.open_lease(LeaseGrant(owner, blocks_d, 0, TOKENS, owner=owner))
         await asyncio.gather(*(nodes.prefill.transfer.send(_job_to(blocks, rank=owner)) for owner in (0, 1)))
         await eventually(lambda: len(nodes.decode.events.filled) == 2)
         assert {filled.bytes for filled in nodes.decode.events.filled} == {TOKENS * MLA.bytes_per_token}
@@ -92,10 +92,10 @@ async def test_kv_for_the_wrong_rank_is_refused_there() -> None:
         plant(nodes.prefill.caches[0], blocks, TOKENS)
         before = [cache.view.clone() for cache in nodes.decode.caches]
         blocks_d = scattered_blocks(nodes.decode.caches[0], TOKENS, 2)
-        await nodes.decode.transfer.open_lease(LeaseGrant(0, blocks_d, 0, TOKENS, owner=0))
+        await nodes.decode.transfer.leases.open_lease(LeaseGrant(0, blocks_d, 0, TOKENS, owner=0))
         await nodes.prefill.transfer.send(replace(_job_to(blocks, rank=1), lease=0))
         await eventually(lambda: len(nodes.decode.events.refused) > 0 or nodes.decode.transfer.counters().refused > 0)
         assert nodes.decode.events.filled == []
         for cache, wanted in zip(nodes.decode.caches, before, strict=True):
             assert torch.equal(as_bytes(cache.view), as_bytes(wanted))
-        await nodes.decode.transfer.close_lease(0)
+        await nodes.decode.transfer.leases.close_lease(0)

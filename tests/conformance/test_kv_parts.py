@@ -11,10 +11,11 @@ from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.conversion import KVConversion
-from kvtransfer.leases import LeaseGrant, SegmentRefusal
+from kvtransfer.leases import LeaseGrant
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.mover import Blocks, MoveDone
 from kvtransfer.parts import PartPlace
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import Segment
 from kvtransfer.staging import Slot
 from tests.conformance.kv import (
@@ -93,7 +94,7 @@ async def test_every_rank_gets_its_heads_of_every_part_and_nothing_else(
         before = [[part.view.clone() for part in cache.parts] for cache in caches_d]
         filled = await fill(nodes, blocks_p, blocks_d, START, 22, 23, TOKENS, slots=slots)
         assert nodes.decode.events.refused == []
-        await nodes.decode.transfer.close_lease(filled.number)
+        await nodes.decode.transfer.leases.close_lease(filled.number)
     for rank, cache in enumerate(caches_d):
         held = held_by(spec, rank, receivers)
         for part, from_part, wanted, heads in zip(cache.parts, whole.parts, before[rank], held, strict=True):

@@ -15,7 +15,8 @@ from baton.core.errors import DataLoss, Draining, InternalError, PeerRefused, Un
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.flows import RankPair, heads_of, part_flows
-from kvtransfer.leases import LeaseGrant, SegmentRefusal
+from kvtransfer.leases import LeaseGrant
+from kvtransfer.refusals import SegmentRefusal
 from tests.conformance.kv import (
     DEADLINE_S,
     as_bytes,
@@ -80,7 +81,7 @@ async def test_every_rank_gets_its_heads_and_nothing_else(
         filled = await fill(nodes, blocks_p, blocks_d, 5, 22, 23, TOKENS)
         assert len(decode.events.filled) == 1
         assert decode.events.refused == []
-        totals = await decode.transfer.close_lease(filled.number)
+        totals = await decode.transfer.leases.close_lease(filled.number)
     # Every rank gets the heads that several ranks hold.
     held = sum(cache.spec.num_kv_heads for cache in decode.caches)
     assert totals.bytes == (TOKENS - 5) * spec.bytes_per_token // spec.num_kv_heads * held
@@ -112,7 +113,7 @@ async def test_a_lease_is_filled_only_when_every_rank_has_its_share() -> None:
         decode, prefill = nodes.decode, nodes.prefill
         blocks = scattered_blocks(prefill.caches[0], TOKENS, 1)
         plant_whole(GQA, prefill, blocks)
-        await decode.transfer.open_lease(LeaseGrant(0, scattered_blocks(decode.caches[0], TOKENS, 2), 0, TOKENS))
+        await decode.transfer.leases.open_lease(LeaseGrant(0, scattered_blocks(decode.caches[0], TOKENS, 2), 0, TOKENS))
         await prefill.transfer.send(job(0, blocks, 0, TOKENS - 1, peer=PEER, sender_number=SENDER))
         counted = decode.transfer.counters
         await eventually(lambda: counted().peers[SENDER].bytes_total == (TOKENS - 1) * GQA.bytes_per_token)
@@ -129,17 +130,17 @@ async def test_a_lease_is_closed_at_once_only_when_it_is_filled_and_then_takes_n
         decode, prefill = nodes.decode.transfer, nodes.prefill.transfer
         blocks = scattered_blocks(nodes.prefill.caches[0], TOKENS, 1)
         plant_whole(GQA, nodes.prefill, blocks)
-        await decode.open_lease(LeaseGrant(0, scattered_blocks(nodes.decode.caches[0], TOKENS, 2), 0, TOKENS))
+        await decode.leases.open_lease(LeaseGrant(0, scattered_blocks(nodes.decode.caches[0], TOKENS, 2), 0, TOKENS))
         await prefill.send(job(0, blocks, 0, 8, peer=PEER, sender_number=SENDER))
         await eventually(lambda: decode.counters().peers[SENDER].bytes_total == 8 * GQA.bytes_per_token)
-        assert decode.close_filled(0) is None
+        assert decode.leases.close_filled(0) is None
         await prefill.send(job(0, blocks, 8, TOKENS, first_segment=100, peer=PEER, sender_number=SENDER))
         await eventually(lambda: len(nodes.decode.events.filled) == 1)
-        totals = decode.close_filled(0)
+        totals = decode.leases.close_filled(0)
         assert totals == nodes.decode.events.filled[0]
-        assert decode.close_filled(0) is None
+        assert decode.leases.close_filled(0) is None
         with pytest.raises(UnknownLease):
-            await decode.close_lease(0)
+            await decode.leases.close_lease(0)
         before = [cache.view.clone() for cache in nodes.decode.caches]
         await prefill.send(job(0, blocks, 0, 8, first_segment=200, peer=PEER, sender_number=SENDER))
         await eventually(lambda: sum(decode.counters().refusals.values()) >= 2)
@@ -159,7 +160,7 @@ async def test_two_nodes_cannot_fill_one_lease() -> None:
         await decode.connect(other_number, ours)
         await prefill.connect(other_peer, theirs)
         blocks = scattered_blocks(nodes.prefill.caches[0], TOKENS, 1)
-        await decode.open_lease(LeaseGrant(0, scattered_blocks(nodes.decode.caches[0], TOKENS, 2), 0, TOKENS))
+        await decode.leases.open_lease(LeaseGrant(0, scattered_blocks(nodes.decode.caches[0], TOKENS, 2), 0, TOKENS))
         await prefill.send(job(0, blocks, 0, 8, peer=PEER, sender_number=SENDER))
         await eventually(lambda: decode.counters().peers[SENDER].bytes_total > 0)
         await prefill.send(job(0, blocks, 8, 9, peer=other_peer, sender_number=other_number))
@@ -167,14 +168,14 @@ async def test_two_nodes_cannot_fill_one_lease() -> None:
         assert {refused.refusal for refused in nodes.decode.events.refused} == {SegmentRefusal.FOREIGN_SENDER}
         assert await decode.disconnect(other_number) == ()
         assert await decode.disconnect(SENDER) == (0,)
-        await decode.close_lease(0)
+        await decode.leases.close_lease(0)
 
 
 async def test_a_lost_peer_leaves_no_rank_in_use_and_its_leases_are_reported_once(transport: str) -> None:
     async with linked(MLA, 4, 2, transport=transport) as nodes:
         decode, prefill = nodes.decode.transfer, nodes.prefill.transfer
         blocks = scattered_blocks(nodes.prefill.caches[0], TOKENS, 1)
-        await decode.open_lease(LeaseGrant(0, scattered_blocks(nodes.decode.caches[0], TOKENS, 2), 0, TOKENS))
+        await decode.leases.open_lease(LeaseGrant(0, scattered_blocks(nodes.decode.caches[0], TOKENS, 2), 0, TOKENS))
         await prefill.send(job(0, blocks, 0, 8, peer=PEER, sender_number=SENDER))
         await eventually(lambda: decode.counters().peers[SENDER].bytes_total == 2 * 8 * MLA.bytes_per_token)
         assert await decode.disconnect(SENDER) == (0,)
@@ -182,7 +183,7 @@ async def test_a_lost_peer_leaves_no_rank_in_use_and_its_leases_are_reported_onc
         with pytest.raises(DataLoss):
             await prefill.send(job(0, blocks, 8, 9, peer=PEER, sender_number=SENDER))
         await prefill.quiet(PEER, 0)
-        assert (await decode.close_lease(0)).bytes == 2 * 8 * MLA.bytes_per_token
+        assert (await decode.leases.close_lease(0)).bytes == 2 * 8 * MLA.bytes_per_token
         assert decode.counters().peers == {}
         assert nodes.decode.events.filled == []
 
@@ -191,15 +192,15 @@ async def test_a_lease_whose_opening_is_not_awaited_is_closed_like_any_other() -
     async with linked(GQA, 1, 2, transport="loopback") as nodes:
         decode = nodes.decode.transfer
         blocks = scattered_blocks(nodes.decode.caches[0], TOKENS, 2)
-        waiting = asyncio.ensure_future(decode.open_lease(LeaseGrant(0, blocks, 0, TOKENS)))
+        waiting = asyncio.ensure_future(decode.leases.open_lease(LeaseGrant(0, blocks, 0, TOKENS)))
         waiting.cancel()
-        assert (await decode.close_lease(0)).segments == 0
+        assert (await decode.leases.close_lease(0)).segments == 0
         with pytest.raises(UnknownLease):
-            await decode.close_lease(0)
+            await decode.leases.close_lease(0)
         with pytest.raises(InternalError):
-            decode.open_lease(LeaseGrant(0, blocks, 0, TOKENS))
-        await decode.open_lease(LeaseGrant(1, blocks, 0, TOKENS))
-        await decode.close_lease(1)
+            decode.leases.open_lease(LeaseGrant(0, blocks, 0, TOKENS))
+        await decode.leases.open_lease(LeaseGrant(1, blocks, 0, TOKENS))
+        await decode.leases.close_lease(1)
 
 
 async def test_a_peer_with_other_links_is_refused() -> None:
@@ -213,18 +214,18 @@ async def test_a_send_to_several_ranks_can_be_taken_back() -> None:
         prefill, decode = nodes.prefill.transfer, nodes.decode.transfer
         blocks = scattered_blocks(nodes.prefill.caches[0], TOKENS, 1)
         blocks_d = scattered_blocks(nodes.decode.caches[0], TOKENS, 2)
-        await decode.open_lease(LeaseGrant(0, blocks_d, 0, TOKENS))
+        await decode.leases.open_lease(LeaseGrant(0, blocks_d, 0, TOKENS))
         sending = asyncio.create_task(prefill.send(job(0, blocks, 0, TOKENS, peer=PEER, sender_number=SENDER)))
         await asyncio.sleep(0)
         sending.cancel()
         await asyncio.wait([sending])
         assert sending.cancelled()
         await prefill.quiet(PEER, 0)
-        await decode.close_lease(0)
+        await decode.leases.close_lease(0)
         # What follows is not disturbed.
         expected = plant_whole(GQA, nodes.prefill, blocks)
         nodes.decode.events.filled.clear()
-        await decode.open_lease(LeaseGrant(1, blocks_d, 0, TOKENS))
+        await decode.leases.open_lease(LeaseGrant(1, blocks_d, 0, TOKENS))
         await prefill.send(job(1, blocks, 0, TOKENS, peer=PEER, sender_number=SENDER))
         await eventually(lambda: len(nodes.decode.events.filled) == 1)
         held = [tokens_of(cache, blocks_d, TOKENS) for cache in nodes.decode.caches]
@@ -235,14 +236,14 @@ async def test_a_rank_that_is_gone_holds_nothing_and_takes_nothing() -> None:
     async with linked(GQA, 1, 2, transport="loopback") as nodes:
         decode = nodes.decode.transfer
         blocks = scattered_blocks(nodes.decode.caches[0], TOKENS, 2)
-        await decode.open_lease(LeaseGrant(0, blocks, 0, TOKENS))
+        await decode.leases.open_lease(LeaseGrant(0, blocks, 0, TOKENS))
         (follower,) = nodes.decode.followers
         follower.cancel()
         await asyncio.wait([follower])
         await eventually(lambda: decode.stuck(after_s=60) != "")
         with pytest.raises(Draining):
-            await decode.open_lease(LeaseGrant(1, blocks, 0, TOKENS))
+            await decode.leases.open_lease(LeaseGrant(1, blocks, 0, TOKENS))
         for lease in (0, 1):
-            assert (await decode.close_lease(lease)).bytes == 0
+            assert (await decode.leases.close_lease(lease)).bytes == 0
         assert await decode.disconnect(SENDER) == ()
         nodes.decode.followers.clear()

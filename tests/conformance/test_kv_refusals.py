@@ -13,7 +13,8 @@ from torch import Tensor
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.wire.gather_scatter import gather_to_wire
-from kvtransfer.leases import LeaseGrant, SegmentRefusal
+from kvtransfer.leases import LeaseGrant
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import WARM_UP, Segment, Tag
 from kvtransfer.transfer import KVTransfer
 from kvtransfer.transports.table import open_transport

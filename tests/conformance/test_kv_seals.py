@@ -14,7 +14,8 @@ from torch import Tensor
 
 from baton.core.errors import UnknownLease
 from baton.kvcache.layout import KVCacheLayout
-from kvtransfer.leases import LeaseGrant, SegmentRefusal
+from kvtransfer.leases import LeaseGrant
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segment, Tag
 from kvtransfer.transports.table import open_transport
 from tests.conformance.kv import (

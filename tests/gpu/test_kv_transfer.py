@@ -16,8 +16,9 @@ from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.kvcache.wire.gather_scatter import gather_to_wire
 from baton.node.doctor.link import measure
-from kvtransfer.leases import LeaseGrant, SegmentRefusal
+from kvtransfer.leases import LeaseGrant
 from kvtransfer.records import LinkMeasure, WarmUp
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
 from kvtransfer.transfer import KVTransfer
 from kvtransfer.transports.table import open_transport

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.engine.build import calibrate
+from baton.engine.calibration import calibrate
 from baton.engine.device.profile import prefill_step, profile_runner
 from baton.engine.device.step_costs import STEP_TOKENS
 from baton.settings.config import DEMO_MODELS

@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.engine import build
-from baton.node.ranks.group import RankGroup, Worker
+from baton.engine import runner_plan
+from baton.node.ranks.group import RankGroup
+from baton.node.ranks.worker_handle import Worker
 from baton.settings.node_config import NodeSettings
 from tests.integration.cluster import LLAMA, Flags, Machines, arguments
 from tests.warm import run_warm
@@ -24,7 +25,7 @@ MIB = 1 << 20
 
 def try_any_size() -> None:
     """Sizes that could fit are not refused before the weights are loaded. The test's counts as such."""
-    build.check_fits = lambda *_, **__: None  # type: ignore[attr-defined]
+    runner_plan.check_fits = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
 def limit_workers(limit_bytes: int) -> None:

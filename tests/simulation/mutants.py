@@ -32,7 +32,9 @@ from decode_node.events import Event as DecodeEvent
 from decode_node.events import SessionClosed
 from decode_node.lease_events import HandedOver, LeaseEvent, LeaseLost
 from decode_node.machine import DecodeMachine
-from kvtransfer.leases import Coverage, LeaseTable, LeaseTotals, SegmentRefusal
+from kvtransfer.coverage import Coverage
+from kvtransfer.leases import LeaseTable, LeaseTotals
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import Segment, Tag
 from prefill_node.commands import Abort as AbortPrefill
 from prefill_node.commands import Command as PrefillCommand

@@ -11,9 +11,10 @@ from random import Random
 from baton.core.errors import BatonError, Cancelled, DataLoss, UnknownLease
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.cutting import segments_of
-from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, SegmentRefusal
+from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals
 from kvtransfer.parts import parts_of
 from kvtransfer.records import SendJob
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import Segment, Tag
 from tests.simulation.clock import Clock
 from tests.simulation.device import Device

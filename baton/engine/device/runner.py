@@ -9,14 +9,11 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend
-from attention.host_to_device import to_device
-from baton.core.sampling import ResolvedSampling
-from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow
+from baton.engine.batch import Batch, RowResult
 from baton.engine.device.capture import Progress, Recorder
 from baton.engine.device.draft_passes import GuessesOnHost
 from baton.engine.device.draft_steps import DraftSteps
@@ -31,11 +28,9 @@ from baton.engine.device.prompt_check import CheckedSteps, captured_steps_agree
 from baton.engine.device.prompt_graphs import PromptGraphs
 from baton.engine.device.step_slot import StepSlot, StepSlots
 from baton.engine.device.unfolded import Unfolded, unfold, unfolds
-from baton.engine.pooling import PoolRow
-from baton.engine.request import ModelFacts, int_array
-from baton.engine.sampling.masks import keep_allowed
+from baton.engine.device.warm_up import warm_up
+from baton.engine.request import ModelFacts
 from baton.engine.sampling.prompt_scores import score_prompts
-from baton.engine.sampling.row import GREEDY_ROW, SampleRow
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.states import copy_states
@@ -48,7 +43,6 @@ from baton.models.layers.step_context import StepContext
 _log = logging.getLogger(__name__)
 
 _FIRST_ROWS = 64
-_WARM_UP_GUESSES = 2  # the second one uses other kernels than the first, and all further ones the same
 
 
 class ModelRunner:
@@ -129,9 +123,10 @@ class ModelRunner:
             return
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            self._warm_up()
+            warm_up(self.run, self.facts, self._device, drafts=self.drafts is not None)
             self._capture(progress, Recorder(self._device))
-            self._warm_up()  # now in the buffers of the graphs
+            # Now in the buffers of the graphs.
+            warm_up(self.run, self.facts, self._device, drafts=self.drafts is not None)
             self._check_prompts()
         else:
             self._capture(progress)
@@ -329,28 +324,3 @@ class ModelRunner:
         places_S = inputs.sampled_S if keeps_tokens else None
         parts, failed = self._drawing.draw(inputs.sampled, sampled_rows, logits_SV, pending_S, places_S)
         return Drawn(None, parts, failed), read, states_TD
-
-    def _warm_up(self) -> None:
-        """Compiles kernels, also the one that applies the masks of grammars."""
-        for batch in _warm_up_batches(self.facts, guesses=0 if self.drafts is None else _WARM_UP_GUESSES):
-            self.run(batch.of_owners(self.facts.num_owners))
-        vocab_size = self.facts.vocab_size
-        logits = torch.zeros(1, vocab_size, device=self._device)
-        masks = np.full((1, -(-vocab_size // 32)), -1, np.int32)
-        keep_allowed(logits, *to_device((np.zeros(1, np.int64), masks), self._device))
-
-
-def _warm_up_batches(facts: ModelFacts, *, guesses: int) -> list[Batch]:
-    """Prompts without and with context, which use different kernels; each alone and after a decode, where the alignment
-    of their inputs differs. They cover drawn and greedy sampling, prompt logprobs and
-    pooling."""
-    length = min(2 * facts.block_size, facts.max_context_tokens, facts.num_blocks * facts.block_size) - 1
-    blocks = int_array(list(range(-(-(length + 1) // facts.block_size))))
-    drawn = ResolvedSampling(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1)
-    decode = BatchRow("", int_array([0]), 0, blocks, GREEDY_ROW)
-    prompt = BatchRow("", int_array([0] * length), 0, blocks, SampleRow(drawn, 0, (), int_array(), 0))
-    prompts = (prompt, prompt._replace(token_start=1))
-    batches = [Batch(0, (*decodes, each), guesses=guesses) for each in prompts for decodes in ((), (decode,))]
-    scored = Batch(0, (prompt,), scores=((0, ScoreRow(prompt.token_ids, 1)),))
-    pooled = Batch(0, (prompt._replace(sample=None),), pools=((0, PoolRow(0, length)),))
-    return [*batches, scored, pooled]

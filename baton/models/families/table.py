@@ -23,9 +23,6 @@ from baton.models.families.dense.dense_config import (
     read_glm4,
     read_granite,
     read_hunyuan_dense,
-    read_ministral,
-    read_ministral3,
-    read_mistral3,
     read_olmo2,
     read_olmo3,
     read_seed_oss,
@@ -46,9 +43,14 @@ from baton.models.families.dense.layer_norm_config import (
 from baton.models.families.dense.llama_config import (
     read_llama,
     read_mimo_dense,
-    read_mistral,
     read_qwen2,
     read_qwen3,
+)
+from baton.models.families.dense.mistral_config import (
+    read_ministral,
+    read_ministral3,
+    read_mistral,
+    read_mistral3,
 )
 from baton.models.families.dense.phi3_config import read_phi3
 from baton.models.families.dense.phi3_small_config import read_phi3_small

@@ -14,7 +14,7 @@ from baton.metrics.declared import LOST, METRICS, REASONS, SERVED_MODEL, metrics
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.metric import Metric, MetricKind, ProcessRole
 from baton.metrics.tally import Layout, Tally
-from kvtransfer.leases import SegmentRefusal
+from kvtransfer.refusals import SegmentRefusal
 
 UNITS = {"seconds": "_seconds", "bytes": "_bytes", "bytes per second": "_bytes_per_second", "ratio": "_perc"}
 

@@ -6,7 +6,8 @@ import pytest
 
 from baton.gateway.fleet.placement import place
 from baton.load.workload import PlannedRequest
-from baton.planner.cluster import Choose, SimulatedOutcome
+from baton.planner.cluster import Choose
+from baton.planner.outcome import SimulatedOutcome
 from baton.planner.rivals import in_turn, shortest_queue
 from bench.routing import LLAMA_8B, faster, prefilled
 

@@ -183,7 +183,7 @@ async def test_a_defect_costs_one_request_and_is_reported(
         raise KeyError("defect")
 
     async with running(built) as node:
-        owner: object = node.node.engine if fails == "reserve" else node.node.transfer
+        owner: object = node.node.engine if fails == "reserve" else node.node.transfer.leases
         with monkeypatch.context() as patch:
             patch.setattr(owner, fails, defect)
             node.stream.send(submission(1, policy=pb.LOCAL_POLICY_STRICT))

@@ -21,8 +21,9 @@ from decode_node import events as e
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
 from decode_node.tag_numbers import lease_numbers
-from kvtransfer.leases import LeaseTable, SegmentRefusal
+from kvtransfer.leases import LeaseTable
 from kvtransfer.parts import parts_of
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import PING, WARM_UP, Segment, Tag, lease_field
 
 SPEC = KVCacheSpec(KVKind.MLA, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")

@@ -10,8 +10,9 @@ import pytest
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.engine.batch import Batch, RowResult
-from baton.engine.build import BuiltRunner, calibrate, step_rule
+from baton.engine.build import BuiltRunner
 from baton.engine.cache_size import gpu_seats
+from baton.engine.calibration import calibrate, step_rule
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.runner import ModelRunner
 from baton.engine.device.step_costs import (

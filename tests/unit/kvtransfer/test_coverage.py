@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.leases import Coverage
+from kvtransfer.coverage import Coverage
 
 boxes = st.tuples(
     st.integers(0, 2), st.integers(1, 3), st.integers(0, 9), st.integers(1, 4), st.integers(0, 2), st.integers(1, 2)

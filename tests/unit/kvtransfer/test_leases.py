@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.core.errors import InternalError, UnknownLease
 from baton.kvcache.spec import KVCacheSpec, KVKind
-from kvtransfer.leases import LeaseGrant, LeaseTable, SegmentRefusal
+from kvtransfer.leases import LeaseGrant, LeaseTable
 from kvtransfer.parts import parts_of
+from kvtransfer.refusals import SegmentRefusal
 from kvtransfer.segments import Segment, Tag, payload_bytes
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")

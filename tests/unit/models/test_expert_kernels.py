@@ -12,7 +12,8 @@ from baton.models.families.moe.gpt_oss import GptOssExperts
 from baton.models.families.moe.gpt_oss_config import GptOssSwitches
 from baton.models.families.moe.llama4 import Llama4Experts
 from baton.models.kernels.moe.expert_order import num_tiles_max, order_by_expert, sort_assignments
-from baton.models.kernels.moe.grouped_gemm import SharedWeights, tiles_for
+from baton.models.kernels.moe.grouped_gemm import SharedWeights
+from baton.models.kernels.moe.grouped_tiles import tiles_for
 from baton.models.kernels.moe.routing import choose_experts, route, router_logits
 from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.experts import Experts

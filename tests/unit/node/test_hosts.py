@@ -16,15 +16,15 @@ import pytest
 from baton.core.errors import BatonError, ConfigError
 from baton.core.version import __version__
 from baton.node.fault import Fault
-from baton.node.ranks import group, host
+from baton.node.ranks import host, worker_handle
 from baton.node.ranks.carry import Greeting, read_line
 from baton.node.ranks.gate import Gate
-from baton.node.ranks.group import Worker, wait_for_ranks
 from baton.node.ranks.host import await_drain, explain_end, why_no_answer
 from baton.node.ranks.hosts import Hosts
 from baton.node.ranks.join import serve_store
 from baton.node.ranks.messages import CHANNELS, GateSetup, Joined, Meeting, RankLost, Setup, Up
 from baton.node.ranks.worker import receive_setup
+from baton.node.ranks.worker_handle import Worker, wait_for_ranks
 from baton.security.certificates import write_set
 from baton.security.peers import PeerTls
 from baton.security.roles import Role
@@ -176,8 +176,8 @@ async def test_a_host_that_waits_for_a_drain_ends_before_its_pod_is_killed(monke
 
 def test_a_rank_that_left_a_process_with_its_connection_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has ended, and so must the node, whatever a plug-in of it has started."""
-    monkeypatch.setattr(group, "_READ_S", 3600.0)
-    monkeypatch.setattr(group, "_SILENT_S", 0.01)
+    monkeypatch.setattr(worker_handle, "_READ_S", 3600.0)
+    monkeypatch.setattr(worker_handle, "_SILENT_S", 0.01)
     ours, left_open = Pipe()
     with socket.socket() as calls, ours, left_open:
         worker = Worker(1, None, calls, ours)
@@ -186,8 +186,8 @@ def test_a_rank_that_left_a_process_with_its_connection_is_not_waited_for(monkey
 
 
 def test_what_a_rank_has_sent_is_waited_for_however_late_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_READ_S", 3600.0)
-    monkeypatch.setattr(group, "_SILENT_S", 0.0)
+    monkeypatch.setattr(worker_handle, "_READ_S", 3600.0)
+    monkeypatch.setattr(worker_handle, "_SILENT_S", 0.0)
     ours, theirs = Pipe()
     faults: list[Fault] = []
     with socket.socket() as calls, ours:

@@ -12,9 +12,10 @@ from baton.gateway.fleet.placement import Route
 from baton.load.goals import Goal
 from baton.load.lengths import Uniform
 from baton.load.workload import LengthSpan, PlannedRequest, Synthetic
-from baton.planner.cluster import ClusterSpec, SimulatedOutcome, Simulation, simulate
+from baton.planner.cluster import ClusterSpec, Simulation, simulate
 from baton.planner.job import PlanJob
 from baton.planner.node_spec import NodeSpec
+from baton.planner.outcome import SimulatedOutcome
 from baton.planner.rivals import in_turn, least_loaded
 
 COSTS = StepCosts(((1, 4e-3), (256, 8e-3), (4096, 100e-3)), key_s=3e-8, pair_s=6e-10)

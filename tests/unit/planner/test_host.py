@@ -7,9 +7,10 @@ import pytest
 from baton.core.costs import StepWork
 from baton.core.types import LocalPolicy
 from baton.load.goals import Goal
-from baton.planner.cluster import ClusterSpec, SimulatedOutcome, simulate
+from baton.planner.cluster import ClusterSpec, simulate
 from baton.planner.host import HostTimes
 from baton.planner.measured import SERVED_HOST
+from baton.planner.outcome import SimulatedOutcome
 from tests.unit.planner.test_cluster import COSTS, NODE, request
 
 NO_SLO = Goal()

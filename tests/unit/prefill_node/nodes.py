@@ -162,7 +162,7 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
     async def ticket(self, lease: int, num_tokens: int) -> lease_pb2.Ticket:
         """A ticket for a lease that is open."""
         blocks = tuple(range(-(-num_tokens // BLOCK_SIZE)))
-        await self.node.transfer.open_lease(LeaseGrant(lease, blocks, 0, num_tokens, num_tokens, key=KEY))
+        await self.node.transfer.leases.open_lease(LeaseGrant(lease, blocks, 0, num_tokens, num_tokens, key=KEY))
         return lease_pb2.Ticket(
             lease=lease_pb2.Lease(number=lease, incarnation=self.node.incarnation, key=KEY),
             decode_node=self.node.name,

@@ -1,4 +1,4 @@
-"""Reads config.json of Llama, Mistral, Qwen2, Qwen3 and MiMo-7B, which Llama's file computes."""
+"""Reads config.json of Llama, Qwen2, Qwen3 and MiMo-7B, which Llama's file computes."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -49,16 +49,6 @@ def read_llama(file: ConfigFile) -> ModelConfig:
     fields = _LlamaFields.read(file)
     bias, windows = fields.attention_bias, fields.uniform_windows(None)
     return fields.llama_like(fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias))
-
-
-class _MistralFields(LlamaLikeFields):
-    sliding_window: Count | None = 4096  # null means full attention
-
-
-def read_mistral(file: ConfigFile) -> ModelConfig:
-    fields = _MistralFields.read(file)
-    windows = fields.uniform_windows(fields.sliding_window)
-    return fields.llama_like(fields.gqa(windows=windows, qkv_bias=False, output_bias=False))
 
 
 class _QwenFields(LlamaLikeFields):

@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from baton.models.kernels.moe.expert_order import ExpertOrder, order_by_expert
 from baton.models.kernels.moe.expert_sum import sum_choices
 from baton.models.kernels.moe.grouped_gemm_kernel import grouped_down, grouped_gate_up
+from baton.models.kernels.moe.grouped_tiles import GroupedTiles, tiles_for
 from baton.tritonlib.launch import interpreted, overlap
 
 # With tiles of this many tokens or more, the copy engine (TMA) reads the second product's rows, which lie in order.
@@ -85,59 +86,6 @@ class GroupedActivation:
 
 
 SILU = GroupedActivation()
-
-
-@dataclass(frozen=True)
-class GroupedTiles:
-    """Tile sizes of one product. `channels` of the output (of gate and of up each), `inputs` of one step."""
-
-    tokens: int
-    channels: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
-class ExpertTiles:
-    """Tiles of both products of a layer, which share the order and so the tokens of a tile."""
-
-    gate_up: GroupedTiles
-    down: GroupedTiles
-
-
-# By tokens of a tile. Buffers fill at most half of a multiprocessor's shared memory: two programs share it, and one
-# loads while the other begins or ends. Only the largest tiles take all of it.
-_HALF_PRECISION = (
-    ExpertTiles(GroupedTiles(16, 64, 128, 4, 3), GroupedTiles(16, 64, 128, 4, 4)),
-    ExpertTiles(GroupedTiles(32, 64, 64, 4, 5), GroupedTiles(32, 64, 128, 4, 4)),
-    ExpertTiles(GroupedTiles(64, 64, 64, 4, 4), GroupedTiles(64, 128, 64, 4, 4)),
-    ExpertTiles(GroupedTiles(128, 128, 64, 8, 4), GroupedTiles(128, 256, 64, 8, 4)),
-)
-_FP8 = (
-    ExpertTiles(GroupedTiles(16, 64, 128, 4, 4), GroupedTiles(16, 64, 128, 4, 6)),
-    ExpertTiles(GroupedTiles(32, 64, 128, 4, 4), GroupedTiles(32, 64, 128, 4, 5)),
-    ExpertTiles(GroupedTiles(64, 64, 128, 4, 3), GroupedTiles(64, 128, 128, 8, 3)),
-    ExpertTiles(GroupedTiles(128, 64, 128, 8, 3), GroupedTiles(128, 128, 128, 8, 4)),
-)
-# Without tensor cores.
-_SINGLE_PRECISION = ExpertTiles(GroupedTiles(16, 32, 32, 4, 2), GroupedTiles(16, 32, 32, 4, 2))
-
-
-def tiles_for(
-    *, num_assignments: int, num_experts: int, dtype: torch.dtype, fp8: bool, batch_invariant: bool
-) -> ExpertTiles:
-    """Returns the smallest tiles that hold an expert's mean share of tokens and a third more, because shares are
-    uneven."""
-    if dtype == torch.float32:
-        return _SINGLE_PRECISION
-    table = _FP8 if fp8 else _HALF_PRECISION
-    if batch_invariant:
-        return table[2]
-    for tiles in table[:-1]:
-        if 4 * num_assignments <= 3 * num_experts * tiles.gate_up.tokens:
-            return tiles
-    return table[-1]
 
 
 def run_gated_experts(
@@ -207,21 +155,7 @@ def run_gated_experts(
         choices=choices,
         num_tokens=num_tokens,
     )
-    block = min(triton.next_power_of_2(channels), 1024)
-    sum_choices[(num_tokens, triton.cdiv(channels, block))](
-        parts_RD,
-        plus_TD,
-        experts_TK if partial else None,
-        out_TD,
-        num_tokens,
-        0 if plus_TD is None else plus_TD.stride(0),
-        CHOICES=choices,
-        SHARED=num_shared,
-        CHANNELS=channels,
-        BLOCK=block,
-        **overlap(x_TD.device, rows=num_tokens),
-        num_warps=4,
-    )
+    _launch_sum(parts_RD, plus_TD, experts_TK if partial else None, out_TD, choices=choices)
     return out_TD
 
 
@@ -349,6 +283,28 @@ def _launch_down(
         **overlap(gated_RI.device, rows=num_tokens),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+    )
+
+
+def _launch_sum(
+    parts_RD: Tensor, plus_TD: Tensor | None, experts_TK: Tensor | None, out_TD: Tensor, *, choices: int
+) -> None:
+    """Adds up each token's parts and `plus_TD`. With `experts_TK`, parts of experts below 0 are left out."""
+    num_tokens, channels = out_TD.shape
+    block = min(triton.next_power_of_2(channels), 1024)
+    sum_choices[(num_tokens, triton.cdiv(channels, block))](
+        parts_RD,
+        plus_TD,
+        experts_TK,
+        out_TD,
+        num_tokens,
+        0 if plus_TD is None else plus_TD.stride(0),
+        CHOICES=choices,
+        SHARED=len(parts_RD) // num_tokens - choices,
+        CHANNELS=channels,
+        BLOCK=block,
+        **overlap(out_TD.device, rows=num_tokens),
+        num_warps=4,
     )
 
 

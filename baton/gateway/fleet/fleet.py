@@ -284,6 +284,12 @@ class Fleet(NodeTable):
         """Whether a node is still loading or is being reached for the first time."""
         return any(node.loading or node.never_connected for node in self.nodes())
 
+    def nodes_expected(self, now_s: float, *, within_s: float) -> bool:
+        """Whether a node may begin to serve soon: it loads, drains, or is being reached for the first time, or the last
+        node was lost or removed less than `within_s` ago and may be restarting."""
+        draining = any(node.reachable and node.status.draining for node in self.nodes())
+        return draining or self.nodes_load() or now_s - self._lost_at_s < within_s
+
     def serves(self) -> bool:
         """Whether a request could be served now."""
         if not self._generates:

@@ -4,7 +4,7 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import NamedTuple
 
-from baton.core.errors import LOGITS_FIELD, BatonError, DataLoss, InternalError, NoNode, Overloaded
+from baton.core.errors import LOGITS_FIELD, BatonError, DataLoss, Draining, InternalError, NoNode, Overloaded
 from baton.core.kv_entries import KeptPrefix
 from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Path, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
@@ -59,6 +59,7 @@ class NodeChoice:
         self._prompt = prompt
         self._session_id = session_id
         self._policy, self._objective = rules.local_policy, rules.objective
+        self._wait_s = rules.failover_wait_s
         # Under `prefer` and `elastic`, the last attempt is a prefill on the decode node.
         self._max_calls = {
             LocalPolicy.STRICT: rules.max_attempts,
@@ -76,7 +77,7 @@ class NodeChoice:
     ) -> tuple[FleetNode, Placement] | None:
         """Chooses the next node to decode the request, and where the prompt is prefilled.
 
-        Returns None if the request must wait for a node: it has begun, nodes are loading, or pairs are being connected.
+        Returns None if the request must wait for a node: it has begun, or nodes or pairs are expected.
 
         Args:
             num_tokens: length of prompt and output so far.
@@ -91,8 +92,11 @@ class NodeChoice:
             node = self._fleet.decoding_node(placement.decode)
             self._fleet.breakers.chosen(node.incarnation, now_s)
             return node, placement
+        drains = False
         for refusal in self._refusals.values():
-            if not begun or refusal.ends_a_begun_request:
+            if isinstance(refusal.error, Draining):
+                drains = True  # the node may restart
+            elif not begun or refusal.ends_a_begun_request:
                 raise refusal.error
         if self._resumed_revision and not self._fleet.may_have(self._resumed_revision, self._adapter):
             begun_with = answer_revision(self._resumed_revision, self._adapter)
@@ -104,7 +108,8 @@ class NodeChoice:
                 cure="send the request again from its beginning",
             )
         pairing = self._policy is LocalPolicy.STRICT and self._fleet.pairs_under_way()
-        if not begun and not pairing and not self._fleet.nodes_load():
+        expected = drains or pairing or self._fleet.nodes_expected(now_s, within_s=self._wait_s)
+        if not begun and not expected:
             why = self._fleet.explain()
             if self._adapter is not None:
                 why = f"{nodes_with(self._adapter, self._fleet.nodes())}; {why}"

@@ -127,7 +127,7 @@ def test_a_session_stays_on_its_nodes_whichever_worker_serves_it(memory: Memory)
 def test_nodes_that_are_gone_do_not_count(memory: Memory) -> None:
     one, other = worker(0, memory), worker(1, memory)
     first = place(one, "session")
-    other.remove(DECODE, first)
+    other.remove(DECODE, first, 0.0)
     assert place(other, "session") != first
 
 

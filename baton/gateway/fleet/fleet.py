@@ -11,6 +11,7 @@ from baton.core.types import AdapterRef, LocalPolicy
 from baton.gateway.core.request import Request
 from baton.gateway.core.shared_sends import SharedSends
 from baton.gateway.core.shared_sessions import SharedSessions
+from baton.gateway.fleet import explanation
 from baton.gateway.fleet.adapters import serving_adapters
 from baton.gateway.fleet.affinity import Affinity, OwnAffinity, SharedAffinity
 from baton.gateway.fleet.fleet_node import FleetNode, settled
@@ -27,6 +28,7 @@ from baton.gateway.fleet.shortlist import ALL_UP_TO, Candidates, shortlist
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.convert_node import ranks_from_proto
 
+_CURE = "see `baton status`, and try again"
 _COSTS_EACH_S = 0.1  # nodes report about as often
 _COSTS_EACH_NODE_S = 1e-3  # in a large cluster: an update takes 40 us for each node
 
@@ -321,10 +323,12 @@ class Fleet(NodeTable):
         )
 
     def explain(self) -> str:
-        """Says for each node why it cannot be chosen; lists only the loading nodes while there are any."""
-        nodes = list(self.nodes())
-        nodes = [node for node in nodes if node.loading] or nodes
-        return "; ".join(node.explain() for node in nodes) or "no node address is known"
+        """Says why requests cannot be served, for clients."""
+        return explanation.explain(list(self.nodes()))
+
+    def cure(self) -> str:
+        """What to do so that requests can be served, for clients."""
+        return "; ".join(filter(None, (explanation.cure(list(self.nodes())), _CURE)))
 
     def loads(self) -> list[operations_pb2.NodeLoad]:
         """The load of each reachable node."""

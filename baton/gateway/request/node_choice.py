@@ -18,7 +18,6 @@ from baton.gateway.request.attempt import Attempt
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.revisions import answer_revision
 
-_CURE = "see `baton status`, and try again"
 _RETRY_S = 1.0
 _RETRY_LOADING_S = 5.0  # a start takes seconds to minutes
 
@@ -113,7 +112,7 @@ class NodeChoice:
             why = self._fleet.explain()
             if self._adapter is not None:
                 why = f"{nodes_with(self._adapter, self._fleet.nodes())}; {why}"
-            raise NoNode(f"no node can take the request: {why}", cure=_CURE, retry_after_s=_RETRY_S)
+            raise NoNode(f"no node can take the request: {why}", cure=self._fleet.cure(), retry_after_s=_RETRY_S)
         return None
 
     def _place(self, wanted: RoutedRequest, now_s: float) -> Placement | None:
@@ -165,7 +164,8 @@ class NodeChoice:
         return prefill.incarnation
 
     def no_prefill_node(self) -> NoNode:
-        return NoNode(f"no prefill node is left: {self._fleet.explain()}", retry_after_s=1.0)
+        what = f"no prefill node is left: {self._fleet.explain()}"
+        return NoNode(what, cure=self._fleet.cure(), retry_after_s=_RETRY_S)
 
     def no_decode_node(self, failures: str, waited_s: float) -> NoNode:
         """The error of a request that has waited for a node; `failures` lists its failures so far."""
@@ -173,7 +173,7 @@ class NodeChoice:
             return no_node(self._fleet)
         beginning = f"{failures}, and no other node" if failures else "no pair of nodes"
         what = f"{beginning} came within {waited_s:.3g} s: {self._fleet.explain()}"
-        return NoNode(what, cure=_CURE, retry_after_s=_RETRY_S)
+        return NoNode(what, cure=self._fleet.cure(), retry_after_s=_RETRY_S)
 
     def refused(self, node: FleetNode, error: BatonError) -> None:
         """Records that the node refused to decode the request, so that it is not chosen again."""
@@ -230,7 +230,7 @@ class NodeChoice:
 def no_node(fleet: Fleet) -> NoNode:
     """The error of a request for which no node is ready."""
     retry_after_s = _RETRY_LOADING_S if fleet.nodes_load() else _RETRY_S
-    return NoNode(f"no node is ready: {fleet.explain()}", cure=_CURE, retry_after_s=retry_after_s)
+    return NoNode(f"no node is ready: {fleet.explain()}", cure=fleet.cure(), retry_after_s=retry_after_s)
 
 
 def prefill_failure(attempt: Attempt, error: BatonError) -> BatonError:

@@ -264,7 +264,8 @@ class FleetNode:
         works = has_requests(status)
         if started:
             self.refused, self.costs = frozenset(), NodeCosts(self.costs.typical)
-            self.second_token = SecondTokenDelay()
+            shared = None if self._sends is None else self._sends.learned
+            self.second_token = SecondTokenDelay(status.info.incarnation, shared)
         self.costs.report(
             self._costs_of(status, "step_costs", None if started else self.costs.reported),
             self._costs_of(status, "step_profile", None if started else self.costs.profile),

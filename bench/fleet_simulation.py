@@ -220,7 +220,7 @@ class SimulatedGateway:
 
     def lost(self, address: str) -> None:
         with self.computing():
-            self.fleet.lost(self._roles[address], address, "it was restarted")
+            self.fleet.lost(self._roles[address], address, "it was restarted", self.cluster.clock.now_s)
 
     def _check(self) -> None:
         if not self.alive:

@@ -45,7 +45,8 @@ CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
     errors.NoNode: (
         "No node can take the request: none is reachable, has loaded or is paired, too many nodes failed it, or none "
         "has the weights that began its answer.",
-        "`baton status` shows which nodes are loading or unreachable, and which pairs were refused and why. If the "
+        "The error says which nodes are loading or unreachable, and which pairs were refused, with the values that "
+        "differ and what to change. `baton status` shows all of them. If the "
         "weights of an answer are gone, send the request again from its beginning:"
         " [Upgrades](upgrades.md#other-weights).",
     ),

@@ -155,8 +155,8 @@ class GatewaySettings(CommonSettings):
     )
     failover_wait_s: float = internal(
         30.0,
-        "how long a request waits for a decode node: one that has begun when its own was lost, a new one while nodes "
-        "load",
+        "how long a request waits for a node: one that has begun when its own was lost, a new one while nodes load or "
+        "drain, or were lost no longer ago",
     )
     prefill_stall_s: float = internal(10.0, "a prefill that reports no progress for that long is started again")
     decode_stall_s: float = internal(30.0, "a decode node that sends nothing for that long counts as lost")

@@ -184,6 +184,21 @@ async def until_remote(gateway: Process, prompt: list[int], reference: Reference
                 return
 
 
+async def test_a_new_strict_request_waits_while_the_only_prefill_node_restarts(
+    start: Machines, reference: Reference, prompts: list[list[int]]
+) -> None:
+    lasting = {**NODE, "listen": free_address()}
+    prefill, decode = start.nodes(("prefill", lasting), ("decode", NODE))
+    gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict", failover_wait_s=DEADLINE_S)
+    assert await asyncio.to_thread(start.end, prefill) == 0
+    request = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
+    (again,) = await asyncio.to_thread(start.nodes, ("prefill", lasting))
+    result = await request
+    assert result.token_ids == reference.greedy(prompts[0], 12).token_ids
+    assert result.proof.path is RequestPath.REMOTE
+    await until_released(again, decode)
+
+
 async def test_a_restarted_prefill_node_is_another_peer(
     start: Machines, reference: Reference, prompts: list[list[int]]
 ) -> None:

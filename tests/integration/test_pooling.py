@@ -180,7 +180,7 @@ async def test_a_killed_prefill_node_costs_no_request(embedding: tuple[Path, Any
     flags = {"model": directory, **NODE}
     (lost,) = start.nodes(("prefill", flags), paused_engine=["prefill"])
     (kept,) = start.nodes(("prefill", flags))
-    gateway = start.gateway([lost, kept], [], model=directory)
+    gateway = start.gateway([lost, kept], [], model=directory, failover_wait_s=0.5)
     body = {"input": [f"text {index}" for index in range(60)], "baton": {"receipt": True}}
     asking = [asyncio.create_task(asyncio.to_thread(post, gateway, "/v1/embeddings", body)) for _ in range(4)]
     await until_status(lost, lambda status: status.requests_running + status.requests_waiting > 0)

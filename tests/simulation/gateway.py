@@ -334,7 +334,7 @@ class GatewayProcess:
             self._lose(role, address, "it ended the stream" if error is None else str(error))
 
     def _lose(self, role: Role, address: str, reason: str) -> None:
-        self._apply(self.fleet.lost(role, address, reason))
+        self._apply(self.fleet.lost(role, address, reason, self.world.clock.now_s))
         watch = self._watches[address]
         if not watch.over:
             watch.over = True

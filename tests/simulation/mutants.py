@@ -293,8 +293,8 @@ def _keeps_dead_peers(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_sessions_with_prefill_nodes(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: Fleet, role: Role, address: str, reason: str) -> list[FleetCommand]:
-        commands = lost(self, role, address, reason)
+    def mutated(self: Fleet, role: Role, address: str, reason: str, now_s: float) -> list[FleetCommand]:
+        commands = lost(self, role, address, reason, now_s)
         return commands if role == node_status_pb2.ROLE_DECODE else []
 
     lost = Fleet.lost

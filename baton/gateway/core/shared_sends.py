@@ -1,4 +1,5 @@
-"""What the processes of one gateway have sent to each node, in memory that all of them share.
+"""What the processes of one gateway have sent to each node, and what they have learned from it, in memory that all of
+them share.
 
 A node's status tells a process what the node had when it sent the status. A process knows what it has sent since then;
 from here it knows what the others have sent, so that two of them do not choose the same idle node.
@@ -12,6 +13,7 @@ from typing import NamedTuple
 _NUMBER_BYTES = 8
 _ENTRIES = 1 << 14  # each node that was ever listed has one, in each role in which it was used
 _PROBES = 64
+_LEARNED = 4  # columns for what all processes learn about a node; see `NodeSends.learned`
 _COLUMNS = 3  # of each process
 
 
@@ -35,12 +37,16 @@ class NodeSends:
     """What was sent to one node. Each process writes only its own numbers, and the version.
 
     Args:
-        numbers: the version, then the numbers of each process.
+        numbers: what was learned, then the version, then the numbers of each process.
         row: index of this process.
+
+    Attributes:
+        learned: fractions that all processes write; their meaning is that of `baton.gateway.fleet.second_token`.
     """
 
     def __init__(self, numbers: memoryview, row: int) -> None:
-        self._numbers = numbers
+        self.learned = numbers[:_LEARNED].cast("B").cast("d")
+        self._numbers = numbers[_LEARNED:]
         self._own = 1 + row * _COLUMNS
 
     @property
@@ -100,7 +106,7 @@ class SharedSends:
 
 
 def _width(rows: int) -> int:
-    return 2 + rows * _COLUMNS  # key and version
+    return 2 + _LEARNED + rows * _COLUMNS  # key and version
 
 
 def _bytes(rows: int) -> int:

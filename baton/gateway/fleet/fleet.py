@@ -11,15 +11,17 @@ from baton.core.types import AdapterRef, LocalPolicy
 from baton.gateway.core.request import Request
 from baton.gateway.core.shared_sends import SharedSends
 from baton.gateway.core.shared_sessions import SharedSessions
+from baton.gateway.fleet import explanation
 from baton.gateway.fleet.adapters import serving_adapters
 from baton.gateway.fleet.affinity import Affinity, OwnAffinity, SharedAffinity
+from baton.gateway.fleet.cached_tokens import CachedTokens
 from baton.gateway.fleet.fleet_node import FleetNode, settled
 from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.pair_choice import Candidate, choose_pairs
 from baton.gateway.fleet.placement import Placement, Route, place
-from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS, with_possible_pull, with_shared_read
+from baton.gateway.fleet.possible_pulls import MUCH_MORE_TOKENS
 from baton.gateway.fleet.prompt_lengths import PromptLengths
 from baton.gateway.fleet.route_overheads import LearnedOverheads
 from baton.gateway.fleet.router import RoutedRequest, least_pooling, pick_prefill, usable_prefills
@@ -27,26 +29,9 @@ from baton.gateway.fleet.shortlist import ALL_UP_TO, Candidates, shortlist
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.convert_node import ranks_from_proto
 
+_CURE = "see `baton status`, and try again"
 _COSTS_EACH_S = 0.1  # nodes report about as often
 _COSTS_EACH_NODE_S = 1e-3  # in a large cluster: an update takes 40 us for each node
-
-
-class CachedTokens(dict[str, int]):
-    """Number of cached prompt tokens of nodes, by address.
-
-    Attributes:
-        outside: of these, the last ones, which the node must load from host memory first.
-        below: of these in turn, those that it must read from files or a shared store before.
-        most: of the nodes whose KV is of one kind, the one that has most, and its tokens.
-        shared: of the nodes that share a store, the tokens of the one that has most: others may read them there.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outside: dict[str, int] = {}
-        self.below: dict[str, int] = {}
-        self.most: dict[tuple[object, ...], tuple[int, FleetNode]] = {}
-        self.shared: dict[bytes, int] = {}
 
 
 class Fleet(NodeTable):
@@ -117,8 +102,8 @@ class Fleet(NodeTable):
         self, wanted: RoutedRequest, candidates: Candidates, cached: CachedTokens, now_s: float
     ) -> Placement | None:
         decoding = [*candidates.decodes, *(node for node in candidates.prefills if node.also_decodes)]
-        decodes = [_pulling(_at(node.decode_view(), cached, node, now_s), node, cached) for node in decoding]
-        prefills = [self._prefill_view(node, cached, now_s) for node in candidates.prefills]
+        decodes = [cached.pulling_view(node.decode_view(), node, now_s) for node in decoding]
+        prefills = [cached.pulling_view(node.view(), node, now_s).computing for node in candidates.prefills]
         return place(decodes, prefills, wanted)
 
     def _shortlist(self, wanted: RoutedRequest, cached: CachedTokens, now_s: float) -> Candidates:
@@ -147,7 +132,7 @@ class Fleet(NodeTable):
         partners = [node for node in self.prefills.values() if decode.incarnation in node.ready_peers]
         keeps = any(node.kept_kind is not None for node in partners)
         cached = self._cached_tokens(self.nodes() if keeps else partners, wanted)
-        views = [self._prefill_view(node, cached, now_s) for node in partners]
+        views = [cached.pulling_view(node.view(), node, now_s).computing for node in partners]
         first = [view for view in views if view.incarnation == placed]
         picked = pick_prefill(first, decode.view(), wanted) or pick_prefill(views, decode.view(), wanted)
         return None if picked is None else self._picked(self.prefills[picked.address], picked, wanted)
@@ -168,7 +153,7 @@ class Fleet(NodeTable):
         """Current views of all prefill nodes, each with the number of prompt tokens that it has cached."""
         self._update_costs(now_s)
         cached = self._cached_tokens(self.prefills.values(), wanted)
-        return [_at(node.view(), cached, node, now_s) for node in self.prefills.values()]
+        return [cached.view(node.view(), node, now_s) for node in self.prefills.values()]
 
     def _update_costs(self, now_s: float) -> None:
         """Updates the step costs of all nodes: costs of idle nodes age (`baton.gateway.fleet.node_costs`)."""
@@ -199,43 +184,7 @@ class Fleet(NodeTable):
             yield from self._index.look_ahead(request.blocks.numbers(identity, block_size))
 
     def _cached_tokens(self, nodes: Iterable[FleetNode], wanted: RoutedRequest) -> CachedTokens:
-        """Number of cached prompt tokens of each node, by address; nodes without any are left out."""
-        cached = CachedTokens()
-        if wanted.prompt is None:
-            return cached
-        kinds: dict[tuple[str, int], list[str]] = {}
-        for node in nodes:
-            if node.cache.known:
-                kinds.setdefault(node.cache_kind, []).append(node.address)
-        for (identity, block_size), addresses in kinds.items():
-            numbers = wanted.prompt.numbers(identity, block_size)
-            found = self._index.cached_blocks(numbers, addresses)
-            # The last token is always computed.
-            max_blocks = (wanted.num_tokens - 1) // block_size
-            found = {address: min(blocks, max_blocks) for address, blocks in found.items()}
-            for address, inside in self._index.blocks_inside(numbers, found).items():
-                cached[address] = found[address] * block_size
-                cached.outside[address] = (found[address] - inside) * block_size
-            for address, below in self._index.blocks_below(numbers, found).items():
-                cached.below[address] = below * block_size
-        self._note_most(cached)
-        return cached
-
-    def _note_most(self, cached: CachedTokens) -> None:
-        """Finds the nodes from which others may pull, and what a shared store is likely to have: nodes write to it what
-        they keep."""
-        for address, tokens in cached.items():
-            node = self.prefills.get(address) or self.decodes.get(address)
-            if node is None or node.kept_kind is None or not node.serves:
-                continue
-            if node.shared_store:
-                cached.shared[node.shared_store] = max(tokens, cached.shared.get(node.shared_store, 0))
-            if tokens > cached.most.get(node.kept_kind, (0, node))[0]:
-                cached.most[node.kept_kind] = tokens, node
-
-    def _prefill_view(self, node: FleetNode, cached: CachedTokens, now_s: float) -> NodeView:
-        """The view of a prefill node for one request, after the pull that it would begin."""
-        return _pulling(_at(node.view(), cached, node, now_s), node, cached).computing
+        return CachedTokens.find(self._index, nodes, wanted)
 
     def kept_elsewhere(self, node: FleetNode, wanted: RoutedRequest) -> KeptPrefix | None:
         """The node that has much more of a sequence than the one that is to compute it, and whose KV that one can use.
@@ -284,6 +233,12 @@ class Fleet(NodeTable):
         """Whether a node is still loading or is being reached for the first time."""
         return any(node.loading or node.never_connected for node in self.nodes())
 
+    def nodes_expected(self, now_s: float, *, within_s: float) -> bool:
+        """Whether a node may begin to serve soon: it loads, drains, or is being reached for the first time, or the last
+        node was lost or removed less than `within_s` ago and may be restarting."""
+        draining = any(node.reachable and node.status.draining for node in self.nodes())
+        return draining or self.nodes_load() or now_s - self._lost_at_s < within_s
+
     def serves(self) -> bool:
         """Whether a request could be served now."""
         if not self._generates:
@@ -315,10 +270,12 @@ class Fleet(NodeTable):
         )
 
     def explain(self) -> str:
-        """Says for each node why it cannot be chosen; lists only the loading nodes while there are any."""
-        nodes = list(self.nodes())
-        nodes = [node for node in nodes if node.loading] or nodes
-        return "; ".join(node.explain() for node in nodes) or "no node address is known"
+        """Says why requests cannot be served, for clients."""
+        return explanation.explain(list(self.nodes()))
+
+    def cure(self) -> str:
+        """What to do so that requests can be served, for clients."""
+        return "; ".join(filter(None, (explanation.cure(list(self.nodes())), _CURE)))
 
     def loads(self) -> list[operations_pb2.NodeLoad]:
         """The load of each reachable node."""
@@ -351,21 +308,3 @@ class Fleet(NodeTable):
             report.status.peers.extend(node.peers.values())
             reports.append(report)
         return reports
-
-
-def _at(view: NodeView, cached: CachedTokens, node: FleetNode, now_s: float) -> NodeView:
-    """One of the node's views for one request: with its cached tokens, and with its queue and hand-overs now."""
-    if tokens := cached.get(view.address):
-        view = view.with_cached(tokens, cached.outside[view.address], cached.below.get(view.address, 0))
-    return view.with_queue(node.queue_s(now_s), second_token_s=node.second_token.at(now_s))
-
-
-def _pulling(view: NodeView, node: FleetNode, cached: CachedTokens) -> NodeView:
-    """The node's view with the pull that it would begin if it computed the prompt, or with the read from a shared
-    store, which it searches before."""
-    if node.shared_store:
-        view = with_shared_read(view, cached.shared.get(node.shared_store, 0))
-    if view.pull is not None or node.kept_kind is None or node.kept_kind not in cached.most:
-        return view
-    most, source = cached.most[node.kept_kind]
-    return view if source is node else with_possible_pull(view, most, source.name)

@@ -34,7 +34,6 @@ from baton.gateway.fleet.pair_choice import Candidate
 from baton.gateway.fleet.prediction import prompt_s
 from baton.gateway.fleet.second_token import SecondTokenDelay
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.convert import role_name
 from baton.rpc.convert_node import costs_from_proto, describe_loading
 from baton.rpc.revisions import revision_of
 
@@ -265,7 +264,8 @@ class FleetNode:
         works = has_requests(status)
         if started:
             self.refused, self.costs = frozenset(), NodeCosts(self.costs.typical)
-            self.second_token = SecondTokenDelay()
+            shared = None if self._sends is None else self._sends.learned
+            self.second_token = SecondTokenDelay(status.info.incarnation, shared)
         self.costs.report(
             self._costs_of(status, "step_costs", None if started else self.costs.reported),
             self._costs_of(status, "step_profile", None if started else self.costs.profile),
@@ -343,22 +343,6 @@ class FleetNode:
             self._view = None
         self.costs.still(works=has_requests(self.status), now_s=now_s)
         self._backlog.reported(seconds_of(self.status.backlog_s), now_s)
-
-    def explain(self) -> str:
-        """Says why the node is not chosen for a request."""
-        name = self.status.info.name or f"a {role_name(self.role)} node"  # clients see no addresses
-        if self.loading:
-            return f"{name} is {self.detail}"
-        if self.detail:
-            return f"{name} cannot be used ({self.detail})"
-        if self.status.draining:
-            return f"{name} is draining"
-        refused = [
-            f"{peer.name} refused ({', '.join(item.field for item in peer.mismatches)})"
-            for peer in self.peers.values()
-            if peer.mismatches
-        ]
-        return f"{name}: {', '.join(refused)}" if refused else f"{name} is available"
 
 
 def settled(prefill: FleetNode, decode: FleetNode) -> bool:

@@ -84,6 +84,7 @@ class NodeTable:
         self._choices = count(1)  # numbers the choices of nodes
         self._sends: SharedSends | None = None
         self._costs_at_s = -inf  # time of the last comparison of the nodes' costs
+        self._lost_at_s = -inf  # time when the last node was lost or removed
 
     def nodes(self) -> Iterator[FleetNode]:
         yield from self.prefills.values()
@@ -99,10 +100,19 @@ class NodeTable:
         node = self._of(role)[address] = FleetNode(role, address, listed, self._choices, sends)
         return node
 
-    def remove(self, role: Role, address: str) -> None:
+    def remove(self, role: Role, address: str, now_s: float) -> None:
+        self._note_loss(self._of(role)[address], now_s)
+        self._drop(role, address)
+
+    def _drop(self, role: Role, address: str) -> None:
         self.breakers.forget(self._of(role).pop(address).incarnation)
         self._index.forget(address)
         self._copies.forget(role, address)
+
+    def _note_loss(self, node: FleetNode, now_s: float) -> None:
+        """Notes that the node goes now, unless it was lost before."""
+        if node.reachable or node.loading:
+            self._lost_at_s = now_s
 
     def status_received(
         self, role: Role, address: str, status: node_status_pb2.NodeStatus, now_s: float
@@ -159,12 +169,13 @@ class NodeTable:
         self._unconfirmed.pop(address, None)
         return commands
 
-    def lost(self, role: Role, address: str, reason: str) -> list[FleetCommand]:
+    def lost(self, role: Role, address: str, reason: str, now_s: float) -> list[FleetCommand]:
         """Marks a silent or disconnected node as unreachable until its next status.
 
         If the node had another role than its list, it is next expected in the list's role, as after a restart.
         """
         node = self._of(role)[address]
+        self._note_loss(node, now_s)
         if node.role != node.listed:
             return self._lost_in_other_role(node, reason)
         commands: list[FleetCommand] = []
@@ -241,7 +252,7 @@ class NodeTable:
 
     def _move(self, node: FleetNode, role: Role, detail: str) -> FleetNode:
         """Moves the node to the other role's table, where it is unreachable until its next status."""
-        self.remove(node.role, node.address)
+        self._drop(node.role, node.address)
         moved = self._add(role, node.address, listed=node.listed)
         moved.detail, moved.retired = detail, node.retired
         return moved

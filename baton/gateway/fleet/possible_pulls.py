@@ -1,6 +1,6 @@
 """Predicts which pull of KV a node would begin if it computed a prompt, and at what price. Pure.
 
-`baton.gateway.fleet.fleet` and the simulation of `baton plan` both choose nodes by it.
+`baton.gateway.fleet.cached_tokens` and the simulation of `baton plan` both choose nodes by it.
 """
 
 from baton.core.kv_entries import ENTRY_TOKENS

@@ -30,27 +30,36 @@ class SecondTokenDelay:
     """Time from the arrival of the first token at a gateway to that of the second one, from one decode node.
 
     It is a quantile of the delays, so a few that were much longer hardly change it.
+
+    Args:
+        incarnation: of the node. What was learned from another one is forgotten.
+        memory: four numbers that all processes of the gateway share, so that one hand-over teaches all. If two of them
+            learn at the same moment, one hand-over may not count. None: there is one process.
     """
 
-    def __init__(self) -> None:
-        self._seconds = self._shown_s = 0.0
-        self._count = 0  # of hand-overs, up to `_FIRST`
+    def __init__(self, incarnation: int = 0, memory: "memoryview[float] | None" = None) -> None:
+        # The incarnation, the delay, the time of the last hand-over, and the number of hand-overs up to `_FIRST`.
+        self._memory: list[float] | memoryview[float] = [0.0] * 4 if memory is None else memory
+        if self._memory[0] != float(incarnation):
+            for column, number in enumerate((float(incarnation), 0.0, 0.0, 0.0)):
+                self._memory[column] = number
 
     def at(self, now_s: float) -> float:
         """The delay as it is known now; 0 if none was seen. It fades without hand-overs."""
-        return float(self._seconds * 0.5 ** (max(0.0, now_s - self._shown_s) / _HALF_LIFE_S))
+        _, seconds, shown_s, _ = self._memory
+        return float(seconds * 0.5 ** (max(0.0, now_s - shown_s) / _HALF_LIFE_S))
 
     def add(self, delay_s: float, now_s: float) -> None:
         """Records the delay of one hand-over; 0 if the second token came first."""
-        present_s = self.at(now_s)
-        self._shown_s = now_s
-        if self._count < _FIRST:
-            self._seconds = min(delay_s, present_s if self._count else _DELAY_S_MAX)
-            self._count += 1
+        present_s, count = self.at(now_s), self._memory[3]
+        self._memory[2] = now_s
+        if count < _FIRST:
+            self._memory[1] = min(delay_s, present_s if count else _DELAY_S_MAX)
+            self._memory[3] = count + 1
             return
         step_s = 2 * max(_STEP_S, _STEP_SHARE * present_s)
         found_s = present_s + (_EARLIER * step_s if delay_s > present_s else (_EARLIER - 1) * step_s)
-        self._seconds = min(max(0.0, found_s), _DELAY_S_MAX)
+        self._memory[1] = min(max(0.0, found_s), _DELAY_S_MAX)
 
 
 def longest_gap_s(plain_s: float, slo: Slo, objective: Objective) -> float:

@@ -3,11 +3,12 @@
 Bodies check types; `baton.gateway.serving` checks ranges for all APIs. A body's own declaration of a parameter wins.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, create_model
 
+from baton.core.errors import InvalidRequest
 from baton.core.sampling import SAMPLING_FIELDS
 from baton.core.sampling_field import U32_MAX, U64_MAX, Door, Kind, SamplingField
 from baton.gateway.http.checking import U32, Items, M, Model, Stops, at_most
@@ -39,11 +40,26 @@ def fill_sampling(sampling: common_pb2.SamplingParams, body: Model, door: Door) 
         if field.kind is Kind.TEXTS:
             getattr(sampling, field.name).extend([value] if isinstance(value, str) else value)
         elif field.kind is Kind.BIASES:
-            getattr(sampling, field.name).update({int(token_id): bias for token_id, bias in value.items()})
+            getattr(sampling, field.name).update(_biases(field.name_at(door), value))
         elif field.kind is Kind.TOKENS:
             getattr(sampling, field.name).extend(value)
         else:
             setattr(sampling, field.name, value if field.lenient is None else field.lenient.read(value))
+
+
+def _biases(name: str, given: Mapping[str, float]) -> dict[int, float]:
+    """The biases by token.
+
+    Raises:
+        InvalidRequest: two keys name one token, such as "5" and "05".
+    """
+    keys: dict[int, str] = {}
+    for key in given:
+        first = keys.setdefault(int(key), key)
+        if first != key:
+            what = f"{name} has the token {int(key)} twice, as {first!r} and {key!r}"
+            raise InvalidRequest(what, field=f"{name}.{key}", cure="give each token once")
+    return {token_id: given[key] for token_id, key in keys.items()}
 
 
 def _json_type(field: SamplingField) -> Any:

@@ -83,8 +83,8 @@ class Attempts:
     def begin(self) -> None:
         """Submits the request to a node that decodes, or waits for one. Has no effect during a pause.
 
-        A begun request waits for a node and its client gets a notice. A new request waits only while nodes load or
-        pairs are being connected.
+        A begun request waits for a node and its client gets a notice. A new request waits only while nodes are expected
+        or pairs are being connected.
 
         Raises:
             BatonError: there is no node for a new request, or all nodes have refused it.

@@ -280,7 +280,7 @@ class Connections:
         watch.cancel()
         await asyncio.wait([watch])
         del self._clients[member.role][member.address]
-        self.fleet.remove(member.role, member.address)
+        self.fleet.remove(member.role, member.address, self._now_s())
         await client.close()
 
     # ---- what nodes send
@@ -290,7 +290,7 @@ class Connections:
         self._notify()
 
     def _lost(self, role: Role, address: str, reason: str) -> None:
-        self._execute(self.fleet.lost(role, address, reason))
+        self._execute(self.fleet.lost(role, address, reason, self._now_s()))
         self._notify()
 
     def _execute(self, commands: Iterable[FleetCommand | PairingCommand]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import NamedTuple
 
-from baton.core.errors import LOGITS_FIELD, BatonError, DataLoss, InternalError, NoNode, Overloaded
+from baton.core.errors import LOGITS_FIELD, BatonError, DataLoss, Draining, InternalError, NoNode, Overloaded
 from baton.core.kv_entries import KeptPrefix
 from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Path, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
@@ -18,7 +18,6 @@ from baton.gateway.request.attempt import Attempt
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.revisions import answer_revision
 
-_CURE = "see `baton status`, and try again"
 _RETRY_S = 1.0
 _RETRY_LOADING_S = 5.0  # a start takes seconds to minutes
 
@@ -59,6 +58,7 @@ class NodeChoice:
         self._prompt = prompt
         self._session_id = session_id
         self._policy, self._objective = rules.local_policy, rules.objective
+        self._wait_s = rules.failover_wait_s
         # Under `prefer` and `elastic`, the last attempt is a prefill on the decode node.
         self._max_calls = {
             LocalPolicy.STRICT: rules.max_attempts,
@@ -76,7 +76,7 @@ class NodeChoice:
     ) -> tuple[FleetNode, Placement] | None:
         """Chooses the next node to decode the request, and where the prompt is prefilled.
 
-        Returns None if the request must wait for a node: it has begun, nodes are loading, or pairs are being connected.
+        Returns None if the request must wait for a node: it has begun, or nodes or pairs are expected.
 
         Args:
             num_tokens: length of prompt and output so far.
@@ -91,8 +91,11 @@ class NodeChoice:
             node = self._fleet.decoding_node(placement.decode)
             self._fleet.breakers.chosen(node.incarnation, now_s)
             return node, placement
+        drains = False
         for refusal in self._refusals.values():
-            if not begun or refusal.ends_a_begun_request:
+            if isinstance(refusal.error, Draining):
+                drains = True  # the node may restart
+            elif not begun or refusal.ends_a_begun_request:
                 raise refusal.error
         if self._resumed_revision and not self._fleet.may_have(self._resumed_revision, self._adapter):
             begun_with = answer_revision(self._resumed_revision, self._adapter)
@@ -104,11 +107,12 @@ class NodeChoice:
                 cure="send the request again from its beginning",
             )
         pairing = self._policy is LocalPolicy.STRICT and self._fleet.pairs_under_way()
-        if not begun and not pairing and not self._fleet.nodes_load():
+        expected = drains or pairing or self._fleet.nodes_expected(now_s, within_s=self._wait_s)
+        if not begun and not expected:
             why = self._fleet.explain()
             if self._adapter is not None:
                 why = f"{nodes_with(self._adapter, self._fleet.nodes())}; {why}"
-            raise NoNode(f"no node can take the request: {why}", cure=_CURE, retry_after_s=_RETRY_S)
+            raise NoNode(f"no node can take the request: {why}", cure=self._fleet.cure(), retry_after_s=_RETRY_S)
         return None
 
     def _place(self, wanted: RoutedRequest, now_s: float) -> Placement | None:
@@ -160,7 +164,8 @@ class NodeChoice:
         return prefill.incarnation
 
     def no_prefill_node(self) -> NoNode:
-        return NoNode(f"no prefill node is left: {self._fleet.explain()}", retry_after_s=1.0)
+        what = f"no prefill node is left: {self._fleet.explain()}"
+        return NoNode(what, cure=self._fleet.cure(), retry_after_s=_RETRY_S)
 
     def no_decode_node(self, failures: str, waited_s: float) -> NoNode:
         """The error of a request that has waited for a node; `failures` lists its failures so far."""
@@ -168,7 +173,7 @@ class NodeChoice:
             return no_node(self._fleet)
         beginning = f"{failures}, and no other node" if failures else "no pair of nodes"
         what = f"{beginning} came within {waited_s:.3g} s: {self._fleet.explain()}"
-        return NoNode(what, cure=_CURE, retry_after_s=_RETRY_S)
+        return NoNode(what, cure=self._fleet.cure(), retry_after_s=_RETRY_S)
 
     def refused(self, node: FleetNode, error: BatonError) -> None:
         """Records that the node refused to decode the request, so that it is not chosen again."""
@@ -225,7 +230,7 @@ class NodeChoice:
 def no_node(fleet: Fleet) -> NoNode:
     """The error of a request for which no node is ready."""
     retry_after_s = _RETRY_LOADING_S if fleet.nodes_load() else _RETRY_S
-    return NoNode(f"no node is ready: {fleet.explain()}", cure=_CURE, retry_after_s=retry_after_s)
+    return NoNode(f"no node is ready: {fleet.explain()}", cure=fleet.cure(), retry_after_s=retry_after_s)
 
 
 def prefill_failure(attempt: Attempt, error: BatonError) -> BatonError:

@@ -192,7 +192,7 @@ class PoolClient:
             )
 
     async def _choose(self, batch: PoolBatch, attempts: PoolAttempts) -> FleetNode:
-        """Chooses the next node, and waits for one while nodes load or after one was lost.
+        """Chooses the next node, and waits for one while nodes are expected or after one was lost.
 
         Raises:
             BatonError: there is none.
@@ -200,7 +200,8 @@ class PoolClient:
         if (node := self._pick(batch, attempts)) is not None:
             return self._sent(node, batch)
         waits = attempts.last is None or isinstance(attempts.last, _FAILURES)
-        if waits and (self._fleet.nodes_load() or attempts.last is not None):
+        expected = self._fleet.nodes_expected(monotonic(), within_s=self._wait_s)
+        if waits and (expected or attempts.last is not None):
             found: list[FleetNode] = []
 
             def comes() -> bool:

@@ -63,8 +63,8 @@ class SmallFleet(Fleet):
         reported.info.also_decodes = self._also_decode
         return self.status_received(PREFILL, address, reported, now_s)
 
-    def lose(self, address: str, reason: str = "gone") -> list[FleetCommand]:
-        return self.lost(DECODE if address.startswith("d") else PREFILL, address, reason)
+    def lose(self, address: str, reason: str = "gone", now_s: float = 0.0) -> list[FleetCommand]:
+        return self.lost(DECODE if address.startswith("d") else PREFILL, address, reason, now_s)
 
 
 def decoding_node(fleet: Fleet, wanted: RoutedRequest) -> FleetNode | None:

@@ -75,7 +75,7 @@ class Served:
         commands = self.machine.handle(events, self.now_s)
         for command in commands:
             if isinstance(command, LoseNode):
-                self.fleet.lost(command.role, command.address, command.reason)
+                self.fleet.lost(command.role, command.address, command.reason, self.now_s)
         self.commands += commands
         return commands
 
@@ -92,7 +92,7 @@ class Served:
 
     def session_lost(self, attempt: int = 1) -> list[Command]:
         """Loses a node as the shell does: the fleet is updated first."""
-        self.fleet.lose(f"d{min(attempt, len(self.fleet.decodes))}")
+        self.fleet.lose(f"d{min(attempt, len(self.fleet.decodes))}", now_s=self.now_s)
         return self.handle(SessionLost(attempt, "gone"))
 
     @property

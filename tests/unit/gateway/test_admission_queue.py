@@ -1,10 +1,11 @@
 """Requests that wait at a gateway whose nodes are full, between real gRPC connections."""
 
 import asyncio
+from time import monotonic
 
 import pytest
 
-from baton.core.errors import Cancelled, NoNode, Overloaded
+from baton.core.errors import Cancelled, Overloaded
 from baton.gateway.request.connections import Connections
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.model import ServedModel
@@ -116,19 +117,29 @@ async def test_a_broken_node_is_no_room_while_another_one_serves(running: Runnin
     assert [node.load for node in room._look_at_nodes(now_s).decodes] == [5]
 
 
-async def test_a_request_is_refused_at_once_when_waiting_cannot_help(model: ServedModel) -> None:
-    """The decode node is full, and the only prefill node, without which nothing may be decoded, is gone."""
+async def test_requests_leave_the_queue_to_wait_for_a_lost_node(model: ServedModel) -> None:
+    """The decode node is full, and the only prefill node, without which nothing may be decoded, restarts."""
     async with scripted_nodes(model.identity) as (prefill, decode):
         nodes = ["--prefill", prefill.address, "--decode", decode.address]
-        settings = settings_of(*nodes, "--local-policy", "strict", "--max-queue-s", "3600")
+        settings = settings_of(*nodes, "--local-policy", "strict", "--max-queue-s", "3600", failover_wait_s=3600.0)
         async with Connections(settings, model) as connections:
             await asyncio.wait_for(connections.until_serves(), BOUND_S)
             running = Running(Serving(settings, model, connections), connections, prefill, decode)
             report(running, requests=4)
-            waits = running.generate(Client())
+            requests = [running.generate(Client())]
             await until_waiting(running, 1)
-            connections.fleet.lost(node_status_pb2.ROLE_PREFILL, prefill.address, "gone")
-            for request in (waits, running.generate(Client())):
-                with pytest.raises(NoNode, match="no node can take the request"):
-                    await asyncio.wait_for(request, BOUND_S)
+            status = node_status_pb2.NodeStatus()
+            status.CopyFrom(connections.fleet.prefills[prefill.address].status)
+            connections.fleet.lost(node_status_pb2.ROLE_PREFILL, prefill.address, "gone", monotonic())
+            requests.append(running.generate(Client()))
+            async with asyncio.timeout(BOUND_S):
+                while len(running.serving._admission_queue._outputs) != len(requests):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
             assert waiting(running.serving) == 0
+            assert decode.received.empty()
+            connections._status_received(node_status_pb2.ROLE_PREFILL, prefill.address, status)
+            for _ in requests:
+                await decode.submission()
+            for request in requests:
+                request.cancel()
+            await asyncio.wait(requests)

@@ -31,7 +31,7 @@ def test_a_node_is_used_from_its_first_status_until_it_is_lost() -> None:
     assert decoding_node(fleet, WANTED) is node
     assert lines(fleet.status_received(DECODE, "d1", status(DECODE, 21), 2.0)) == []
     assert node.last_message_at_s == 1.0  # it only repeats itself
-    assert fleet.lost(DECODE, "d1", "it ended the stream") == [
+    assert fleet.lost(DECODE, "d1", "it ended the stream", 0.0) == [
         LogLine("node-21: lost, it ended the stream", warning=True),
         DropSession(DECODE, "d1", "it ended the stream"),
     ]
@@ -43,8 +43,10 @@ def test_a_node_is_used_from_its_first_status_until_it_is_lost() -> None:
 def test_a_node_that_never_answered_is_named_once() -> None:
     fleet = Fleet(MODEL, 1000, LocalPolicy.PREFER)
     fleet.add(PREFILL, "p1")
-    assert lines(fleet.lost(PREFILL, "p1", "Connection refused")) == ["p1: unreachable, retrying: Connection refused"]
-    assert lines(fleet.lost(PREFILL, "p1", "Connection refused")) == []
+    assert lines(fleet.lost(PREFILL, "p1", "Connection refused", 0.0)) == [
+        "p1: unreachable, retrying: Connection refused"
+    ]
+    assert lines(fleet.lost(PREFILL, "p1", "Connection refused", 0.0)) == []
 
 
 def test_requests_on_a_restarted_decode_node_are_dropped() -> None:
@@ -71,10 +73,10 @@ def test_a_node_that_is_lost_in_another_role_is_expected_in_that_of_its_list() -
     fleet = SmallFleet(1, 2)
     for role in (DECODE, PREFILL):
         fleet.status_received(role, "d2", status(PREFILL, 30), 1.0)
-    assert fleet.lost(PREFILL, "d2", "gone") == [
+    assert fleet.lost(PREFILL, "d2", "gone", 0.0) == [
         LogLine("node-30: lost, gone", warning=True), ChangeRole("d2", PREFILL, DECODE),
     ]  # fmt: skip
-    assert fleet.lost(DECODE, "d2", "refused") == [DropSession(DECODE, "d2", "refused")], "it has been named"
+    assert fleet.lost(DECODE, "d2", "refused", 0.0) == [DropSession(DECODE, "d2", "refused")], "it has been named"
     fleet.status_received(DECODE, "d2", status(DECODE, 31), 2.0)
     assert fleet.decodes["d2"].open
 
@@ -82,14 +84,14 @@ def test_a_node_that_is_lost_in_another_role_is_expected_in_that_of_its_list() -
 def test_a_node_that_cannot_be_reached_in_the_role_that_it_names_is_not_used_and_tried_later() -> None:
     fleet = SmallFleet(1, 2)
     fleet.status_received(DECODE, "d2", status(PREFILL, 30), 1.0)
-    assert fleet.lost(PREFILL, "d2", "wrong certificate") == [ChangeRole("d2", PREFILL, DECODE)]
+    assert fleet.lost(PREFILL, "d2", "wrong certificate", 0.0) == [ChangeRole("d2", PREFILL, DECODE)]
     (line, _) = fleet.status_received(DECODE, "d2", status(PREFILL, 30), 2.0)
     wrong = "it is a prefill node, not a decode node, and cannot be reached as one: wrong certificate"
     assert line == LogLine(f"d2 is not used: {wrong}", warning=True)
     assert fleet.status_received(DECODE, "d2", status(PREFILL, 30), 3.0) == [], "said once"
     assert not fleet.decodes["d2"].open
     assert ChangeRole("d2", DECODE, PREFILL) in fleet.status_received(DECODE, "d2", status(PREFILL, 30), 12.0)
-    fleet.lost(PREFILL, "d2", "wrong certificate")
+    fleet.lost(PREFILL, "d2", "wrong certificate", 0.0)
     restarted = fleet.status_received(DECODE, "d2", status(PREFILL, 31), 12.5)
     assert ChangeRole("d2", DECODE, PREFILL) in restarted, "it may have another certificate"
 
@@ -102,7 +104,7 @@ def test_a_node_that_is_about_to_have_the_role_of_its_list_is_waited_for() -> No
         fleet.status_received(role, "d2", back, 1.0)
     back.next_role = DECODE
     fleet.status_received(PREFILL, "d2", back, 2.0)
-    assert fleet.lost(PREFILL, "d2", "it ended the session") == [
+    assert fleet.lost(PREFILL, "d2", "it ended the session", 0.0) == [
         LogLine("node-30: switching its role, it ended the session"), ChangeRole("d2", PREFILL, DECODE),
     ]  # fmt: skip
     assert fleet.status_received(DECODE, "d2", back, 2.1) == []
@@ -220,7 +222,7 @@ def test_a_fleet_without_addresses_explains_itself() -> None:
 def test_what_clients_read_about_an_unreachable_node_has_no_address() -> None:
     fleet = Fleet(MODEL, 1000, LocalPolicy.PREFER)
     fleet.add(PREFILL, "10.0.0.7:7101")
-    fleet.lost(PREFILL, "10.0.0.7:7101", "Connection refused")
+    fleet.lost(PREFILL, "10.0.0.7:7101", "Connection refused", 0.0)
     assert fleet.explain() == "a prefill node cannot be used (Connection refused)"
 
 

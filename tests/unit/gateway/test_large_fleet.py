@@ -135,7 +135,7 @@ def test_a_cluster_without_ready_pairs_serves_on_its_decode_nodes(policy: LocalP
 def test_a_removed_node_is_not_chosen() -> None:
     fleet = large()
     gone = fleet.decodes["d0"]
-    fleet.remove(DECODE, "d0")
+    fleet.remove(DECODE, "d0", 0.0)
     assert gone.open
     for _ in range(200):
         assert placed(fleet).decode.address != "d0"

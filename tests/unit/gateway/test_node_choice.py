@@ -9,11 +9,11 @@ from baton.gateway.request.attempt import Attempt
 from baton.gateway.request.node_choice import NodeChoice, prefill_failure
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.error_detail import from_detail, to_detail
-from tests.unit.gateway.fleets import DECODE, SmallFleet, rules, status
+from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, peer, rules, status
 
 
-def decode_node(choice: NodeChoice, *, begun: bool) -> FleetNode | None:
-    chosen = choice.decode_node(64, begun=begun, now_s=0.0)
+def decode_node(choice: NodeChoice, *, begun: bool, now_s: float = 0.0) -> FleetNode | None:
+    chosen = choice.decode_node(64, begun=begun, now_s=now_s)
     return None if chosen is None else chosen[0]
 
 
@@ -81,13 +81,44 @@ def test_overload_everywhere_is_the_requests_error(begun: bool) -> None:
         decode_node(choice, begun=begun)
 
 
-def test_a_request_that_has_begun_waits_for_a_node() -> None:
+@pytest.mark.parametrize("lost", ["d1", "p1"])
+def test_a_new_request_waits_for_a_node_only_shortly_after_its_loss_and_one_that_has_begun_always(lost: str) -> None:
+    fleet = SmallFleet(1, 1, LocalPolicy.STRICT)
+    choice = NodeChoice(rules(LocalPolicy.STRICT, failover_wait_s=20.0), fleet)
+    fleet.lose(lost, now_s=5.0)
+    assert decode_node(choice, begun=False, now_s=24.9) is None
+    fleet.lose(lost, "connection refused", now_s=24.9)  # it was lost before
+    assert decode_node(choice, begun=True, now_s=25.0) is None
+    with pytest.raises(NoNode, match=r"cannot be used \(connection refused\)"):
+        decode_node(choice, begun=False, now_s=25.0)
+
+
+def test_a_new_request_waits_after_the_address_of_the_last_node_was_removed() -> None:
+    """A pod that restarts is not listed for a moment."""
+    fleet = SmallFleet(0, 1)
+    fleet.remove(DECODE, "d1", 5.0)
+    choice = NodeChoice(rules(failover_wait_s=20.0), fleet)
+    assert decode_node(choice, begun=False, now_s=24.9) is None
+    with pytest.raises(NoNode, match="no node address is known"):
+        decode_node(choice, begun=False, now_s=25.0)
+
+
+@pytest.mark.parametrize("role", [PREFILL, DECODE])
+def test_a_new_request_waits_while_the_only_node_drains(role: node_status_pb2.Role.ValueType) -> None:
+    fleet = SmallFleet(1, 1, LocalPolicy.STRICT)
+    draining = status(role, 11, peer(21)) if role == PREFILL else status(role, 21)
+    draining.draining = True
+    fleet.status_received(role, "p1" if role == PREFILL else "d1", draining, 0.0)
+    assert decode_node(NodeChoice(rules(LocalPolicy.STRICT), fleet), begun=False, now_s=1000.0) is None
+
+
+def test_a_new_request_that_the_only_node_refused_because_it_drains_waits() -> None:
     fleet = SmallFleet(0, 1)
     choice = NodeChoice(rules(), fleet)
-    fleet.lose("d1")
-    assert decode_node(choice, begun=True) is None
-    with pytest.raises(NoNode, match=r"no node can take the request: node-21 cannot be used \(gone\)"):
-        decode_node(choice, begun=False)
+    choice.refused(fleet.decodes["d1"], Draining("going away"))
+    assert decode_node(choice, begun=False, now_s=1000.0) is None
+    fleet.connect("d1", 1001.0, restarts=1)
+    assert decode_node(choice, begun=False, now_s=1001.0) is fleet.decodes["d1"]
 
 
 def test_a_new_request_waits_for_nodes_that_load_and_is_told_what_they_do_when_its_time_is_up() -> None:
@@ -108,7 +139,7 @@ def test_a_new_request_waits_for_nodes_that_load_and_is_told_what_they_do_when_i
     assert error.retry_after_s is not None
     fleet.lose("d1")
     with pytest.raises(NoNode, match="no node can take the request"):
-        decode_node(choice, begun=False)
+        decode_node(choice, begun=False, now_s=1000.0)
 
 
 def test_a_new_request_waits_while_a_node_is_reached_for_the_first_time() -> None:
@@ -116,7 +147,7 @@ def test_a_new_request_waits_while_a_node_is_reached_for_the_first_time() -> Non
     fleet.add(DECODE, "d1")
     choice = NodeChoice(rules(), fleet)
     assert decode_node(choice, begun=False) is None
-    fleet.lost(DECODE, "d1", "connection refused")
+    fleet.lost(DECODE, "d1", "connection refused", 1.0)
     with pytest.raises(NoNode, match="connection refused"):
         decode_node(choice, begun=False)
 

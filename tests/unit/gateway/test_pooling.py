@@ -1,15 +1,26 @@
 """A pooled request's parts that need no process: batches, attempts, spans, finished vectors and scores."""
 
+import asyncio
+from time import monotonic
+
 import numpy as np
 import pytest
 
 from baton.core.errors import BatonError, DataLoss, Draining, InternalError, InvalidRequest, NoNode, Overloaded
-from baton.gateway.request.pooling import PoolAttempts
+from baton.gateway.request.connections import Connections
+from baton.gateway.request.pooling import PoolAttempts, PoolBatch, PoolClient
 from baton.gateway.serving.pooling import batch_tokens, cut
+from baton.gateway.text.model import ServedModel
 from baton.gateway.text.pooled_texts import checked_truncation, span, truncated
 from baton.gateway.text.pooled_values import check_dimensions, finished, scores_of
 from baton.models.config.pooling import EmbeddingConfig, Pooling, ScoreConfig
 from baton.protos.internal.v1 import prefill_pb2 as pb
+from baton.protos.v1 import node_status_pb2
+from tests.unit.gateway.fleets import PREFILL
+from tests.unit.gateway.scripted_nodes import scripted_nodes
+from tests.unit.gateway.test_serving import BOUND_S, model, settings_of
+
+__all__ = ["model"]
 
 
 def prompts(*lengths: int) -> list[pb.PoolPrompt]:
@@ -50,6 +61,23 @@ def test_too_many_failed_nodes_end_the_request(error: BatonError) -> None:
     attempts.failed("b", 2, Draining("leaves"), lost=False)
     with pytest.raises(NoNode, match="2 prefill node"):
         attempts.failed("c", 3, error, lost=False)
+
+
+async def test_a_batch_waits_while_the_only_node_restarts(model: ServedModel) -> None:
+    async with scripted_nodes(model.identity) as (prefill, decode):
+        settings = settings_of("--prefill", prefill.address, "--decode", decode.address)
+        async with Connections(settings, model) as connections:
+            await asyncio.wait_for(connections.until_serves(), BOUND_S)
+            status = node_status_pb2.NodeStatus()
+            status.CopyFrom(connections.fleet.prefills[prefill.address].status)
+            connections.fleet.lost(PREFILL, prefill.address, "gone", monotonic())
+            client = PoolClient(connections, max_attempts=3, wait_s=3600.0)
+            batch = PoolBatch("r", prompts(4), cache_salt="", priority=0, adapter=None)
+            choosing = asyncio.create_task(client._choose(batch, PoolAttempts(max_attempts=3)))
+            await asyncio.sleep(0)
+            assert not choosing.done()
+            connections._status_received(PREFILL, prefill.address, status)
+            assert (await asyncio.wait_for(choosing, BOUND_S)).address == prefill.address
 
 
 def test_an_error_that_every_node_would_repeat_is_raised_at_once() -> None:

@@ -110,8 +110,8 @@ def test_nodes_that_are_no_longer_listed_refuse_nobody() -> None:
     report_content(fleet, "p1", "aa")
     report_content(fleet, "d1", "aa")
     assert report_content(fleet, "d2", "0f") != ""
-    fleet.remove(PREFILL, "p1")
-    fleet.remove(DECODE, "d1")
+    fleet.remove(PREFILL, "p1", 0.0)
+    fleet.remove(DECODE, "d1", 0.0)
     assert report_content(fleet, "d2", "0f") == ""
 
 

@@ -103,6 +103,22 @@ def test_nodes_and_roles_have_numbers_of_their_own_until_the_room_is_used_up(mem
     assert any(other.of(DECODE, f"more-{number}") is None for number in range(1 << 16))
 
 
+# ---- what hand-overs teach
+
+
+def test_a_hand_over_teaches_all_workers_and_a_restarted_node_is_learned_anew(memory: Memory) -> None:
+    one, other = worker(0, memory), worker(1, memory)
+    one.decodes["d1"].second_token.add(0.02, 0.0)
+    other.decodes["d1"].second_token.add(0.015, 0.0)
+    assert [fleet.decodes["d1"].second_token.at(0.0) for fleet in (one, other)] == [0.015, 0.015]
+    assert other.decodes["d2"].second_token.at(0.0) == 0.0
+    assert worker(0, memory).decodes["d1"].second_token.at(0.0) == 0.015, "a worker that starts later"
+    one.status_received(DECODE, "d1", status(DECODE, 121), 1.0)
+    one.decodes["d1"].second_token.add(0.03, 1.0)
+    other.status_received(DECODE, "d1", status(DECODE, 121), 2.0)
+    assert other.decodes["d1"].second_token.at(1.0) == 0.03
+
+
 # ---- sessions
 
 
@@ -127,7 +143,7 @@ def test_a_session_stays_on_its_nodes_whichever_worker_serves_it(memory: Memory)
 def test_nodes_that_are_gone_do_not_count(memory: Memory) -> None:
     one, other = worker(0, memory), worker(1, memory)
     first = place(one, "session")
-    other.remove(DECODE, first)
+    other.remove(DECODE, first, 0.0)
     assert place(other, "session") != first
 
 

@@ -83,7 +83,7 @@ def test_each_decode_node_has_its_own_delay_which_goes_with_it() -> None:
     served.decode(decode_pb2.Admitted(), token(1), after_s=0.05)
     assert served.fleet.decodes["d2"].second_token.at(0.0) == before_s
     assert served.fleet.decodes["d1"].second_token.at(0.0) > before_s
-    served.fleet.remove(DECODE, "d1")
+    served.fleet.remove(DECODE, "d1", 0.0)
     served.fleet.add(DECODE, "d1")
     assert served.fleet.decodes["d1"].second_token.at(0.0) == 0.0
 

@@ -130,6 +130,7 @@ WRONG: list[tuple[object, int, str | None]] = [
     ({**COMPLETION, "temperature": -1}, 400, "temperature"),
     ({**COMPLETION, "top_p": 0}, 400, "top_p"),
     ({**COMPLETION, "logit_bias": {"99999999": 1}}, 400, "logit_bias"),
+    ({**COMPLETION, "logit_bias": {"5": 1, "05": 2}}, 400, "logit_bias.05"),
     ({**COMPLETION, "stop_token_ids": [99999999]}, 400, "stop_token_ids"),
     ({**COMPLETION, "colour": "red"}, 400, "colour"),
     ({"prompt": [1 << 31]}, 400, "prompt"),

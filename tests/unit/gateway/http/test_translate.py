@@ -53,6 +53,13 @@ def test_every_sampling_parameter_is_passed_on() -> None:
     assert (sampling.logprobs, sampling.prompt_logprobs) == (2, 1)
 
 
+def test_two_keys_of_a_logit_bias_that_name_one_token_are_both_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"logit_bias has the token 5 twice, as '5' and '05'"):
+        completion_messages(completion(logit_bias={"5": 1, "7": 2, "05": 1}), "r")
+    (message,) = completion_messages(completion(logit_bias={"05": 1, "7": 2}), "r")
+    assert dict(message.sampling.logit_bias) == {5: 1.0, 7: 2.0}
+
+
 @pytest.mark.parametrize(("given", "meant"), [(-1, 0), (0, 0), (3, 3)])
 def test_top_k_minus_one_is_off(given: int, meant: int) -> None:
     (message,) = completion_messages(completion(top_k=given), "r")

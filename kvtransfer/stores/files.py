@@ -9,10 +9,7 @@ a miss.
 import errno
 import logging
 import math
-import mmap
 import os
-import secrets
-import stat
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,12 +18,12 @@ from pathlib import Path
 from threading import Condition, Lock
 
 from baton.core.kv_entries import EntryKey, KeepTime
-from kvtransfer.stores.file_format import HEADER_BYTES, TEMPORARY, EntryFileName, FileHeader
+from kvtransfer.stores.entry_files import EntryFiles
+from kvtransfer.stores.file_format import TEMPORARY, EntryFileName
 from kvtransfer.stores.file_index import FileIndex, FileWrite
-from kvtransfer.stores.file_io import read_whole, write_whole
 from kvtransfer.stores.file_names import FolderNames, files_of_roots, keys_of, remove_abandoned
 from kvtransfer.stores.keep_log import KeepLog, KeepRecord
-from kvtransfer.stores.leftovers import Leftovers, namespace_folder, open_locked
+from kvtransfer.stores.leftovers import Leftovers, open_locked
 from kvtransfer.stores.store import StoreCounters
 
 _log = logging.getLogger("baton")
@@ -58,11 +55,8 @@ class FileStore:
     ) -> None:
         self.name = name
         self._directory = directory
-        self._folder = str(directory / namespace_folder(namespace))
-        self._namespace = namespace
-        self._keep_log = KeepLog(self._folder)
-        self._entry_bytes = entry_bytes
-        self._file_bytes = HEADER_BYTES + entry_bytes
+        self._files = EntryFiles.within(directory, namespace, entry_bytes)
+        self._keep_log = KeepLog(self._files.folder)
         self._max_bytes = max_bytes
         self._lock = Lock()  # of what follows, but for the names
         self._ended = Condition(self._lock)
@@ -74,7 +68,7 @@ class FileStore:
         self._warned_s = -math.inf
         self._folder_fd = -1
         self._names_lock = Lock()
-        self._names = FolderNames(self._folder)
+        self._names = FolderNames(self._files.folder)
         self._open_folder()
         self._find_first_names()
         self._recall_keeps()
@@ -94,12 +88,12 @@ class FileStore:
         return next(there, len(keys))
 
     def get(self, key: EntryKey, into: memoryview) -> bool:
-        assert into.nbytes == self._entry_bytes
+        assert into.nbytes == self._files.entry_bytes
         with self._call() as is_open:
             return is_open and self._read(key, into)
 
     def put(self, key: EntryKey, entry: memoryview) -> bool:
-        assert entry.nbytes == self._entry_bytes
+        assert entry.nbytes == self._files.entry_bytes
         with self._call() as is_open:
             if not is_open:
                 return False
@@ -125,7 +119,7 @@ class FileStore:
             name = EntryFileName.of(key)
             with self._lock:
                 self._index.drop(name)
-            self._unlink(self._path(name))
+            self._unlink(self._files.path(name))
 
     def drop_roots(self, roots: frozenset[bytes]) -> int | None:
         with self._lock:
@@ -148,12 +142,12 @@ class FileStore:
     def found(self, most: int) -> Sequence[EntryKey]:
         with self._lock:
             names = self._index.latest(most)
-        return keys_of(self._folder, names, self._namespace, self._entry_bytes)
+        return keys_of(self._files.folder, names, self._files.namespace, self._files.entry_bytes)
 
     def counters(self) -> StoreCounters:
         with self._lock:
             entries = self._index.num_kept
-            return StoreCounters(entries=entries, bytes=entries * self._file_bytes, **self._totals)
+            return StoreCounters(entries=entries, bytes=entries * self._files.file_bytes, **self._totals)
 
     def close(self) -> None:
         with self._ended:
@@ -182,25 +176,21 @@ class FileStore:
 
     def _is_there(self, name: EntryFileName) -> bool:
         try:
-            found = os.lstat(self._path(name))
-        except FileNotFoundError:
-            return False
+            return self._files.has(name)
         except OSError:
             self._count("failed")
             return False
-        return stat.S_ISREG(found.st_mode) and found.st_size == self._file_bytes
 
     def _read(self, key: EntryKey, into: memoryview) -> bool:
         name = EntryFileName.of(key)
         try:
-            page = _page()
-            is_whole = read_whole(self._path(name), (page, into))
+            is_whole = self._files.read(key, into)
         except FileNotFoundError:
             return self._missed(name)
         except OSError:
             return self._missed(name, "failed")
-        if not is_whole or page != self._header(key):
-            self._unlink(self._path(name))
+        if not is_whole:
+            self._unlink(self._files.path(name))
             return self._missed(name, "damaged")
         with self._lock:
             self._totals["hits"] += 1
@@ -222,11 +212,9 @@ class FileStore:
             self._evict(path)
         if write is None:
             return False
-        temporary = f"{self._folder}/{TEMPORARY}{secrets.token_hex(8)}"
+        temporary = self._files.temporary()
         try:
-            page = _page()
-            page[:] = self._header(key)
-            write_whole(temporary, (page, entry))
+            self._files.write(temporary, key, entry)
             return self._end(write, temporary)
         except OSError as error:
             self._end_failed(write, temporary, error)
@@ -248,21 +236,21 @@ class FileStore:
 
     def _is_too_large(self) -> bool:
         leftover_bytes = self._leftovers.bytes if self._leftovers else 0
-        return len(self._index) * self._file_bytes + leftover_bytes > self._max_bytes
+        return len(self._index) * self._files.file_bytes + leftover_bytes > self._max_bytes
 
     def _next_to_leave(self) -> str | None:
         path = self._leftovers.pop() if self._leftovers else None
         if path is not None:
             return path
         name = self._index.evict()
-        return None if name is None else self._path(name)
+        return None if name is None else self._files.path(name)
 
     def _end(self, write: FileWrite, temporary: str) -> bool:
         with self._lock:
             # Under the lock, so that a drop sees either the file or the write.
             is_wanted = self._index.is_wanted(write)
             if is_wanted:
-                os.rename(temporary, self._path(write.name))
+                os.rename(temporary, self._files.path(write.name))
                 self._index.end(write, is_kept=True)
                 self._totals["written"] += 1
         if not is_wanted:
@@ -281,7 +269,7 @@ class FileStore:
             if warns:
                 self._warned_s = now_s
         if warns:
-            _log.warning("KV could not be written to a file in %s: %s", self._folder, error.strerror)
+            _log.warning("KV could not be written to a file in %s: %s", self._files.folder, error.strerror)
         with suppress(OSError):
             os.unlink(temporary)
         if leaving is not None:
@@ -324,7 +312,7 @@ class FileStore:
             with self._lock:
                 self._index.add(parsed)
         elif name.startswith(TEMPORARY):
-            remove_abandoned(f"{self._folder}/{name}")
+            remove_abandoned(f"{self._files.folder}/{name}")
 
     def _recall_keeps(self) -> None:
         """Gives the files that were found the keep times that they had before a restart."""
@@ -339,7 +327,7 @@ class FileStore:
     # ---- files
 
     def _new_index(self) -> FileIndex:
-        return FileIndex(self._max_bytes // self._file_bytes)
+        return FileIndex(self._max_bytes // self._files.file_bytes)
 
     def _open_folder(self) -> None:
         """Makes the folder and locks it. Forgets what was in one that somebody has removed."""
@@ -350,14 +338,7 @@ class FileStore:
             before, self._index = self._index, self._new_index()
             self._index.replace(before)
             with suppress(OSError):
-                self._folder_fd = open_locked(Path(self._folder))
-
-    def _path(self, name: EntryFileName) -> str:
-        # As text: making a Path takes as long as asking the filesystem.
-        return f"{self._folder}/{name}"
-
-    def _header(self, key: EntryKey) -> bytes:
-        return FileHeader(self._namespace, key, self._entry_bytes).encode()
+                self._folder_fd = open_locked(Path(self._files.folder))
 
     def _unlink(self, path: str) -> bool:
         """Removes a file. Returns whether this call did."""
@@ -373,8 +354,3 @@ class FileStore:
     def _count(self, *names: str) -> None:
         with self._lock:
             self._totals.update(names)
-
-
-def _page() -> memoryview:
-    """Memory for a header, at the begin of a page."""
-    return memoryview(mmap.mmap(-1, HEADER_BYTES))

@@ -41,14 +41,18 @@ class EntryFiles:
         # As text: making a Path takes as long as asking the filesystem.
         return f"{self.folder}/{name}"
 
-    def has(self, name: EntryFileName) -> bool:
+    def paths(self, key: EntryKey) -> list[str]:
+        """The one file of an entry."""
+        return [self.path(EntryFileName.of(key))]
+
+    def has(self, key: EntryKey) -> bool:
         """Whether there is a file of the right size.
 
         Raises:
             OSError: the filesystem cannot say it.
         """
         try:
-            found = os.lstat(self.path(name))
+            found = os.lstat(self.path(EntryFileName.of(key)))
         except FileNotFoundError:
             return False
         return stat.S_ISREG(found.st_mode) and found.st_size == self.file_bytes

@@ -22,6 +22,7 @@ from kvtransfer.stores.entry_files import EntryFiles
 from kvtransfer.stores.file_format import TEMPORARY, EntryFileName
 from kvtransfer.stores.file_index import FileIndex, FileWrite
 from kvtransfer.stores.file_names import FolderNames, files_of_roots, keys_of, remove_abandoned
+from kvtransfer.stores.joined_files import JoinedFiles
 from kvtransfer.stores.keep_log import KeepLog, KeepRecord
 from kvtransfer.stores.leftovers import Leftovers, open_locked
 from kvtransfer.stores.store import StoreCounters
@@ -48,12 +49,21 @@ class FileStore:
         directory: may be shared by all ranks and nodes of a host.
         namespace: a digest of all that must be equal for an entry to be of use: spec, dtype, heads, entry size.
         max_bytes: of the files of this namespace and of namespaces that no process has open.
+        joined: files of other numbers of ranks, which are read where its own are missing.
     """
 
     def __init__(
-        self, directory: Path, *, namespace: bytes, entry_bytes: int, max_bytes: int, name: str = "file"
+        self,
+        directory: Path,
+        *,
+        namespace: bytes,
+        entry_bytes: int,
+        max_bytes: int,
+        joined: Sequence[JoinedFiles] = (),
+        name: str = "file",
     ) -> None:
         self.name = name
+        self._joined = joined
         self._directory = directory
         self._files = EntryFiles.within(directory, namespace, entry_bytes)
         self._keep_log = KeepLog(self._files.folder)
@@ -76,16 +86,18 @@ class FileStore:
     def has(self, keys: Sequence[EntryKey]) -> int:
         # The index does not know what other processes add and remove.
         for number, key in enumerate(keys):
-            name = EntryFileName.of(key)
-            if not self._is_there(name):
+            if not self._is_there(self._files, key):
                 with self._lock:
-                    self._index.lose(name)
-                return number
+                    self._index.lose(EntryFileName.of(key))
+                if not self._can_join(key):
+                    return number
         return len(keys)
 
     def first(self, keys: Sequence[EntryKey]) -> int:
-        there = (number for number, key in enumerate(keys) if self._is_there(EntryFileName.of(key)))
-        return next(there, len(keys))
+        for number, key in enumerate(keys):
+            if self._is_there(self._files, key) or self._can_join(key):
+                return number
+        return len(keys)
 
     def get(self, key: EntryKey, into: memoryview) -> bool:
         assert into.nbytes == self._files.entry_bytes
@@ -98,7 +110,7 @@ class FileStore:
             if not is_open:
                 return False
             name = EntryFileName.of(key)
-            if self._is_there(name):
+            if self._is_there(self._files, key):
                 with self._lock:
                     self._index.touch(name)
                 return True
@@ -119,7 +131,8 @@ class FileStore:
             name = EntryFileName.of(key)
             with self._lock:
                 self._index.drop(name)
-            self._unlink(self._files.path(name))
+            for files in (self._files, *self._joined):
+                self._remove(files, key)
 
     def drop_roots(self, roots: frozenset[bytes]) -> int | None:
         with self._lock:
@@ -142,7 +155,11 @@ class FileStore:
     def found(self, most: int) -> Sequence[EntryKey]:
         with self._lock:
             names = self._index.latest(most)
-        return keys_of(self._files.folder, names, self._files.namespace, self._files.entry_bytes)
+        keys = keys_of(self._files.folder, names, self._files.namespace, self._files.entry_bytes)
+        for joined in self._joined:
+            with suppress(OSError):
+                keys += joined.found(most - len(keys))
+        return keys
 
     def counters(self) -> StoreCounters:
         with self._lock:
@@ -174,34 +191,41 @@ class FileStore:
 
     # ---- reading
 
-    def _is_there(self, name: EntryFileName) -> bool:
+    def _is_there(self, files: EntryFiles | JoinedFiles, key: EntryKey) -> bool:
         try:
-            return self._files.has(name)
+            return files.has(key)
         except OSError:
             self._count("failed")
             return False
 
+    def _can_join(self, key: EntryKey) -> bool:
+        return any(self._is_there(joined, key) for joined in self._joined)
+
     def _read(self, key: EntryKey, into: memoryview) -> bool:
         name = EntryFileName.of(key)
-        try:
-            is_whole = self._files.read(key, into)
-        except FileNotFoundError:
-            return self._missed(name)
-        except OSError:
-            return self._missed(name, "failed")
-        if not is_whole:
-            self._unlink(self._files.path(name))
-            return self._missed(name, "damaged")
+        is_own = self._read_from(self._files, key, into)
+        found = is_own or any(self._read_from(joined, key, into) for joined in self._joined)
         with self._lock:
-            self._totals["hits"] += 1
-            self._index.touch(name)
-        return True
+            self._totals["hits" if found else "misses"] += 1
+            (self._index.touch if is_own else self._index.lose)(name)
+        return found
 
-    def _missed(self, name: EntryFileName, *why: str) -> bool:
-        self._count("misses", *why)
-        with self._lock:
-            self._index.lose(name)
+    def _read_from(self, files: EntryFiles | JoinedFiles, key: EntryKey, into: memoryview) -> bool:
+        try:
+            if files.read(key, into):
+                return True
+        except FileNotFoundError:
+            return False
+        except OSError:
+            self._count("failed")
+            return False
+        self._count("damaged")
+        self._remove(files, key)
         return False
+
+    def _remove(self, files: EntryFiles | JoinedFiles, key: EntryKey) -> None:
+        for path in files.paths(key):
+            self._unlink(path)
 
     # ---- writing
 

@@ -89,8 +89,9 @@ class EntryJoin:
 
     def complete(self, wanted: EntryKey, entry: Tensor) -> None:
         """Writes the trailers of an entry whose parts have all been copied."""
-        is_state = isinstance(wanted, StateKey)
-        messages = (self._ours.pieces[wanted.piece],) if is_state else self._ours.messages
+        messages = self._ours.messages
+        if isinstance(wanted, StateKey):
+            messages = (self._ours.pieces[wanted.piece],)
         complete(self._ours, (wanted, messages), entry, between=_nothing)
 
 

@@ -22,6 +22,7 @@ from kvtransfer.stores.entry_files import EntryFiles
 from kvtransfer.stores.file_format import TEMPORARY, EntryFileName
 from kvtransfer.stores.file_index import FileIndex, FileWrite
 from kvtransfer.stores.file_names import FolderNames, files_of_roots, keys_of, remove_abandoned
+from kvtransfer.stores.file_reads import FileReads
 from kvtransfer.stores.joined_files import JoinedFiles
 from kvtransfer.stores.keep_log import KeepLog, KeepRecord
 from kvtransfer.stores.leftovers import Leftovers, open_locked
@@ -63,9 +64,9 @@ class FileStore:
         name: str = "file",
     ) -> None:
         self.name = name
-        self._joined = joined
         self._directory = directory
         self._files = EntryFiles.within(directory, namespace, entry_bytes)
+        self._reads = FileReads(self._files, joined, self._count)
         self._keep_log = KeepLog(self._files.folder)
         self._max_bytes = max_bytes
         self._lock = Lock()  # of what follows, but for the names
@@ -86,16 +87,16 @@ class FileStore:
     def has(self, keys: Sequence[EntryKey]) -> int:
         # The index does not know what other processes add and remove.
         for number, key in enumerate(keys):
-            if not self._is_there(self._files, key):
+            if not self._reads.has_own(key):
                 with self._lock:
                     self._index.lose(EntryFileName.of(key))
-                if not self._can_join(key):
+                if not self._reads.can_join(key):
                     return number
         return len(keys)
 
     def first(self, keys: Sequence[EntryKey]) -> int:
         for number, key in enumerate(keys):
-            if self._is_there(self._files, key) or self._can_join(key):
+            if self._reads.has_own(key) or self._reads.can_join(key):
                 return number
         return len(keys)
 
@@ -110,7 +111,7 @@ class FileStore:
             if not is_open:
                 return False
             name = EntryFileName.of(key)
-            if self._is_there(self._files, key):
+            if self._reads.has_own(key):
                 with self._lock:
                     self._index.touch(name)
                 return True
@@ -131,8 +132,7 @@ class FileStore:
             name = EntryFileName.of(key)
             with self._lock:
                 self._index.drop(name)
-            for files in (self._files, *self._joined):
-                self._remove(files, key)
+            self._reads.remove(key)
 
     def drop_roots(self, roots: frozenset[bytes]) -> int | None:
         with self._lock:
@@ -140,7 +140,7 @@ class FileStore:
             failed = self._totals["failed"]
         try:
             # All names, also of files that other processes have written, and of namespaces that nobody opens any more.
-            dropped = sum(map(self._unlink, files_of_roots(self._directory, roots)))
+            dropped = sum(map(self._reads.unlink, files_of_roots(self._directory, roots)))
         except OSError:
             self._count("failed")
             return None
@@ -156,10 +156,7 @@ class FileStore:
         with self._lock:
             names = self._index.latest(most)
         keys = keys_of(self._files.folder, names, self._files.namespace, self._files.entry_bytes)
-        for joined in self._joined:
-            with suppress(OSError):
-                keys += joined.found(most - len(keys))
-        return keys
+        return keys + self._reads.found_joined(most - len(keys))
 
     def counters(self) -> StoreCounters:
         with self._lock:
@@ -189,43 +186,13 @@ class FileStore:
                 self._calls -= 1
                 self._ended.notify_all()
 
-    # ---- reading
-
-    def _is_there(self, files: EntryFiles | JoinedFiles, key: EntryKey) -> bool:
-        try:
-            return files.has(key)
-        except OSError:
-            self._count("failed")
-            return False
-
-    def _can_join(self, key: EntryKey) -> bool:
-        return any(self._is_there(joined, key) for joined in self._joined)
-
     def _read(self, key: EntryKey, into: memoryview) -> bool:
-        name = EntryFileName.of(key)
-        is_own = self._read_from(self._files, key, into)
-        found = is_own or any(self._read_from(joined, key, into) for joined in self._joined)
+        is_own = self._reads.read_own(key, into)
+        found = is_own or self._reads.join(key, into)
         with self._lock:
             self._totals["hits" if found else "misses"] += 1
-            (self._index.touch if is_own else self._index.lose)(name)
+            (self._index.touch if is_own else self._index.lose)(EntryFileName.of(key))
         return found
-
-    def _read_from(self, files: EntryFiles | JoinedFiles, key: EntryKey, into: memoryview) -> bool:
-        try:
-            if files.read(key, into):
-                return True
-        except FileNotFoundError:
-            return False
-        except OSError:
-            self._count("failed")
-            return False
-        self._count("damaged")
-        self._remove(files, key)
-        return False
-
-    def _remove(self, files: EntryFiles | JoinedFiles, key: EntryKey) -> None:
-        for path in files.paths(key):
-            self._unlink(path)
 
     # ---- writing
 
@@ -278,7 +245,7 @@ class FileStore:
                 self._index.end(write, is_kept=True)
                 self._totals["written"] += 1
         if not is_wanted:
-            self._unlink(temporary)
+            self._reads.unlink(temporary)
         return is_wanted
 
     def _end_failed(self, write: FileWrite, temporary: str, error: OSError) -> None:
@@ -302,7 +269,7 @@ class FileStore:
             self._open_folder()
 
     def _evict(self, path: str) -> None:
-        if self._unlink(path):
+        if self._reads.unlink(path):
             self._count("evicted")
 
     # ---- names
@@ -363,17 +330,6 @@ class FileStore:
             self._index.replace(before)
             with suppress(OSError):
                 self._folder_fd = open_locked(Path(self._files.folder))
-
-    def _unlink(self, path: str) -> bool:
-        """Removes a file. Returns whether this call did."""
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            self._count("failed")
-            return False
-        return True
 
     def _count(self, *names: str) -> None:
         with self._lock:

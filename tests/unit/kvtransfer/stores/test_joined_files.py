@@ -1,6 +1,6 @@
 """Files of nodes with another number of ranks: joined, they are the entries that this rank would have kept."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -60,12 +60,12 @@ def leave(folder: Path, spec: KVCacheSpec, ranks: int, keys: Sequence[EntryKey] 
     with opened(folder, spec, ranks) as stores:
         for rank, store in enumerate(stores):
             for key in keys:
-                assert store.put(key, memoryview(entry_of(key, spec, rank, ranks).numpy()))
+                assert store.put(key, entry_of(key, spec, rank, ranks).numpy().data)
 
 
 def got(store: FileStore, key: EntryKey, layout: EntryLayout) -> Tensor | None:
     into = torch.zeros(layout.entry_bytes, dtype=torch.uint8)
-    return into if store.get(key, memoryview(into.numpy())) else None
+    return into if store.get(key, into.numpy().data) else None
 
 
 def files(folder: Path) -> list[Path]:
@@ -97,7 +97,7 @@ def test_every_rank_reads_the_state_that_it_would_have_kept(tmp_path: Path, name
             layout = layout_of(spec, rank, before)
             for key, piece in zip(layout.state_keys(KEY), a_state(layout, spec, KEY), strict=True):
                 filled = torch.cat([piece, torch.zeros(layout.entry_bytes - len(piece), dtype=torch.uint8)])
-                assert store.put(key, memoryview(filled.numpy()))
+                assert store.put(key, filled.numpy().data)
     with opened(tmp_path, spec, after) as stores:
         for rank, store in enumerate(stores):
             layout = layout_of(spec, rank, after)
@@ -115,12 +115,12 @@ def test_a_state_with_a_missing_piece_is_not_found(tmp_path: Path) -> None:
     layout = layout_of(spec, 0, 1)
     with opened(tmp_path, spec, 1) as (store,):
         keys = layout.state_keys(KEY)
-        assert all(store.put(key, memoryview(torch.zeros(layout.entry_bytes).byte().numpy())) for key in keys[1:])
+        assert all(store.put(key, torch.zeros(layout.entry_bytes).byte().numpy().data) for key in keys[1:])
     with opened(tmp_path, spec, 2) as stores:
         assert [store.first([layout_of(spec, 0, 2).last_state_key(KEY)]) for store in stores] == [1, 1]
 
 
-HARMS = {
+HARMS: dict[str, Callable[[bytes], bytes]] = {
     "a bit": lambda data: data[: HEADER_BYTES + 9] + bytes([data[HEADER_BYTES + 9] ^ 1]) + data[HEADER_BYTES + 10 :],
     "truncated": lambda data: data[:-1],
     "a header's bit": lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:],
@@ -201,7 +201,7 @@ def test_they_leave_before_own_files(tmp_path: Path) -> None:
     file_bytes = HEADER_BYTES + layout_of(HEADS, 0, 1).entry_bytes
     with opened(tmp_path, HEADS, 1, max_bytes=3 * file_bytes) as (store,):
         for key in own:
-            assert store.put(key, memoryview(entry_of(key, HEADS, 0, 1).numpy()))
+            assert store.put(key, entry_of(key, HEADS, 0, 1).numpy().data)
         assert store.has(KEYS) == 0
         assert got(store, KEYS[0], layout_of(HEADS, 0, 1)) is None
         assert store.has(own) == 3

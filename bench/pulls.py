@@ -180,6 +180,7 @@ def _make(incarnation: int, form: Form, entries: int) -> tuple[RankedTransfer, P
         keepalive_s=_TIMEOUT_S,
         tls=None,
         save_again=_nothing_to_save,
+        num_to_save=lambda *_: 0,
     )
     return transfer, pulled
 

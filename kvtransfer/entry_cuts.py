@@ -41,10 +41,10 @@ class EntryCut:
 
     def __init__(self, layout: EntryLayout, pieces: Sequence[tuple[EntryMessage, Flow]]) -> None:
         self._layout = layout
-        self._pieces: list[_Piece] = []
+        self._pieces: list[MessagePiece] = []
         self.message_bytes, self.cells = 0, 0
         for form, flow in pieces:
-            piece = _Piece(layout, form, flow, self.message_bytes)
+            piece = MessagePiece(layout, form, flow, self.message_bytes)
             self._pieces.append(piece)
             self.message_bytes = -(-piece.stop // _ALIGN_BYTES) * _ALIGN_BYTES
             self.cells += len(flow.layers) * len(flow.heads)
@@ -56,7 +56,7 @@ class EntryCut:
             named: the entry that the pieces' trailers name: itself, or the one that a state comes after.
         """
         for piece in self._pieces:
-            if not _is_whole(self._layout.segment(key, piece.form), piece.held(entry), between):
+            if not is_whole(self._layout.segment(key, piece.form), piece.held(entry), between):
                 return False
             piece.in_message(message)[:] = piece.in_entry(entry)
             _seal(piece.segment(named), piece.sent(message), between)
@@ -65,7 +65,7 @@ class EntryCut:
     def join(self, named: EntryKey, message: Tensor, entry: Tensor, *, between: Between) -> bool:
         """Copies a message's pieces to their places in an entry. Returns False if the message is damaged."""
         for piece in self._pieces:
-            if not _is_whole(piece.segment(named), piece.sent(message), between):
+            if not is_whole(piece.segment(named), piece.sent(message), between):
                 return False
             piece.in_entry(entry)[:] = piece.in_message(message)
         return True
@@ -122,14 +122,14 @@ def complete(layout: EntryLayout, piece: Piece, entry: Tensor, *, between: Betwe
         _seal(layout.segment(key, form), entry[form.start : form.start + form.size], between)
 
 
-class _Piece:
+class MessagePiece:
     """The piece of one message of an entry.
 
     Args:
-        start: of the piece in the link's message.
+        start: of the piece in the link's message, if it travels.
     """
 
-    def __init__(self, layout: EntryLayout, form: EntryMessage, flow: Flow, start: int) -> None:
+    def __init__(self, layout: EntryLayout, form: EntryMessage, flow: Flow, start: int = 0) -> None:
         self.form = form
         self._layout = layout
         self._flow = flow
@@ -175,7 +175,7 @@ class _Piece:
         return sealed[:-TRAILER_BYTES].view(layers, *self._shape)
 
 
-def _is_whole(segment: Segment, sealed: Tensor, between: Between) -> bool:
+def is_whole(segment: Segment, sealed: Tensor, between: Between) -> bool:
     """Whether a payload and its trailer are those of a segment."""
     payload, trailer = sealed[:-TRAILER_BYTES], bytes(sealed[-TRAILER_BYTES:].numpy())
     return trailer == segment.encode(segment.digest_over(digest(payload, between=between)))

@@ -68,6 +68,7 @@ class StoreReads:
         passing: memory of entries that only pass.
         clock: monotonic seconds.
         is_dropped: says whether nothing of a root may come back now.
+        write: writes an entry of host memory to the stores.
 
     Attributes:
         under_way: reads by their entries.
@@ -85,6 +86,7 @@ class StoreReads:
         *,
         clock: Callable[[], float],
         is_dropped: Callable[[bytes], bool],
+        write: Callable[[EntryKey], None],
     ) -> None:
         self.under_way: dict[EntryKey, StoreRead] = {}
         self.passed: list[bytes] = []
@@ -94,6 +96,7 @@ class StoreReads:
         self._calls = calls
         self._clock = clock
         self._is_dropped = is_dropped
+        self._write = write
         self._speeds = {store.name: ReadSpeed() for store in stores}
 
     def fetch(self, key: EntryKey, entry_s: float) -> Fetch | None:
@@ -163,6 +166,8 @@ class StoreReads:
         if isinstance(place, HostPlace):
             end = self._host.commit if found else self._host.abandon
             end(place)
+            if found and not read.store.knows(read.key.block.digest):
+                self._write(read.key)
         for fetch in read.waiting:
             fetch.done = True
             fetch.source = read.store.name

@@ -98,7 +98,7 @@ class EntryTiers:
         self._pages, self._host = pages, HostMemory(kept, size, clock=self._clock)
         self.places = places - passing
         for open_store in settings.stores:
-            self._stores.append(StoreQueue(open_store(layout.namespace, layout.entry_bytes), clock=self._clock))
+            self._stores.append(StoreQueue(open_store(layout), clock=self._clock))
         if not layout.pieces:  # where the states are that make entries useful, names of files do not say
             self._listings = [store.found(_FOUND_MAX) for store in self._stores]
         self._calls = StoreCalls(self._host, self._stores, self._clock)
@@ -111,6 +111,7 @@ class EntryTiers:
             passed.split(size) if passing else (),
             clock=self._clock,
             is_dropped=self.is_dropped,
+            write=self._writes.begin,
         )
 
     def close(self) -> None:

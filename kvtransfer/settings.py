@@ -8,10 +8,11 @@ from baton.core.errors import ConfigError
 from baton.kvcache.spec import KVCacheSpec
 from kvtransfer.parts import Part, parts_of
 from kvtransfer.segments import TRAILER_BYTES
+from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.store import Store
 
-# Opens a store for one rank's entries, from their namespace and the size of each in bytes.
-OpenStore: TypeAlias = Callable[[bytes, int], Store]
+# Opens a store for one rank's entries, which have that layout.
+OpenStore: TypeAlias = Callable[[EntryLayout], Store]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -237,6 +237,16 @@ class Engine:
         if self._prefixes is not None and not self._steps.is_over:
             await self._prefixes.save_again(wanted)
 
+    def num_to_save_again(self, wanted: tuple[EntryKey, ...], owner: int | None) -> int:
+        """How many of the first wanted entries `save_again` would save now.
+
+        Args:
+            owner: the only rank that counts; None: all ranks have the same.
+        """
+        if self._prefixes is None or self._steps.is_over:
+            return 0
+        return self._prefixes.num_to_save_again(wanted, owner or 0)
+
     async def drop_prefixes(self, cache_salt: str, adapters: Iterable[AdapterRef]) -> tuple[int, DroppedEntries]:
         """Drops all KV of a cache salt, of the model and of its adapters, from the prefix cache and the stores.
 

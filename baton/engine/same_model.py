@@ -69,8 +69,8 @@ def hashing_content(
     """Hashes every byte of the weights while the body loads them. The first rank of each host does it for the host.
 
     Yields:
-        A function that waits for the digest and returns it: "" for random weights, and on ranks that hash nothing. It
-            raises ConfigError if the hosts' copies differ.
+        A function that waits for the digest and returns it, on all ranks: "" for random weights. It raises ConfigError
+            if the hosts' copies differ.
     """
     if settings.load_format == "dummy":
         yield lambda: ""
@@ -92,7 +92,7 @@ def hashing_content(
 
 def _checked_content(parallel: TensorParallel, model: Path, digest: str | None, device: torch.device) -> str:
     _check(parallel, model, "bytes of the weights", digest, device)
-    return digest or ""
+    return parallel.of_first(digest or "", device)
 
 
 def _check(parallel: TensorParallel, model: Path, what: str, digest: str | None, device: torch.device) -> None:

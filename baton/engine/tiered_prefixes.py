@@ -147,6 +147,12 @@ class TieredPrefixes:
         if entries is not None:
             await asyncio.shield(self._start(self._save(entries)))
 
+    def num_to_save_again(self, wanted: tuple[EntryKey, ...], pool: int) -> int:
+        """How many of the first wanted entries `save_again` would save in a pool."""
+        if not wanted or self._is_dropped(wanted[0].root):
+            return 0
+        return self._offload.saves.num_to_save_again(wanted, pool)
+
     def stores_changed(self, changes: StoreChanges) -> None:
         """Takes notice of a change in the stores."""
         kept = self._offload.kept

@@ -181,6 +181,7 @@ class Node:
             costs=lambda: self.meter.costs,
             step_tokens=lambda: self.limits.max_batch_tokens,
             save_again=lambda wanted: self.engine.save_again(wanted),
+            num_to_save=lambda wanted, owner: self.engine.num_to_save_again(wanted, owner),
             keepalive_s=settings.keepalive_s,
             tls=InternalTls.read(settings, None),
         )

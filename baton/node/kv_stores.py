@@ -11,6 +11,7 @@ from tempfile import TemporaryFile
 from baton.core.errors import ConfigError
 from baton.core.kv_entries import DroppedEntries
 from baton.engine.build import BuiltRunner
+from baton.kvcache.spec import KVCacheSpec
 from baton.metrics.exposition import Figure
 from baton.models.layers.parallel import TensorParallel
 from baton.protos.v1 import node_status_pb2, operations_pb2
@@ -22,6 +23,7 @@ from kvtransfer.records import EntryCounters
 from kvtransfer.settings import OpenStore
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.files import FileStore
+from kvtransfer.stores.joined_files import joined_files
 from kvtransfer.stores.mooncake import MooncakeStore, open_mooncake, parse_mooncake_url
 from kvtransfer.stores.store import Store, StoreCounters
 
@@ -54,7 +56,8 @@ def open_stores(settings: NodeSettings, built: BuiltRunner) -> tuple[OpenStore, 
     origin = _origin(settings, built)
     stores: list[OpenStore] = []
     if settings.file_cache_dir is not None:
-        stores.append(partial(_open_files, settings.file_cache_dir, settings.file_cache_bytes, origin))
+        directory, max_bytes = settings.file_cache_dir, settings.file_cache_bytes
+        stores.append(partial(_open_files, directory, max_bytes, origin, built.model_spec))
     if settings.kv_store is not None:
         stores.append(partial(_open_shared, settings.kv_store, origin))
     return tuple(stores)
@@ -163,12 +166,19 @@ def _check_directory(directory: Path) -> None:
         ) from None
 
 
-def _open_files(directory: Path, max_bytes: int, origin: bytes, namespace: bytes, entry_bytes: int) -> Store:
-    return FileStore(directory, namespace=_joined(namespace, origin), entry_bytes=entry_bytes, max_bytes=max_bytes)
+def _open_files(directory: Path, max_bytes: int, origin: bytes, model_spec: KVCacheSpec, layout: EntryLayout) -> Store:
+    named = partial(_joined, origin=origin)
+    return FileStore(
+        directory,
+        namespace=named(layout.namespace),
+        entry_bytes=layout.entry_bytes,
+        max_bytes=max_bytes,
+        joined=joined_files(directory, layout, model_spec, named),
+    )
 
 
-def _open_shared(url: str, origin: bytes, namespace: bytes, entry_bytes: int) -> Store:
-    return open_mooncake(url, _joined(namespace, origin), entry_bytes)
+def _open_shared(url: str, origin: bytes, layout: EntryLayout) -> Store:
+    return open_mooncake(url, _joined(layout.namespace, origin), layout.entry_bytes)
 
 
 def _joined(namespace: bytes, origin: bytes) -> bytes:

@@ -37,6 +37,7 @@ _ANSWERS_MAX = 64
 Write = Callable[[pb.PullResponse], Awaitable[None]]
 Answer = Coroutine[Any, Any, pb.PullResponse]
 SaveAgain = Callable[[tuple[EntryKey, ...]], Awaitable[None]]
+NumToSave = Callable[[tuple[EntryKey, ...], int | None], int]
 
 
 @dataclass(eq=False)
@@ -63,6 +64,7 @@ class PullOwner:
         ranks: of this node.
         numbers: for links, shared with this node's own pulls.
         save_again: saves entries that only the cache has.
+        num_to_save: how many of the first of some entries that would save, of one rank if each has its own requests.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class PullOwner:
         ranks: NodeRanks,
         numbers: "itertools.count[int]",
         save_again: SaveAgain,
+        num_to_save: NumToSave,
     ) -> None:
         self._save_again = save_again
+        self._num_to_save = num_to_save
         self._transfer = transfer
         self._info = info
         self._namespace = namespace
@@ -194,9 +198,8 @@ class PullOwner:
         return _sent(job.number, sent)
 
     async def _search(self, number: int, keys: tuple[EntryKey, ...], held: int, every: int) -> pb.PullResponse:
-        await self._save_again(keys[held:])
-        _, found = await self._rank_with_most(keys[held:])
-        there = held + found
+        # Nothing is saved yet: the caller may want less, or nothing.
+        there = held + await self._num_there(keys[held:])
         if not every:
             return _found(number, there)
         after = tuple(key for key in keys[:there] if (key.number + 1) % every == 0)
@@ -215,6 +218,17 @@ class PullOwner:
             reader.end()
         finally:
             self._pulls -= 1
+
+    async def _num_there(self, keys: tuple[EntryKey, ...]) -> int:
+        """How many of the first entries a pull could bring."""
+        owners = range(self._ranks.size) if self._ranks.own_requests else (None,)
+        return max(await asyncio.gather(*(self._num_of(keys, owner) for owner in owners)))
+
+    async def _num_of(self, keys: tuple[EntryKey, ...], owner: int | None) -> int:
+        kept = await self._transfer.entries.find_entries(keys, owner=owner)
+        to_save = self._num_to_save(keys[kept:], owner)
+        there = kept + to_save
+        return there + await self._transfer.entries.find_entries(keys[there:], owner=owner) if to_save else there
 
     async def _rank_with_most(self, keys: tuple[EntryKey, ...]) -> tuple[int | None, int]:
         """The rank that has most of the entries, if each keeps those of its own requests, and how many it has of the

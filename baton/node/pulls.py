@@ -17,7 +17,7 @@ from baton.core.kv_entries import EntryKey, KeptPrefix, NodeRanks
 from baton.core.pull_costs import PullCosts, is_worth_pulling
 from baton.kvcache.spec import KVCacheSpec
 from baton.node.pull_link import PullLink
-from baton.node.pull_owner import PullOwner, SaveAgain
+from baton.node.pull_owner import NumToSave, PullOwner, SaveAgain
 from baton.node.pull_speed import PullSample, PullSpeed
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
@@ -61,6 +61,7 @@ class Pulls:
         ranks: of this node.
         costs: what steps of this node cost; None: not known yet.
         save_again: saves entries of this node that only its cache has.
+        num_to_save: how many of the first of some entries that would save, of one rank if each has its own requests.
         step_tokens: largest number of prompt tokens in a step.
         tls: None: nodes talk without it.
 
@@ -81,13 +82,21 @@ class Pulls:
         costs: Callable[[], StepCosts | None],
         step_tokens: Callable[[], int],
         save_again: SaveAgain,
+        num_to_save: NumToSave,
         keepalive_s: float,
         tls: InternalTls | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         numbers = itertools.count(FIRST_PULL_LINK, MOST_RANKS)
         self.owner = PullOwner(
-            transfer, info, namespace=namespace, spec=spec, ranks=ranks, numbers=numbers, save_again=save_again
+            transfer,
+            info,
+            namespace=namespace,
+            spec=spec,
+            ranks=ranks,
+            numbers=numbers,
+            save_again=save_again,
+            num_to_save=num_to_save,
         )
         self.failures = 0
         self._transfer = transfer

@@ -28,6 +28,18 @@ _TOKEN_BYTES = 4
 _FORM = 1
 
 
+class StateKey(EntryKey):
+    """Names a piece of a state, and is equal to an `EntryKey` with the same fields.
+
+    Attributes:
+        after: the last entry that the state includes.
+        piece: counts the pieces of the state.
+    """
+
+    after: EntryKey
+    piece: int
+
+
 @dataclass(frozen=True)
 class EntryMessage:
     """A message of an entry or of a state's piece.
@@ -76,6 +88,7 @@ class EntryLayout:
         parts: of the rank's cache.
 
     Attributes:
+        parts: of the rank's cache.
         messages: of an entry.
         pieces: the message of each piece of a state; empty: the model has none.
         entry_bytes: size of an entry, a multiple of MESSAGE_ALIGN_BYTES.
@@ -85,6 +98,7 @@ class EntryLayout:
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(parts)
         paged = [part for part in parts if part.spec.kind is not KVKind.STATE]
         states = [part for part in parts if part.spec.kind is KVKind.STATE]
         sizes = [_payload_bytes(part, part.layers, part.heads) + TRAILER_BYTES for part in paged]
@@ -100,17 +114,17 @@ class EntryLayout:
         self.message_bytes = max(message.size for message in (*self.messages, *self.pieces))
         self.namespace = _namespace(parts)
 
-    def state_keys(self, after: EntryKey) -> tuple[EntryKey, ...]:
+    def state_keys(self, after: EntryKey) -> tuple[StateKey, ...]:
         """Keys of the pieces of the state after an entry.
 
         They are a sequence of their own: an entry that comes before a state may leave a store before it, and a session
         that ends need not know the states of its earlier turns.
         """
-        return tuple(_piece_key(after, number) for number in range(len(self.pieces)))
+        return tuple(state_key(after, number) for number in range(len(self.pieces)))
 
-    def last_state_key(self, after: EntryKey) -> EntryKey:
+    def last_state_key(self, after: EntryKey) -> StateKey:
         """The last one of `state_keys`. Stores evict it before the others."""
-        return _piece_key(after, len(self.pieces) - 1)
+        return state_key(after, len(self.pieces) - 1)
 
     def cost(self, key: EntryKey) -> float:
         """The cost to compute an entry again, relative to one at the start of a prompt.
@@ -154,14 +168,17 @@ class EntryLayout:
         )
 
 
+def state_key(after: EntryKey, piece: int) -> StateKey:
+    """The key of a piece of the state after an entry."""
+    before = _piece_digest(after, piece - 1) if piece else after.root
+    tokens = after.block.tokens + _named(piece)
+    key = StateKey(BlockKey(_piece_digest(after, piece), tokens, before), after.root, after.number)
+    key.after, key.piece = after, piece
+    return key
+
+
 def _lease_of(key: EntryKey) -> int:
     return int.from_bytes(key.block.digest[:8], "little") % (1 << LEASE_NUMBER_BITS)
-
-
-def _piece_key(after: EntryKey, number: int) -> EntryKey:
-    before = _piece_digest(after, number - 1) if number else after.root
-    tokens = after.block.tokens + _named(number)
-    return EntryKey(BlockKey(_piece_digest(after, number), tokens, before), after.root, after.number)
 
 
 def _piece_digest(after: EntryKey, number: int) -> bytes:

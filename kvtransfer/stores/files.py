@@ -9,10 +9,7 @@ a miss.
 import errno
 import logging
 import math
-import mmap
 import os
-import secrets
-import stat
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,12 +18,14 @@ from pathlib import Path
 from threading import Condition, Lock
 
 from baton.core.kv_entries import EntryKey, KeepTime
-from kvtransfer.stores.file_format import HEADER_BYTES, TEMPORARY, EntryFileName, FileHeader
+from kvtransfer.stores.entry_files import EntryFiles
+from kvtransfer.stores.file_format import TEMPORARY, EntryFileName
 from kvtransfer.stores.file_index import FileIndex, FileWrite
-from kvtransfer.stores.file_io import read_whole, write_whole
 from kvtransfer.stores.file_names import FolderNames, files_of_roots, keys_of, remove_abandoned
+from kvtransfer.stores.file_reads import FileReads
+from kvtransfer.stores.joined_files import JoinedFiles
 from kvtransfer.stores.keep_log import KeepLog, KeepRecord
-from kvtransfer.stores.leftovers import Leftovers, namespace_folder, open_locked
+from kvtransfer.stores.leftovers import Leftovers, open_locked
 from kvtransfer.stores.store import StoreCounters
 
 _log = logging.getLogger("baton")
@@ -51,18 +50,24 @@ class FileStore:
         directory: may be shared by all ranks and nodes of a host.
         namespace: a digest of all that must be equal for an entry to be of use: spec, dtype, heads, entry size.
         max_bytes: of the files of this namespace and of namespaces that no process has open.
+        joined: files of other numbers of ranks, which are read where its own are missing.
     """
 
     def __init__(
-        self, directory: Path, *, namespace: bytes, entry_bytes: int, max_bytes: int, name: str = "file"
+        self,
+        directory: Path,
+        *,
+        namespace: bytes,
+        entry_bytes: int,
+        max_bytes: int,
+        joined: Sequence[JoinedFiles] = (),
+        name: str = "file",
     ) -> None:
         self.name = name
         self._directory = directory
-        self._folder = str(directory / namespace_folder(namespace))
-        self._namespace = namespace
-        self._keep_log = KeepLog(self._folder)
-        self._entry_bytes = entry_bytes
-        self._file_bytes = HEADER_BYTES + entry_bytes
+        self._files = EntryFiles.within(directory, namespace, entry_bytes)
+        self._reads = FileReads(self._files, joined, self._count)
+        self._keep_log = KeepLog(self._files.folder)
         self._max_bytes = max_bytes
         self._lock = Lock()  # of what follows, but for the names
         self._ended = Condition(self._lock)
@@ -74,7 +79,7 @@ class FileStore:
         self._warned_s = -math.inf
         self._folder_fd = -1
         self._names_lock = Lock()
-        self._names = FolderNames(self._folder)
+        self._names = FolderNames(self._files.folder)
         self._open_folder()
         self._find_first_names()
         self._recall_keeps()
@@ -82,29 +87,31 @@ class FileStore:
     def has(self, keys: Sequence[EntryKey]) -> int:
         # The index does not know what other processes add and remove.
         for number, key in enumerate(keys):
-            name = EntryFileName.of(key)
-            if not self._is_there(name):
+            if not self._reads.has_own(key):
                 with self._lock:
-                    self._index.lose(name)
-                return number
+                    self._index.lose(EntryFileName.of(key))
+                if not self._reads.can_join(key):
+                    return number
         return len(keys)
 
     def first(self, keys: Sequence[EntryKey]) -> int:
-        there = (number for number, key in enumerate(keys) if self._is_there(EntryFileName.of(key)))
-        return next(there, len(keys))
+        for number, key in enumerate(keys):
+            if self._reads.has_own(key) or self._reads.can_join(key):
+                return number
+        return len(keys)
 
     def get(self, key: EntryKey, into: memoryview) -> bool:
-        assert into.nbytes == self._entry_bytes
+        assert into.nbytes == self._files.entry_bytes
         with self._call() as is_open:
             return is_open and self._read(key, into)
 
     def put(self, key: EntryKey, entry: memoryview) -> bool:
-        assert entry.nbytes == self._entry_bytes
+        assert entry.nbytes == self._files.entry_bytes
         with self._call() as is_open:
             if not is_open:
                 return False
             name = EntryFileName.of(key)
-            if self._is_there(name):
+            if self._reads.has_own(key):
                 with self._lock:
                     self._index.touch(name)
                 return True
@@ -125,7 +132,7 @@ class FileStore:
             name = EntryFileName.of(key)
             with self._lock:
                 self._index.drop(name)
-            self._unlink(self._path(name))
+            self._reads.remove(key)
 
     def drop_roots(self, roots: frozenset[bytes]) -> int | None:
         with self._lock:
@@ -133,7 +140,7 @@ class FileStore:
             failed = self._totals["failed"]
         try:
             # All names, also of files that other processes have written, and of namespaces that nobody opens any more.
-            dropped = sum(map(self._unlink, files_of_roots(self._directory, roots)))
+            dropped = sum(map(self._reads.unlink, files_of_roots(self._directory, roots)))
         except OSError:
             self._count("failed")
             return None
@@ -148,12 +155,13 @@ class FileStore:
     def found(self, most: int) -> Sequence[EntryKey]:
         with self._lock:
             names = self._index.latest(most)
-        return keys_of(self._folder, names, self._namespace, self._entry_bytes)
+        keys = keys_of(self._files.folder, names, self._files.namespace, self._files.entry_bytes)
+        return keys + self._reads.found_joined(most - len(keys))
 
     def counters(self) -> StoreCounters:
         with self._lock:
             entries = self._index.num_kept
-            return StoreCounters(entries=entries, bytes=entries * self._file_bytes, **self._totals)
+            return StoreCounters(entries=entries, bytes=entries * self._files.file_bytes, **self._totals)
 
     def close(self) -> None:
         with self._ended:
@@ -178,40 +186,13 @@ class FileStore:
                 self._calls -= 1
                 self._ended.notify_all()
 
-    # ---- reading
-
-    def _is_there(self, name: EntryFileName) -> bool:
-        try:
-            found = os.lstat(self._path(name))
-        except FileNotFoundError:
-            return False
-        except OSError:
-            self._count("failed")
-            return False
-        return stat.S_ISREG(found.st_mode) and found.st_size == self._file_bytes
-
     def _read(self, key: EntryKey, into: memoryview) -> bool:
-        name = EntryFileName.of(key)
-        try:
-            page = _page()
-            is_whole = read_whole(self._path(name), (page, into))
-        except FileNotFoundError:
-            return self._missed(name)
-        except OSError:
-            return self._missed(name, "failed")
-        if not is_whole or page != self._header(key):
-            self._unlink(self._path(name))
-            return self._missed(name, "damaged")
+        is_own = self._reads.read_own(key, into)
+        found = is_own or self._reads.join(key, into)
         with self._lock:
-            self._totals["hits"] += 1
-            self._index.touch(name)
-        return True
-
-    def _missed(self, name: EntryFileName, *why: str) -> bool:
-        self._count("misses", *why)
-        with self._lock:
-            self._index.lose(name)
-        return False
+            self._totals["hits" if found else "misses"] += 1
+            (self._index.touch if is_own else self._index.lose)(EntryFileName.of(key))
+        return found
 
     # ---- writing
 
@@ -222,11 +203,9 @@ class FileStore:
             self._evict(path)
         if write is None:
             return False
-        temporary = f"{self._folder}/{TEMPORARY}{secrets.token_hex(8)}"
+        temporary = self._files.temporary()
         try:
-            page = _page()
-            page[:] = self._header(key)
-            write_whole(temporary, (page, entry))
+            self._files.write(temporary, key, entry)
             return self._end(write, temporary)
         except OSError as error:
             self._end_failed(write, temporary, error)
@@ -248,25 +227,25 @@ class FileStore:
 
     def _is_too_large(self) -> bool:
         leftover_bytes = self._leftovers.bytes if self._leftovers else 0
-        return len(self._index) * self._file_bytes + leftover_bytes > self._max_bytes
+        return len(self._index) * self._files.file_bytes + leftover_bytes > self._max_bytes
 
     def _next_to_leave(self) -> str | None:
         path = self._leftovers.pop() if self._leftovers else None
         if path is not None:
             return path
         name = self._index.evict()
-        return None if name is None else self._path(name)
+        return None if name is None else self._files.path(name)
 
     def _end(self, write: FileWrite, temporary: str) -> bool:
         with self._lock:
             # Under the lock, so that a drop sees either the file or the write.
             is_wanted = self._index.is_wanted(write)
             if is_wanted:
-                os.rename(temporary, self._path(write.name))
+                os.rename(temporary, self._files.path(write.name))
                 self._index.end(write, is_kept=True)
                 self._totals["written"] += 1
         if not is_wanted:
-            self._unlink(temporary)
+            self._reads.unlink(temporary)
         return is_wanted
 
     def _end_failed(self, write: FileWrite, temporary: str, error: OSError) -> None:
@@ -281,7 +260,7 @@ class FileStore:
             if warns:
                 self._warned_s = now_s
         if warns:
-            _log.warning("KV could not be written to a file in %s: %s", self._folder, error.strerror)
+            _log.warning("KV could not be written to a file in %s: %s", self._files.folder, error.strerror)
         with suppress(OSError):
             os.unlink(temporary)
         if leaving is not None:
@@ -290,7 +269,7 @@ class FileStore:
             self._open_folder()
 
     def _evict(self, path: str) -> None:
-        if self._unlink(path):
+        if self._reads.unlink(path):
             self._count("evicted")
 
     # ---- names
@@ -324,7 +303,7 @@ class FileStore:
             with self._lock:
                 self._index.add(parsed)
         elif name.startswith(TEMPORARY):
-            remove_abandoned(f"{self._folder}/{name}")
+            remove_abandoned(f"{self._files.folder}/{name}")
 
     def _recall_keeps(self) -> None:
         """Gives the files that were found the keep times that they had before a restart."""
@@ -339,7 +318,7 @@ class FileStore:
     # ---- files
 
     def _new_index(self) -> FileIndex:
-        return FileIndex(self._max_bytes // self._file_bytes)
+        return FileIndex(self._max_bytes // self._files.file_bytes)
 
     def _open_folder(self) -> None:
         """Makes the folder and locks it. Forgets what was in one that somebody has removed."""
@@ -350,31 +329,8 @@ class FileStore:
             before, self._index = self._index, self._new_index()
             self._index.replace(before)
             with suppress(OSError):
-                self._folder_fd = open_locked(Path(self._folder))
-
-    def _path(self, name: EntryFileName) -> str:
-        # As text: making a Path takes as long as asking the filesystem.
-        return f"{self._folder}/{name}"
-
-    def _header(self, key: EntryKey) -> bytes:
-        return FileHeader(self._namespace, key, self._entry_bytes).encode()
-
-    def _unlink(self, path: str) -> bool:
-        """Removes a file. Returns whether this call did."""
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            self._count("failed")
-            return False
-        return True
+                self._folder_fd = open_locked(Path(self._files.folder))
 
     def _count(self, *names: str) -> None:
         with self._lock:
             self._totals.update(names)
-
-
-def _page() -> memoryview:
-    """Memory for a header, at the begin of a page."""
-    return memoryview(mmap.mmap(-1, HEADER_BYTES))

@@ -82,7 +82,9 @@ class Store(Protocol):
         ...
 
     def knows(self, digest: bytes) -> bool:
-        """Whether it has an entry with this digest, as far as it remembers. Never waits."""
+        """Whether it has an entry with this digest, as `put` keeps it, as far as it remembers. Never waits.
+
+        An entry that it reads without knowing it lies there in another form, and is put again."""
         ...
 
     def take_lost(self) -> Sequence[bytes]:

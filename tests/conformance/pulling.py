@@ -7,6 +7,7 @@ import signal
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -45,10 +46,6 @@ OWNER, READER = 0xA, 0xB
 ONE_RANK = NodeRanks()
 
 
-async def _save_nothing(_: tuple[EntryKey, ...]) -> None:
-    """These nodes have no cache that could have what their stores have lost."""
-
-
 class PullingNode:
     """A node with a cache and host memory.
 
@@ -79,6 +76,7 @@ class PullingNode:
         ]
         self.cache = self.caches[0]
         self.address = ""
+        self.only_cached: dict[EntryKey, int] = {}  # entries that the cache alone has, and how often each was saved
         self.info = node_status_pb2.NodeInfo(
             name=f"node-{incarnation:x}",
             role=node_status_pb2.ROLE_DECODE,
@@ -111,7 +109,8 @@ class PullingNode:
             ranks=ranks,
             costs=lambda: None,
             step_tokens=lambda: 512,
-            save_again=_save_nothing,
+            save_again=self._save_again,
+            num_to_save=self._num_to_save,
             keepalive_s=DEADLINE_S,
             tls=tls,
         )
@@ -202,6 +201,20 @@ class PullingNode:
     async def forget(self, first: int, rank: int = 0) -> None:
         """Loses all entries of a rank from this one on, as others would displace them."""
         await self._on_thread(lambda tiers: tiers._host.drop(KEYS[first:]), rank)
+
+    async def forget_but_in_cache(self, first: int) -> None:
+        """Loses all entries from this one on, but the cache has them still."""
+        await self.forget(first)
+        self.only_cached = dict.fromkeys(KEYS[first:], 0)
+
+    async def _save_again(self, wanted: tuple[EntryKey, ...]) -> None:
+        keys = tuple(key for key in wanted if key in self.only_cached)
+        if keys:
+            self.only_cached |= {key: self.only_cached[key] + 1 for key in keys}
+            await self.transfer.entries.save_entries(EntryBlocks(keys, blocks_of(self.cache, ENTRIES, 1)))
+
+    def _num_to_save(self, wanted: tuple[EntryKey, ...], _: int | None) -> int:
+        return len(list(takewhile(self.only_cached.__contains__, wanted)))
 
     async def damage(self, number: int, rank: int = 0) -> None:
         """Flips a bit of an entry in a rank's host memory."""

@@ -138,8 +138,8 @@ async def started(
         assert engine.leaked_blocks(lambda _: True) == 0
 
 
-def open_files(directory: Path, namespace: bytes, entry_bytes: int) -> FileStore:
-    return FileStore(directory, namespace=namespace, entry_bytes=entry_bytes, max_bytes=1 << 30)
+def open_files(directory: Path, layout: EntryLayout) -> FileStore:
+    return FileStore(directory, namespace=layout.namespace, entry_bytes=layout.entry_bytes, max_bytes=1 << 30)
 
 
 def remove_files(directory: Path) -> None:

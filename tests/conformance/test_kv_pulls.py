@@ -122,6 +122,25 @@ async def test_what_the_owner_does_not_have_makes_nothing_leave_the_readers_full
         await until_only_the_link_is_held(reader, links=1)
 
 
+@pytest.mark.parametrize("wants", [12, 9, 0])
+async def test_an_owner_saves_what_only_its_cache_has_once_a_reader_wants_it(
+    monkeypatch: pytest.MonkeyPatch, wants: int
+) -> None:
+    """The reader asks first how many there are, has room for some, or finds then that computing is faster."""
+    places = {12: 3 * ENTRIES, 9: 2 * 9, 0: 3 * ENTRIES}[wants]
+    async with an_owner() as owner, a_reader(places=places) as reader:
+        assert await owner.keep() == ENTRIES
+        await owner.forget_but_in_cache(5)
+        is_worth = iter([True, wants > 0])
+        monkeypatch.setattr(reader.pulls, "_is_worth", lambda *_: next(is_worth))
+        assert await reader.pull(owner.kept()) == wants
+        assert list(owner.only_cached.values()) == [int(number < wants) for number in range(5, ENTRIES)]
+        assert owner.transfer.counters().entries.entries == max(5, wants)
+        count, found = await reader.load()
+        assert count == wants
+        assert torch.equal(found, computed(wants))
+
+
 async def test_an_entry_that_is_damaged_in_the_owners_memory_ends_the_load_before_it() -> None:
     async with owner_elsewhere() as (owner, kept), a_reader() as reader:
         await owner.call("damage", 4)

@@ -80,19 +80,22 @@ async def test_a_prompt_that_comes_again_is_computed_from_its_last_kept_state_on
         await until_status(each, nothing_held)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "ranks_after"),
+    [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+)
 async def test_a_conversation_comes_back_from_host_memory_and_from_files(
-    start: Machines, directory: Path, tmp_path: Path, ranks: int
+    start: Machines, directory: Path, tmp_path: Path, ranks: int, ranks_after: int
 ) -> None:
-    """Other prompts take all blocks and states of both nodes' caches between its turns, and then both nodes restart."""
+    """Other prompts take all blocks and states of both nodes' caches between its turns, and then both nodes restart,
+    maybe with another number of ranks."""
     reference = Reference(directory)
-    kept: Flags = {"num_blocks": 12, "host_cache_gib": 0.02, "file_cache_gib": 0.2, "tensor_parallel_size": ranks}
+    kept: Flags = {"num_blocks": 12, "host_cache_gib": 0.02, "file_cache_gib": 0.2}
     roles = ("prefill", "decode")
 
-    def nodes() -> tuple[Process, Process, Process]:
-        prefill, decode = start.nodes(
-            *((role, {**node_of(directory), **kept, "file_cache_dir": tmp_path / role}) for role in roles)
-        )
+    def nodes(size: int) -> tuple[Process, Process, Process]:
+        flags = {**node_of(directory), **kept, "tensor_parallel_size": size}
+        prefill, decode = start.nodes(*((role, {**flags, "file_cache_dir": tmp_path / role}) for role in roles))
         return prefill, decode, start.gateway([prefill], [decode], model=directory, local_policy="strict")
 
     async def answer(gateway: Process, prompt: list[int]) -> Result:
@@ -100,7 +103,7 @@ async def test_a_conversation_comes_back_from_host_memory_and_from_files(
         assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
         return result
 
-    prefill, decode, gateway = nodes()
+    prefill, decode, gateway = nodes(ranks)
     first = await answer(gateway, PROMPT)
     turn = [*PROMPT, *first.token_ids, *NEW_TEXT]
     for number in range(1, 7):
@@ -114,7 +117,7 @@ async def test_a_conversation_comes_back_from_host_memory_and_from_files(
     for process in (gateway, prefill, decode):
         assert start.end(process) == 0
 
-    prefill, decode, gateway = nodes()
+    prefill, decode, gateway = nodes(ranks_after)
     back = await answer(gateway, turn)
     assert back.proof.prefill_loaded_tokens == back.proof.prefill_cached_tokens == 128
     assert back.proof.decode_loaded_tokens == back.proof.decode_cached_tokens == 128

@@ -26,6 +26,8 @@ SMALL: Flags = {"num_blocks": 2 * TOKENS // 16 + 4, "max_batch_tokens": 128}
 HOST: Flags = {"host_cache_gib": 0.02}
 WHOLE_ENTRIES = (TOKENS - 1) // 64 * 64
 ENTRY_BYTES = 97 * 4096  # of LLAMA
+TWO: Flags = {"tensor_parallel_size": 2}
+OWN: Flags = {"tensor_parallel_size": 2, "expert_parallel": True, "attention_data_parallel": True}
 
 
 def store(status: node_status_pb2.NodeStatus, name: str) -> node_status_pb2.StoreState:
@@ -182,6 +184,42 @@ async def test_files_outlive_the_node_and_serve_another_layout_and_block_size(
         assert back.proof.decode_loaded == LoadedTokens(file=WHOLE_ENTRIES // 24 * 24)
     status = await until_status(decode, lambda last: store(last, "file").loaded_total >= 8)
     assert store(status, "file").damaged_total == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        pytest.param(LLAMA, TWO, {}, id="2-ranks-to-1"),
+        pytest.param(LLAMA, {}, TWO, id="1-rank-to-2", marks=pytest.mark.slow),
+        pytest.param(DEEPSEEK, OWN, TWO, id="own-requests-to-2-ranks", marks=pytest.mark.slow),
+        pytest.param(DEEPSEEK, TWO, {}, id="latents-of-2-ranks-to-1", marks=pytest.mark.slow),
+    ],
+)
+async def test_files_outlive_a_change_of_the_number_of_ranks(
+    start: Machines, references: References, tmp_path: Path, model: Path, before: Flags, after: Flags
+) -> None:
+    """What was read of the files from before is written anew, so it is there when they are gone."""
+    reference = references[model]
+    prompts = reference.prompts([TOKENS] * 2)
+
+    async def serve(flags: Flags, *, loaded: int) -> None:
+        (decode,) = start.nodes(("decode", {"model": model, **SMALL, **HOST, "file_cache_dir": tmp_path, **flags}))
+        gateway = start.gateway([], [decode], model=model)
+        for prompt in prompts:
+            result = await answer(gateway, reference, prompt)
+            assert result.proof.decode_loaded == LoadedTokens(file=loaded)
+        kept = (2 if flags is TWO else 1) * len(prompts) * WHOLE_ENTRIES // 64
+        status = await until_status(decode, lambda last: store(last, "file").entries >= kept)
+        assert store(status, "file").damaged_total == 0
+        assert start.end(gateway) == start.end(decode) == 0
+
+    await serve(before, loaded=0)
+    old = await asyncio.to_thread(lambda: list(tmp_path.glob("v*")))
+    await serve(after, loaded=WHOLE_ENTRIES)
+    if model is LLAMA:
+        for folder in old:
+            shutil.rmtree(folder)
+    await serve(after, loaded=WHOLE_ENTRIES)
 
 
 async def test_damaged_files_cost_time_and_no_token(start: Machines, reference: Reference, tmp_path: Path) -> None:

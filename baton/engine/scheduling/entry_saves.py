@@ -177,20 +177,8 @@ class EntrySaves:
         """Holds the blocks of entries that the cache has and the stores have lost: the next ones after those wanted
         entries that the stores have, as far as there is room. It ends with `saved`. Returns None if there are none, if
         the model has recurrent states, or if entries can end within a block."""
-        if self._slots is not None or ENTRY_TOKENS % self._block_size:
-            return None
         for index, pool in enumerate(self._pools):
-            room = int(pool.num_blocks * _SAVING_SHARE) - self._saving[index]
-            run: list[EntryKey] = []
-            held: list[int] = []
-            for key in wanted:
-                if not run and self._kept.has(key):
-                    continue
-                blocks = pool.cached_blocks(self._kept.blocks_of_lost(key))
-                if not blocks or len(held) + len(blocks) > room:
-                    break
-                run.append(key)
-                held += blocks
+            run, held = self._lost(wanted, index)
             if run:
                 pool.take(held, 0)
                 self._count(index, len(held))
@@ -198,6 +186,27 @@ class EntrySaves:
                 before = run[0].token_start // self._block_size
                 return EntryBlocks(tuple(run), (*[0] * before, *held), index if self._has_owners else None)
         return None
+
+    def num_to_save_again(self, wanted: Sequence[EntryKey], pool: int) -> int:
+        """How many of the first wanted entries `begin_again` would hold in a pool now."""
+        return 0 if not wanted or self._kept.has(wanted[0]) else len(self._lost(wanted, pool)[0])
+
+    def _lost(self, wanted: Sequence[EntryKey], pool: int) -> tuple[list[EntryKey], list[int]]:
+        """The entries for `begin_again` in a pool, and their blocks."""
+        run: list[EntryKey] = []
+        held: list[int] = []
+        if self._slots is not None or ENTRY_TOKENS % self._block_size:
+            return run, held
+        room = int(self._pools[pool].num_blocks * _SAVING_SHARE) - self._saving[pool]
+        for key in wanted:
+            if not run and self._kept.has(key):
+                continue
+            blocks = self._pools[pool].cached_blocks(self._kept.blocks_of_lost(key))
+            if not blocks or len(held) + len(blocks) > room:
+                break
+            run.append(key)
+            held += blocks
+        return run, held
 
     def drop_roots(self, roots: frozenset[bytes]) -> None:
         """Offers no entry with one of these roots any more."""

@@ -125,6 +125,18 @@ class TensorParallel:
             high = -low
         return self.smallest(low, device) == -self.smallest(high, device)
 
+    def of_first(self, text: str, device: torch.device) -> str:
+        """Returns rank 0's text. The host waits.
+
+        Args:
+            device: of tensors that the group takes.
+        """
+        if self.size == 1:
+            return text
+        texts = [text]
+        dist.broadcast_object_list(texts, group=self.group, device=device, group_src=0)
+        return texts[0]
+
 
 SINGLE = TensorParallel()
 

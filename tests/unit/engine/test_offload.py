@@ -531,7 +531,10 @@ def test_entries_that_the_stores_have_lost_are_saved_again_from_the_cache() -> N
     (saved,) = save_all(scheduler)
     saves, kept = offload(scheduler).saves, offload(scheduler).kept
     assert saves.begin_again(saved.keys) is None, "the stores have them"
+    assert saves.num_to_save_again(saved.keys, 0) == saves.num_to_save_again((), 0) == 0
     kept.lost([saved.keys[1].block.digest])
+    assert saves.num_to_save_again(saved.keys[1:], 0) == len(saved.keys) - 1
+    assert saves.num_to_save_again(saved.keys, 0) == 0, "the first is not lost"
     again = saves.begin_again(saved.keys)
     assert again is not None
     assert again.keys == saved.keys[1:]

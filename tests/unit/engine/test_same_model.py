@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import ConfigError
@@ -28,6 +29,11 @@ def load_parts(rank: TensorParallel, hosts: list[tuple[Path, Path]]) -> list[str
         except ConfigError as error:
             errors.append(error.message.partition(";")[0])
     return errors
+
+
+def content_digest(rank: TensorParallel, model: Path, hosts: int) -> str:
+    settings = NodeSettings(model=model, device="cpu", num_blocks=4, tensor_parallel_size=2, num_hosts=hosts)
+    return build_runner(settings, parallel=rank).identity.content_digest
 
 
 def retrained(model: Path) -> None:
@@ -66,3 +72,14 @@ def test_all_ranks_have_the_same_model(tmp_path: Path) -> None:
         "the ranks have models with different tokenizers",
     ]
     assert run_ranks(load_parts, 2, tmp_path / "ranks", hosts) == [expected] * 2
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_all_ranks_know_the_digest_of_the_weights(tmp_path: Path, hosts: int) -> None:
+    """Their files of KV are named by it."""
+    model = tmp_path / "model"
+    save_tiny("llama-llama3-tied", model)
+    alone = build_runner(NodeSettings(model=model, device="cpu", num_blocks=4)).identity.content_digest
+    assert alone
+    (tmp_path / "ranks").mkdir()
+    assert run_ranks(content_digest, 2, tmp_path / "ranks", model, hosts) == [alone] * 2

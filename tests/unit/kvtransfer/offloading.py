@@ -76,6 +76,7 @@ class MemoryStore:
 
     Attributes:
         read_s: how far each read moves the clock, if there is one.
+        other_form: entries that it has in another form than it is given them.
     """
 
     name: str = "memory"
@@ -90,6 +91,7 @@ class MemoryStore:
     clock: "Clock | None" = None
     lists: bool = False
     lost: list[bytes] = field(default_factory=list)
+    other_form: set[EntryKey] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -114,6 +116,7 @@ class MemoryStore:
 
     def put(self, key: EntryKey, entry: memoryview) -> bool:
         self._call("put")
+        self.other_form.discard(key)
         self.kept[key] = bytes(entry)
         return True
 
@@ -134,7 +137,7 @@ class MemoryStore:
         return len(found)
 
     def knows(self, digest: bytes) -> bool:
-        return any(key.block.digest == digest for key in list(self.kept))
+        return any(key.block.digest == digest for key in list(self.kept) if key not in self.other_form)
 
     def take_lost(self) -> Sequence[bytes]:
         lost, self.lost = self.lost, []
@@ -296,7 +299,6 @@ class User:
         return self.world.result(self.begin_load(keys, blocks))
 
 
-def _opened(store: MemoryStore, namespace: bytes, entry_bytes: int) -> MemoryStore:
-    assert namespace
-    assert entry_bytes
+def _opened(store: MemoryStore, layout: EntryLayout) -> MemoryStore:
+    assert layout.namespace
     return store

@@ -363,6 +363,31 @@ def test_entries_are_written_behind_and_read_back_from_the_first_store_that_has_
     world.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_entry_that_a_store_has_in_another_form_is_written_as_its_own_unless_it_is_dropped(*, drops: bool) -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(3), blocks_of(user.cache, 3, 1)
+    user.save(keys, blocks)
+    world.forget_host(keys)
+    store.other_form.update(keys[:2])
+    store.calls.clear()
+    store.gate.clear()
+    load = user.begin_load(keys, blocks_of(user.cache, 3, 2))
+    world.run()
+    future: Future[DroppedEntries] = Future()
+    if drops:
+        user.offloader.drop_roots(frozenset({keys[0].root}), future)
+    store.gate.set()
+    assert world.result(load) == (0 if drops else 3)
+    world.settle()
+    assert store.calls.count("put") == (0 if drops else 2)
+    assert set(store.kept) == (set() if drops else set(keys))
+    assert store.other_form == (set(keys[:2]) if drops else set())
+    world.check_nothing_is_left()
+
+
 def test_what_leaves_host_memory_is_below_it_while_a_store_has_it_and_gone_after_that() -> None:
     store = MemoryStore()
     world = World(places=2, stores=[store])

@@ -1,0 +1,88 @@
+"""What a store in files reads and removes: its own files and, where one is missing, those of other numbers of ranks.
+
+A file that is not what it must be is removed. Errors of the disk are counted, not raised.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+
+from baton.core.kv_entries import EntryKey
+from kvtransfer.stores.entry_files import EntryFiles
+from kvtransfer.stores.joined_files import JoinedFiles
+
+
+class FileReads:
+    """
+    Args:
+        count: counts one event of a store: `damaged` or `failed`.
+    """
+
+    def __init__(self, own: EntryFiles, joined: Sequence[JoinedFiles], count: Callable[[str], None]) -> None:
+        self._own = own
+        self._joined = joined
+        self._count = count
+
+    def has_own(self, key: EntryKey) -> bool:
+        return self._has(self._own, key)
+
+    def can_join(self, key: EntryKey) -> bool:
+        """Whether the files of another number of ranks have an entry."""
+        return any(self._has(joined, key) for joined in self._joined)
+
+    def read_own(self, key: EntryKey, into: memoryview) -> bool:
+        return self._read(self._own, key, into)
+
+    def join(self, key: EntryKey, into: memoryview) -> bool:
+        """Reads an entry from the files of another number of ranks."""
+        return any(self._read(joined, key, into) for joined in self._joined)
+
+    def remove(self, key: EntryKey) -> None:
+        """Removes every file of an entry."""
+        self._remove(self._own, key)
+        for joined in self._joined:
+            self._remove(joined, key)
+
+    def unlink(self, path: str) -> bool:
+        """Removes a file. Returns whether this call did."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            self._count("failed")
+            return False
+        return True
+
+    def found_joined(self, most: int) -> list[EntryKey]:
+        """Keys of up to so many entries that other numbers of ranks have left."""
+        keys: list[EntryKey] = []
+        for joined in self._joined:
+            try:
+                keys += joined.found(most - len(keys))
+            except OSError:
+                self._count("failed")
+        return keys
+
+    def _has(self, files: EntryFiles | JoinedFiles, key: EntryKey) -> bool:
+        try:
+            return files.has(key)
+        except OSError:
+            self._count("failed")
+            return False
+
+    def _read(self, files: EntryFiles | JoinedFiles, key: EntryKey, into: memoryview) -> bool:
+        try:
+            if files.read(key, into):
+                return True
+        except FileNotFoundError:
+            return False
+        except OSError:
+            self._count("failed")
+            return False
+        self._count("damaged")
+        self._remove(files, key)
+        return False
+
+    def _remove(self, files: EntryFiles | JoinedFiles, key: EntryKey) -> None:
+        for path in files.paths(key):
+            self.unlink(path)

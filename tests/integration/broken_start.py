@@ -125,6 +125,7 @@ def _break(name: str, fail: Callable[[], None]) -> None:
         fail()
         raise AssertionError("the process continues")
 
+    assert callable(getattr(owner, attribute)), f"{name} is there to be broken"
     setattr(owner, attribute, failing)
 
 

@@ -204,3 +204,22 @@ async def test_a_schema_that_cannot_be_forced_is_named_as_part_of_the_tools(door
         answer = await door.call("POST", path, body)
         assert (answer.status, answer.error["param"]) == (400, "tools"), path
         assert "$ref" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "cure"),
+    [
+        ("/v1/responses", {"messages": [TURN]}, "messages is not a parameter of this endpoint; did you mean input?"),
+        ("/v1/responses", {"max_tokens": 5}, "did you mean max_output_tokens?"),
+        ("/v1/responses", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "did you mean parameters?"),
+        ("/v1/messages", {"tools": [{"name": "f", "parameters": {}}]}, "did you mean input_schema?"),
+        ("/v1/messages", {"stop": ["a"]}, "did you mean stop_sequences?"),
+        ("/v1/messages", {"teleport": 1}, "leave it out; /docs lists all fields"),
+    ],
+)
+async def test_a_field_of_another_api_is_refused_with_the_name_that_it_has_here(
+    door: HttpGateway, path: str, change: dict[str, Any], cure: str
+) -> None:
+    answer = await door.call("POST", path, {**BODIES[path], **change})
+    assert answer.status == 400
+    assert answer.json["error"]["message"].endswith(cure)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
@@ -232,3 +232,25 @@ def test_an_agents_request_is_served_and_names_what_has_no_effect(client: Anthro
     assert final.context_management is not None
     assert final.context_management.applied_edits == []
     assert ["web_search_20250305" in warnings[0], "clear_tool_uses_20250919" in warnings[1]] == [True, True]
+
+
+def test_a_tool_runner_goes_on_without_a_thread(client: Anthropic) -> None:
+    cities: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(city: Literal["Rome", "Oslo"]) -> str:
+        """The weather of a city."""
+        cities.append(city)
+        return "Rain."
+
+    runner = client.beta.messages.tool_runner(
+        model="llama", messages=ASKED, max_tokens=200, tools=[weather], tool_choice=ONE_CALL, max_iterations=2
+    )
+    assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
+    assert cities
+
+
+def test_models_are_listed_as_anthropic_lists_them(client: Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name) == ("llama", "model", "llama")
+    assert client.models.retrieve("llama") == model

@@ -310,6 +310,19 @@ def test_a_stored_conversation_gives_what_the_whole_conversation_gives(client: O
         client.responses.retrieve(last.id)
 
 
+def test_input_tokens_are_those_that_an_answer_counts(client: OpenAI) -> None:
+    first = client.responses.create(model="llama", input=PROMPT, tools=[WEATHER], max_output_tokens=2)
+    counted = client.responses.input_tokens.count(model="llama", input=PROMPT, tools=[WEATHER])
+    assert first.usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+    given: Any = {"model": "llama", "input": "And?", "previous_response_id": first.id}
+    second = client.responses.create(**given, max_output_tokens=2)
+    assert second.usage is not None
+    assert client.responses.input_tokens.count(**given).input_tokens == second.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="input"):
+        client.responses.input_tokens.count(model="llama", input=[])
+
+
 def test_any_worker_continues_what_another_one_stored() -> None:
     with machines() as started:
         prefill, decode = started.nodes(("prefill", {"model": LLAMA}), ("decode", {"model": LLAMA}))

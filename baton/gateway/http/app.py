@@ -4,7 +4,7 @@ import ipaddress
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -182,7 +182,8 @@ class App:
             refused = HttpRefusal(405, "method_not_allowed", message, allowed=allowed, headers=headers)
             return self._error(request.scope, refused)
         message = f"{method} {path} does not exist"
-        return self._error(request.scope, HttpRefusal(error.status_code, "not_found", message, cure="see /docs"))
+        cure = cure_of_path(path, {getattr(route, "path", "") for route in self.api.routes})
+        return self._error(request.scope, HttpRefusal(error.status_code, "not_found", message, cure=cure))
 
     def _error(self, scope: Scope, error: Exception) -> Response:
         request_id = scope[REQUEST_ID]
@@ -213,6 +214,16 @@ class App:
 
 def _is_request_id(text: str) -> bool:
     return 0 < len(text) <= _REQUEST_ID_CHARACTERS_MAX and text.isascii() and text.isprintable() and " " not in text
+
+
+def cure_of_path(path: str, paths: Collection[str]) -> str:
+    """Returns what is probably wrong with a path that does not exist: most often, the client's base URL."""
+    meant = {
+        f"/v1{path}": "give the client a base URL that ends in /v1",
+        path.removeprefix("/v1"): "give the client a base URL without /v1",
+        path.rstrip("/"): "leave out the slash at the end",
+    }
+    return next((cure for name, cure in meant.items() if name in paths), "see /docs")
 
 
 def check_not_a_page(method: str, headers: Mapping[str, str], *, listen_host: str | None) -> None:

@@ -27,6 +27,25 @@ _VALUE_CHARS_MAX = 100
 _FIELD_CHARS_MAX = 200
 _ALIKE = 0.8  # least similarity, of 1: temprature and max_token are above it, foo and text below
 
+# Fields of one API, and what others have in their place.
+_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    "messages": ("input", "prompt"),
+    "input": ("messages", "prompt"),
+    "prompt": ("messages", "input"),
+    "system": ("instructions",),
+    "instructions": ("system",),
+    "max_tokens": ("max_output_tokens",),
+    "max_completion_tokens": ("max_output_tokens", "max_tokens"),
+    "max_output_tokens": ("max_tokens",),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "response_format": ("text", "output_config"),
+    "function": ("parameters",),
+    "parameters": ("input_schema",),
+    "input_schema": ("parameters",),
+    "schema": ("json_schema",),
+}
+
 # Prefix of union tags in pydantic's locations, so that they can be left out of field names.
 _TAG = "~"
 _UNSUPPORTED = "unsupported"
@@ -81,6 +100,8 @@ def _nearest(name: str, known: Collection[str], inner: Mapping[str, str]) -> str
     """The field that was probably meant: here, or in an object below, such as `baton.session_id`; empty: no idea."""
     if name in inner:
         return inner[name]
+    if elsewhere := [field for field in _ELSEWHERE.get(name, ()) if field in known]:
+        return elsewhere[0]
     here = get_close_matches(name, known, n=1, cutoff=_ALIKE)
     below = get_close_matches(name, inner, n=1, cutoff=_ALIKE)
     return here[0] if here else inner[below[0]] if below else ""

@@ -42,6 +42,7 @@ ROUTES = (
     HttpRoute("/v1/chat/completions", openai.chat_completions, "Continue a conversation", ChatBody),
     HttpRoute("/v1/completions", openai.completions, "Continue a text", CompletionBody),
     HttpRoute("/v1/responses", stored.responses, "Continue a conversation, as OpenAI's Responses", ResponsesRequest),
+    HttpRoute("/v1/responses/input_tokens", stored.count, "Tokens of a conversation, as Responses", ResponsesRequest),
     HttpRoute("/v1/responses/{response_id}", stored.stored_response, "A stored response"),
     HttpRoute("/v1/responses/{response_id}", stored.delete, "Delete a stored response", verb="DELETE"),
     HttpRoute("/v1/responses/{response_id}/cancel", stored.cancel, "End a response in progress", verb="POST"),

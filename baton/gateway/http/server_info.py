@@ -1,5 +1,6 @@
 """The handlers that generate nothing: models, tokenization, health, version and metrics."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -21,8 +22,11 @@ from baton.metrics.page import names_of
 
 
 async def models(call: HttpCall) -> Response:
+    """Lists the models, with the fields of both OpenAI's and Anthropic's lists."""
     adapters = call.context.fleet.adapters()
-    return _json({"object": "list", "data": [_card(call), *(_card(call, adapters[name]) for name in sorted(adapters))]})
+    cards = [_card(call), *(_card(call, adapters[name]) for name in sorted(adapters))]
+    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return _json({"object": "list", "data": cards, "has_more": False, **ends})
 
 
 async def model(call: HttpCall) -> Response:
@@ -94,6 +98,7 @@ def _card(call: HttpCall, adapter: AdapterRef | None = None) -> dict[str, Any]:
     if adapter is not None:
         return _card(call) | {
             "id": adapter.name,
+            "display_name": adapter.name,
             "root": adapter.name,
             "parent": served.name,
             "revision": adapter.revision,
@@ -102,12 +107,16 @@ def _card(call: HttpCall, adapter: AdapterRef | None = None) -> dict[str, Any]:
     return {
         "id": served.name,
         "object": "model",
+        "type": "model",
+        "display_name": served.name,
         "created": call.context.started_s,
+        "created_at": datetime.fromtimestamp(call.context.started_s, UTC).isoformat(),
         "owned_by": "baton",
         **({"description": served.description} if served.description else {}),
         "root": served.name,
         "parent": None,
         "max_model_len": fleet.max_context_tokens,
+        "max_input_tokens": fleet.max_context_tokens,
         "revision": revisions[0].revision if len(revisions) == 1 else None,
         "revisions": [{"revision": each.revision, "name": each.name} for each in revisions],
     }

@@ -94,7 +94,7 @@ def grammar_of(body: GenerationBody) -> tuple[Grammar | None, str]:
         names = " and ".join(field for field, _ in given)
         raise InvalidRequest(f"{names} exclude each other", field=given[1][0], cure="give only one of them")
     if not given:
-        return None, "grammar"
+        return None, "tools"  # forced calls have a grammar too
     field, grammar = given[0]
     return grammar, field
 

@@ -190,12 +190,22 @@ class ToolUse(Model):
     toolset_name: Ignored = None
 
 
+class ResultPicture(OpenObject):
+    """A picture in a tool's result. A text takes its place: an agent that was refused here could never go on."""
+
+    type: str
+
+    @property
+    def text(self) -> str:
+        return f"[{self.type} left out: the model reads text only]"
+
+
 ResultBlock = Annotated[
     Annotated[TextBlock, tag("text")]
     | Annotated[DocumentBlock, tag("document")]
     | Annotated[SearchResultBlock, tag("search_result")]
     | Annotated[ToolReference, tag("tool_reference")]
-    | Annotated[ImageBlock, tag(_REFUSED)],
+    | Annotated[ResultPicture, tag(_REFUSED)],
     by_type(family=_family),
 ]
 

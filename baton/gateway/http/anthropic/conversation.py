@@ -18,6 +18,7 @@ from baton.gateway.http.anthropic.blocks import (
     PlainText,
     RedactedThinking,
     ResultBlock,
+    ResultPicture,
     SearchResultBlock,
     ServerBlock,
     SystemMessage,
@@ -135,7 +136,7 @@ def _answer(where: str, turn: Message) -> Json:
 
 def _texts(block: Block | ResultBlock) -> list[str]:
     """Returns the texts that a block adds to a message."""
-    if isinstance(block, TextBlock):
+    if isinstance(block, TextBlock | ResultPicture):
         return [block.text]
     if isinstance(block, DocumentBlock):
         return ["\n".join(filter(None, [block.title, block.context, *_source(block)]))]

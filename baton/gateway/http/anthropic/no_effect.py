@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from baton.gateway.http.anthropic.blocks import ServerBlock
+from baton.gateway.http.anthropic.blocks import Block, ResultPicture, ServerBlock, ToolResult
 from baton.gateway.http.anthropic.models import ContextEdit, CountTokensRequest
 from baton.gateway.http.anthropic.tool_loading import runnable, searched_by_server
 from baton.gateway.http.anthropic.tools import ServerTool
@@ -29,14 +29,24 @@ def _of_tools(request: CountTokensRequest) -> Iterator[str]:
 
 def _of_messages(request: CountTokensRequest) -> Iterator[str]:
     found = [
-        f"messages[{index}].content[{position}] ({block.type})"
+        f"messages[{index}].content[{position}]{where} ({kind})"
         for index, turn in enumerate(request.messages)
         if isinstance(turn.content, list)
         for position, block in enumerate(turn.content)
-        if isinstance(block, ServerBlock)
+        for where, kind in _left_out(block)
     ]
     if found:
         yield f"left out of the prompt: {_list(found)}"
+
+
+def _left_out(block: Block) -> Iterator[tuple[str, str]]:
+    """Yields the place within the block, and the type, of what the model does not see."""
+    if isinstance(block, ServerBlock):
+        yield "", block.type
+    elif isinstance(block, ToolResult) and isinstance(block.content, list):
+        for index, each in enumerate(block.content):
+            if isinstance(each, ResultPicture):
+                yield f".content[{index}]", each.type
 
 
 def _of_fields(request: CountTokensRequest) -> Iterator[str]:

@@ -22,6 +22,8 @@ UNREAD = frozenset(
 )  # fmt: skip
 _NO_TEXT = frozenset({"input_image", "input_file", "input_audio", "encrypted_content"})
 
+_REFUSED = "|"  # a tag that no error lists as allowed
+
 _READABLE = "baton-reasoning:"  # beginning of an `encrypted_content` that any gateway of ours can read
 
 
@@ -59,11 +61,24 @@ class NoText(BaseModel):
         return f"[{self.type.removeprefix('input_')} left out: the model reads text only]"
 
 
+class RefusedPart(BaseModel):
+    """An image, a file or a sound in a message. It is refused."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    type: Annotated[None, unsupported("the model reads text only: send the content as text, or leave it out")]
+    text: str = ""
+
+
+def _part_shape(kind: str) -> str:
+    return _REFUSED if kind in _NO_TEXT else kind
+
+
 Part = Annotated[
     Annotated[InputText, tag("input_text")]
     | Annotated[OutputText, tag("output_text")]
-    | Annotated[RefusalPart, tag("refusal")],
-    by_type(),
+    | Annotated[RefusalPart, tag("refusal")]
+    | Annotated[RefusedPart, tag(_REFUSED)],
+    by_type(family=_part_shape),
 ]
 TextOrParts = Annotated[Annotated[str, tag("text")] | Annotated[Items[Part], tag("list")], TEXT_OR_LIST]
 

@@ -77,6 +77,8 @@ async def responses(call: HttpCall) -> Response:
         call.warn(warning)
     if (raw_tool := conversation.raw_tool) is not None:
         call.field_names = {**_FIELD_NAMES, "grammar": f"{raw_tool.where}.format.definition"}
+    elif conversation.chat.grammar is None:
+        call.field_names = {**_FIELD_NAMES, "grammar": "tools"}
     chat = conversation.chat
     if request.truncation == "auto":
         chat = await _fitting(call, request, chat)
@@ -101,6 +103,20 @@ async def responses(call: HttpCall) -> Response:
     if keeps:
         keep(body)
     return _json(body)
+
+
+async def count(call: HttpCall) -> Response:
+    """Counts the tokens of a request's prompt."""
+    call.field_names = _FIELD_NAMES
+    understood = await call.read_as(partial(_understand, store_is_on=False))
+    request, conversation = understood.request, understood.conversation
+    if conversation is None:
+        _, _, conversation = await _continued(call, request, b"")
+    for warning in conversation.warnings:
+        call.warn(warning)
+    call.serving.check_name(request.model)
+    tokens = len(await encode_chat(call.serving, conversation.chat, is_request=True))
+    return _json(orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens}))
 
 
 async def stored_response(call: HttpCall) -> Response:

@@ -36,7 +36,12 @@ async def post(door: HttpGateway, *lines: str, body: bytes = TOKENIZE) -> Answer
     return await ask(door, *head, *lines, body=body)
 
 
-@pytest.mark.parametrize("path", [*(route.path for route in ROUTES if "{" not in route.path), "/v1/models/x", *PAGES])
+# The other methods of this path are those of a stored response with that id.
+LIKE_AN_ID = "/v1/responses/input_tokens"
+PATHS = [route.path for route in ROUTES if "{" not in route.path and route.path != LIKE_AN_ID]
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/models/x", *PAGES])
 async def test_a_method_that_a_path_does_not_have_is_refused_with_those_that_it_has(
     door: HttpGateway, path: str
 ) -> None:
@@ -179,3 +184,21 @@ async def test_a_wrong_request_after_another_is_not_answered_in_its_place(door: 
     wire.writer.write(b"GET /health HTTP/1.1\r\n\r\n")
     assert await wire.closed()
     await door.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("path", "cure"),
+    [
+        ("/chat/completions", "give the client a base URL that ends in /v1"),
+        ("/responses", "give the client a base URL that ends in /v1"),
+        ("/v1/v1/messages", "give the client a base URL without /v1"),
+        ("/v1/chat/completions/", "leave out the slash at the end"),
+        ("/v1/images/generations", "see /docs"),
+    ],
+)
+async def test_a_path_that_does_not_exist_is_answered_with_what_is_wrong(
+    door: HttpGateway, path: str, cure: str
+) -> None:
+    answer = await door.call("POST", path, b"{}", content_type="application/json")
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert answer.error["message"] == f"POST {path} does not exist; {cure}"

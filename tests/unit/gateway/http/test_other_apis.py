@@ -3,6 +3,7 @@ clients that leave."""
 
 import json
 from collections.abc import AsyncIterator
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -158,3 +159,67 @@ async def test_a_message_of_no_tokens_computes_the_prompt_and_has_no_text(door: 
     assert answer["usage"]["input_tokens"] > 0
     assert answer["usage"]["output_tokens"] == 0
     assert answer["baton"]["receipt"]["request_id"]
+
+
+async def test_a_tool_runner_is_told_to_send_the_whole_conversation(door: HttpGateway) -> None:
+    """Anthropic's libraries go on without a thread only if the error has this code."""
+    for stream in (False, True):
+        thread = {"thread": {"type": "create"}, "stream": stream}
+        answer = await door.call("POST", "/v1/messages", {**MESSAGE, **thread})
+        assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+        assert answer.json["error"]["details"] == {"error_code": "thread_unsupported_request"}
+    other = await door.call("POST", "/v1/messages", {**MESSAGE, "compaction": {}})
+    assert "details" not in other.json["error"]
+
+
+async def test_a_picture_in_a_message_is_refused_with_the_cure(door: HttpGateway) -> None:
+    picture = {"type": "input_image", "detail": "auto", "image_url": "data:image/png;base64,AA=="}
+    turn = {"role": "user", "content": [{"type": "input_text", "text": "What is this?"}, picture]}
+    answer = await door.call("POST", "/v1/responses", {**RESPONSE, "input": [turn]})
+    assert (answer.status, answer.error["param"]) == (400, "input[0].content[1].type")
+    assert "the model reads text only" in answer.error["message"]
+    turn["content"] = [{"type": "hologram"}]
+    answer = await door.call("POST", "/v1/responses", {**RESPONSE, "input": [turn]})
+    assert answer.error["message"].endswith("allowed: 'input_text', 'output_text', 'refusal'")
+
+
+async def test_the_list_of_models_has_the_fields_of_both_apis(door: HttpGateway) -> None:
+    listed = (await door.call("GET", "/v1/models")).json
+    assert (listed["object"], listed["has_more"]) == ("list", False)
+    (card,) = listed["data"]
+    assert listed["first_id"] == listed["last_id"] == card["id"] == card["display_name"]
+    assert (card["object"], card["type"]) == ("model", "model")
+    assert card["max_input_tokens"] == card["max_model_len"]
+    assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
+
+
+async def test_a_schema_that_cannot_be_forced_is_named_as_part_of_the_tools(door: HttpGateway) -> None:
+    function = {"name": "find", "parameters": {"type": "object", "properties": {"a": {"$ref": "https://a.example/b"}}}}
+    forced = {"tool_choice": "required"}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [TURN], "tools": [{"type": "function", "function": function}], **forced},
+        "/v1/responses": {**RESPONSE, "tools": [{"type": "function", **function}], **forced},
+    }
+    for path, body in bodies.items():
+        answer = await door.call("POST", path, body)
+        assert (answer.status, answer.error["param"]) == (400, "tools"), path
+        assert "$ref" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "cure"),
+    [
+        ("/v1/responses", {"messages": [TURN]}, "messages is not a parameter of this endpoint; did you mean input?"),
+        ("/v1/responses", {"max_tokens": 5}, "did you mean max_output_tokens?"),
+        ("/v1/responses", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "did you mean parameters?"),
+        ("/v1/messages", {"tools": [{"name": "f", "parameters": {}}]}, "did you mean input_schema?"),
+        ("/v1/messages", {"stop": ["a"]}, "did you mean stop_sequences?"),
+        ("/v1/messages", {"teleport": 1}, "leave it out; /docs lists all fields"),
+    ],
+)
+async def test_a_field_of_another_api_is_refused_with_the_name_that_it_has_here(
+    door: HttpGateway, path: str, change: dict[str, Any], cure: str
+) -> None:
+    answer = await door.call("POST", path, {**BODIES[path], **change})
+    assert answer.status == 400
+    assert answer.json["error"]["message"].endswith(cure)

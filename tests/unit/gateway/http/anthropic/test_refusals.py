@@ -84,7 +84,7 @@ def test_counting_needs_no_limit() -> None:
         ("messages[0].content[0].input", {"messages": blocks({**CALL, "input": []})}),
         ("messages[0].content[0].id", {"messages": blocks({**CALL, "id": ""})}),
         ("messages[0].content[0].content[0].type", {"messages": blocks(
-            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "hologram"}]}
         )}),
         ("system", {"system": 4}),
         ("system[0].type", {"system": [{"type": "image"}]}),

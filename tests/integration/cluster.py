@@ -22,7 +22,7 @@ from baton.protos.v1 import generation_pb2, node_status_pb2
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.rpc.channels import connect
 from baton.settings.config import DEMO_MODELS
-from kvtransfer import offload_calls, offload_queue
+from kvtransfer import offload_calls, offload_queue, offload_tiers
 from kvtransfer.stores import read_speed
 from tests.paused_engine import PausedSteps
 from tests.warm import SHOW_STACKS, launch_warm
@@ -175,7 +175,8 @@ def _prepare_node(prepare: Callable[[], None] | None, more_ranks: int) -> None:
     StepMeter.observe = _observe_steady  # type: ignore[assignment, method-assign]
     assembly.STUCK_AFTER_S = process.STUCK_AFTER_S = DEADLINE_S  # type: ignore[attr-defined]
     tiered_prefixes._FIND_S = tiered_prefixes._LOAD_S = DEADLINE_S
-    offload_calls.FIND_LIMIT_S = offload_queue.STUCK_AFTER_S = DEADLINE_S
+    offload_calls.FIND_LIMIT_S = offload_queue.STUCK_AFTER_S = offload_tiers._CLOSE_TIMEOUT_S = DEADLINE_S
+    offload_tiers._WRITES_SHARE = 1.0  # a slow disk leaves nothing unwritten that host memory has room for
     read_speed._READS_MIN = read_speed._READS_MAX + 1  # a disk that stood still for a while is not slow
     if prepare is not None:
         prepare()

@@ -265,8 +265,8 @@ class _Decoding:
             await self._engine.abort(name)
 
     async def step_ms(self) -> float:
-        """The mean step of a stretch."""
-        self._ends_s = []
+        """The mean step of a stretch. Whether requests ended after an earlier one does not matter."""
+        self._ends_s, self._ended = [], 0
         self._stretch_over.clear()
         async with asyncio.timeout(_TIMEOUT_S):
             await self._stretch_over.wait()

@@ -15,14 +15,14 @@ from baton.cli.processes import Process, Processes
 from baton.core.costs import StepCosts, StepWork
 from baton.engine import tiered_prefixes
 from baton.engine.step_meter import StepMeter
-from baton.gateway.request import connections
+from baton.gateway.request import connections, node_clients
 from baton.gateway.request import machine as request_machine
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import generation_pb2, node_status_pb2
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.rpc.channels import connect
 from baton.settings.config import DEMO_MODELS
-from kvtransfer import offload_calls, offload_queue
+from kvtransfer import offload_calls, offload_queue, offload_tiers
 from kvtransfer.stores import read_speed
 from tests.paused_engine import PausedSteps
 from tests.warm import SHOW_STACKS, launch_warm
@@ -167,16 +167,20 @@ def _prepare_node(prepare: Callable[[], None] | None, more_ranks: int) -> None:
     """Gives steps their steady costs in place of measured ones, lets requests wait for stores without a limit, and
     keeps processes for the ranks above 0.
 
-    A node that stood still for a while is not stuck, for which gateways would choose other ones.
+    A node that stood still for a while is not stuck, for which gateways would choose other ones. One that ends has the
+    time that it needs to write the KV that it keeps.
     """
     from baton.node import assembly, process  # here, because they import torch
+    from baton.node.ranks import group, serving
 
-    keep_children_warm(more_ranks)
     StepMeter.observe = _observe_steady  # type: ignore[assignment, method-assign]
-    assembly.STUCK_AFTER_S = process.STUCK_AFTER_S = DEADLINE_S  # type: ignore[attr-defined]
+    assembly.STUCK_AFTER_S = process.STUCK_AFTER_S = serving._STUCK_AFTER_S = DEADLINE_S  # type: ignore[attr-defined]
     tiered_prefixes._FIND_S = tiered_prefixes._LOAD_S = DEADLINE_S
-    offload_calls.FIND_LIMIT_S = offload_queue.STUCK_AFTER_S = DEADLINE_S
+    offload_calls.FIND_LIMIT_S = offload_queue.STUCK_AFTER_S = offload_tiers._CLOSE_TIMEOUT_S = DEADLINE_S
+    process._CLOSE_S = group._END_TIMEOUT_S = DEADLINE_S
+    offload_tiers._WRITES_SHARE = 1.0  # a slow disk leaves nothing unwritten that host memory has room for
     read_speed._READS_MIN = read_speed._READS_MAX + 1  # a disk that stood still for a while is not slow
+    keep_children_warm(more_ranks)  # these have the values above, too
     if prepare is not None:
         prepare()
 
@@ -186,9 +190,9 @@ def _observe_steady(meter: StepMeter, work: StepWork, seconds: float) -> None:
 
 
 def _prepare_gateway(prepare: Callable[[], None] | None) -> None:
-    """Makes gateways wait without a time limit: for every pair to settle before they are ready, and for the prefill
-    node's count of sent bytes."""
-    connections._SETTLE_TIMEOUT_S = DEADLINE_S
+    """Makes gateways wait without a time limit: for every pair to settle before they are ready, for the prefill node's
+    count of sent bytes, and for the last tokens of a node that ends."""
+    connections._SETTLE_TIMEOUT_S = node_clients._LAST_MESSAGES_S = DEADLINE_S
     request_machine._RECEIPT_WAIT_S = DEADLINE_S
     if prepare is not None:
         prepare()

@@ -66,6 +66,7 @@ class Answer:
 @pytest.fixture(autouse=True)
 def _patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers wait for a gateway as long as a slow machine needs to have one."""
+    monkeypatch.setattr("baton.client.gateways.SHORT_ATTEMPT_S", DEADLINE_S)
     monkeypatch.setattr("baton.client.answer_stream._RESUME_S", DEADLINE_S)
 
 

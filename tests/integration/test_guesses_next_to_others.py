@@ -21,6 +21,7 @@ from tests.integration.cluster import (
     LLAMA,
     Flags,
     Machines,
+    in_engine,
     machines,
     nothing_held,
     until_status,
@@ -234,7 +235,11 @@ async def test_requests_that_are_late_or_preempted_leave_nothing_and_go_on_with_
             await client.complete(prompts[0], GREEDY, timeout_s=1.0)
     cluster.start.let_go(small)
     await until_status(small, nothing_held)
-    ours = await ask_all(gateway, asked, prompts)
+    cluster.start.allow_steps(0, small)
+    asking = asyncio.create_task(ask_all(gateway, asked, prompts))
+    await until_status(small, lambda last: in_engine(last) == len(prompts))  # otherwise one may end before others come
+    cluster.start.let_go(small)
+    ours = await asking
     assert_equal(ours[""], (await ask_all(cluster.gateways[False], asked, prompts))[""], "preempted")
     assert drafted(ours[""])
     last = await until_status(small, nothing_held)

@@ -114,6 +114,8 @@ async def test_a_conversation_comes_back_from_host_memory_and_from_files(
     assert again.proof.prefill_loaded_tokens == again.proof.prefill_cached_tokens == 64
     second = await answer(gateway, turn)
     assert second.proof.decode_loaded_tokens + second.proof.decode_cached_tokens > 0
+    for each in (prefill, decode):
+        await until_status(each, nothing_held)  # all is saved, and is written to files before the node ends
     for process in (gateway, prefill, decode):
         assert start.end(process) == 0
 

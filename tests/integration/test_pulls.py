@@ -12,7 +12,7 @@ from baton.core import pull_costs
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
 from baton.core.types import LoadedTokens
-from baton.node import pull_link, pulls
+from baton.node import pull_link, pull_owner, pulls
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.channels import connect
@@ -46,6 +46,7 @@ def always_pull() -> None:
     pull_costs.SHARE = 1e9
     pulls.PULL_S_MIN = pull_costs.PULL_S_MAX = DEADLINE_S
     pull_link._OPEN_S = pull_link._ARRIVE_S = DEADLINE_S
+    pull_owner._HELLO_S = pull_owner._SERVE_S = DEADLINE_S
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
 @pytest.fixture(autouse=True)
 def _patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer goes on at the other gateway, however late a slow machine has it answer."""
+    monkeypatch.setattr("baton.client.gateways.SHORT_ATTEMPT_S", DEADLINE_S)
     monkeypatch.setattr("baton.client.answer_stream._RESUME_S", DEADLINE_S)
 
 

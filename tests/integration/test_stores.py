@@ -13,8 +13,10 @@ from baton.client.client import AsyncClient
 from baton.core.kv_entries import EntryBlocks
 from baton.core.sampling import SamplingParams
 from baton.core.types import LoadedTokens
+from baton.node.waiting import until
 from baton.protos.v1 import node_status_pb2
 from kvtransfer.ranked_entries import RankedEntries
+from kvtransfer.stores.file_format import EntryFileName
 from tests.integration.cluster import DEADLINE_S, DEEPSEEK, LLAMA, Flags, Machines, machines, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference, References
@@ -36,6 +38,18 @@ def store(status: node_status_pb2.NodeStatus, name: str) -> node_status_pb2.Stor
 
 async def until_kept(node: Process, name: str, entries: int) -> None:
     await until_status(node, lambda last: store(last, name).entries >= entries)
+
+
+def entry_files(directory: Path) -> set[str]:
+    """The names of the files that have an entry."""
+    return {path.name for path in directory.rglob("*") if EntryFileName.parse(path.name) is not None}
+
+
+async def until_written(directory: Path, seen: set[str], more: int) -> None:
+    """Waits until that many entries are in files with new names, and adds these names. More than a few entries that
+    wait for a slow disk would not all be written."""
+    assert await until(lambda: len(entry_files(directory) - seen) >= more, timeout_s=DEADLINE_S)
+    seen |= entry_files(directory)
 
 
 async def answer(gateway: Process, reference: Reference, prompt: list[int], *, cache_salt: str = "") -> Result:
@@ -153,9 +167,10 @@ async def test_a_session_that_is_kept_in_files_outlives_a_restart_and_a_flood_af
 
     (decode,) = start.nodes(("decode", {"model": LLAMA, **SMALL, **files}))
     gateway = start.gateway([], [decode], model=LLAMA)
+    seen = entry_files(tmp_path)
     for prompt in others:
         await answer(gateway, reference, prompt)
-    await until_status(decode, lambda last: store(last, "file").entries >= 20)
+        await until_written(tmp_path, seen, WHOLE_ENTRIES // 64)
     again = await answer(gateway, reference, first)
     assert again.proof.decode_loaded_tokens == (0 if keep_s is None else WHOLE_ENTRIES)
 

@@ -96,7 +96,9 @@ class FleetNode:
         self._last_choice = self._requests_since = self._prompts_since = self._tokens_since = 0
         self._candidate_state: tuple[object, ...] = (None,) * 5
         self._candidate = Candidate(address, 0, "", open=False, reachable=False)
-        self._peers_answered = False  # whether `peers` has answers to Connect calls, newer than the status
+        # Answers to Connect calls since the last status, and whether `peers` has any that no status has.
+        self._answers: dict[int, node_status_pb2.PeerState] = {}
+        self._peers_answered = False
         self._open_blocks = [0]  # open blocks of each pool, less those of requests sent since the status
         self._backlog = Backlog()
 
@@ -278,8 +280,10 @@ class FleetNode:
         self.status, self.incarnation = status, status.info.incarnation
         self.kept_kind, self.shared_store = kept_kind(status), shared_store(status)
         if self._peers_answered or status.peers != before.peers:
-            self._take_peers({peer.incarnation: peer for peer in status.peers if peer.incarnation})
-            self._peers_answered = False
+            peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
+            newer = {} if started else self._answers_newer_than(peers)
+            self._take_peers(peers | newer)
+            self._answers, self._peers_answered = {}, bool(newer)
         self.reachable, self.loading, self.detail = True, False, detail
         self._requests_since = self._prompts_since = self._tokens_since = 0
         if self._sends is not None:
@@ -306,11 +310,21 @@ class FleetNode:
         self.reachable, self.loading, self.detail = False, False, reason
 
     def take_peer(self, state: node_status_pb2.PeerState) -> None:
-        """Records the node's answer to a Connect call. It counts until the node's next status."""
+        """Records the node's answer to a Connect call. It counts until the node's next status, which may be older."""
         if state.incarnation:
             self._take_peers({**self.peers, state.incarnation: state})
+            self._answers[state.incarnation] = state
             self._peers_answered = True
             self._view = None
+
+    def _answers_newer_than(self, peers: dict[int, node_status_pb2.PeerState]) -> dict[int, node_status_pb2.PeerState]:
+        """Answers with ready pairs that a status has as still connecting. The node may have sent it before the answer;
+        otherwise the next status says the same."""
+        connecting = {number for number, peer in peers.items() if peer.phase == node_status_pb2.PEER_PHASE_CONNECTING}
+        ready = node_status_pb2.PEER_PHASE_READY
+        return {
+            number: answer for number, answer in self._answers.items() if answer.phase == ready and number in connecting
+        }
 
     def _take_peers(self, peers: dict[int, node_status_pb2.PeerState]) -> None:
         self.peers = peers

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from baton.core.errors import ConfigError
 from baton.core.sampling import ResolvedSampling
@@ -31,6 +32,7 @@ from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.rpc.channels import connect
 from baton.rpc.server import GrpcServer
 from baton.settings.node_config import DecodeSettings, NodeSettings, PrefillSettings
+from decode_node import prefill_peer
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
 from prefill_node.service import PrefillService
@@ -117,8 +119,18 @@ async def _pair(directory: Path) -> AsyncIterator[str]:
     own = {"name": "decode-0", "block_size": 4, "kv_cache_layout": layouts[0], "speculation": "always"}
     receives = DecodeSettings.model_validate({**common, **own, "lease_s": 2 * WAIT_S})
     sends = PrefillSettings.model_validate(
-        {**common, "name": "prefill-0", "block_size": 8, "kv_cache_layout": layouts[1]}
+        {**common, "name": "prefill-0", "block_size": 8, "kv_cache_layout": layouts[1], "connect_timeout_s": WAIT_S}
     )
+    # A busy machine may take long for the handshake, and here no gateway has it repeated.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prefill_peer, "_HELLO_TIMEOUT_S", WAIT_S)
+        patched.setattr(prefill_peer, "_WARM_UP_TIMEOUT_S", WAIT_S)
+        async with _started(receives, sends) as address:
+            yield address
+
+
+@asynccontextmanager
+async def _started(receives: DecodeSettings, sends: PrefillSettings) -> AsyncIterator[str]:
     async with GrpcServer("127.0.0.1:0", advertise=None) as server:
         decode = Node(receives, load(receives), role=node_status_pb2.ROLE_DECODE, address=server.address)
         decodes = DecodeService(DecodeDriver(decode, receives))

@@ -110,7 +110,7 @@ async def test_requests_decode_while_the_grammar_of_a_reserved_one_is_compiled(
     go_on, compile_now = threading.Event(), demo.grammars.compile
 
     def compile_later(grammar: Grammar) -> LLMatcher:
-        assert go_on.wait(30)
+        assert go_on.wait(300)
         return compile_now(grammar)
 
     monkeypatch.setattr(demo.grammars, "compile", compile_later)

@@ -1,6 +1,7 @@
 """Steps on a runner: their tokens, the state that they leave on the device for the next step, and how callers wait.
 Each test covers steps outside of graphs, and decodes and prompts in the buffers of the graphs."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -130,13 +131,14 @@ def test_the_step_after_a_failed_one_runs(runner: ModelRunner) -> None:
 
 
 def test_another_thread_may_wait_for_a_step(runner: ModelRunner) -> None:
+    began_s = time.perf_counter()
     launched = runner.launch(Batch(0, (BatchRow("a", int_array([3, 4]), 0, int_array([0]), None),)))
     waited: list[Any] = []
     thread = Thread(target=lambda: waited.append(launched.wait()))
     thread.start()
     thread.join()
     assert waited == [[None]]
-    assert 0 < launched.seconds < 10
+    assert 0 < launched.seconds < time.perf_counter() - began_s
 
 
 def test_more_rows_than_the_buffers_have_are_refused(built: BuiltRunner) -> None:

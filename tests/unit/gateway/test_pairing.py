@@ -68,6 +68,21 @@ def test_a_ready_pair_is_logged_once_and_not_asked_for() -> None:
     assert pairs.settled()
 
 
+def test_a_status_that_the_node_sent_before_its_answer_does_not_end_the_pair_but_the_next_one_does() -> None:
+    """Both arrive on streams of their own."""
+    pairs = pairing()
+    prefill = pairs.fleet.prefills["p1"]
+    prefill.take_peer(peer(21))
+    prefill.take_status(status(PREFILL, 11, CONNECTING), "", 1.0)
+    assert pairs.settled()
+    assert prefill.view().ready_peers == {21}
+    same = status(PREFILL, 11, CONNECTING)
+    assert not prefill.confirms(same, "")
+    prefill.take_status(same, "", 2.0)
+    assert not pairs.settled()
+    assert prefill.view().ready_peers == set()
+
+
 def test_a_refusal_is_logged_with_every_reason_and_final() -> None:
     pairs = pairing()
     pairs.fleet.prefills["p1"].take_peer(refused("kind", "link"))

@@ -211,6 +211,8 @@ class Scheduler:
         pools: PooledRows = _NO_POOLS,
         guessed: Guessed | None = None,
         waited_s: float | None = None,
+        *,
+        shares_keys: bool = False,
     ) -> StepEvents:
         """Ends the oldest step in flight: updates its requests and returns its events.
 
@@ -220,10 +222,11 @@ class Scheduler:
             pools: the sums that `Batch.pools` asks for, by row.
             guessed: the guesses that `Batch.guesses` asks for; None: the model has no layer for them.
             waited_s: since the step before ended, without the time in which the device computed. None: unknown.
+            shares_keys: whether the step read keys that many rows share only once.
         """
         ended = self._in_flight.oldest
         self._waits = self._waits or ended.unfolds or ended.guesses
-        return self._ended.complete(results, seconds, scores, pools, guessed, waited_s)
+        return self._ended.complete(results, seconds, scores, pools, guessed, waited_s, shares_keys=shares_keys)
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
         """Fails the oldest step in flight: its requests end with `error`. Their rows in the next step are void.

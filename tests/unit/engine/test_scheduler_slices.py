@@ -220,6 +220,19 @@ def test_prompts_that_fit_do_not_keep_the_first_one_waiting_for_ever() -> None:
     assert scheduler.load().tokens_waiting == 4000 - 191 + 50
 
 
+def test_steps_that_read_shared_keys_once_teach_no_costs() -> None:
+    meter = Meter(COSTS)
+    scheduler = decoding(meter, None, None)
+    taught = len(meter.observed)
+    for shares_keys in (True, False):
+        batch = scheduler.schedule(0.0)
+        assert batch is not None
+        samples = [row.at(batch.step).sample for row in batch.rows]
+        tokens = [TokenOutput(5, sample.output_index) for sample in samples if sample is not None]
+        scheduler.complete(tokens, 0.01, shares_keys=shares_keys)
+    assert meter.observed[taught:] == [(StepWork(2, 12), 0.01)]
+
+
 @pytest.mark.parametrize("seconds", [0.01, 5.0])
 def test_observed_work_is_that_of_the_ended_step(seconds: float) -> None:
     meter = Meter(COSTS)

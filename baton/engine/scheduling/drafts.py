@@ -78,6 +78,11 @@ class Drafts:
         fitting = {state: draft[: self._blocks.draft_room(state, len(draft))] for state, draft in drafts.items()}
         return {state: draft for state, draft in fitting.items() if draft}
 
+    def wait_s(self, step: NextStep) -> float:
+        """For how long the device waits for a step that has its decodes and guesses, or that waited for some."""
+        costs, rows = self._meter.costs, step.plain.decode_rows
+        return 0.0 if costs is None or not rows else self._speculator.wait_s(rows, step.work.decode_rows, costs)
+
     def checked(
         self, state: RequestState, drafted: int, drawn: Sequence[TokenOutput]
     ) -> tuple[DraftsChecked, list[Sampled]]:

@@ -180,6 +180,8 @@ class Scheduler:
             decoding = [state for state in decoding if state not in drafts]
         step.add_decodes(self._decode_order.place(decoding), self._decode_order.work)
         step.add_drafts(drafts)
+        if self._drafts is not None and (late or drafts):
+            step.wait_s = self._drafts.wait_s(step)
         self._blocks.states.begin_drafts(step)
         prompts = [state for state in unsteady if state.prefilling and state.phase is RequestPhase.RUNNING]
         # A step that preempted a request admits no new ones.

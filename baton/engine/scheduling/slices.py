@@ -140,6 +140,7 @@ class Slicer:
         *,
         overdue: float,
         guessed: StepWork | None = None,
+        wait_s: float = 0.0,
     ) -> StepBound | None:
         """The bound of a step with prompts. Returns None if the step has no bound.
 
@@ -150,13 +151,15 @@ class Slicer:
                 come.
             guessed: the same with guesses. These may take longer than that; prompts keep their part of the time above
                 the plain step.
+            wait_s: for how long the device waits for the step because of guesses, a part of what requests wait for it.
         """
         if costs is None or not work.decode_rows:
             return None
         plain_s = costs.seconds(work)
         seconds = decodes_bound_s(plain_s, streams, overdue=overdue)
         if guessed is not None and seconds > plain_s:
-            seconds = max(seconds, costs.seconds(guessed) + (1 - GUESSES_SHARE) * (seconds - plain_s))
+            prompts_s = (1 - GUESSES_SHARE) * (seconds - plain_s)
+            seconds = max(seconds - wait_s, costs.seconds(guessed) + prompts_s)
         forced = self._skips >= SKIPS_MAX
         return StepBound(costs, seconds, least_tokens=MIN_SLICE_TOKENS, forced=forced)
 

@@ -247,7 +247,7 @@ class Speculator:
             got: the requests that got tokens of it, and how many. Others, as those that wait for a seat, do not wait
                 because of guesses.
         """
-        if costs is None or not step.plain.decode_rows or self._always:
+        if costs is None or not step.plain.decode_rows:
             return
         steps = self._times.ended(step, costs)
         if steps is not None:
@@ -312,6 +312,10 @@ class Speculator:
         if not costs.seconds(work) > 0.0:  # costs of no time say nothing
             return False
         return could_pay(work, costs, most_each=MOST_GUESSES, wait_s=self._whole_wait_s(work, costs))
+
+    def wait_s(self, decode_rows: int, rows: int, costs: StepTimes) -> float:
+        """For how long the device waits for a step of so many rows, guesses included, because of guesses."""
+        return self._times.wait_s(decode_rows, costs)(rows)
 
     def _whole_wait_s(self, work: StepWork, costs: StepTimes) -> Callable[[int], float]:
         """The wait for a step with guesses, with what plain steps after it lose."""

@@ -151,7 +151,11 @@ class Drafts:
         # As in `choose`; requests that wait may take seats of the next step.
         room = self.seats - len(self._roster.running) - bool(self._roster.waiting)
         work, costs = StepWork(len(sampled), keys), self._meter.costs
-        return self._speculator.count_guesses(sampled, work, costs, room=room, prompts=prompts)
+        roster = self._roster
+        prompts_next = len(sampled) < len(roster.running) or bool(roster.waiting and roster.free_seats)
+        return self._speculator.count_guesses(
+            sampled, work, costs, room=room, prompts=prompts, prompts_next=prompts_next
+        )
 
     def guessed(self, step: Step, guessed: Guessed) -> tuple[TokensGuessed, ...]:
         """Takes the guesses of the model's own layer after a step that has ended. Returns those for other nodes."""

@@ -184,6 +184,7 @@ class Speculator:
         *,
         room: int,
         prompts: bool = False,
+        prompts_next: bool = False,
     ) -> int:
         """How many tokens of each request the model's own layer should guess after a step, for the next one.
 
@@ -192,12 +193,14 @@ class Speculator:
             work: the next step without guesses.
             room: most guessed tokens of the next step.
             prompts: whether prompts share the step.
+            prompts_next: whether prompts want to share the next one, as in `choose`.
         """
         if costs is not None and not self._could_pay(work, costs):
             self._layer.refuse()
             return 0
         now: list[list[float]] = []
         everyone: list[list[float]] = []
+        asked: list[Speculating] = []
         for request in requests:
             drafts = self._drafts.get(request.request_id)
             most = min(MOST_LAYER_GUESSES, request.most_drafts)
@@ -205,8 +208,13 @@ class Speculator:
             everyone.append(own)
             if request.request_id not in self._with_hole:
                 now.append([] if drafts is not None and drafts.has_long_match else own)
+                asked.append(request)
         wait_s = assumed_wait_s if costs is None else self._whole_wait_s(work, costs)
-        count = self._layer.count(now, work, costs, room=room, wait_s=wait_s, everyone=everyone, prompts=prompts)
+        share = GUESSES_SHARE if prompts_next else 1.0
+        bounds = self._wait_bounds(requests, asked, work, costs, share=share)
+        count = self._layer.count(
+            now, work, costs, room=room, wait_s=wait_s, everyone=everyone, prompts=prompts, bounds=bounds
+        )
         if count:
             self._times.decided(work.decode_rows)
         return count

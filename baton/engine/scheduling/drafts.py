@@ -8,6 +8,7 @@ bear that, so `baton.engine.speculation` weighs it against the tokens that guess
 from collections.abc import Sequence
 
 from baton.core.costs import StepWork
+from baton.core.decode_pace import DecodePace
 from baton.core.types import FinishReason, TokenOutput
 from baton.engine.batch import Guessed
 from baton.engine.events import DraftsChecked, TokensGuessed
@@ -189,6 +190,11 @@ class Drafts:
     def drop_roots(self, roots: frozenset[bytes]) -> None:
         """Forgets the outputs with these roots."""
         self._speculator.drop_roots(roots)
+
+    @property
+    def pace(self) -> DecodePace:
+        """What guesses make of the present decode steps."""
+        return self._speculator.pace.pace
 
     @property
     def _room(self) -> int:

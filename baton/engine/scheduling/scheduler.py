@@ -277,7 +277,12 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         return engine_load(
-            self._roster, self._blocks, self._prompts, self._limits, preemptions=self._requests.preemptions
+            self._roster,
+            self._blocks,
+            self._prompts,
+            self._limits,
+            preemptions=self._requests.preemptions,
+            pace=None if self._drafts is None else self._drafts.pace,
         )
 
     def leaked_blocks(self, knows: Callable[[str], bool]) -> int:

@@ -32,12 +32,10 @@ from baton.core.costs import (
     StepWork,
     chunk_pairs,
 )
+from baton.core.decode_pace import GUESSES_SHARE
 
 # A request without a deadline counts as due this long after its arrival.
 DEFAULT_TTFT_S = 10.0
-
-# Where prompts share a step, guesses take this part of the time for which requests wait beyond the plain step.
-GUESSES_SHARE = 0.5
 
 _TPOT_SHARE = 0.9
 _OUT_OF_REACH = 2.0

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from baton.core.costs import StepWork
+from baton.core.decode_pace import GUESSES_SHARE
 from baton.core.types import Grammar
 from baton.engine.batch import Guessed
-from baton.engine.scheduling.slices import GUESSES_SHARE, StepTimes
+from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer_bases
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
@@ -18,6 +19,7 @@ from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
 from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
 from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses
 from baton.engine.speculation.limits import MOST_GUESSES, assumed_wait_s
+from baton.engine.speculation.pace_meter import PaceMeter
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP
@@ -41,6 +43,7 @@ class Speculator:
 
     Attributes:
         recent: outputs that ended lately.
+        pace: of decode steps.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Speculator:
     ) -> None:
         self._grammars = grammars
         self._times = GuessedTimes()
+        self.pace = PaceMeter()
         # The requests for which something could be guessed when `pays` was asked last, if it does.
         self._hopeful: set[str] | None = None
         self._always = always
@@ -258,6 +262,9 @@ class Speculator:
         if costs is None or not step.plain.decode_rows:
             return
         steps = self._times.ended(step, costs)
+        if steps is not None or not step.guesses:
+            ratio, tokens = 1.0 if steps is None else steps, step.tokens / step.plain.decode_rows
+            self.pace.add(ratio, tokens, guesses=step.guesses > 0)
         if steps is not None:
             for request_id, tokens in got:
                 if (drafts := self._drafts.get(request_id)) is not None:

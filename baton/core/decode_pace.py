@@ -12,10 +12,12 @@ class DecodePace(NamedTuple):
     Args:
         step_ratio: time of a step with its guesses and its wait for the host, by that of the same step without guesses.
         tokens: tokens that a step gives each of its requests.
+        prompt_step_ratio: `step_ratio` of those that also compute prompts, without the time of the prompts.
     """
 
     step_ratio: float = 1.0
     tokens: float = 1.0
+    prompt_step_ratio: float = 1.0
 
     @property
     def token_ratio(self) -> float:

@@ -264,7 +264,7 @@ class Speculator:
         steps = self._times.ended(step, costs)
         if steps is not None or not step.guesses:
             ratio, tokens = 1.0 if steps is None else steps, step.tokens / step.plain.decode_rows
-            self.pace.add(ratio, tokens, guesses=step.guesses > 0)
+            self.pace.add(ratio, tokens, guesses=step.guesses > 0, prompts=step.plain.prompt_tokens > 0)
         if steps is not None:
             for request_id, tokens in got:
                 if (drafts := self._drafts.get(request_id)) is not None:

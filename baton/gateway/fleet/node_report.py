@@ -105,8 +105,9 @@ def to_view(
 
 def _pace(status: node_status_pb2.NodeStatus) -> DecodePace | None:
     """What guesses make of the node's decode steps; None: it guesses nothing, or reports nonsense."""
-    ratio, tokens = seconds_of(status.guessed_step_ratio), seconds_of(status.guessed_step_tokens)
-    return DecodePace(ratio, tokens) if ratio > 0.0 and tokens >= 1.0 else None
+    reported = status.guessed_step_ratio, status.guessed_step_tokens, status.guessed_prompt_step_ratio
+    pace = DecodePace(*map(seconds_of, reported))
+    return pace if min(pace) > 0.0 and pace.tokens >= 1.0 else None
 
 
 def _pull_costs(status: node_status_pb2.NodeStatus) -> PullCosts | None:

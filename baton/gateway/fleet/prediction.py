@@ -142,7 +142,7 @@ def local_steps(
     if not rows:
         return _steps(costs, rows, keys, middle, min(most, prompt_tokens))
     tpot_s, plain_s = wanted.slo.tpot_s, costs.seconds(StepWork(rows, keys))
-    guesses_s = max(0.0, (node.pace or PLAIN_PACE).step_ratio - 1) * plain_s
+    guesses_s = max(0.0, (node.pace or PLAIN_PACE).prompt_step_ratio - 1) * plain_s
     if tpot_s is None:
         most = min(most, prompt_tokens)
         relaxed = partial(_relaxed_steps, costs, rows, keys, middle, most, guesses_s=guesses_s)
@@ -165,9 +165,15 @@ def local_steps(
 
 
 def _longest_s(bound_s: float, plain_s: float, guesses_s: float) -> float:
-    """The longest time of a step with prompts and guesses: prompts keep their part of the time above the plain step, as
-    nodes do it (`baton.engine.scheduling.slices`)."""
-    return max(bound_s, plain_s + guesses_s + (1 - GUESSES_SHARE) * max(0.0, bound_s - plain_s))
+    """The mean time of steps that prompts fill up to a bound, with what guesses add to them.
+
+    Next to guesses, prompts may get only half of the time above the plain step (`baton.engine.scheduling.slices`).
+    `guesses_s` is a mean of steps with guesses, which are about twice as long as plain ones, and of steps without.
+    """
+    if not guesses_s:
+        return bound_s
+    lost = GUESSES_SHARE * min(1.0, guesses_s / plain_s)
+    return bound_s + guesses_s - lost * max(0.0, bound_s - plain_s)
 
 
 def _relaxed_steps(

@@ -94,7 +94,7 @@ def mean_token_ratio(nodes: Sequence[NodeView]) -> float:
     own, an idle node would seem slower than a busy one, and equal nodes would differ by what their requests happen to
     say.
     """
-    guessing = [(node.decode_rows, node.pace.token_ratio) for node in nodes if node.pace is not None]
+    guessing = [(node.decode_rows, node.pace.token_ratio) for node in nodes if node.open and node.pace is not None]
     rows = sum([rows for rows, _ in guessing])
     return sum([rows * ratio for rows, ratio in guessing]) / rows if rows else 1.0
 

@@ -7,6 +7,7 @@ from math import inf
 from typing import NamedTuple, Self, TypeAlias
 
 from baton.core.block_keys import KeyChains
+from baton.core.decode_pace import DecodePace
 from baton.core.errors import ConfigError
 from baton.core.kv_entries import KeepTime, KeptPrefix
 from baton.core.sampling import ResolvedSampling
@@ -241,6 +242,7 @@ class EngineLoad:
         context_tokens: sum of their contexts: keys that one token of each reads.
         refused_late: how many requests were refused because they could not meet their deadline.
         cache_queries, cache_hits: tokens looked up in the prefix cache so far, and tokens found there.
+        pace: what guesses make of decode steps, that of plain steps while no request decodes; None: nothing is guessed.
     """
 
     blocks_total: int
@@ -258,6 +260,7 @@ class EngineLoad:
     refused_late: int = 0
     cache_queries: int = 0
     cache_hits: int = 0
+    pace: DecodePace | None = None
 
 
 def context_limit(limits: EngineLimits, facts: ModelFacts) -> int:

@@ -178,7 +178,9 @@ class StepLoop:
         if isinstance(outcome, StepComputed):
             waited_s = None if self._ended_s is None else outcome.ended_s - self._ended_s - outcome.seconds
             read = outcome.scores, outcome.pools, outcome.guessed
-            events = self._scheduler.complete(outcome.tokens, outcome.seconds, *read, waited_s=waited_s)
+            events = self._scheduler.complete(
+                outcome.tokens, outcome.seconds, *read, waited_s=waited_s, shares_keys=outcome.shares_keys
+            )
         else:
             _log.error("an engine step failed", exc_info=outcome.error)
             events = self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)

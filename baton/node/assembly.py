@@ -327,6 +327,9 @@ class Node:
             kv_pull_byte_s=0.0 if pull_costs is None else pull_costs.byte_s,
             drafted_tokens_total=drafted_tokens,
             accepted_tokens_total=accepted_tokens,
+            guessed_step_ratio=0.0 if load.pace is None else load.pace.step_ratio,
+            guessed_step_tokens=0.0 if load.pace is None else load.pace.tokens,
+            guessed_prompt_step_ratio=0.0 if load.pace is None else load.pace.prompt_step_ratio,
             stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from baton.core.costs import StepWork, chunk_pairs
+from baton.core.decode_pace import PLAIN_PACE, DecodePace
 from baton.core.types import DEFAULT_OBJECTIVE, Objective, Slo, first_token_due_s
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound, StreamBound
 from baton.gateway.fleet.node_view import NodeView
@@ -260,6 +261,7 @@ class SimulatedNode:
             load_token_s=spec.load_token_s,
             pull_costs=spec.pull_costs,
             second_token_s=self._second_token.at(now_s),
+            pace=self._pace(now_s) if spec.guesses.taken else None,
         )
 
     # ----
@@ -276,6 +278,14 @@ class SimulatedNode:
             return now_s
         known = self._rows or any(job.queued_s <= launched_s for _, _, job in self.queue)
         return launched_s if known or any(job.ready_s <= launched_s for job in self.ready) else now_s
+
+    def _pace(self, now_s: float) -> DecodePace:
+        """The pace of its decode steps, as a node measures it."""
+        if not self._rows:
+            return PLAIN_PACE
+        spec, work = self.spec, StepWork(self._rows, self.keys_at(now_s))
+        step = spec.guesses.step(spec.costs, work, seats=spec.seats)
+        return DecodePace(step.seconds / spec.costs.seconds(work), step.tokens)
 
     def _join(self, job: PlanJob) -> None:
         self._rows += 1

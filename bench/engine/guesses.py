@@ -128,6 +128,10 @@ class RecordedStep:
     def guessed(self) -> Guessed | None:
         return self.step.guessed
 
+    @property
+    def shares_keys(self) -> bool:
+        return self.step.shares_keys
+
 
 def run(progress: Callable[[str], None], names: tuple[str, ...] = MODELS) -> Iterator[Row]:
     """The rows of this benchmark."""

@@ -11,6 +11,7 @@ import pytest
 from baton.cli.processes import Process
 from baton.core.sampling import SamplingParams
 from baton.core.types import Grammar, GrammarKind
+from baton.protos.v1 import node_status_pb2
 from tests.integration.cluster import (
     DEEPSEEK,
     LLAMA,
@@ -141,3 +142,30 @@ async def test_a_killed_nodes_guesses_change_no_bit_of_what_another_continues(
         again = await generate(gateway, [*half, *half], params, cache_salt=salt)
         assert (again.token_ids, again.logprobs) == (result.token_ids, result.logprobs)
         assert (again.proof.accepted_tokens > 20) == is_known
+
+
+def paces(status: node_status_pb2.NodeStatus) -> tuple[float, float, float]:
+    return status.guessed_step_ratio, status.guessed_step_tokens, status.guessed_prompt_step_ratio
+
+
+async def test_a_node_reports_what_guesses_make_of_its_steps_while_it_decodes(start: Machines) -> None:
+    """The gateway chooses by it, so an idle node reports plain steps, and one without guesses nothing."""
+    guessing, plain = start.nodes(
+        ("decode", {"model": LLAMA, **GUESSING}), ("decode", {"model": LLAMA, **NODE}), paused_engine=["decode"]
+    )
+    gateway = start.gateway([], [guessing], model=LLAMA, local_policy="local")
+    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True, logit_bias={7: 100.0})
+    result = Result()
+    request = asyncio.create_task(generate(gateway, list(range(3, 60)), params, result=result))
+    start.allow_steps(20, guessing)
+    await result.until_tokens(60)
+    busy = await until_status(guessing, lambda last: last.guessed_step_tokens > 2.0)
+    assert busy.decode_rows == 1
+    assert min(paces(busy)) > 0.0
+    start.let_all_go()
+    await request
+    assert set(result.token_ids) == {7}
+    idle = await until_status(guessing, nothing_held)
+    assert paces(idle) == (1.0, 1.0, 1.0)
+    off = await until_status(plain, nothing_held)
+    assert paces(off) == (0.0, 0.0, 0.0)

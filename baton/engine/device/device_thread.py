@@ -41,6 +41,9 @@ class LaunchedWork(Protocol):
     @property
     def guessed(self) -> Guessed | None: ...
 
+    @property
+    def shares_keys(self) -> bool: ...
+
 
 class StepRunner(Protocol):
     """Computes steps: an `baton.engine.device.runner.ModelRunner`, or one on each of several ranks."""
@@ -69,7 +72,8 @@ class LayersDone:
 class StepComputed:
     """A step has ended. `tokens` has one entry per row of the batch, None where nothing was sampled; `scores` and
     `pools` are by row. The step was queued on the device at `launched_s`, and its end was seen at `ended_s`. `guessed`
-    is what the model's own layer guesses next; None: nothing was asked for."""
+    is what the model's own layer guesses next; None: nothing was asked for. `shares_keys`: whether it read keys that
+    many rows share only once."""
 
     tokens: list[RowResult]
     seconds: float
@@ -78,6 +82,7 @@ class StepComputed:
     launched_s: float
     ended_s: float
     guessed: Guessed | None = None
+    shares_keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,8 @@ class DeviceThread:
             ended_s = self._clock()
             return StepRaised(error, ended_s - since_s, launched_s, ended_s)
         ended_s = self._clock()
-        return StepComputed(tokens, step.seconds, step.scores, step.pools, launched_s, ended_s, step.guessed)
+        read = step.scores, step.pools
+        return StepComputed(tokens, step.seconds, *read, launched_s, ended_s, step.guessed, step.shares_keys)
 
 
 def _raised(call: Callable[[], None]) -> Exception | None:

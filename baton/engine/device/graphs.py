@@ -136,6 +136,7 @@ class DecodeGraphs:
         owned: this rank's part of the buffers, with attention data parallelism.
         sizes: captured numbers of rows, smallest first; with attention data parallelism, those of each rank.
         cascade: the steps that read shared keys once; None: there are none.
+        shares_keys: whether the last step was one of these.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class DecodeGraphs:
         self.sizes: list[int] = []
         self._steps: dict[int, Steps] = {}
         self.cascade: CascadeSteps | None = None
+        self.shares_keys = False
         builder, block_size = backend.builder, cache.shape.block_size
         if settings.cascade and self.owned is None and (costs := builder.group_costs()) is not None:
             self.cascade = CascadeSteps(costs, builder, self.buffers, block_size=block_size)
@@ -176,6 +178,7 @@ class DecodeGraphs:
         """Queues a step that writes its tokens to `buffers.sampled`. Returns its logits, valid until the next step."""
         run = None if self.cascade is None else self.cascade.step_for(rows)
         self._fill(rows, size, step=step, slot=slot)
+        self.shares_keys = run is not None
         if run is None:
             steps = self._steps[size]
             run = steps.adapted if self.buffers.host.has_adapters else steps.plain

@@ -87,6 +87,7 @@ class LaunchedStep:
         read: the prompt logprobs and pooled states of the step.
         unfolded: how rows with drafts were computed; None: there are none.
         guesses: of the model's own layer; None: it has guessed none.
+        shares_keys: as in `StepComputed`.
     """
 
     def __init__(
@@ -98,7 +99,10 @@ class LaunchedStep:
         read: ReadStates,
         unfolded: Unfolded | None = None,
         guesses: GuessesOnHost | None = None,
+        *,
+        shares_keys: bool = False,
     ) -> None:
+        self.shares_keys = shares_keys
         self._num_rows = num_rows
         self._unfolded = unfolded
         self._drawn = drawn

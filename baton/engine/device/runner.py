@@ -233,7 +233,8 @@ class ModelRunner:
         else:
             guesses = self.drafts.launch(batch, states_TD, slot, unfolded, self._drawing, launch=launch)
         self.launches[launch] += 1
-        return LaunchedStep(num_rows, drawn, slot, self._slots, read, unfolded, guesses)
+        shares_keys = launch == "decode_graph" and self._graphs is not None and self._graphs.shares_keys
+        return LaunchedStep(num_rows, drawn, slot, self._slots, read, unfolded, guesses, shares_keys=shares_keys)
 
     def _unfolded(self, batch: Batch) -> Unfolded | None:
         """The batch with a row for each draft. Returns None if it has none."""

@@ -8,6 +8,7 @@ bear that, so `baton.engine.speculation` weighs it against the tokens that guess
 from collections.abc import Sequence
 
 from baton.core.costs import StepWork
+from baton.core.decode_pace import DecodePace
 from baton.core.types import FinishReason, TokenOutput
 from baton.engine.batch import Guessed
 from baton.engine.events import DraftsChecked, TokensGuessed
@@ -78,6 +79,11 @@ class Drafts:
         fitting = {state: draft[: self._blocks.draft_room(state, len(draft))] for state, draft in drafts.items()}
         return {state: draft for state, draft in fitting.items() if draft}
 
+    def wait_s(self, step: NextStep) -> float:
+        """For how long the device waits for a step that has its decodes and guesses, or that waited for some."""
+        costs, rows = self._meter.costs, step.plain.decode_rows
+        return 0.0 if costs is None or not rows else self._speculator.wait_s(rows, step.work.decode_rows, costs)
+
     def checked(
         self, state: RequestState, drafted: int, drawn: Sequence[TokenOutput]
     ) -> tuple[DraftsChecked, list[Sampled]]:
@@ -146,7 +152,11 @@ class Drafts:
         # As in `choose`; requests that wait may take seats of the next step.
         room = self.seats - len(self._roster.running) - bool(self._roster.waiting)
         work, costs = StepWork(len(sampled), keys), self._meter.costs
-        return self._speculator.count_guesses(sampled, work, costs, room=room, prompts=prompts)
+        roster = self._roster
+        prompts_next = len(sampled) < len(roster.running) or bool(roster.waiting and roster.free_seats)
+        return self._speculator.count_guesses(
+            sampled, work, costs, room=room, prompts=prompts, prompts_next=prompts_next
+        )
 
     def guessed(self, step: Step, guessed: Guessed) -> tuple[TokensGuessed, ...]:
         """Takes the guesses of the model's own layer after a step that has ended. Returns those for other nodes."""
@@ -180,6 +190,11 @@ class Drafts:
     def drop_roots(self, roots: frozenset[bytes]) -> None:
         """Forgets the outputs with these roots."""
         self._speculator.drop_roots(roots)
+
+    @property
+    def pace(self) -> DecodePace:
+        """What guesses make of the present decode steps."""
+        return self._speculator.pace.pace
 
     @property
     def _room(self) -> int:

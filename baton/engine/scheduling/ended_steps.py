@@ -44,6 +44,8 @@ class EndedSteps:
         pools: PooledRows,
         guessed: Guessed | None,
         waited_s: float | None,
+        *,
+        shares_keys: bool,
     ) -> StepEvents:
         """Ends the oldest step in flight as `Scheduler.complete` says."""
         started: list[RequestStarted] = []
@@ -113,8 +115,9 @@ class EndedSteps:
         if self._drafts is not None:
             passes_s = 0.0 if guessed is None else guessed.seconds
             self._drafts.ended(step, seconds, waited_s, checked, passes_s)
-        if not step.scores and (not step.late or step.work.prompt_tokens):
-            # The device's time for a late step has a part in which it waited for the host to queue the step.
+        if not (step.scores or shares_keys) and (not step.late or step.work.prompt_tokens):
+            # A step that reads shared keys once would make steps that share none seem cheap. The device's time for a
+            # late step has a part in which it waited for the host to queue the step.
             self._meter.observe(step.work, seconds)
         tokens = tuple(map(token_sampled, sampled))
         return StepEvents(

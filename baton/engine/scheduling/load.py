@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from baton.core.decode_pace import PLAIN_PACE, DecodePace
 from baton.engine.request import EngineLimits, EngineLoad
 from baton.engine.scheduling.prompts import Prompts
 from baton.engine.scheduling.request_blocks import RequestBlocks
@@ -37,8 +38,19 @@ def stream_blocks(roster: Roster, blocks: RequestBlocks, limits: EngineLimits, b
 
 
 def engine_load(
-    roster: Roster, blocks: RequestBlocks, prompts: Prompts, limits: EngineLimits, *, preemptions: int
+    roster: Roster,
+    blocks: RequestBlocks,
+    prompts: Prompts,
+    limits: EngineLimits,
+    *,
+    preemptions: int,
+    pace: DecodePace | None,
 ) -> EngineLoad:
+    """The load.
+
+    Args:
+        pace: of the latest decode steps; None: nothing is guessed.
+    """
     decoding = roster.decoding()
     return EngineLoad(
         blocks_total=blocks.num_blocks,
@@ -56,4 +68,5 @@ def engine_load(
         refused_late=prompts.num_refused,
         cache_queries=blocks.queried_tokens,
         cache_hits=blocks.hit_tokens,
+        pace=pace if pace is None or decoding else PLAIN_PACE,
     )

@@ -180,6 +180,8 @@ class Scheduler:
             decoding = [state for state in decoding if state not in drafts]
         step.add_decodes(self._decode_order.place(decoding), self._decode_order.work)
         step.add_drafts(drafts)
+        if self._drafts is not None and (late or drafts):
+            step.wait_s = self._drafts.wait_s(step)
         self._blocks.states.begin_drafts(step)
         prompts = [state for state in unsteady if state.prefilling and state.phase is RequestPhase.RUNNING]
         # A step that preempted a request admits no new ones.
@@ -211,6 +213,8 @@ class Scheduler:
         pools: PooledRows = _NO_POOLS,
         guessed: Guessed | None = None,
         waited_s: float | None = None,
+        *,
+        shares_keys: bool = False,
     ) -> StepEvents:
         """Ends the oldest step in flight: updates its requests and returns its events.
 
@@ -220,10 +224,11 @@ class Scheduler:
             pools: the sums that `Batch.pools` asks for, by row.
             guessed: the guesses that `Batch.guesses` asks for; None: the model has no layer for them.
             waited_s: since the step before ended, without the time in which the device computed. None: unknown.
+            shares_keys: whether the step read keys that many rows share only once.
         """
         ended = self._in_flight.oldest
         self._waits = self._waits or ended.unfolds or ended.guesses
-        return self._ended.complete(results, seconds, scores, pools, guessed, waited_s)
+        return self._ended.complete(results, seconds, scores, pools, guessed, waited_s, shares_keys=shares_keys)
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
         """Fails the oldest step in flight: its requests end with `error`. Their rows in the next step are void.
@@ -272,7 +277,12 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         return engine_load(
-            self._roster, self._blocks, self._prompts, self._limits, preemptions=self._requests.preemptions
+            self._roster,
+            self._blocks,
+            self._prompts,
+            self._limits,
+            preemptions=self._requests.preemptions,
+            pace=None if self._drafts is None else self._drafts.pace,
         )
 
     def leaked_blocks(self, knows: Callable[[str], bool]) -> int:

@@ -32,12 +32,10 @@ from baton.core.costs import (
     StepWork,
     chunk_pairs,
 )
+from baton.core.decode_pace import GUESSES_SHARE
 
 # A request without a deadline counts as due this long after its arrival.
 DEFAULT_TTFT_S = 10.0
-
-# Where prompts share a step, guesses take this part of the time for which requests wait beyond the plain step.
-GUESSES_SHARE = 0.5
 
 _TPOT_SHARE = 0.9
 _OUT_OF_REACH = 2.0
@@ -140,6 +138,7 @@ class Slicer:
         *,
         overdue: float,
         guessed: StepWork | None = None,
+        wait_s: float = 0.0,
     ) -> StepBound | None:
         """The bound of a step with prompts. Returns None if the step has no bound.
 
@@ -150,13 +149,15 @@ class Slicer:
                 come.
             guessed: the same with guesses. These may take longer than that; prompts keep their part of the time above
                 the plain step.
+            wait_s: for how long the device waits for the step because of guesses, a part of what requests wait for it.
         """
         if costs is None or not work.decode_rows:
             return None
         plain_s = costs.seconds(work)
         seconds = decodes_bound_s(plain_s, streams, overdue=overdue)
         if guessed is not None and seconds > plain_s:
-            seconds = max(seconds, costs.seconds(guessed) + (1 - GUESSES_SHARE) * (seconds - plain_s))
+            prompts_s = (1 - GUESSES_SHARE) * (seconds - plain_s)
+            seconds = max(seconds - wait_s, costs.seconds(guessed) + prompts_s)
         forced = self._skips >= SKIPS_MAX
         return StepBound(costs, seconds, least_tokens=MIN_SLICE_TOKENS, forced=forced)
 

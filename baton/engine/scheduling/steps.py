@@ -88,6 +88,7 @@ class NextStep:
         late: whether it was prepared only when the step before had ended, because one of the two unfolds or might.
         work: what the step computes.
         plain: its decodes without guesses.
+        wait_s: for how long the device waits for it, because guesses were prepared late or might have been.
         bound: on the step's time; None: there is none.
         has_skipped: whether the first prompt got no token of this step for lack of room.
         layers_per_group: the smallest number that a prompt of the step asks for; 0: no prompt asks for marks.
@@ -113,7 +114,7 @@ class NextStep:
         self.budget = limits.max_batch_tokens
         self.num_decodes = 0
         self.unfolds = False
-        self.late = False
+        self.late, self.wait_s = False, 0.0
         self.work = self.plain = StepWork()
         self.bound: StepBound | None = None
         self.has_skipped = False

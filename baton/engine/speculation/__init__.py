@@ -11,6 +11,7 @@ token after each of them as decoding would, and keeps the draws up to the first 
     layer_guesses   how many tokens the model's own layer guesses after a step, if it has one
     request_drafts  the guesses for one request, each with its chance, which learns from what was kept
     limits          numbers that the choice goes by
+    pace_meter      what guesses make of steps: their time, and their tokens
     depth           how many guessed tokens of each request a step takes
     speculator      what the scheduler asks
 """

@@ -141,13 +141,10 @@ class _Ranked:
 
     def longest_s(self, count: int, bounds: WaitBounds) -> float:
         """How long the requests let a step take that has the first `count` guesses."""
-        if not len(bounds.own):
-            return bounds.others_s
         tokens = np.ones(self._num_proposals)
         if bounds.all_bear:
             tokens += np.bincount(self._place_T[:count], self._chance_T[:count], minlength=self._num_proposals)
-        token_s, credit_s = np.array(bounds.own).T
-        return min(bounds.others_s, float((token_s * tokens + credit_s).min()))
+        return bounds.longest_s(tokens)
 
     def depths(self, count: int) -> list[int]:
         """How many of the first `count` tokens each proposal has."""

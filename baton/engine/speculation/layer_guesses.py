@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median_low
 
+import numpy as np
+
 from baton.core.costs import StepWork
 from baton.engine.batch import Guessed
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.depth import guessed_work
 from baton.engine.speculation.limits import LEAST_GAIN
+from baton.engine.speculation.wait_bounds import NO_BOUND, WaitBounds
 
 # Most tokens that the layer guesses for one request. It was trained for the first; later ones are less often right.
 MOST_LAYER_GUESSES = 4
@@ -79,6 +82,7 @@ class LayerGuesses:
         wait_s: Callable[[int], float],
         everyone: Sequence[Sequence[float]] | None = None,
         prompts: bool = False,
+        bounds: WaitBounds = NO_BOUND,
     ) -> int:
         """How many tokens of each request to guess for the next step.
 
@@ -90,6 +94,7 @@ class LayerGuesses:
             everyone: the chances if the layer guessed for all requests, also for those whose KV has a hole; None: it
                 does.
             prompts: whether prompts share the step after which the layer guesses.
+            bounds: of the next step's requests, which all wait for passes and guesses; `own` is that of `chances`.
         """
         most = min(MOST_LAYER_GUESSES, room)
         if self._always:
@@ -103,8 +108,9 @@ class LayerGuesses:
         choose = partial(
             self._best, work=work, costs=costs, room=room, wait_s=wait_s, pass_s=self._times[prompts].seconds
         )
-        found = choose(chances, most=most)
-        if found or (everyone != chances and choose(everyone, most=most)):
+        found = choose(chances, most=most, bounds=bounds)
+        # A bound passes, and the layer's KV stays complete until then.
+        if found or choose(everyone, most=most):
             self._unpaid = 0
         else:
             self._unpaid += 1
@@ -113,7 +119,7 @@ class LayerGuesses:
             self._untried = 0
         elif any(chances) and self._untried >= RETRY_STEPS:
             self._untried = 0
-            found = choose([[1.0]] * len(everyone), most=1)
+            found = choose([[1.0]] * len(chances), most=1, bounds=bounds)
         return found
 
     def observe(self, guessed: Guessed, *, prompts: bool = False) -> None:
@@ -136,6 +142,7 @@ class LayerGuesses:
         room: int,
         wait_s: Callable[[int], float],
         pass_s: Callable[[int], float],
+        bounds: WaitBounds = NO_BOUND,
     ) -> int:
         """The number of guesses for each request that brings the most tokens a second; 0 if none brings enough."""
         if not chances:
@@ -146,10 +153,11 @@ class LayerGuesses:
         for count in range(1, most + 1):
             taken = min(room, count * len(chances))
             share = taken / (count * len(chances))
-            tokens = share * sum(sum(each[:count]) for each in chances)
+            own = [share * sum(each[:count]) for each in chances]
             each = [(context, count)] * len(chances) if share == 1.0 else [(context, 1)] * taken
             guessed = guessed_work(work, each)
             step_s = costs.seconds(guessed) + wait_s(guessed.decode_rows) + count * each_pass_s
-            if (rate := (rows + tokens) / step_s) > best_rate:
+            rate = (rows + sum(own)) / step_s
+            if rate > best_rate and step_s <= bounds.longest_s(1.0 + np.array(own)):
                 best, best_rate = count, rate
         return best

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from baton.core.costs import StepWork
+from baton.core.decode_pace import GUESSES_SHARE
 from baton.core.types import Grammar
 from baton.engine.batch import Guessed
-from baton.engine.scheduling.slices import GUESSES_SHARE, StepTimes
+from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer_bases
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
@@ -18,6 +19,7 @@ from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
 from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
 from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses
 from baton.engine.speculation.limits import MOST_GUESSES, assumed_wait_s
+from baton.engine.speculation.pace_meter import PaceMeter
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP
@@ -41,6 +43,7 @@ class Speculator:
 
     Attributes:
         recent: outputs that ended lately.
+        pace: of decode steps.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Speculator:
     ) -> None:
         self._grammars = grammars
         self._times = GuessedTimes()
+        self.pace = PaceMeter()
         # The requests for which something could be guessed when `pays` was asked last, if it does.
         self._hopeful: set[str] | None = None
         self._always = always
@@ -184,6 +188,7 @@ class Speculator:
         *,
         room: int,
         prompts: bool = False,
+        prompts_next: bool = False,
     ) -> int:
         """How many tokens of each request the model's own layer should guess after a step, for the next one.
 
@@ -192,12 +197,14 @@ class Speculator:
             work: the next step without guesses.
             room: most guessed tokens of the next step.
             prompts: whether prompts share the step.
+            prompts_next: whether prompts want to share the next one, as in `choose`.
         """
         if costs is not None and not self._could_pay(work, costs):
             self._layer.refuse()
             return 0
         now: list[list[float]] = []
         everyone: list[list[float]] = []
+        asked: list[Speculating] = []
         for request in requests:
             drafts = self._drafts.get(request.request_id)
             most = min(MOST_LAYER_GUESSES, request.most_drafts)
@@ -205,8 +212,13 @@ class Speculator:
             everyone.append(own)
             if request.request_id not in self._with_hole:
                 now.append([] if drafts is not None and drafts.has_long_match else own)
+                asked.append(request)
         wait_s = assumed_wait_s if costs is None else self._whole_wait_s(work, costs)
-        count = self._layer.count(now, work, costs, room=room, wait_s=wait_s, everyone=everyone, prompts=prompts)
+        share = GUESSES_SHARE if prompts_next else 1.0
+        bounds = self._wait_bounds(requests, asked, work, costs, share=share)
+        count = self._layer.count(
+            now, work, costs, room=room, wait_s=wait_s, everyone=everyone, prompts=prompts, bounds=bounds
+        )
         if count:
             self._times.decided(work.decode_rows)
         return count
@@ -247,9 +259,12 @@ class Speculator:
             got: the requests that got tokens of it, and how many. Others, as those that wait for a seat, do not wait
                 because of guesses.
         """
-        if costs is None or not step.plain.decode_rows or self._always:
+        if costs is None or not step.plain.decode_rows:
             return
         steps = self._times.ended(step, costs)
+        if steps is not None or not step.guesses:
+            ratio, tokens = 1.0 if steps is None else steps, step.tokens / step.plain.decode_rows
+            self.pace.add(ratio, tokens, guesses=step.guesses > 0, prompts=step.plain.prompt_tokens > 0)
         if steps is not None:
             for request_id, tokens in got:
                 if (drafts := self._drafts.get(request_id)) is not None:
@@ -312,6 +327,10 @@ class Speculator:
         if not costs.seconds(work) > 0.0:  # costs of no time say nothing
             return False
         return could_pay(work, costs, most_each=MOST_GUESSES, wait_s=self._whole_wait_s(work, costs))
+
+    def wait_s(self, decode_rows: int, rows: int, costs: StepTimes) -> float:
+        """For how long the device waits for a step of so many rows, guesses included, because of guesses."""
+        return self._times.wait_s(decode_rows, costs)(rows)
 
     def _whole_wait_s(self, work: StepWork, costs: StepTimes) -> Callable[[int], float]:
         """The wait for a step with guesses, with what plain steps after it lose."""

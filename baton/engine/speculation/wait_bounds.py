@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from baton.engine.scheduling.slices import tpot_bound_s
 from baton.engine.speculation.limits import CREDIT_OF_STEP, FIRST_CREDIT, MOST_CREDIT, REGAINED_CREDIT
 
@@ -32,6 +35,17 @@ class WaitBounds(NamedTuple):
     own: Sequence[WaitBound] = ()
     others_s: float = inf
     all_bear: bool = True
+
+    def longest_s(self, tokens: NDArray[np.float64]) -> float:
+        """The longest step that all of them bear.
+
+        Args:
+            tokens: that each request of `own` can expect of it.
+        """
+        if not len(self.own):
+            return self.others_s
+        token_s, credit_s = np.array(self.own).T
+        return min(self.others_s, float((token_s * tokens + credit_s).min()))
 
 
 NO_BOUND = WaitBounds()

@@ -6,6 +6,7 @@ A node may report nonsense: its numbers are checked here.
 import math
 
 from baton.core.costs import StepCosts
+from baton.core.decode_pace import DecodePace
 from baton.core.kv_entries import ENTRY_TOKENS
 from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, ASSUMED_READ_BYTES_PER_S, PullCosts
 from baton.gateway.fleet.node_view import NodeView
@@ -98,7 +99,15 @@ def to_view(
         load_token_s=_load_token_s(status, per_token),
         read_token_s=_read_token_s(status, per_token),
         pull_costs=_pull_costs(status),
+        pace=_pace(status),
     )
+
+
+def _pace(status: node_status_pb2.NodeStatus) -> DecodePace | None:
+    """What guesses make of the node's decode steps; None: it guesses nothing, or reports nonsense."""
+    reported = status.guessed_step_ratio, status.guessed_step_tokens, status.guessed_prompt_step_ratio
+    pace = DecodePace(*map(seconds_of, reported))
+    return pace if min(pace) > 0.0 and pace.tokens >= 1.0 else None
 
 
 def _pull_costs(status: node_status_pb2.NodeStatus) -> PullCosts | None:

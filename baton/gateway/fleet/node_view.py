@@ -9,6 +9,7 @@ from functools import cached_property
 from math import inf
 
 from baton.core.costs import StepCosts, chunk_pairs
+from baton.core.decode_pace import DecodePace
 from baton.core.pull_costs import PullCosts
 from baton.core.types import AdapterRef
 
@@ -61,6 +62,7 @@ class NodeView:
     backlog_s: float = 0.0  # predicted time for all waiting prompt tokens
     decode_rows: int = 0
     context_tokens: int = 0  # keys that one token of every decoding request reads, in all
+    pace: DecodePace | None = None  # of its decode steps with guessed tokens; None: it guesses nothing
     max_batch_requests: int = 0  # 0: unknown
     max_batch_tokens: int = 0
     also_prefills: bool = False  # whether this is a prefill node that serves requests alone

@@ -29,7 +29,7 @@ from baton.gateway.fleet.prediction import (
     slower_s,
     transfer_s,
 )
-from baton.gateway.fleet.router import RoutedRequest, pick_decode, pick_pair, usable_decodes
+from baton.gateway.fleet.router import RoutedRequest, mean_token_ratio, pick_decode, pick_pair, usable_decodes
 
 # Share of the TTFT that a first token from a prefill node may take before other routes are tried.
 _PRESSED = 0.25
@@ -99,6 +99,8 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Rou
     Args:
         decodes: decode nodes, and prefill nodes that serve requests alone (`NodeView.also_prefills`).
     """
+    if (ratio := mean_token_ratio(decodes)) != 1.0:
+        wanted = replace(wanted, token_ratio=ratio)
     paired = [node for node in decodes if not node.also_prefills]
     decode, prefill = pick_pair(paired, prefills, wanted)
     if decode is None:

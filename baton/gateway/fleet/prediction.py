@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 from baton.core.costs import (
     FORCED_STRETCH,
@@ -12,9 +13,10 @@ from baton.core.costs import (
     StepWork,
     chunk_pairs,
 )
+from baton.core.decode_pace import GUESSES_SHARE, PLAIN_PACE
 from baton.core.types import first_token_due_s
 from baton.gateway.fleet.node_view import NodeView
-from baton.gateway.fleet.router import OUTPUT_TOKENS, RoutedRequest, decode_s
+from baton.gateway.fleet.router import OUTPUT_TOKENS, RoutedRequest, decode_s, token_s
 from baton.gateway.fleet.second_token import hold_s, longest_gap_s
 
 # A step that contains prompt tokens is planned to take this share of the streams' TPOT, and the streams' own work at
@@ -60,7 +62,8 @@ def hand_over_s(prefill: NodeView, decode: NodeView, wanted: RoutedRequest, *, h
         held_s: how long the gateway holds the first token.
     """
     tokens = min(prefill.step_tokens, wanted.num_tokens - decode.cached_tokens)
-    return max(0.0, transfer_s(prefill, decode, tokens) + 2 * decode_s(decode, wanted) - held_s)
+    step_s = (decode.pace or PLAIN_PACE).step_ratio * decode_s(decode, wanted)
+    return max(0.0, transfer_s(prefill, decode, tokens) + 2 * step_s - held_s)
 
 
 def first_held_s(decode: NodeView, wanted: RoutedRequest, came_s: float) -> float:
@@ -74,7 +77,7 @@ def output_s(node: NodeView, wanted: RoutedRequest) -> float:
     """Time of a typical output on this node, with the wait for a seat and without prompts in its steps."""
     seats = node.max_batch_requests
     outputs_before = max(0, node.load + 1 - seats) / seats if seats else 0.0
-    return (1 + outputs_before) * OUTPUT_TOKENS * decode_s(node, wanted)
+    return (1 + outputs_before) * OUTPUT_TOKENS * token_s(node, wanted)
 
 
 @dataclass(frozen=True)
@@ -138,42 +141,64 @@ def local_steps(
     middle = prompt_tokens // 2
     if not rows:
         return _steps(costs, rows, keys, middle, min(most, prompt_tokens))
-    tpot_s = wanted.slo.tpot_s
+    tpot_s, plain_s = wanted.slo.tpot_s, costs.seconds(StepWork(rows, keys))
+    guesses_s = max(0.0, (node.pace or PLAIN_PACE).prompt_step_ratio - 1) * plain_s
     if tpot_s is None:
         most = min(most, prompt_tokens)
-        steps = _relaxed_steps(costs, rows, keys, middle, most, gaps=wanted.objective.gap_factor)
+        relaxed = partial(_relaxed_steps, costs, rows, keys, middle, most, guesses_s=guesses_s)
+        steps = relaxed(gaps=wanted.objective.gap_factor)
         if not waiting_s:
             return steps
         # While this prompt waits, its own wait makes the steps longer, by half of that on average.
         due_s = first_token_due_s(node.prompt_s(0, prompt_tokens), wanted.objective.ttft_factor)
         gaps = wanted.objective.gap_factor * min(1 + steps.stretch * waiting_s / due_s / 2, RELAXED_MAX)
-        return replace(steps, queue_stretch=_relaxed_steps(costs, rows, keys, middle, most, gaps=gaps).stretch)
+        return replace(steps, queue_stretch=relaxed(gaps=gaps).stretch)
     step_s = _TPOT_USED * tpot_s
     # NOTE: longer steps make streams last longer, so there will be more of them. If all streams stay on this node and
     # prompts are accepted for the present number of streams only, decode steps alone will exceed the TPOT.
-    later = max(1.0, step_s / costs.seconds(StepWork(rows, keys))) if grows else 1.0
+    later = max(1.0, step_s / plain_s) if grows else 1.0
     if costs.seconds(StepWork(math.ceil(later * rows), math.ceil(later * keys))) > _DECODE_USED * step_s:
         return None
-    tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=step_s)
+    step_s = _longest_s(step_s, plain_s, guesses_s)
+    tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=step_s - guesses_s)
     return None if tokens < _MIN_SLICE else LocalSteps(costs, rows, keys, tokens, step_s)
 
 
-def _relaxed_steps(costs: StepCosts, rows: int, keys: int, start: int, most: int, *, gaps: float) -> LocalSteps:
-    """The steps without a TPOT, which take at most `gaps` times a plain one."""
+def _longest_s(bound_s: float, plain_s: float, guesses_s: float) -> float:
+    """The mean time of steps that prompts fill up to a bound, with what guesses add to them.
+
+    Next to guesses, prompts may get only half of the time above the plain step (`baton.engine.scheduling.slices`).
+    `guesses_s` is a mean of steps with guesses, which are about twice as long as plain ones, and of steps without.
+    """
+    if not guesses_s:
+        return bound_s
+    lost = GUESSES_SHARE * min(1.0, guesses_s / plain_s)
+    return bound_s + guesses_s - lost * max(0.0, bound_s - plain_s)
+
+
+def _relaxed_steps(
+    costs: StepCosts, rows: int, keys: int, start: int, most: int, *, gaps: float, guesses_s: float
+) -> LocalSteps:
+    """The steps without a TPOT, which take at most `gaps` times a plain one, or longer where they have guesses.
+
+    Args:
+        guesses_s: how much longer guesses make steps.
+    """
     plain_s = costs.seconds(StepWork(rows, keys))
-    tokens = _slice_tokens(costs, rows, keys, start, most=most, step_s=gaps * plain_s)
+    step_s = _longest_s(gaps * plain_s, plain_s, guesses_s)
+    tokens = _slice_tokens(costs, rows, keys, start, most=most, step_s=step_s - guesses_s)
     least = min(MIN_SLICE_TOKENS, most)
     if tokens >= least:
-        return _steps(costs, rows, keys, start, tokens)
-    forced_s = FORCED_STRETCH * _steps(costs, rows, keys, start, least).step_s
-    tokens = max(least, _slice_tokens(costs, rows, keys, start, most=most, step_s=forced_s))
-    steps = _steps(costs, rows, keys, start, tokens)
-    return replace(steps, step_s=steps.step_s + SKIPS_MAX * plain_s)
+        return _steps(costs, rows, keys, start, tokens, guesses_s)
+    forced_s = FORCED_STRETCH * _steps(costs, rows, keys, start, least, guesses_s).step_s
+    tokens = max(least, _slice_tokens(costs, rows, keys, start, most=most, step_s=forced_s - guesses_s))
+    steps = _steps(costs, rows, keys, start, tokens, guesses_s)
+    return replace(steps, step_s=steps.step_s + SKIPS_MAX * (plain_s + guesses_s))
 
 
-def _steps(costs: StepCosts, rows: int, keys: int, start: int, tokens: int) -> LocalSteps:
+def _steps(costs: StepCosts, rows: int, keys: int, start: int, tokens: int, guesses_s: float = 0.0) -> LocalSteps:
     work = StepWork(rows, keys, tokens, chunk_pairs(start, start + tokens))
-    return LocalSteps(costs, rows, keys, tokens, costs.seconds(work))
+    return LocalSteps(costs, rows, keys, tokens, costs.seconds(work) + guesses_s)
 
 
 def slower_s(node: NodeView, wanted: RoutedRequest) -> float:

@@ -46,6 +46,7 @@ class RoutedRequest:
         objective: what the request gets where its SLO says nothing.
         splittable: whether the prompt may be computed in two parts.
         overheads: of the first token, beyond queues and steps.
+        token_ratio: time per token on nodes that guess tokens, by that of their steps without guesses.
         typical_tokens: length of the prompts that make up most of the prompt work; 0: unknown, so this one's counts.
         prompt: block numbers for `NodeView.cached_tokens`; None: the request must not use a prefix cache.
         session_id: session of the request; empty: none.
@@ -62,6 +63,7 @@ class RoutedRequest:
     objective: Objective = DEFAULT_OBJECTIVE
     splittable: bool = True
     overheads: RouteOverheads = NO_OVERHEADS
+    token_ratio: float = 1.0
     typical_tokens: int = 0
     prompt: PromptBlocks | None = None
     session_id: str = ""
@@ -69,7 +71,8 @@ class RoutedRequest:
 
 
 def decode_s(view: NodeView, wanted: RoutedRequest) -> float:
-    """Predicted time of one decode step of this node with the request as one more row; infinite without costs."""
+    """Predicted time of one decode step of this node with the request as one more row and without guessed tokens;
+    infinite without costs."""
     costs = view.costs
     if costs is None:
         return inf
@@ -77,6 +80,23 @@ def decode_s(view: NodeView, wanted: RoutedRequest) -> float:
     rows = view.streams + 1
     keys = view.context_tokens + view.tokens_since + wanted.num_tokens
     return costs.dense_s(rows) + costs.key_s * keys + costs.decode_row_s * rows
+
+
+def token_s(view: NodeView, wanted: RoutedRequest) -> float:
+    """Predicted time per token of the request on this node, with the tokens that the node guesses."""
+    return decode_s(view, wanted) * (1.0 if view.pace is None else wanted.token_ratio)
+
+
+def mean_token_ratio(nodes: Sequence[NodeView]) -> float:
+    """The `RoutedRequest.token_ratio` of these nodes; 1 while none of them guesses for a request.
+
+    One number serves for all nodes that guess: how many guesses are right depends on the requests. Were it each node's
+    own, an idle node would seem slower than a busy one, and equal nodes would differ by what their requests happen to
+    say.
+    """
+    guessing = [(node.decode_rows, node.pace.token_ratio) for node in nodes if node.open and node.pace is not None]
+    rows = sum([rows for rows, _ in guessing])
+    return sum([rows * ratio for rows, ratio in guessing]) / rows if rows else 1.0
 
 
 def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> NodeView | None:
@@ -217,7 +237,7 @@ def _paired(decodes: list[NodeView], partners: list[NodeView]) -> list[NodeView]
 def _output_s(node: NodeView, wanted: RoutedRequest) -> float:
     """Estimated time of transfer and output on a decode node after the prompt has been computed."""
     missing = wanted.num_tokens - node.cached_tokens
-    return OUTPUT_TOKENS * decode_s(node, wanted) + _TRANSFER_TOKEN_S * missing + node.load_s
+    return OUTPUT_TOKENS * token_s(node, wanted) + _TRANSFER_TOKEN_S * missing + node.load_s
 
 
 def _least_work(nodes: Sequence[NodeView], wanted: RoutedRequest) -> NodeView | None:

@@ -12,6 +12,7 @@ from math import ceil, inf, sqrt
 
 from baton.core.costs import StepCosts, StepWork
 from baton.gateway.fleet.node_view import NodeView
+from baton.gateway.fleet.router import mean_token_ratio
 
 REPORT_S = 0.1  # nodes report about so often: no prompt node idles, and nothing changes, before the next report
 _AHEAD_SHARE = 0.25  # of the seats: the least that may be on its way, since short outputs end many per report
@@ -46,9 +47,9 @@ class ClusterCapacity:
     decodes: tuple[DecodeCapacity, ...] = ()
     prefill_wait_s: float = 0.0  # until the prefill node that is free first would compute a prompt
     prefill_most_s: float = _PREFILL_WAIT_S  # how long prompts may wait there
-    step_s: float | None = None  # predicted decode step with one more request, on the least loaded node
+    step_s: float | None = None  # predicted time per token with one more request, on the least loaded node
     prompt_token_s: float = 0.0  # predicted time for one token of a prompt, in full steps
-    alone_s: float | None = None  # predicted decode step with a single request
+    alone_s: float | None = None  # predicted time per token of a single request
 
     @property
     def load(self) -> int:
@@ -120,7 +121,8 @@ class CapacityReader:
         if least is not None and least.costs is not None:
             rows = least.load + 1
             context = least.context_tokens / least.decode_rows if least.decode_rows else _CONTEXT_TOKENS
-            step_s, alone_s = _decode_s(least.costs, rows, context), _decode_s(least.costs, 1, context)
+            ratio = 1.0 if least.pace is None else mean_token_ratio(decodes)
+            step_s, alone_s = (ratio * _decode_s(least.costs, each, context) for each in (rows, 1))
         return ClusterCapacity(
             tuple(
                 _decode_capacity(view, view.decode_rows + view.requests_since)

@@ -102,3 +102,7 @@ class RankedStep:
     @property
     def guessed(self) -> Guessed | None:
         return self._step.guessed
+
+    @property
+    def shares_keys(self) -> bool:
+        return self._step.shares_keys

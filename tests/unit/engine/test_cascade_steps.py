@@ -17,6 +17,7 @@ from baton.engine.device.runner import ModelRunner
 from baton.engine.device.shared_prefix import LEAST_ROWS
 from baton.engine.request import EngineRequest, int_array
 from baton.kvcache.cache import PagedKVCache
+from tests.unit.engine.scheduling import Meter
 from tests.unit.engine.test_graphs import Reference, load_with
 from tests.unit.engine.tiny import BLOCK_SIZE, build, greedy, prompt_of, running
 from tests.unit.models.tiny import VOCAB_SIZE, save_tiny
@@ -84,6 +85,7 @@ def test_steps_with_a_shared_prefix_have_the_logits_of_the_model(
         assert size is not None
         logits_RV = graphs.launch(rows, size, step=0, slot=slots.take())[: len(rows)]
         torch.testing.assert_close(logits_RV, reference.logits(rows), rtol=1e-4, atol=1e-5)
+        assert graphs.shares_keys == (step < 4)
         assert graphs.buffers.sampled[: len(rows)].tolist() == logits_RV.argmax(dim=1).tolist()
     assert graphs.cascade.launched == 4, "all steps but the last"
     torch.testing.assert_close(cache.storage, reference.cache.storage, rtol=1e-4, atol=1e-5)
@@ -119,7 +121,8 @@ async def test_requests_with_a_common_prompt_get_their_tokens(tmp_path: Path, mo
     prompts = {f"fork-{index}": (*common, *prompt_of(1 + index % 3, seed=index + 1)) for index in range(9)}
     outputs = []
     for each in (built._replace(runner=runner), built):
-        async with running(each) as (engine, events):
+        meter = Meter(None)
+        async with running(each, meter=meter) as (engine, events):
             engine.submit(EngineRequest("first", common, greedy(1)))
             await events.finished("first")
             for place, (name, prompt) in enumerate(prompts.items()):
@@ -127,6 +130,9 @@ async def test_requests_with_a_common_prompt_get_their_tokens(tmp_path: Path, mo
             await events.finished(*prompts)
             assert all(events.started[name].cached_tokens >= 2 * BLOCK_SIZE for name in prompts)
             outputs.append({name: events.ids(name) for name in prompts})
+        if each.runner is runner:
+            decodes = [work for work, _ in meter.observed if not work.prompt_tokens]
+            assert all(work.decode_rows < LEAST_ROWS for work in decodes), "others read shared keys once"
     assert outputs[0] == outputs[1]
     assert runner._graphs is not None
     assert runner._graphs.cascade is not None

@@ -7,16 +7,18 @@ Devices are simulated, see `timed_world`: no test depends on how fast this machi
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from statistics import fmean
 
 import pytest
 
 from baton.core.costs import StepWork
+from baton.core.decode_pace import PLAIN_PACE
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
 from baton.engine.speculation.limits import FIRST_CREDIT, REGAINED_CREDIT
 from baton.engine.speculation.speculator import Speculator
 from baton.engine.step_meter import StepMeter
-from tests.unit.engine.timed_world import COSTS, Device, Text, TimedWorld, edited, novel, records, unlike
+from tests.unit.engine.timed_world import COSTS, Device, Ran, Text, TimedWorld, edited, novel, records, unlike
 
 DEVICES = {
     "as the model says": Device(),
@@ -107,6 +109,33 @@ def test_many_requests_gain_where_the_device_waits_as_long_as_measured(text: str
     node = world(Device(guess=1.15, gap_s=0.0022, after_s=0.0006))
     node.run(TEXTS[text], 32, LEARNING)
     assert node.run(TEXTS[text], 32, STEPS).gain > least
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "batch"),
+    [("edits", "a slow host", 8), ("edits", "as the model says", 1), ("records", "as the model says", 32)],
+)
+def test_a_node_reports_what_its_requests_really_get(text: str, device: str, batch: int) -> None:
+    """The time per token that follows from its report is the measured one. Step costs alone are off by 15 to 435 %."""
+    node = world(DEVICES[device])
+    node.run(TEXTS[text], batch, LEARNING)
+    before, reported = Ran(**vars(node.ran)), list[float]()
+    for _ in range(6):
+        node.run(TEXTS[text], batch, 50)
+        pace = node.scheduler.load().pace
+        assert pace is not None
+        assert pace.step_ratio > 1.0
+        reported.append(pace.token_ratio)
+    slowdown = node.ran.since(before).slowdown
+    assert slowdown < 0.85
+    assert fmean(reported) == pytest.approx(slowdown, rel=0.05)
+
+
+def test_a_node_that_guesses_nothing_reports_plain_steps() -> None:
+    node = world(DEVICES["disturbed"])
+    node.run(novel, 8, 100)
+    assert node.scheduler.load().pace == PLAIN_PACE
+    assert TimedWorld(None, StepMeter(COSTS), Device()).scheduler.load().pace is None
 
 
 def test_a_request_without_guesses_comes_little_later_for_those_of_others() -> None:

@@ -21,6 +21,7 @@ from baton.engine.speculation.speculator import Speculator
 from tests.unit.engine.guessing import EOS, NUM_TOKENS, Told, World, any_request, expected_output, run_in_any_order
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, finish, request
+from tests.unit.engine.speculation.request import teach_waits
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -219,7 +220,8 @@ def test_no_step_waits_for_tokens_where_there_is_no_room_for_a_guess(requests: i
 def test_steps_with_guesses_and_prompts_have_the_bound_of_their_decodes_without_guesses(
     tokens: int, fits: bool
 ) -> None:
-    """That is 30 ms, here three times the time of a decode, which 11 tokens take; five are of the row with guesses."""
+    """That is 30 ms, here three times the time of a decode, which 11 tokens take; five are of the row with guesses. The
+    device waits for nothing."""
     asked: list[bool] = []
 
     class Asked(Told):
@@ -229,7 +231,9 @@ def test_steps_with_guesses_and_prompts_have_the_bound_of_their_decodes_without_
 
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     costs = StepCosts(((1, 0.010), (2, 0.012), (24, 0.056)))
-    world = World(Asked(model, most=4, wrong=0.0, silent=0.0), model, meter=Meter(costs))
+    told = Asked(model, most=4, wrong=0.0, silent=0.0)
+    teach_waits(told, 1, 0.0, costs)
+    world = World(told, model, meter=Meter(costs))
     sampling = ResolvedSampling(max_tokens=30, temperature=0.0, ignore_eos=True)
     world.submit(replace(request("a-2", [1, 2], sampling=sampling), gap_factor=3.0))
     for _ in range(2):

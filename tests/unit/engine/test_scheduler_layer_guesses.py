@@ -1,6 +1,7 @@
 """Steps after which the model's own layer guesses: the same tokens as without, and guesses for other nodes."""
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_right_guesses_take_a_fraction_of_the_steps() -> None:
     assert steps[1] < 0.6 * steps[0]
 
 
-def scheduler() -> Scheduler:
+def scheduler(speculator: Speculator | None = None) -> Scheduler:
     limits = EngineLimits(max_batch_tokens=16, max_batch_requests=8, max_waiting=8, prefix_cache=True)
     facts = ModelFacts(
         num_blocks=32,
@@ -62,7 +63,37 @@ def scheduler() -> Scheduler:
         identity="m",
         drafts=True,
     )
-    return Scheduler(limits, facts, Meter(None), speculator=Speculator(always=True))
+    return Scheduler(limits, facts, Meter(None), speculator=speculator or Speculator(always=True))
+
+
+class Asked(Speculator):
+    """Keeps whether prompts share each step that asks, and whether they want to share the next one."""
+
+    def __init__(self) -> None:
+        super().__init__(always=True)
+        self.prompts: list[tuple[bool, bool]] = []
+
+    def count_guesses(self, *args: Any, **given: Any) -> int:
+        self.prompts.append((given["prompts"], given["prompts_next"]))
+        return super().count_guesses(*args, **given)
+
+
+def test_prompts_that_wait_for_the_next_step_are_known_when_the_layer_is_asked() -> None:
+    asked = Asked()
+    node = scheduler(asked)
+    node.submit(request("a", 6, sampling=SAMPLING), 0.0)
+    for more in (None, request("b", 20, sampling=SAMPLING), None):
+        if more is not None:
+            node.submit(more, 0.0)
+        batch = node.schedule(0.0)
+        assert batch is not None
+        results = [
+            None if row.sample is None else tuple(TokenOutput(5, row.sample.output_index) for _ in range(1))
+            if row.num_drafts else TokenOutput(5, row.sample.output_index)
+            for row in batch.rows
+        ]  # fmt: skip
+        node.complete(results, 0.0, guessed=Guessed({}, 0, 0.0))
+    assert asked.prompts == [(True, False), (True, True), (True, False)]
 
 
 def test_guesses_after_a_prompt_for_another_node_come_as_an_event_and_delay_no_step() -> None:

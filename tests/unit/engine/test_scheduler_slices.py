@@ -14,6 +14,7 @@ from baton.engine.scheduling.slices import Slicer, StepBound, StreamBound, decod
 from baton.engine.speculation.speculator import Speculator
 from baton.engine.step_meter import StepMeter
 from tests.unit.engine.scheduling import Meter, finish, request
+from tests.unit.engine.speculation.request import teach_waits
 
 # 5 ms for up to 100 tokens, then 10 us for each.
 COSTS = StepCosts(((1, 0.005), (100, 0.005), (1100, 0.015)))
@@ -201,6 +202,27 @@ def test_guesses_that_make_a_step_long_leave_prompts_their_half() -> None:
     assert [len(row.token_ids) for row in batch.rows if not row.num_drafts] == [75]  # 7.5 ms
 
 
+def test_a_step_with_guesses_keeps_the_tpot_with_the_wait_for_the_host() -> None:
+    limits = EngineLimits(max_batch_tokens=8192, max_batch_requests=256, max_waiting=8, prefix_cache=False)
+    facts = ModelFacts(2000, 16, vocab_size=1000, max_context_tokens=20000, eos_token_ids=(), identity="m")
+    costs, speculator = StepCosts(((1, 0.005), (8, 0.005), (1008, 0.105))), Speculator(always=True)
+    teach_waits(speculator, 8, 0.002, costs)
+    scheduler = Scheduler(limits, facts, Meter(costs), speculator=speculator)
+    for index in range(8):
+        scheduler.submit(EngineRequest(str(index), [5] * 40, ResolvedSampling(max_tokens=30), tpot_s=0.04), 0.0)
+    prompt_tokens(scheduler)
+    scheduler.submit(request("p", 4000), 0.0)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    rows = 8 + sum(row.num_drafts for row in batch.rows)
+    wait_s = speculator.wait_s(8, rows, costs)
+    assert rows == 8 + 8 * 16, "17.8 of 36 ms"
+    assert wait_s == pytest.approx(0.002, rel=0.2)
+    (slice_tokens,) = (len(row.token_ids) for row in batch.rows if not row.num_drafts)
+    step_s, longer_s = (costs.seconds(StepWork(rows, 0, slice_tokens + more)) + wait_s for more in (0, 1))
+    assert step_s <= 0.036 < longer_s
+
+
 def test_without_a_tpot_slow_decodes_get_slow_steps() -> None:
     scheduler = decoding(Meter(StepCosts(((1, 0.1), (100, 0.1), (1100, 0.2)))), None)
     scheduler.submit(request("p", 9000), 0.0)
@@ -218,6 +240,19 @@ def test_prompts_that_fit_do_not_keep_the_first_one_waiting_for_ever() -> None:
         prompt_tokens(scheduler)
     # The last short one waits instead. 4 and 191 tokens take 1.25 times as long as 4 and 64.
     assert scheduler.load().tokens_waiting == 4000 - 191 + 50
+
+
+def test_steps_that_read_shared_keys_once_teach_no_costs() -> None:
+    meter = Meter(COSTS)
+    scheduler = decoding(meter, None, None)
+    taught = len(meter.observed)
+    for shares_keys in (True, False):
+        batch = scheduler.schedule(0.0)
+        assert batch is not None
+        samples = [row.at(batch.step).sample for row in batch.rows]
+        tokens = [TokenOutput(5, sample.output_index) for sample in samples if sample is not None]
+        scheduler.complete(tokens, 0.01, shares_keys=shares_keys)
+    assert meter.observed[taught:] == [(StepWork(2, 12), 0.01)]
 
 
 @pytest.mark.parametrize("seconds", [0.01, 5.0])

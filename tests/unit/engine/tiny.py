@@ -108,10 +108,12 @@ class EventRecorder:
 
 
 @asynccontextmanager
-async def running(built: BuiltRunner, **given: Any) -> AsyncIterator[tuple[Engine, EventRecorder]]:
+async def running(
+    built: BuiltRunner, *, meter: Any = None, **given: Any
+) -> AsyncIterator[tuple[Engine, EventRecorder]]:
     """An engine that must have all blocks free when the test ends."""
     events = EventRecorder()
-    async with Engine(built.runner, limits(**given), on_step=events, grammars=built.grammars) as engine:
+    async with Engine(built.runner, limits(**given), on_step=events, grammars=built.grammars, meter=meter) as engine:
         yield engine, events
         # A row scheduled before its request's end was known keeps the blocks for one more step.
         await events.until(lambda: engine.load().blocks_free == engine.load().blocks_total)

@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.costs import StepCosts, StepWork
 from baton.engine.batch import Guessed
-from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses, PassTimes
+from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, RETRY_STEPS, LayerGuesses, PassTimes
 from baton.engine.speculation.speculator import Speculator
 from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, work_of
 
@@ -165,6 +165,26 @@ def test_guesses_count_for_the_tokens_after_which_they_were_made() -> None:
     speculator.guessed(request, (11, 12))
     request.take(())
     assert speculator.choose([request], work_of([request]), COSTS, room=64) == {}
+
+
+@pytest.mark.parametrize(
+    ("tpot_s", "prompts_next", "count"),
+    [(None, False, 4), (0.01733, False, 4), (0.013, False, 0), (None, True, 4), (0.01733, True, 2)],
+)
+def test_a_request_without_guesses_waits_no_longer_for_passes_and_guesses_than_it_bears(
+    tpot_s: float | None, prompts_next: bool, count: int
+) -> None:
+    """A plain step takes 10 ms. The device waits 2.3 ms for one with guesses, and each pass takes 0.2 ms. The request
+    bears 0.9 of its TPOT. Prompts that want to share the step leave guesses half of what is above 10 ms."""
+    speculator, requests = Speculator(), [DecodingRequest(name, [1, 2, 3], TARGET) for name in ("layer", "plain")]
+    for request, bound_s in zip(requests, (None, tpot_s), strict=True):
+        speculator.begin(request, root=ROOT, grammar=None, tpot_s=bound_s)
+    speculator.has_hole(requests[1])
+    speculator.observe_guesses(took(1, 1, 0.0002))
+    work = work_of(requests)
+    for _ in range(2 * RETRY_STEPS):
+        assert speculator.count_guesses(requests, work, COSTS, room=64, prompts_next=prompts_next) == count
+    assert speculator.writes_layer_kv(requests), "guesses would pay, and the bound may go"
 
 
 def test_a_request_that_has_not_begun_has_the_chances_of_all() -> None:

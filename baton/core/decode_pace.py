@@ -1,0 +1,28 @@
+"""What guessed tokens make of a node's decode steps. Pure: nodes measure it, and gateways predict by it."""
+
+from typing import NamedTuple
+
+# Where prompts share a step, guesses take this part of the time for which requests wait beyond the plain step.
+GUESSES_SHARE = 0.5
+
+
+class DecodePace(NamedTuple):
+    """Means over a node's latest decode steps.
+
+    Args:
+        step_ratio: time of a step with its guesses and its wait for the host, by that of the same step without guesses.
+        tokens: tokens that a step gives each of its requests.
+        prompt_step_ratio: `step_ratio` of those that also compute prompts, without the time of the prompts.
+    """
+
+    step_ratio: float = 1.0
+    tokens: float = 1.0
+    prompt_step_ratio: float = 1.0
+
+    @property
+    def token_ratio(self) -> float:
+        """Time per token of a request, by the time of a step without guesses."""
+        return self.step_ratio / self.tokens
+
+
+PLAIN_PACE = DecodePace()

@@ -1,14 +1,26 @@
 """What a store in files reads and removes: its own files and, where one is missing, those of other numbers of ranks.
 
-A file that is not what it must be is removed. Errors of the disk are counted, not raised.
+A file that is not what it must be is removed. Errors of the disk are counted, not raised. No torch.
 """
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from baton.core.kv_entries import EntryKey
 from kvtransfer.stores.entry_files import EntryFiles
-from kvtransfer.stores.joined_files import JoinedFiles
+
+
+class Joinable(Protocol):
+    """Files of another number of ranks: `kvtransfer.stores.joined_files.JoinedFiles`."""
+
+    def has(self, key: EntryKey) -> bool: ...
+
+    def read(self, key: EntryKey, into: memoryview) -> bool: ...
+
+    def paths(self, key: EntryKey) -> list[str]: ...
+
+    def found(self, most: int) -> list[EntryKey]: ...
 
 
 class FileReads:
@@ -17,7 +29,7 @@ class FileReads:
         count: counts one event of a store: `damaged` or `failed`.
     """
 
-    def __init__(self, own: EntryFiles, joined: Sequence[JoinedFiles], count: Callable[[str], None]) -> None:
+    def __init__(self, own: EntryFiles, joined: Sequence[Joinable], count: Callable[[str], None]) -> None:
         self._own = own
         self._joined = joined
         self._count = count
@@ -63,14 +75,14 @@ class FileReads:
                 self._count("failed")
         return keys
 
-    def _has(self, files: EntryFiles | JoinedFiles, key: EntryKey) -> bool:
+    def _has(self, files: EntryFiles | Joinable, key: EntryKey) -> bool:
         try:
             return files.has(key)
         except OSError:
             self._count("failed")
             return False
 
-    def _read(self, files: EntryFiles | JoinedFiles, key: EntryKey, into: memoryview) -> bool:
+    def _read(self, files: EntryFiles | Joinable, key: EntryKey, into: memoryview) -> bool:
         try:
             if files.read(key, into):
                 return True
@@ -83,6 +95,6 @@ class FileReads:
         self._remove(files, key)
         return False
 
-    def _remove(self, files: EntryFiles | JoinedFiles, key: EntryKey) -> None:
+    def _remove(self, files: EntryFiles | Joinable, key: EntryKey) -> None:
         for path in files.paths(key):
             self.unlink(path)

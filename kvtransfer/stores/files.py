@@ -22,8 +22,7 @@ from kvtransfer.stores.entry_files import EntryFiles
 from kvtransfer.stores.file_format import TEMPORARY, EntryFileName
 from kvtransfer.stores.file_index import FileIndex, FileWrite
 from kvtransfer.stores.file_names import FolderNames, files_of_roots, keys_of, remove_abandoned
-from kvtransfer.stores.file_reads import FileReads
-from kvtransfer.stores.joined_files import JoinedFiles
+from kvtransfer.stores.file_reads import FileReads, Joinable
 from kvtransfer.stores.keep_log import KeepLog, KeepRecord
 from kvtransfer.stores.leftovers import Leftovers, open_locked
 from kvtransfer.stores.store import StoreCounters
@@ -60,7 +59,7 @@ class FileStore:
         namespace: bytes,
         entry_bytes: int,
         max_bytes: int,
-        joined: Sequence[JoinedFiles] = (),
+        joined: Sequence[Joinable] = (),
         name: str = "file",
     ) -> None:
         self.name = name

@@ -21,7 +21,7 @@ from kvtransfer.stores.file_index import FileIndex
 from kvtransfer.stores.file_names import FolderNames, keys_of
 from kvtransfer.stores.leftovers import namespace_folders
 
-# More than a node may have.
+# As many as a node may have.
 _RANKS_MAX = 64
 _FIND_S = 1.0
 

@@ -237,14 +237,14 @@ def test_an_agents_request_is_served_and_names_what_has_no_effect(client: Anthro
 def test_a_tool_runner_goes_on_without_a_thread(client: Anthropic) -> None:
     cities: list[str] = []
 
-    @anthropic.beta_tool
     def weather(city: Literal["Rome", "Oslo"]) -> str:
         """The weather of a city."""
         cities.append(city)
         return "Rain."
 
+    tool: Any = anthropic.beta_tool(weather)
     runner = client.beta.messages.tool_runner(
-        model="llama", messages=ASKED, max_tokens=200, tools=[weather], tool_choice=ONE_CALL, max_iterations=2
+        model="llama", messages=ASKED, max_tokens=200, tools=[tool], tool_choice=ONE_CALL, max_iterations=2
     )
     assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
     assert cities

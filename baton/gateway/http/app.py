@@ -223,7 +223,7 @@ def cure_of_path(path: str, paths: Collection[str]) -> str:
         path.removeprefix("/v1"): "give the client a base URL without /v1",
         path.rstrip("/"): "leave out the slash at the end",
     }
-    return next((cure for name, cure in meant.items() if name in paths), "see /docs")
+    return next((cure for name, cure in meant.items() if name != "/" and name in paths), "see /docs")
 
 
 def check_not_a_page(method: str, headers: Mapping[str, str], *, listen_host: str | None) -> None:

@@ -28,6 +28,7 @@ from baton.gateway.http.responses.items import (
     Message,
     NoText,
     OutputPart,
+    Part,
     Reasoning,
     ShellCall,
     ShellOutput,
@@ -224,7 +225,7 @@ class _Items:
             )
         self.add(where, item)
 
-    def _content(self, content: str | Sequence[OutputPart]) -> str | list[dict[str, str]]:
+    def _content(self, content: str | Sequence[Part | OutputPart]) -> str | list[dict[str, str]]:
         if isinstance(content, str):
             return content
         self.left_out.update({f"parts of type {part.type}": None for part in content if isinstance(part, NoText)})

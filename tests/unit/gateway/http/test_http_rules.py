@@ -194,6 +194,7 @@ async def test_a_wrong_request_after_another_is_not_answered_in_its_place(door: 
         ("/v1/v1/messages", "give the client a base URL without /v1"),
         ("/v1/chat/completions/", "leave out the slash at the end"),
         ("/v1/images/generations", "see /docs"),
+        ("/v1/", "see /docs"),
     ],
 )
 async def test_a_path_that_does_not_exist_is_answered_with_what_is_wrong(

@@ -33,10 +33,11 @@ from baton.engine.device.step_costs import (
 from baton.engine.draft_layer import draft_digest, load_draft_head, with_draft_layer
 from baton.engine.expert_plan import check_same_plan, plan_experts
 from baton.engine.optional_layer import LayerTrial, without_layer_if_needed
+from baton.engine.peer_memory import share_memory
 from baton.engine.request import ModelFacts
 from baton.engine.same_model import check_same_config, check_same_files, hashing_content
 from baton.grammar.compiler import GrammarCompiler
-from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.cache import TORCH_DTYPES, PagedKVCache
 from baton.kvcache.layout import LayoutChoice
 from baton.kvcache.spec import KV_CACHE_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from baton.models.adapters.bank import AdapterBank
@@ -201,6 +202,8 @@ def _build_runner(
                 parallel=parallel,
                 progress=progress,
             )
+        if parallel.share_memory:
+            share_memory(model, dtype=TORCH_DTYPES[dtype], device=device)
         if rank_config.eagle is not None:
             head_backend = select_backend(needs_of(rank_config.eagle.layer), forced=settings.attention_backend)
             load_draft_head(

@@ -48,7 +48,7 @@ def _run(rank: int, size: int, store: str, models: tuple[str, ...]) -> None:
         _time_sums(parallel)
         for name in models:
             for batch_invariant in (False, True):
-                _time_steps(parallel, CONFIGS / name, batch_invariant=batch_invariant)
+                time_steps(parallel, CONFIGS / name, batch_invariant=batch_invariant)
     finally:
         dist.destroy_process_group()
 
@@ -79,12 +79,12 @@ def _time_sums(parallel: TensorParallel) -> None:
     }
     for rows in ROWS:
         x_TD = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)
-        times = {name: _graph_us(function, x_TD) for name, function in how.items()}
+        times = {name: graph_us(function, x_TD) for name, function in how.items()}
         found = ", ".join(f"{name} {time_us:.1f}" for name, time_us in times.items())
         _say(parallel, f"{parallel.size} ranks, sum of {rows} rows of {HIDDEN} in bf16, us: {found}")
 
 
-def _graph_us(function: Callable[[Tensor], Tensor], x_TD: Tensor) -> float:
+def graph_us(function: Callable[[Tensor], Tensor], x_TD: Tensor) -> float:
     """Microseconds of one sum, as part of a CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -108,7 +108,8 @@ def _graph_us(function: Callable[[Tensor], Tensor], x_TD: Tensor) -> float:
 # ---- steps of a model
 
 
-def _time_steps(parallel: TensorParallel, model: Path, *, batch_invariant: bool) -> None:
+def time_steps(parallel: TensorParallel, model: Path, *, batch_invariant: bool = False) -> None:
+    """Prints the time of decodes and of a prefill."""
     settings = NodeSettings(
         model=model,
         device=f"cuda:{parallel.rank}",
@@ -121,7 +122,7 @@ def _time_steps(parallel: TensorParallel, model: Path, *, batch_invariant: bool)
     )
     built = build_runner(settings, parallel=parallel)
     built.runner.prepare()
-    mode = "batch-invariant" if batch_invariant else "plain"
+    mode = "batch-invariant" if batch_invariant else "peers' memory" if parallel.share_memory else "plain"
     for rows in BATCHES:
         took_ms = decode_ms(built.runner, requests=rows, context=CONTEXT, steps=_STEPS)
         _say(parallel, f"{parallel.size} ranks, {model.name}, {mode}, decode of {rows} rows: {took_ms:.3f} ms")

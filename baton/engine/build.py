@@ -21,11 +21,12 @@ from baton.engine.device.resolve_device import resolve_device
 from baton.engine.device.runner import ModelRunner
 from baton.engine.draft_layer import draft_digest, load_draft_head
 from baton.engine.optional_layer import LayerTrial, without_layer_if_needed
+from baton.engine.peer_memory import share_memory
 from baton.engine.request import ModelFacts
 from baton.engine.runner_plan import RunnerPlan, plan_runner, read_model_config
 from baton.engine.same_model import check_same_files, hashing_content
 from baton.grammar.compiler import GrammarCompiler
-from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.cache import TORCH_DTYPES, PagedKVCache
 from baton.kvcache.layout import LayoutChoice
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec
 from baton.models.adapters.bank import AdapterBank
@@ -173,6 +174,8 @@ def _load_model(
                 parallel=parallel,
                 progress=progress,
             )
+        if parallel.share_memory:
+            share_memory(model, dtype=TORCH_DTYPES[plan.dtype], device=device)
         if plan.rank_config.eagle is not None:
             load_draft_head(
                 model,

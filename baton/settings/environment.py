@@ -39,6 +39,11 @@ def use_device_for_gloo(name: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
+def disable_nvlink_multicast() -> None:
+    """Keeps torch from setting up NVLink multicast for memory that ranks share. None of our kernels uses it."""
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+
+
 def quiet_grpc() -> None:
     """Keeps gRPC's core from writing lines of its own to stderr, unless the environment says otherwise.
 

@@ -143,6 +143,7 @@ def _activate(
         store_quantized(
             out_I.to(tl.float32),
             row,
+            tl.num_programs(0),
             first,
             out_ptr,
             scale_ptr,

@@ -55,6 +55,12 @@ def norm_and_quantize(
     return out
 
 
+def norm_warps(size: int) -> int:
+    """Returns the number of warps for a row of this size. A norm's last bits depend on it."""
+    block: int = triton.next_power_of_2(size)
+    return min(max(block // (32 * _CHANNELS_PER_THREAD), 1), 16)
+
+
 def _launch(
     x_TD: Tensor,
     stream_TD: Tensor | None,
@@ -65,7 +71,6 @@ def _launch(
     quantized: tuple[QuantizedRows, RowFormat] | None = None,
 ) -> None:
     num_tokens, size = x_TD.shape
-    block = triton.next_power_of_2(size)
     rows, row_format = quantized or (None, None)
     _norm[(out_PD.shape[0],)](
         x_TD,
@@ -81,14 +86,14 @@ def _launch(
         0.0 if update_norm is None else update_norm.eps,
         norm.eps,
         SIZE=size,
-        BLOCK=block,
+        BLOCK=triton.next_power_of_2(size),
         UPDATE_OFFSET=0 if update_norm is None else update_norm.weight_offset,
         OFFSET=norm.weight_offset,
         BLOCKED=row_format is not None and row_format.blocked,
         POWER_OF_TWO=row_format is not None and row_format.power_of_two,
         INTERPRETED=interpreted(),
         **overlap(x_TD.device, rows=num_tokens),
-        num_warps=min(max(block // (32 * _CHANNELS_PER_THREAD), 1), 16),
+        num_warps=norm_warps(size),
         # NOTE: otherwise the compiler fuses the sum of a thread's first two squares with the product of one of them.
         # Which one depends on what the rest of the kernel does, and a norm's last bits would depend on it too.
         enable_fp_fusion=False,
@@ -120,7 +125,6 @@ def _norm(
 ):
     """Computes one row; with pointers of scales quantized, and then zeros from row `num_tokens` on."""
     start_dependents(OVERLAP)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     channels_D = tl.arange(0, BLOCK)
     mask_D = channels_D < SIZE
@@ -135,20 +139,87 @@ def _norm(
     if stream_ptr is not None:
         stream_ptrs_D = stream_ptr + row * stream_stride + channels_D
         stream_D = tl.load(stream_ptrs_D, mask=mask_D, other=0.0).to(tl.float32)
-    if update_weight_ptr is not None:
+    finish_row(
+        x_D,
+        None if stream_ptr is None else stream_D,
+        None if stream_ptr is None else stream_ptrs_D,
+        None if update_weight_ptr is None else update_weight_D,
+        weight_D,
+        mask_D,
+        row,
+        tl.num_programs(0),
+        out_ptr,
+        scale_ptr,
+        given_scale_ptr,
+        update_eps,
+        eps,
+        x_ptr.dtype.element_ty,
+        SIZE,
+        BLOCK,
+        UPDATE_OFFSET,
+        OFFSET,
+        BLOCKED,
+        POWER_OF_TWO,
+        INTERPRETED,
+    )
+
+
+@triton.jit
+def finish_row(
+    x_D,
+    stream_D,
+    stream_ptrs_D,
+    update_weight_D,
+    weight_D,
+    mask_D,
+    row,
+    num_rows,
+    out_ptr,
+    scale_ptr,
+    given_scale_ptr,
+    update_eps,
+    eps,
+    dtype: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UPDATE_OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Adds a loaded update, in float32, to its row of the stream, and stores the sum and its norm.
+
+    Args:
+        stream_D, stream_ptrs_D: None: `x_D` is what is normalized.
+        update_weight_D: None: the update has no norm of its own.
+        num_rows: of quantized rows, with padding.
+    """
+    if update_weight_D is not None:
         x_D = round_to(_normed(x_D, update_weight_D, update_eps, SIZE, UPDATE_OFFSET), dtype, INTERPRETED)
         x_D = x_D.to(tl.float32)
-    if stream_ptr is not None:
+    if stream_D is not None:
         sum_D = round_to(stream_D + x_D, dtype, INTERPRETED)
         tl.store(stream_ptrs_D, sum_D, mask=mask_D)
         x_D = sum_D.to(tl.float32)
     out_D = round_to(_normed(x_D, weight_D, eps, SIZE, OFFSET), dtype, INTERPRETED)
     if scale_ptr is None:
-        tl.store(out_ptr + row * SIZE + channels_D, out_D, mask=mask_D)
+        tl.store(out_ptr + row * SIZE + tl.arange(0, BLOCK), out_D, mask=mask_D)
     else:
         out_D = tl.where(mask_D, out_D.to(tl.float32), 0.0)
         store_quantized(
-            out_D, row, 0, out_ptr, scale_ptr, given_scale_ptr, SIZE, BLOCK, BLOCKED, POWER_OF_TWO, INTERPRETED
+            out_D,
+            row,
+            num_rows,
+            0,
+            out_ptr,
+            scale_ptr,
+            given_scale_ptr,
+            SIZE,
+            BLOCK,
+            BLOCKED,
+            POWER_OF_TWO,
+            INTERPRETED,
         )
 
 

@@ -25,7 +25,7 @@ from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import Linear
 from baton.models.layers.mtp import MTPLayer
 from baton.models.layers.norms import CenteredNorm, RMSNorm
-from baton.models.layers.parallel import ParallelModule, TensorParallel
+from baton.models.layers.parallel import DeferredSum, ParallelModule, TensorParallel
 from baton.models.layers.rotary import Rotary
 from baton.models.layers.step_context import StepContext
 from baton.models.layers.token_exchange import ExchangingModule, TokenExchange, TokenShares
@@ -49,11 +49,11 @@ class DecoderLayer(ExchangingModule):
     def forward(
         self,
         stream_TD: Tensor,
-        update_TD: Tensor | None,
+        update_TD: Tensor | DeferredSum | None,
         rotation: Rotation,
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
-    ) -> Tensor:
+    ) -> Tensor | DeferredSum:
         """Adds the previous layer's update and this layer's attention to the stream; returns this layer's MLP's
         update."""
         normed = self.input_layernorm.add_and_norm_for(self.self_attn, stream_TD, update_TD)
@@ -64,8 +64,10 @@ class DecoderLayer(ExchangingModule):
         normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, self._scaled(attended_TD))
         return self.update(self.mlp(self.of_all_ranks(normed_TD)))
 
-    def update(self, part_TD: Tensor) -> Tensor:
+    def update(self, part_TD: Tensor) -> Tensor | DeferredSum:
         """Returns the update of the stream, given this rank's part of it."""
+        if self.exchange is None and self.residual_multiplier == 1.0:
+            return self.parallel.all_reduce_later(part_TD)
         return self._scaled(self.sum_of_ranks(part_TD))
 
     def _scaled(self, whole_TD: Tensor) -> Tensor:
@@ -188,7 +190,7 @@ class CausalLM(ExchangingModule):
         assert self.rotary is not None
         rotation = self.rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
-        update_TD: Tensor | None = None
+        update_TD: Tensor | DeferredSum | None = None
         for layer in self.model.layers:
             update_TD = layer(stream_TD, update_TD, rotation, kv_cache, context.metadata)
         assert isinstance(self.model.norm, RMSNorm | CenteredNorm)

@@ -78,7 +78,7 @@ class NormsAround(_Block):
         metadata: AttentionMetadata,
     ) -> Tensor:
         normed = self.input_layernorm.add_and_norm_for(self.self_attn, stream_TD, update_TD)
-        attended_TD = self.parallel.all_reduce(self.self_attn(normed, rotation, kv_cache, metadata))
+        attended_TD = self.parallel.all_reduce_later(self.self_attn(normed, rotation, kv_cache, metadata))
         normed = self.post_attention_layernorm.add_and_norm_for(
             self.mlp, stream_TD, attended_TD, update_norm=self.post_self_attn_layernorm
         )

@@ -24,7 +24,7 @@ from baton.models.layers.embedding import Embedding
 from baton.models.layers.linear import Linear
 from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.norms import RMSNorm
-from baton.models.layers.parallel import ParallelModule, TensorParallel
+from baton.models.layers.parallel import ParallelModule, TensorParallel, sum_now
 from baton.models.layers.rotary import Rotary
 
 
@@ -169,4 +169,4 @@ class ReadStates:
 
     def _keep(self, place: int, _: nn.Module, args: tuple[Any, ...]) -> None:
         stream_TD, update_TD = args[:2]
-        self._read[place] = stream_TD.clone() if update_TD is None else stream_TD + update_TD
+        self._read[place] = stream_TD.clone() if update_TD is None else stream_TD + sum_now(update_TD)

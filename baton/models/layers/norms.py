@@ -13,7 +13,7 @@ from torch.nn.functional import layer_norm, rms_norm
 
 from baton.models.kernels import norms
 from baton.models.kernels.quantized.rows import QuantizedRows
-from baton.models.layers.parallel import ParallelModule, TensorParallel
+from baton.models.layers.parallel import DeferredSum, ParallelModule, TensorParallel, sum_now
 from baton.models.layers.row_reader import RowReader
 
 
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         return norms.rms_norm(x_TD, self) if x_TD.is_cuda else self._in_torch(x_TD)
 
     def add_and_norm(
-        self, stream_TD: Tensor, update_TD: Tensor | None, *, update_norm: "RMSNorm | None" = None
+        self, stream_TD: Tensor, update_TD: Tensor | DeferredSum | None, *, update_norm: "RMSNorm | None" = None
     ) -> Tensor:
         """Adds the update to the residual stream in place and returns the normalized sum.
 
@@ -41,6 +41,10 @@ class RMSNorm(nn.Module):
         """
         if update_TD is None:
             return self.forward(stream_TD)
+        if isinstance(update_TD, DeferredSum):
+            normed_TD = update_TD.add_and_norm(stream_TD, self, update_norm=update_norm)
+            assert isinstance(normed_TD, Tensor), "without a row format"
+            return normed_TD
         if stream_TD.is_cuda:
             return norms.add_rms_norm(stream_TD, update_TD, self, update_norm=update_norm)
         return self._in_torch(stream_TD.add_(update_TD if update_norm is None else update_norm(update_TD)))
@@ -49,7 +53,7 @@ class RMSNorm(nn.Module):
         self,
         reader: nn.Module | None,
         stream_TD: Tensor,
-        update_TD: Tensor | None,
+        update_TD: Tensor | DeferredSum | None,
         *,
         update_norm: "RMSNorm | None" = None,
     ) -> Tensor | QuantizedRows:
@@ -62,6 +66,8 @@ class RMSNorm(nn.Module):
         row_format = reader.row_format(len(stream_TD)) if isinstance(reader, RowReader) else None
         if row_format is None:
             return self.add_and_norm(stream_TD, update_TD, update_norm=update_norm)
+        if isinstance(update_TD, DeferredSum):
+            return update_TD.add_and_norm(stream_TD, self, update_norm=update_norm, row_format=row_format)
         return norms.norm_and_quantize(stream_TD, update_TD, self, row_format, update_norm=update_norm)
 
     def _in_torch(self, x_TD: Tensor) -> Tensor:
@@ -93,9 +99,9 @@ class CenteredNorm(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         return layer_norm(x_TD, self.weight.shape, self.weight, None, self.eps)
 
-    def add_and_norm(self, stream_TD: Tensor, update_TD: Tensor | None) -> Tensor:
+    def add_and_norm(self, stream_TD: Tensor, update_TD: Tensor | DeferredSum | None) -> Tensor:
         """Does what `RMSNorm.add_and_norm` does."""
-        return self.forward(stream_TD if update_TD is None else stream_TD.add_(update_TD))
+        return self.forward(stream_TD if update_TD is None else stream_TD.add_(sum_now(update_TD)))
 
 
 class NormOfEachHead(ParallelModule):

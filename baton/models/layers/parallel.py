@@ -8,20 +8,25 @@ attention, and the layer's usual all-reduce adds up the parts, so no tokens are 
 attention is whole on each rank, for its own tokens only (`baton.models.layers.token_exchange`).
 
 The library chooses by size in which order it adds the ranks' parts. With `in_order`, for batch-invariant mode, ranks
-exchange their parts instead, and each adds them in the order of the ranks.
+exchange their parts instead, and each adds them in the order of the ranks. With `peers`, it adds small tensors in that
+order too, through the ranks' memory (`baton.models.kernels.peer_sums`).
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from attention.rotation import RowNorm
 from baton.core.errors import ConfigError
 from baton.core.expert_load import ExpertLoad
 from baton.models.config.expert_places import ExpertPlacement, place_experts
 from baton.models.config.model_config import ModelConfig
+from baton.models.kernels import peer_sums
+from baton.models.kernels.peer_sums import PeerMemory
+from baton.models.kernels.quantized.rows import QuantizedRows, RowFormat
 from baton.models.kernels.rank_sums import sum_parts
 
 # Each rank's rows of the vocabulary are a multiple of this, for products on a GPU; the last rank's are padded.
@@ -44,6 +49,8 @@ class TensorParallel:
         placement: of whole experts; None: consecutive ones, without copies.
         in_order: sums over ranks add in the order of the ranks, in float32, so that a number's bits do not depend on
             the size of the tensor.
+        share_memory: `build_runner` gives the ranks `peers` if it can. No node asks for it: it has not run on GPUs.
+        peers: memory for sums of rows of the model's width.
     """
 
     rank: int = 0
@@ -53,6 +60,8 @@ class TensorParallel:
     own_attention: bool = False
     placement: ExpertPlacement | None = None
     in_order: bool = False
+    share_memory: bool = False
+    peers: PeerMemory | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -68,12 +77,20 @@ class TensorParallel:
         """
         if self.size == 1:
             return x
+        if self.peers is not None and peer_sums.takes(self.peers, x):
+            return peer_sums.sum_parts(self.peers, x)
         if not (self.in_order and x.is_floating_point()):  # whole numbers have one sum in any order
             dist.all_reduce(x, group=self.group)
             return x
         if self.size == 2 or x.nbytes < _SHARED_SUM_BYTES or x.numel() % self.size:
             return sum_parts(self.all_gather(x))
         return self.all_gather(self.reduce_scatter(x.view(-1))).view(x.shape)
+
+    def all_reduce_later(self, x: Tensor) -> "Tensor | DeferredSum":
+        """Does what `all_reduce` does, or lets the norm that reads the sum compute it in its own launch."""
+        if self.peers is not None and peer_sums.takes(self.peers, x):
+            return DeferredSum(self.peers, x)
+        return self.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gathers all ranks' tensors as [rank, *x.shape]."""
@@ -136,6 +153,31 @@ class TensorParallel:
         texts = [text]
         dist.broadcast_object_list(texts, group=self.group, device=device, group_src=0)
         return texts[0]
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredSum:
+    """A sum over ranks [T, D] that is computed when it is read. All ranks read it at the same point."""
+
+    peers: PeerMemory
+    part_TD: Tensor
+
+    def now(self) -> Tensor:
+        return peer_sums.sum_parts(self.peers, self.part_TD)
+
+    def add_and_norm(
+        self, stream_TD: Tensor, norm: RowNorm, *, update_norm: RowNorm | None, row_format: RowFormat | None = None
+    ) -> Tensor | QuantizedRows:
+        """Adds the sum to the residual stream in place and returns the normalized stream, quantized if there is a
+        `row_format`."""
+        return peer_sums.add_sum_and_norm(
+            self.peers, self.part_TD, stream_TD, norm, update_norm=update_norm, row_format=row_format
+        )
+
+
+def sum_now(update: Tensor | DeferredSum) -> Tensor:
+    """Returns an update of the residual stream as a tensor."""
+    return update.now() if isinstance(update, DeferredSum) else update
 
 
 SINGLE = TensorParallel()

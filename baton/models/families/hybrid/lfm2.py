@@ -21,6 +21,7 @@ from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.linear import Linear
 from baton.models.layers.norms import RMSNorm
+from baton.models.layers.parallel import DeferredSum
 from baton.models.layers.recurrent.short_conv import DepthwiseWeights, short_conv
 from baton.models.layers.step_context import StepContext
 
@@ -82,12 +83,12 @@ class Lfm2Layer(DecoderLayer):
     def forward(  # type: ignore[override]
         self,
         stream_TD: Tensor,
-        update_TD: Tensor | None,
+        update_TD: Tensor | DeferredSum | None,
         rotation: Rotation,
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
         rows: StateRows | None,
-    ) -> Tensor:
+    ) -> Tensor | DeferredSum:
         """Does what `DecoderLayer.forward` does; `rows` are the states of the step."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         if self.conv is None:
@@ -130,7 +131,7 @@ class Lfm2ForCausalLM(CausalLM):
         assert isinstance(self.model.norm, RMSNorm)
         rotation = self.rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
-        update_TD: Tensor | None = None
+        update_TD: Tensor | DeferredSum | None = None
         for layer in self.model.layers:
             update_TD = layer(stream_TD, update_TD, rotation, kv_cache, context.metadata, context.states)
         return self.model.norm.add_and_norm(stream_TD, update_TD)

@@ -100,6 +100,7 @@ def allocate(num_tokens: int, channels: int, row_format: RowFormat, like: Tensor
 def store_quantized(
     x_K,
     row,
+    num_rows,
     first,
     stored_ptr,
     scale_ptr,
@@ -110,10 +111,11 @@ def store_quantized(
     POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Quantizes and stores `WIDTH` channels of one row of `SIZE`, and their scales. The grid's first axis is the rows.
+    """Quantizes and stores `WIDTH` channels of one row of `SIZE`, and their scales.
 
     Args:
         x_K: float32, as rounded to the model's dtype; zeros past the row's end.
+        num_rows: with padding.
         first: first channel, a multiple of `WIDTH`. It is 0 unless scales are `BLOCKED` or given.
     """
     # NOTE: stores have a shape of their own. If it were that of the caller's loads, the compiler would choose one
@@ -126,7 +128,7 @@ def store_quantized(
     if BLOCKED:
         scale_C, inverse_C = scales_of(tl.max(tl.abs(x_CB), axis=1), _SMALLEST, POWER_OF_TWO)
         stored_CB = to_fp8(x_CB * inverse_C[:, None], tl.float8e4nv, INTERPRETED)
-        scale_ptrs = scale_ptr + columns_C.to(tl.int64) * tl.num_programs(0) + row
+        scale_ptrs = scale_ptr + columns_C.to(tl.int64) * num_rows + row
         tl.store(scale_ptrs, scale_C, mask=columns_C * COLUMN < SIZE)
     else:
         largest = tl.max(tl.max(tl.abs(x_CB), axis=1), axis=0)

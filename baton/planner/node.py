@@ -280,7 +280,7 @@ class SimulatedNode:
         return launched_s if known or any(job.ready_s <= launched_s for job in self.ready) else now_s
 
     def _pace(self, now_s: float) -> DecodePace:
-        """The pace of its decode steps, as a node measures it."""
+        """The pace of its next decode step without prompts. A node reports means over its latest steps."""
         if not self._rows:
             return PLAIN_PACE
         spec, work = self.spec, StepWork(self._rows, self.keys_at(now_s))

@@ -41,7 +41,7 @@ class NodeSends:
         row: index of this process.
 
     Attributes:
-        learned: fractions that all processes write; their meaning is that of `baton.gateway.fleet.second_token`.
+        learned: numbers that all processes write; their meaning is that of `baton.gateway.fleet.second_token`.
     """
 
     def __init__(self, numbers: memoryview, row: int) -> None:

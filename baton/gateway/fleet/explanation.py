@@ -21,13 +21,15 @@ def explain(nodes: Sequence[FleetNode]) -> str:
         return _first(_explain_node(node) for node in loading)
     refused = _refusals(nodes)
     in_pairs = {node.incarnation for pair in refused for node in pair}
-    others = [node for node in nodes if node.incarnation not in in_pairs or not node.open]
+    others = [node for node in nodes if node.incarnation not in in_pairs]
     pairs = [_explain_pair(*pair, peer) for pair, peer in refused.items()]
     return _first([*pairs, *map(_explain_node, others)]) or "no node address is known"
 
 
 def cure(nodes: Sequence[FleetNode]) -> str:
-    """What to change so that refused pairs are made; empty if no pair was refused."""
+    """What to change so that the refused pairs that `explain` names are made; empty if it names none."""
+    if any(node.loading for node in nodes):
+        return ""
     cures = (item.cure for peer in _refusals(nodes).values() for item in peer.mismatches)
     return "; ".join(dict.fromkeys(filter(None, cures)))
 

@@ -40,8 +40,9 @@ class SecondTokenDelay:
     def __init__(self, incarnation: int = 0, memory: "memoryview[float] | None" = None) -> None:
         # The incarnation, the delay, the time of the last hand-over, and the number of hand-overs up to `_FIRST`.
         self._memory: list[float] | memoryview[float] = [0.0] * 4 if memory is None else memory
-        if self._memory[0] != float(incarnation):
-            for column, number in enumerate((float(incarnation), 0.0, 0.0, 0.0)):
+        self._incarnation = float(incarnation)
+        if self._memory[0] != self._incarnation:
+            for column, number in enumerate((self._incarnation, 0.0, 0.0, 0.0)):
                 self._memory[column] = number
 
     def at(self, now_s: float) -> float:
@@ -51,6 +52,8 @@ class SecondTokenDelay:
 
     def add(self, delay_s: float, now_s: float) -> None:
         """Records the delay of one hand-over; 0 if the second token came first."""
+        if self._memory[0] != self._incarnation:
+            return  # another process knows already that the node has restarted
         present_s, count = self.at(now_s), self._memory[3]
         self._memory[2] = now_s
         if count < _FIRST:

@@ -4,7 +4,7 @@ import ipaddress
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.core.errors import BatonError, InternalError, InvalidRequest
@@ -182,7 +183,7 @@ class App:
             refused = HttpRefusal(405, "method_not_allowed", message, allowed=allowed, headers=headers)
             return self._error(request.scope, refused)
         message = f"{method} {path} does not exist"
-        cure = cure_of_path(path, {getattr(route, "path", "") for route in self.api.routes})
+        cure = cure_of_path(path, self._exists)
         return self._error(request.scope, HttpRefusal(error.status_code, "not_found", message, cure=cure))
 
     def _error(self, scope: Scope, error: Exception) -> Response:
@@ -195,6 +196,9 @@ class App:
             self.context.serving.meter.refused_at_door(error)
         log_answer(request_id, error)
         return error_response(error, request_id, self.context.error_shape(scope["path"]))
+
+    def _exists(self, path: str) -> bool:
+        return any(route.path_regex.match(path) for route in self.api.routes if isinstance(route, Route))
 
     def _openapi(self) -> dict[str, Any]:
         """Returns the OpenAPI schema, with the bodies that handlers read themselves."""
@@ -216,14 +220,14 @@ def _is_request_id(text: str) -> bool:
     return 0 < len(text) <= _REQUEST_ID_CHARACTERS_MAX and text.isascii() and text.isprintable() and " " not in text
 
 
-def cure_of_path(path: str, paths: Collection[str]) -> str:
+def cure_of_path(path: str, exists: Callable[[str], bool]) -> str:
     """Returns what is probably wrong with a path that does not exist: most often, the client's base URL."""
     meant = {
         f"/v1{path}": "give the client a base URL that ends in /v1",
         path.removeprefix("/v1"): "give the client a base URL without /v1",
         path.rstrip("/"): "leave out the slash at the end",
     }
-    return next((cure for name, cure in meant.items() if name != "/" and name in paths), "see /docs")
+    return next((cure for name, cure in meant.items() if name != "/" and exists(name)), "see /docs")
 
 
 def check_not_a_page(method: str, headers: Mapping[str, str], *, listen_host: str | None) -> None:

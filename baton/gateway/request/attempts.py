@@ -58,12 +58,14 @@ class Attempts:
         present: the running attempt; None while the request waits for a node, before the first and after the last one.
         wait_ends_at_s: time until which the request waits for a node; None: it does not wait.
         retry_at_s: time at which a pause ends and the next attempt begins; None: there is no pause.
+        began_at_s: when the first attempt began; None: no node was there so far.
     """
 
     def __init__(self, state: GatewayRequestState, hand_over: HandOver) -> None:
         self.present: Attempt | None = None
         self.wait_ends_at_s: float | None = None
         self.retry_at_s: float | None = None
+        self.began_at_s: float | None = None
         self._state = state
         self._hand_over = hand_over
         self._back_off = BackOff(state.request.request_id)
@@ -113,6 +115,8 @@ class Attempts:
         self.wait_ends_at_s = None
         self._started += 1
         self.present = attempt
+        if self.began_at_s is None:
+            self.began_at_s = state.now_s
         attempt.ticket_for = 0 if placement.prefill is None else placement.prefill.incarnation
         attempt.placed_prefill = state.choice.note_placed(node, placement, state.num_tokens, state.now_s)
         state.output.revision = node.revision

@@ -144,6 +144,11 @@ class RequestMachine:
         return self._state.request.sampling.max_tokens
 
     @property
+    def began_at_s(self) -> float | None:
+        """Time at which the first attempt began; None: no node was there so far."""
+        return self._attempts.began_at_s
+
+    @property
     def first_token_at_s(self) -> float | None:
         """Time at which the first token was passed on; None: not yet."""
         return self._output.first_token_at_s

@@ -199,7 +199,7 @@ class PoolClient:
         """
         if (node := self._pick(batch, attempts)) is not None:
             return self._sent(node, batch)
-        waits = attempts.last is None or isinstance(attempts.last, _FAILURES)
+        waits = attempts.last is None or isinstance(attempts.last, (*_FAILURES, Draining))
         expected = self._fleet.nodes_expected(monotonic(), within_s=self._wait_s)
         if waits and (expected or attempts.last is not None):
             found: list[FleetNode] = []

@@ -31,7 +31,6 @@ _SHED_EACH_S = 5e-5  # between two looks at all that wait, for each: these shall
 class QueuedOutput:
     """One output that runs."""
 
-    began_s: float
     machine: RequestMachine
     writes: bool = False  # a message waits for the client, which says nothing about the nodes
     client_s: float = 0.0  # for how long messages waited so since the last look
@@ -152,19 +151,19 @@ class AdmissionQueue:
 
     def begins(self, machine: RequestMachine) -> QueuedOutput:
         """An output begins to run."""
-        self._outputs.add(output := QueuedOutput(monotonic(), machine))
+        self._outputs.add(output := QueuedOutput(machine))
         return output
 
     def ran(self, output: QueuedOutput, *, whole: bool, in_time: bool) -> None:
         """An output has ended."""
         now_s, pace, machine = monotonic(), self._admission.pace, output.machine
-        capacity, first_s = self._capacity(now_s), machine.first_token_came_at_s
+        capacity, began_s, first_s = self._capacity(now_s), machine.began_at_s, machine.first_token_came_at_s
         self._admission.progressed(*output.look(now_s), capacity, now_s)
         self._outputs.discard(output)
         if first_s is not None:
             pace.ended(machine.new_tokens, machine.max_tokens, whole=whole)
-        if first_s is not None or not in_time:
-            began_s = output.began_s
+        # A wait for a node that restarts says nothing about the nodes that serve.
+        if began_s is not None and (first_s is not None or not in_time):
             pace.first_token((first_s or now_s) - began_s, machine.prompt_tokens, capacity, now_s)
 
     def settle(self, asked: AdmissionRequest, tokens: int) -> None:
@@ -185,7 +184,7 @@ class AdmissionQueue:
     def _look_at_nodes(self, now_s: float) -> ClusterCapacity:
         fleet = self._connections.fleet
         if not fleet.serves() and not fleet.pairs_under_way():
-            return ClusterCapacity()  # waiting helps nobody: the choice of nodes says what is missing
+            return ClusterCapacity()  # the choice of nodes waits for one that is expected, or says what is missing
         broken = fleet.breakers.open(now_s)  # they get requests only where there are no others
         prefills = fleet.prefills.values() if self._policy is not LocalPolicy.LOCAL else ()
         elastic = self._policy is LocalPolicy.ELASTIC

@@ -5,7 +5,7 @@ from time import monotonic
 
 import pytest
 
-from baton.core.errors import Cancelled, Overloaded
+from baton.core.errors import Cancelled, DeadlineExceeded, Overloaded
 from baton.gateway.request.connections import Connections
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.model import ServedModel
@@ -143,3 +143,21 @@ async def test_requests_leave_the_queue_to_wait_for_a_lost_node(model: ServedMod
             for request in requests:
                 request.cancel()
             await asyncio.wait(requests)
+
+
+async def test_a_wait_for_a_node_says_nothing_about_the_nodes_that_serve(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scripted_nodes(model.identity) as (prefill, decode):
+        nodes = ["--prefill", prefill.address, "--decode", decode.address]
+        settings = settings_of(*nodes, "--local-policy", "strict", failover_wait_s=3600.0)
+        async with Connections(settings, model) as connections:
+            await asyncio.wait_for(connections.until_serves(), BOUND_S)
+            running = Running(Serving(settings, model, connections), connections, prefill, decode)
+            learned: list[float] = []
+            pace = running.serving._admission_queue._admission.pace
+            monkeypatch.setattr(pace, "first_token", lambda seconds, *_: learned.append(seconds))
+            connections.fleet.lost(node_status_pb2.ROLE_PREFILL, prefill.address, "gone", monotonic())
+            with pytest.raises(DeadlineExceeded):
+                await asyncio.wait_for(running.generate(Client(), budget_s=0.05), BOUND_S)
+            assert learned == []

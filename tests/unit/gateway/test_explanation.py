@@ -59,3 +59,13 @@ def test_large_fleets_and_long_values_are_explained_in_short() -> None:
     assert fleet.explain().endswith("; 56 more nodes or pairs like these")
     assert len(fleet.explain()) < 2000
     assert fleet.cure().count(CURE) == 1
+
+
+def test_what_to_change_is_left_out_with_the_pairs_while_a_node_loads() -> None:
+    fleet = refused(1, 2)
+    assert CURE in fleet.cure()
+    info = node_status_pb2.NodeInfo(incarnation=22, name="node-22", role=node_status_pb2.ROLE_DECODE)
+    loading = node_status_pb2.Loading(stage="loading weights")
+    fleet.decodes["d2"].take_loading(node_status_pb2.NodeStatus(info=info, loading=loading))
+    assert fleet.explain() == "node-22 is loading weights"
+    assert fleet.cure() == "see `baton status`, and try again"

@@ -63,17 +63,24 @@ def test_too_many_failed_nodes_end_the_request(error: BatonError) -> None:
         attempts.failed("c", 3, error, lost=False)
 
 
-async def test_a_batch_waits_while_the_only_node_restarts(model: ServedModel) -> None:
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_batch_waits_while_the_only_node_restarts(model: ServedModel, refused: bool) -> None:
+    """Also one that the node has refused before its status says that it drains."""
     async with scripted_nodes(model.identity) as (prefill, decode):
         settings = settings_of("--prefill", prefill.address, "--decode", decode.address)
         async with Connections(settings, model) as connections:
             await asyncio.wait_for(connections.until_serves(), BOUND_S)
             status = node_status_pb2.NodeStatus()
             status.CopyFrom(connections.fleet.prefills[prefill.address].status)
-            connections.fleet.lost(PREFILL, prefill.address, "gone", monotonic())
+            attempts = PoolAttempts(max_attempts=3)
+            if refused:
+                attempts.failed("prefill", status.info.incarnation, Draining("leaves"), lost=False)
+                status.info.incarnation += 1
+            else:
+                connections.fleet.lost(PREFILL, prefill.address, "gone", monotonic())
             client = PoolClient(connections, max_attempts=3, wait_s=3600.0)
             batch = PoolBatch("r", prompts(4), cache_salt="", priority=0, adapter=None)
-            choosing = asyncio.create_task(client._choose(batch, PoolAttempts(max_attempts=3)))
+            choosing = asyncio.create_task(client._choose(batch, attempts))
             await asyncio.sleep(0)
             assert not choosing.done()
             connections._status_received(PREFILL, prefill.address, status)

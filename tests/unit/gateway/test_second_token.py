@@ -103,3 +103,12 @@ def test_the_first_token_waits_for_what_a_gap_may_not_be(
     delay_s: float, gap_s: float, slo: Slo, waited_s: float, expected_s: float
 ) -> None:
     assert hold_s(delay_s, gap_s, slo, waited_s=waited_s) == pytest.approx(expected_s)
+
+
+def test_a_process_that_does_not_know_of_a_restart_teaches_nothing() -> None:
+    memory = memoryview(bytearray(4 * 8)).cast("d")
+    late, aware = SecondTokenDelay(7, memory), SecondTokenDelay(8, memory)
+    late.add(0.04, 1.0)
+    assert aware.at(1.0) == 0.0
+    aware.add(0.02, 1.0)
+    assert aware.at(1.0) > 0.0

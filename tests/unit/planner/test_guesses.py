@@ -1,19 +1,23 @@
 """Guessed tokens of simulated nodes: what they bring, what they cost, and where they come from."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from baton.core.costs import StepCosts, StepWork
+from baton.core.decode_pace import PLAIN_PACE
 from baton.core.errors import InvalidRequest
 from baton.core.types import LocalPolicy
 from baton.engine.speculation.limits import assumed_wait_s
+from baton.gateway.fleet.node_view import NodeView
 from baton.load.goals import Goal
 from baton.load.lengths import Fixed
 from baton.load.workload import LengthSpan, Synthetic
 from baton.planner.cluster import ClusterSpec, Simulation
 from baton.planner.goodput import Measure
 from baton.planner.guesses import NO_GUESSES, Guesses, measured_guesses, parse_guesses
+from baton.planner.node import SimulatedNode
 from baton.planner.node_spec import NodeSpec
 from baton.planner.plan import NodeKind, Question, find_plan
 from baton.planner.report import to_json
@@ -56,6 +60,25 @@ def test_every_request_gets_its_tokens_sooner_with_guesses() -> None:
         # Two tokens come together, so the gap between them and the next two is that of a step, of about 10 ms, and of
         # the device's wait for it, of about 2.5 ms.
         assert 1.2 < after.gap_quantile_s(0.9) / before.gap_quantile_s(0.9) < 1.3
+
+
+def test_the_choice_of_nodes_sees_what_guesses_make_of_a_simulated_nodes_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[NodeView] = []
+    report = SimulatedNode.report
+
+    def watch(node: SimulatedNode, *given: Any) -> NodeView:
+        seen.append(report(node, *given))
+        return seen[-1]
+
+    monkeypatch.setattr(SimulatedNode, "report", watch)
+    simulated(NO_GUESSES, 0.5)
+    assert {view.pace for view in seen} == {None}
+    seen.clear()
+    simulated(GUESSES, 0.5)
+    assert {view.pace for view in seen if not view.decode_rows} == {PLAIN_PACE}
+    paces = [view.pace for view in seen if view.decode_rows]
+    assert paces
+    assert all(pace is not None and pace.tokens == 2.0 and pace.step_ratio > 1.0 for pace in paces)
 
 
 def test_a_plan_counts_guesses() -> None:

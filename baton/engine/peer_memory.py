@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -40,11 +41,18 @@ def with_peer_memory(
     Args:
         device: this rank's GPU.
     """
+    places, memory = None, None
     obstacle = _first(parallel, _obstacle(parallel, device))
-    memory = None
     if obstacle is None:
         try:
-            memory = _map(parallel, width, dtype, device)
+            places = _allocate(parallel, width, dtype, device)
+        except RuntimeError as error:
+            obstacle = str(error).partition("\n")[0]
+        obstacle = _first(parallel, obstacle)  # before ranks wait for each other's memory
+    if obstacle is None:
+        assert places is not None, "no rank has an obstacle"
+        try:
+            memory = _map(parallel, places, width, dtype)
         except RuntimeError as error:
             obstacle = str(error).partition("\n")[0]
         obstacle = _first(parallel, obstacle)
@@ -77,12 +85,17 @@ def _first(parallel: TensorParallel, obstacle: str | None) -> str | None:
     return next((each for each in obstacles if each is not None), None)
 
 
-def _map(parallel: TensorParallel, width: int, dtype: torch.dtype, device: torch.device) -> PeerMemory:
-    """The caller waits for the other ranks afterwards: they may write as soon as all places are empty."""
+def _allocate(parallel: TensorParallel, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """This rank's places, all of them empty."""
     disable_nvlink_multicast()
-    size = parallel.size
     bits = torch.int32 if dtype.itemsize == 4 else torch.int16
-    places = symmetric_memory.empty(num_places(size, ROWS, width), dtype=bits, device=device).fill_(EMPTY)
+    places: Tensor = symmetric_memory.empty(num_places(parallel.size, ROWS, width), dtype=bits, device=device)
+    return places.fill_(EMPTY)
+
+
+def _map(parallel: TensorParallel, places: Tensor, width: int, dtype: torch.dtype) -> PeerMemory:
+    """The caller waits for the other ranks afterwards: they may write as soon as all places are empty."""
+    size, device = parallel.size, places.device
     group = parallel.group or dist.group.WORLD
     assert group is not None, "there are several ranks"
     mapped: Any = symmetric_memory.rendezvous(places, group)  # torch's types lack `offset`

@@ -1,6 +1,6 @@
 """All nodes that this gateway knows, and the choice of nodes for requests. Pure: no clock, task or socket."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -15,7 +15,7 @@ from baton.gateway.fleet import explanation
 from baton.gateway.fleet.adapters import serving_adapters
 from baton.gateway.fleet.affinity import Affinity, OwnAffinity, SharedAffinity
 from baton.gateway.fleet.cached_tokens import CachedTokens
-from baton.gateway.fleet.fleet_node import FleetNode, settled
+from baton.gateway.fleet.fleet_node import FleetNode, Role, settled
 from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.node_table import NodeTable
 from baton.gateway.fleet.node_view import NodeView
@@ -233,11 +233,26 @@ class Fleet(NodeTable):
         """Whether a node is still loading or is being reached for the first time."""
         return any(node.loading or node.never_connected for node in self.nodes())
 
-    def nodes_expected(self, now_s: float, *, within_s: float) -> bool:
-        """Whether a node may begin to serve soon: it loads, drains, or is being reached for the first time, or the last
-        node was lost or removed less than `within_s` ago and may be restarting."""
-        draining = any(node.reachable and node.status.draining for node in self.nodes())
-        return draining or self.nodes_load() or now_s - self._lost_at_s < within_s
+    def nodes_expected(self, now_s: float, *, within_s: float, roles: Collection[Role] | None = None) -> bool:
+        """Whether a node that is lacking may begin to serve soon: it loads, drains, or is being reached for the first
+        time, or it was lost or removed less than `within_s` ago and may be restarting.
+
+        Args:
+            roles: of which a node is lacking; None: those without which nothing can be generated now.
+        """
+        if self.nodes_load():
+            return True
+        lacking = self._lacking_roles() if roles is None else roles
+        draining = any(node.role in lacking and node.reachable and node.status.draining for node in self.nodes())
+        return draining or any(now_s - self._lost_at_s.get(role, -inf) < within_s for role in lacking)
+
+    def _lacking_roles(self) -> Collection[Role]:
+        """The roles that have no open node, where nothing can be generated; both, if nodes are there but no pair."""
+        if self.serves():
+            return ()
+        tables = {node_status_pb2.ROLE_PREFILL: self.prefills, node_status_pb2.ROLE_DECODE: self.decodes}
+        without = [role for role, nodes in tables.items() if not any(node.open for node in nodes.values())]
+        return without or tuple(tables)
 
     def serves(self) -> bool:
         """Whether a request could be served now."""

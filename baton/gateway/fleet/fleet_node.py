@@ -265,9 +265,7 @@ class FleetNode:
         started = before.info.incarnation != status.info.incarnation
         works = has_requests(status)
         if started:
-            self.refused, self.costs = frozenset(), NodeCosts(self.costs.typical)
-            shared = None if self._sends is None else self._sends.learned
-            self.second_token = SecondTokenDelay(status.info.incarnation, shared)
+            self._forget_process(status.info.incarnation)
         self.costs.report(
             self._costs_of(status, "step_costs", None if started else self.costs.reported),
             self._costs_of(status, "step_profile", None if started else self.costs.profile),
@@ -279,9 +277,9 @@ class FleetNode:
         self.adapters = frozenset(AdapterRef(each.name, each.revision) for each in status.adapters)
         self.status, self.incarnation = status, status.info.incarnation
         self.kept_kind, self.shared_store = kept_kind(status), shared_store(status)
-        if self._peers_answered or status.peers != before.peers:
+        if self._peers_answered or status.peers != before.peers or before.HasField("loading"):
             peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
-            newer = {} if started else self._answers_newer_than(peers)
+            newer = self._answers_newer_than(peers)
             self._take_peers(peers | newer)
             self._answers, self._peers_answered = {}, bool(newer)
         self.reachable, self.loading, self.detail = True, False, detail
@@ -292,6 +290,14 @@ class FleetNode:
         self._view = None
         self._backlog.reported(seconds_of(status.backlog_s), now_s)
 
+    def _forget_process(self, incarnation: int) -> None:
+        """Forgets what another process of the node had or taught, at the first status of a new one."""
+        self.refused, self.costs = frozenset(), NodeCosts(self.costs.typical)
+        self._answers, self._peers_answered = {}, False
+        self._take_peers({})
+        shared = None if self._sends is None else self._sends.learned
+        self.second_token = SecondTokenDelay(incarnation, shared)
+
     def _costs_of(self, status: node_status_pb2.NodeStatus, field: str, known: StepCosts | None) -> StepCosts | None:
         """The step costs in a field of the status: those that are known, if the last status had the same."""
         message = getattr(status, field)
@@ -300,6 +306,8 @@ class FleetNode:
 
     def take_loading(self, status: node_status_pb2.NodeStatus) -> None:
         """Records a status of a node that has started but does not serve yet."""
+        if status.info.incarnation != self.incarnation:
+            self._forget_process(status.info.incarnation)
         self.status, self.incarnation = status, status.info.incarnation
         self.reachable, self.loading, self.detail = False, True, describe_loading(status.loading)
         self._view = None

@@ -18,6 +18,8 @@ from baton.rpc.revisions import revision_of
 SETTLED = (node_status_pb2.PEER_PHASE_READY, node_status_pb2.PEER_PHASE_REFUSED)
 # A node that has loaded fewer tokens than this has not measured how fast it loads.
 _MEASURED_TOKENS = 4096
+# No guesses make a step so much longer, or give so many tokens.
+_PACE_MAX = 100.0
 
 
 def too_slow(peer: node_status_pb2.PeerState) -> bool:
@@ -107,7 +109,7 @@ def _pace(status: node_status_pb2.NodeStatus) -> DecodePace | None:
     """What guesses make of the node's decode steps; None: it guesses nothing, or reports nonsense."""
     reported = status.guessed_step_ratio, status.guessed_step_tokens, status.guessed_prompt_step_ratio
     pace = DecodePace(*map(seconds_of, reported))
-    return pace if min(pace) > 0.0 and pace.tokens >= 1.0 else None
+    return pace if 0.0 < min(pace) and max(pace) <= _PACE_MAX and pace.tokens >= 1.0 else None
 
 
 def _pull_costs(status: node_status_pb2.NodeStatus) -> PullCosts | None:

@@ -84,7 +84,7 @@ class NodeTable:
         self._choices = count(1)  # numbers the choices of nodes
         self._sends: SharedSends | None = None
         self._costs_at_s = -inf  # time of the last comparison of the nodes' costs
-        self._lost_at_s = -inf  # time when the last node was lost or removed
+        self._lost_at_s: dict[Role, float] = {}  # time when the last node of a role was lost or removed
 
     def nodes(self) -> Iterator[FleetNode]:
         yield from self.prefills.values()
@@ -112,7 +112,7 @@ class NodeTable:
     def _note_loss(self, node: FleetNode, now_s: float) -> None:
         """Notes that the node goes now, unless it was lost before."""
         if node.reachable or node.loading:
-            self._lost_at_s = now_s
+            self._lost_at_s[node.role] = now_s
 
     def status_received(
         self, role: Role, address: str, status: node_status_pb2.NodeStatus, now_s: float

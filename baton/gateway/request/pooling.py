@@ -200,7 +200,7 @@ class PoolClient:
         if (node := self._pick(batch, attempts)) is not None:
             return self._sent(node, batch)
         waits = attempts.last is None or isinstance(attempts.last, (*_FAILURES, Draining))
-        expected = self._fleet.nodes_expected(monotonic(), within_s=self._wait_s)
+        expected = self._fleet.nodes_expected(monotonic(), within_s=self._wait_s, roles=(node_status_pb2.ROLE_PREFILL,))
         if waits and (expected or attempts.last is not None):
             found: list[FleetNode] = []
 

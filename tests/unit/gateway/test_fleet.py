@@ -308,3 +308,35 @@ def test_a_status_that_only_repeats_the_last_one_is_no_sign_of_life() -> None:
     works.requests_running = 1
     fleet.status_received(DECODE, "d1", works, 6.0)
     assert fleet.decodes["d1"].last_message_at_s == 6.0
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_restarted_node_has_nothing_of_the_process_before(loads: bool) -> None:
+    """Whether it reports while it loads or not, and although it lists as few peers as a node that loads."""
+    fleet = SmallFleet(1, 1)
+    prefill, decode = fleet.prefills["p1"], fleet.decodes["d1"]
+    refused = peer(21, node_status_pb2.PEER_PHASE_REFUSED)
+    refused.mismatches.add(field="batch_invariant", ours="on", theirs="off")
+    fleet.status_received(PREFILL, "p1", status(PREFILL, 11, refused), 1.0)
+    decode.second_token.add(0.09, 1.0)
+    assert prefill.refused == {21}
+    assert decode.second_token.at(1.0) > 0.0
+    for role, address, incarnation in ((PREFILL, "p1", 111), (DECODE, "d1", 121)):
+        fleet.lose(address, now_s=2.0)
+        new = status(role, incarnation)
+        if loads:
+            loading = node_status_pb2.Loading(stage="loading weights")
+            fleet.status_received(role, address, node_status_pb2.NodeStatus(info=new.info, loading=loading), 3.0)
+        fleet.status_received(role, address, new, 4.0)
+    assert (prefill.incarnation, prefill.refused, prefill.peers, prefill.ready_peers) == (111, set(), {}, set())
+    assert decode.second_token.at(4.0) == 0.0
+
+
+def test_a_node_that_was_silent_for_a_while_has_the_peers_that_it_reports() -> None:
+    fleet = SmallFleet(1, 1)
+    prefill = fleet.prefills["p1"]
+    assert prefill.ready_peers == {21}
+    silent = node_status_pb2.NodeStatus(info=prefill.status.info, loading=node_status_pb2.Loading(stage="silent"))
+    fleet.status_received(PREFILL, "p1", silent, 1.0)
+    fleet.status_received(PREFILL, "p1", status(PREFILL, 11), 2.0)
+    assert prefill.ready_peers == set()

@@ -52,7 +52,8 @@ def chosen(*decodes: NodeView, prefill: NodeView = PREFILL, wanted: RoutedReques
 
 
 @pytest.mark.parametrize(
-    "pace", [(0.0, 0.0, 0.0), (1.5, 0.5, 1.0), (-1.0, 2.0, 1.0), (1.5, 2.0, math.nan), (1.5, math.inf, 1.0)]
+    "pace",
+    [(0.0, 0.0, 0.0), (1.5, 0.5, 1.0), (-1.0, 2.0, 1.0), (1.5, 2.0, math.nan), (1.5, math.inf, 1.0), (1e9, 2.0, 1.0)],
 )
 def test_a_pace_that_cannot_be_counts_as_none(pace: tuple[float, float, float]) -> None:
     assert reported("d1", 21, DecodePace(*pace)).pace is None

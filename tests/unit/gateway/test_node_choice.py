@@ -112,6 +112,32 @@ def test_a_new_request_waits_while_the_only_node_drains(role: node_status_pb2.Ro
     assert decode_node(NodeChoice(rules(LocalPolicy.STRICT), fleet), begun=False, now_s=1000.0) is None
 
 
+def test_a_new_request_does_not_wait_for_a_node_of_a_role_that_is_not_lacking() -> None:
+    fleet = SmallFleet(1, 2, LocalPolicy.STRICT)
+    choice = NodeChoice(rules(LocalPolicy.STRICT, failover_wait_s=20.0), fleet)
+    fleet.lose("p1", now_s=0.0)
+    assert decode_node(choice, begun=False, now_s=19.9) is None
+    draining = status(DECODE, 22)
+    draining.draining = True
+    fleet.status_received(DECODE, "d2", draining, 19.0)
+    with pytest.raises(NoNode, match="node-22 is draining"):
+        decode_node(choice, begun=False, now_s=20.0)
+    fleet.lose("d1", now_s=21.0)
+    assert decode_node(choice, begun=False, now_s=21.0) is None, "now decode nodes are lacking too"
+
+
+def test_a_new_request_waits_for_the_node_that_had_the_only_pair() -> None:
+    fleet = SmallFleet(1, 2, LocalPolicy.STRICT)
+    refused = peer(22, node_status_pb2.PEER_PHASE_REFUSED)
+    refused.mismatches.add(field="batch_invariant", ours="on", theirs="off")
+    fleet.status_received(PREFILL, "p1", status(PREFILL, 11, peer(21), refused), 0.0)
+    choice = NodeChoice(rules(LocalPolicy.STRICT, failover_wait_s=20.0), fleet)
+    fleet.lose("d1", now_s=1.0)
+    assert decode_node(choice, begun=False, now_s=2.0) is None
+    with pytest.raises(NoNode):
+        decode_node(choice, begun=False, now_s=21.0)
+
+
 def test_a_new_request_that_the_only_node_refused_because_it_drains_waits() -> None:
     fleet = SmallFleet(0, 1)
     choice = NodeChoice(rules(), fleet)

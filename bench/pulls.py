@@ -152,7 +152,7 @@ async def _serve(connection: Connection, form: Form, entries: int) -> None:
         await server.wait_for_termination()
 
 
-async def _nothing_to_save(keys: tuple[EntryKey, ...]) -> None:
+async def _nothing_to_save(keys: tuple[EntryKey, ...], owner: int | None) -> None:
     """All entries are in the stores already."""
 
 

@@ -232,17 +232,18 @@ class Engine:
         if self._prefixes is not None:
             self._prefixes.stores_changed(changes)
 
-    async def save_again(self, wanted: tuple[EntryKey, ...]) -> None:
-        """Saves entries that another node wants, if the stores have lost them and the cache has them still."""
-        if self._prefixes is not None and not self._steps.is_over:
-            await self._prefixes.save_again(wanted)
-
-    def num_to_save_again(self, wanted: tuple[EntryKey, ...], owner: int | None) -> int:
-        """How many of the first wanted entries `save_again` would save now.
+    async def save_again(self, wanted: tuple[EntryKey, ...], owner: int | None) -> None:
+        """Saves the first of the entries that another node wants, as far as the stores have lost them and the cache has
+        them still.
 
         Args:
             owner: the only rank that counts; None: all ranks have the same.
         """
+        if self._prefixes is not None and not self._steps.is_over:
+            await self._prefixes.save_again(wanted, owner or 0)
+
+    def num_to_save_again(self, wanted: tuple[EntryKey, ...], owner: int | None) -> int:
+        """How many of the first wanted entries `save_again` would save now."""
         if self._prefixes is None or self._steps.is_over:
             return 0
         return self._prefixes.num_to_save_again(wanted, owner or 0)

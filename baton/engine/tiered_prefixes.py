@@ -139,16 +139,17 @@ class TieredPrefixes:
             plan = self._scheduler.begin_load(wanted, pool, stop=stop)
             return NOTHING_LOADED if plan is None else await asyncio.shield(self._start(self._load(plan)))
 
-    async def save_again(self, wanted: tuple[EntryKey, ...]) -> None:
-        """Saves entries that another node wants, if the stores have lost them and the cache has them still."""
+    async def save_again(self, wanted: tuple[EntryKey, ...], pool: int) -> None:
+        """Saves the first of the entries that another node wants, as far as the stores have lost them and a pool has
+        them still."""
         if not wanted or self._is_dropped(wanted[0].root):
             return
-        entries = self._offload.saves.begin_again(wanted)
+        entries = self._offload.saves.begin_again(wanted, pool)
         if entries is not None:
             await asyncio.shield(self._start(self._save(entries)))
 
     def num_to_save_again(self, wanted: tuple[EntryKey, ...], pool: int) -> int:
-        """How many of the first wanted entries `save_again` would save in a pool."""
+        """How many of the first wanted entries `save_again` would save."""
         if not wanted or self._is_dropped(wanted[0].root):
             return 0
         return self._offload.saves.num_to_save_again(wanted, pool)

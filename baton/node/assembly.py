@@ -180,7 +180,7 @@ class Node:
             ranks=NodeRanks(built.parallel.size, own_requests),
             costs=lambda: self.meter.costs,
             step_tokens=lambda: self.limits.max_batch_tokens,
-            save_again=lambda wanted: self.engine.save_again(wanted),
+            save_again=lambda wanted, owner: self.engine.save_again(wanted, owner),
             num_to_save=lambda wanted, owner: self.engine.num_to_save_again(wanted, owner),
             keepalive_s=settings.keepalive_s,
             tls=InternalTls.read(settings, None),

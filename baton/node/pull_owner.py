@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton.core.errors import BatonError, Draining, InvalidRequest, Overloaded
 from baton.core.kv_entries import EntryKey, NodeRanks
@@ -36,8 +36,22 @@ _ANSWERS_MAX = 64
 
 Write = Callable[[pb.PullResponse], Awaitable[None]]
 Answer = Coroutine[Any, Any, pb.PullResponse]
-SaveAgain = Callable[[tuple[EntryKey, ...]], Awaitable[None]]
+SaveAgain = Callable[[tuple[EntryKey, ...], int | None], Awaitable[None]]
 NumToSave = Callable[[tuple[EntryKey, ...], int | None], int]
+
+
+class _Bringable(NamedTuple):
+    """How many of the first of some entries a pull could bring.
+
+    Attributes:
+        total: with those that only the cache has.
+        kept: that come before the first one that the stores lack.
+        owner: the only rank that they come from; None: all ranks keep a share of each.
+    """
+
+    total: int
+    kept: int
+    owner: int | None
 
 
 @dataclass(eq=False)
@@ -63,8 +77,8 @@ class PullOwner:
         spec: of the whole model.
         ranks: of this node.
         numbers: for links, shared with this node's own pulls.
-        save_again: saves entries that only the cache has.
-        num_to_save: how many of the first of some entries that would save, of one rank if each has its own requests.
+        save_again: saves the first of some entries that only the cache has, of one rank if each has its own requests.
+        num_to_save: how many of them that would save.
     """
 
     def __init__(
@@ -192,14 +206,14 @@ class PullOwner:
         return self._pull(reader, pull_job(wanted), there), _sent(wanted.number, 0)
 
     async def _pull(self, reader: _Reader, job: PullJob, there: int | None) -> pb.PullResponse:
-        await self._save_again(job.keys)
-        owner, _ = await self._rank_with_most(job.keys) if self._ranks.own_requests else (None, 0)
-        sent = await self._transfer.entries.serve_pull(reader.number, job, owner=owner, owner_there=there)
+        found = await self._bringable(job.keys)
+        await self._save_again(job.keys[found.kept :], found.owner)
+        sent = await self._transfer.entries.serve_pull(reader.number, job, owner=found.owner, owner_there=there)
         return _sent(job.number, sent)
 
     async def _search(self, number: int, keys: tuple[EntryKey, ...], held: int, every: int) -> pb.PullResponse:
         # Nothing is saved yet: the caller may want less, or nothing.
-        there = held + await self._num_there(keys[held:])
+        there = held + (await self._bringable(keys[held:])).total
         if not every:
             return _found(number, there)
         after = tuple(key for key in keys[:there] if (key.number + 1) % every == 0)
@@ -219,26 +233,19 @@ class PullOwner:
         finally:
             self._pulls -= 1
 
-    async def _num_there(self, keys: tuple[EntryKey, ...]) -> int:
-        """How many of the first entries a pull could bring."""
+    async def _bringable(self, keys: tuple[EntryKey, ...]) -> _Bringable:
+        """What a pull could bring: from the rank with most of it, if each has its own requests."""
         owners = range(self._ranks.size) if self._ranks.own_requests else (None,)
-        return max(await asyncio.gather(*(self._num_of(keys, owner) for owner in owners)))
+        found = await asyncio.gather(*(self._bringable_from(keys, owner) for owner in owners))
+        return max(found, key=lambda each: (each.total, each.kept))
 
-    async def _num_of(self, keys: tuple[EntryKey, ...], owner: int | None) -> int:
+    async def _bringable_from(self, keys: tuple[EntryKey, ...], owner: int | None) -> _Bringable:
         kept = await self._transfer.entries.find_entries(keys, owner=owner)
         to_save = self._num_to_save(keys[kept:], owner)
-        there = kept + to_save
-        return there + await self._transfer.entries.find_entries(keys[there:], owner=owner) if to_save else there
-
-    async def _rank_with_most(self, keys: tuple[EntryKey, ...]) -> tuple[int | None, int]:
-        """The rank that has most of the entries, if each keeps those of its own requests, and how many it has of the
-        first ones; else None, and how many all ranks have."""
-        if not self._ranks.own_requests:
-            return None, await self._transfer.entries.find_entries(keys)
-        found = await asyncio.gather(
-            *(self._transfer.entries.find_entries(keys, owner=rank) for rank in range(self._ranks.size))
-        )
-        return found.index(max(found)), max(found)
+        total = kept + to_save
+        if to_save:
+            total += await self._transfer.entries.find_entries(keys[total:], owner=owner)
+        return _Bringable(total, kept, owner)
 
     def _link_failed(self, reader: _Reader, error: BatonError) -> None:
         log.info("lost %s, which pulls entries: %s", reader.name, error)

@@ -60,8 +60,9 @@ class Pulls:
         spec: of the whole model.
         ranks: of this node.
         costs: what steps of this node cost; None: not known yet.
-        save_again: saves entries of this node that only its cache has.
-        num_to_save: how many of the first of some entries that would save, of one rank if each has its own requests.
+        save_again: saves the first of some entries of this node that only its cache has, of one rank if each has its
+            own requests.
+        num_to_save: how many of them that would save.
         step_tokens: largest number of prompt tokens in a step.
         tls: None: nodes talk without it.
 

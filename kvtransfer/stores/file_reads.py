@@ -9,6 +9,8 @@ from typing import Protocol
 
 from baton.core.kv_entries import EntryKey
 from kvtransfer.stores.entry_files import EntryFiles
+from kvtransfer.stores.file_format import EntryFileName
+from kvtransfer.stores.known_digests import KnownDigests
 
 
 class Joinable(Protocol):
@@ -33,26 +35,41 @@ class FileReads:
         self._own = own
         self._joined = joined
         self._count = count
+        self._listed = KnownDigests()  # what `found_joined` has returned
 
     def has_own(self, key: EntryKey) -> bool:
         return self._has(self._own, key)
 
     def can_join(self, key: EntryKey) -> bool:
         """Whether the files of another number of ranks have an entry."""
-        return any(self._has(joined, key) for joined in self._joined)
+        found = any(self._has(joined, key) for joined in self._joined)
+        if not found:
+            self._listed.missed((key,))
+        return found
 
     def read_own(self, key: EntryKey, into: memoryview) -> bool:
         return self._read(self._own, key, into)
 
     def join(self, key: EntryKey, into: memoryview) -> bool:
         """Reads an entry from the files of another number of ranks."""
-        return any(self._read(joined, key, into) for joined in self._joined)
+        found = any(self._read(joined, key, into) for joined in self._joined)
+        if not found:
+            self._listed.missed((key,))
+        return found
 
     def remove(self, key: EntryKey) -> None:
         """Removes every file of an entry."""
         self._remove(self._own, key)
         for joined in self._joined:
             self._remove(joined, key)
+        self._listed.missed((key,))
+
+    def evict(self, path: str) -> bool:
+        """Removes a file of any namespace to make room. Returns whether this call did."""
+        name = EntryFileName.parse(os.path.basename(path))
+        if name is not None:
+            self._listed.missed_digests((name.digest,))
+        return self.unlink(path)
 
     def unlink(self, path: str) -> bool:
         """Removes a file. Returns whether this call did."""
@@ -73,7 +90,16 @@ class FileReads:
                 keys += joined.found(most - len(keys))
             except OSError:
                 self._count("failed")
+        self._listed.seen(keys)
         return keys
+
+    def forget_roots(self, roots: frozenset[bytes]) -> None:
+        """The entries with one of these roots are dropped."""
+        self._listed.drop_roots(roots)
+
+    def take_lost(self) -> list[bytes]:
+        """Digests of entries that `found_joined` has returned and that have lost a file since. Never waits."""
+        return self._listed.take_lost()
 
     def _has(self, files: EntryFiles | Joinable, key: EntryKey) -> bool:
         try:

@@ -137,6 +137,7 @@ class FileStore:
         with self._lock:
             self._index.drop_roots(roots)
             failed = self._totals["failed"]
+        self._reads.forget_roots(roots)
         try:
             # All names, also of files that other processes have written, and of namespaces that nobody opens any more.
             dropped = sum(map(self._reads.unlink, files_of_roots(self._directory, roots)))
@@ -149,7 +150,7 @@ class FileStore:
         return digest in self._index
 
     def take_lost(self) -> Sequence[bytes]:
-        return self._index.take_lost()
+        return [*self._index.take_lost(), *self._reads.take_lost()]
 
     def found(self, most: int) -> Sequence[EntryKey]:
         with self._lock:
@@ -268,7 +269,7 @@ class FileStore:
             self._open_folder()
 
     def _evict(self, path: str) -> None:
-        if self._reads.unlink(path):
+        if self._reads.evict(path):
             self._count("evicted")
 
     # ---- names

@@ -104,7 +104,8 @@ def joined_files(
         except ConfigError:
             continue  # no node of this model has so many
         files = tuple(EntryFiles.within(directory, named(each.namespace), each.entry_bytes) for each in join.layouts)
-        is_ours = [each.namespace for each in join.layouts] == [ours.namespace]
+        # Our own files, and maybe those of ranks that hold the same heads of some parts.
+        is_ours = ours.namespace in [each.namespace for each in join.layouts]
         if not is_ours and folders.issuperset(each.folder for each in files):
             found.setdefault(files, JoinedFiles(join, files))
     return tuple(found.values())

@@ -1,4 +1,4 @@
-"""What a store remembers of a store of other processes: entries that it has seen there, in bounded memory. Pure."""
+"""What a store remembers of what other processes have left: entries that it has seen there, in bounded memory. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -36,11 +36,16 @@ class KnownDigests:
 
     def missed(self, keys: Iterable[EntryKey]) -> None:
         """These are not there."""
-        self._lose(key.block.digest for key in keys)
+        self.missed_digests(key.block.digest for key in keys)
 
     def drop_roots(self, roots: frozenset[bytes]) -> None:
         """No entry with one of these roots is there."""
-        self._lose([digest for digest, root in list(self._roots.items()) if root in roots])
+        self.missed_digests([digest for digest, root in list(self._roots.items()) if root in roots])
+
+    def missed_digests(self, digests: Iterable[bytes]) -> None:
+        """The entries with these digests are not there."""
+        with self._lock:
+            self._lost += [digest for digest in digests if self._roots.pop(digest, None) is not None]
 
     def take_lost(self) -> list[bytes]:
         """Digests that are not known any more, since the last call."""
@@ -49,7 +54,3 @@ class KnownDigests:
         with self._lock:
             lost, self._lost = self._lost, []
         return lost
-
-    def _lose(self, digests: Iterable[bytes]) -> None:
-        with self._lock:
-            self._lost += [digest for digest in digests if self._roots.pop(digest, None) is not None]

@@ -76,7 +76,8 @@ class PullingNode:
         ]
         self.cache = self.caches[0]
         self.address = ""
-        self.only_cached: dict[EntryKey, int] = {}  # entries that the cache alone has, and how often each was saved
+        # By rank, the entries that its cache alone has, and how often each was saved.
+        self.only_cached: dict[int, dict[EntryKey, int]] = {}
         self.info = node_status_pb2.NodeInfo(
             name=f"node-{incarnation:x}",
             role=node_status_pb2.ROLE_DECODE,
@@ -202,19 +203,21 @@ class PullingNode:
         """Loses all entries of a rank from this one on, as others would displace them."""
         await self._on_thread(lambda tiers: tiers._host.drop(KEYS[first:]), rank)
 
-    async def forget_but_in_cache(self, first: int) -> None:
-        """Loses all entries from this one on, but the cache has them still."""
-        await self.forget(first)
-        self.only_cached = dict.fromkeys(KEYS[first:], 0)
+    async def forget_but_in_cache(self, first: int, stop: int = ENTRIES, rank: int = 0) -> None:
+        """Loses all entries from this one on, but the cache has those before `stop` still."""
+        await self.forget(first, rank)
+        self.only_cached[rank] = dict.fromkeys(KEYS[first:stop], 0)
 
-    async def _save_again(self, wanted: tuple[EntryKey, ...]) -> None:
-        keys = tuple(key for key in wanted if key in self.only_cached)
+    async def _save_again(self, wanted: tuple[EntryKey, ...], owner: int | None) -> None:
+        keys = wanted[: self._num_to_save(wanted, owner)]
         if keys:
-            self.only_cached |= {key: self.only_cached[key] + 1 for key in keys}
-            await self.transfer.entries.save_entries(EntryBlocks(keys, blocks_of(self.cache, ENTRIES, 1)))
+            cached = self.only_cached[owner or 0]
+            cached |= {key: cached[key] + 1 for key in keys}
+            await self.transfer.entries.save_entries(EntryBlocks(keys, blocks_of(self.cache, ENTRIES, 1), owner))
 
-    def _num_to_save(self, wanted: tuple[EntryKey, ...], _: int | None) -> int:
-        return len(list(takewhile(self.only_cached.__contains__, wanted)))
+    def _num_to_save(self, wanted: tuple[EntryKey, ...], owner: int | None) -> int:
+        cached = self.only_cached.get(owner or 0, {})
+        return len(list(takewhile(cached.__contains__, wanted)))
 
     async def damage(self, number: int, rank: int = 0) -> None:
         """Flips a bit of an entry in a rank's host memory."""

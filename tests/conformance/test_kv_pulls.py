@@ -134,7 +134,7 @@ async def test_an_owner_saves_what_only_its_cache_has_once_a_reader_wants_it(
         is_worth = iter([True, wants > 0])
         monkeypatch.setattr(reader.pulls, "_is_worth", lambda *_: next(is_worth))
         assert await reader.pull(owner.kept()) == wants
-        assert list(owner.only_cached.values()) == [int(number < wants) for number in range(5, ENTRIES)]
+        assert list(owner.only_cached[0].values()) == [int(number < wants) for number in range(5, ENTRIES)]
         assert owner.transfer.counters().entries.entries == max(5, wants)
         count, found = await reader.load()
         assert count == wants

@@ -65,6 +65,18 @@ async def test_every_rank_of_the_reader_gets_what_it_keeps(
         assert len(await owner.call("held")) == 1
 
 
+async def test_what_only_caches_have_comes_from_the_rank_with_most_of_it() -> None:
+    async with an_owner(MLA, OWN) as owner, a_reader(MLA, ONE) as reader:
+        for rank, stop in ((0, 1), (1, 8)):
+            assert await owner.keep(owner=rank) == ENTRIES
+            await owner.forget_but_in_cache(0, stop, rank)
+        assert await reader.pull(owner.kept()) == 8
+        assert [set(cached.values()) for cached in owner.only_cached.values()] == [{0}, {1}]
+        count, found = await reader.load()
+        assert count == 8
+        assert equals_computed(found, 8, MLA)
+
+
 @pytest.mark.parametrize(("owner_ranks", "reader_ranks"), [(TWO, ONE), (ONE, TWO)])
 @pytest.mark.parametrize("harm", ["damage", "forget"])
 async def test_what_one_rank_of_the_owner_has_lost_or_damaged_ends_the_pull_before_it(

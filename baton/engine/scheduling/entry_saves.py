@@ -173,34 +173,31 @@ class EntrySaves:
             # Without tokens, because a long sequence has 2,000 entries, and each rank gets all of them.
             self._to_keep.append((tuple(key._replace(block=key.block._replace(tokens=b"")) for key in keys), keep))
 
-    def begin_again(self, wanted: Sequence[EntryKey]) -> EntryBlocks | None:
-        """Holds the blocks of entries that the cache has and the stores have lost: the next ones after those wanted
-        entries that the stores have, as far as there is room. It ends with `saved`. Returns None if there are none, if
-        the model has recurrent states, or if entries can end within a block."""
-        for index, pool in enumerate(self._pools):
-            run, held = self._lost(wanted, index)
-            if run:
-                pool.take(held, 0)
-                self._count(index, len(held))
-                self._kept.kept_again(run)
-                before = run[0].token_start // self._block_size
-                return EntryBlocks(tuple(run), (*[0] * before, *held), index if self._has_owners else None)
-        return None
+    def begin_again(self, wanted: Sequence[EntryKey], pool: int) -> EntryBlocks | None:
+        """Holds the blocks of the first wanted entries in a pool that its cache has and the stores have lost, as far as
+        there is room. It ends with `saved`. Returns None if there are none, if the model has recurrent states, or if
+        entries can end within a block."""
+        run, held = self._lost(wanted, pool)
+        if not run:
+            return None
+        self._pools[pool].take(held, 0)
+        self._count(pool, len(held))
+        self._kept.kept_again(run)
+        before = run[0].token_start // self._block_size
+        return EntryBlocks(tuple(run), (*[0] * before, *held), pool if self._has_owners else None)
 
     def num_to_save_again(self, wanted: Sequence[EntryKey], pool: int) -> int:
-        """How many of the first wanted entries `begin_again` would hold in a pool now."""
-        return 0 if not wanted or self._kept.has(wanted[0]) else len(self._lost(wanted, pool)[0])
+        """How many of the first wanted entries `begin_again` would hold now."""
+        return len(self._lost(wanted, pool)[0])
 
     def _lost(self, wanted: Sequence[EntryKey], pool: int) -> tuple[list[EntryKey], list[int]]:
-        """The entries for `begin_again` in a pool, and their blocks."""
+        """The entries for `begin_again`, and their blocks."""
         run: list[EntryKey] = []
         held: list[int] = []
         if self._slots is not None or ENTRY_TOKENS % self._block_size:
             return run, held
         room = int(self._pools[pool].num_blocks * _SAVING_SHARE) - self._saving[pool]
         for key in wanted:
-            if not run and self._kept.has(key):
-                continue
             blocks = self._pools[pool].cached_blocks(self._kept.blocks_of_lost(key))
             if not blocks or len(held) + len(blocks) > room:
                 break

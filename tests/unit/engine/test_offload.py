@@ -530,12 +530,13 @@ def test_entries_that_the_stores_have_lost_are_saved_again_from_the_cache() -> N
     decode_all(scheduler, "a")
     (saved,) = save_all(scheduler)
     saves, kept = offload(scheduler).saves, offload(scheduler).kept
-    assert saves.begin_again(saved.keys) is None, "the stores have them"
+    assert saves.begin_again(saved.keys, 0) is None, "the stores have them"
     assert saves.num_to_save_again(saved.keys, 0) == saves.num_to_save_again((), 0) == 0
     kept.lost([saved.keys[1].block.digest])
     assert saves.num_to_save_again(saved.keys[1:], 0) == len(saved.keys) - 1
-    assert saves.num_to_save_again(saved.keys, 0) == 0, "the first is not lost"
-    again = saves.begin_again(saved.keys)
+    assert saves.begin_again(saved.keys, 0) is None, "the first is not lost"
+    assert saves.num_to_save_again(saved.keys, 0) == 0
+    again = saves.begin_again(saved.keys[1:], 0)
     assert again is not None
     assert again.keys == saved.keys[1:]
     assert again.block_ids[BLOCKS_PER_ENTRY:] == saved.block_ids[BLOCKS_PER_ENTRY:]
@@ -543,9 +544,9 @@ def test_entries_that_the_stores_have_lost_are_saved_again_from_the_cache() -> N
     saves.saved(again, 1)
     assert free_blocks(scheduler) == 256
     assert kept.has(saved.keys[1])
-    assert saves.begin_again(saved.keys) is None
+    assert saves.begin_again(saved.keys, 0) is None
     lose_all(scheduler, [saved])
-    failed = saves.begin_again(saved.keys)
+    failed = saves.begin_again(saved.keys, 0)
     assert failed is not None
     saves.saved(failed, 0)
     assert not any(map(kept.has, saved.keys))
@@ -559,16 +560,18 @@ def test_what_the_cache_has_lost_or_another_key_names_is_not_saved_again() -> No
     (first, second) = (key for entries in saved for key in entries.keys)
     forged = first._replace(block=first.block._replace(tokens=second.block.tokens))
     for wrong in (forged, first._replace(number=1), first._replace(root=second.block.digest)):
-        assert offload(scheduler).saves.begin_again((wrong,)) is None
+        assert offload(scheduler).saves.begin_again((wrong,), 0) is None
     blocks = offload(scheduler).saves._pools[0]
     blocks.forget([saved[0].block_ids[0]])
-    assert offload(scheduler).saves.begin_again((first, second)) is None, "without the first, the second is of no use"
-    again = offload(scheduler).saves.begin_again((second,))
+    assert offload(scheduler).saves.begin_again((first, second), 0) is None, (
+        "without the first, the second is of no use"
+    )
+    again = offload(scheduler).saves.begin_again((second,), 0)
     assert again is not None
     offload(scheduler).saves.saved(again, 0)
     decode_all(scheduler, "b", tuple(range(7 * ENTRY_TOKENS)))
     save_all(scheduler)
-    assert offload(scheduler).saves.begin_again((second,)) is None
+    assert offload(scheduler).saves.begin_again((second,), 0) is None
 
 
 def test_what_is_saved_again_holds_at_most_a_share_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,6 +582,22 @@ def test_what_is_saved_again_holds_at_most_a_share_of_the_blocks(monkeypatch: py
     assert len(keys) == 5
     lose_all(scheduler, saved)
     monkeypatch.setattr(entry_saves, "_SAVING_SHARE", 1 / 4)
-    again = offload(scheduler).saves.begin_again(keys)
+    again = offload(scheduler).saves.begin_again(keys, 0)
     assert again is not None
     assert again.keys == keys[:3]
+
+
+def test_each_rank_saves_again_what_its_own_cache_has() -> None:
+    scheduler = tiered(owners=2)
+    kept, saves, loads = offload(scheduler).kept, offload(scheduler).saves, offload(scheduler).loads
+    keys: tuple[EntryKey, ...] = ()
+    for pool, found in enumerate((1, 2)):
+        plan = plan_for(scheduler, request("a", PROMPT), found=found, pool=pool)
+        assert plan is not None
+        keys = plan.entries.keys
+        loads.end(plan, found)
+    kept.lost(key.block.digest for key in keys)
+    assert [saves.num_to_save_again(keys, pool) for pool in range(2)] == [1, 2]
+    again = saves.begin_again(keys, 1)
+    assert again is not None
+    assert (again.keys, again.owner) == (keys, 1)

@@ -17,7 +17,7 @@ from kvtransfer.stores.file_format import HEADER_BYTES
 from kvtransfer.stores.files import FileStore
 from kvtransfer.stores.joined_files import joined_files
 from tests.unit.kvtransfer.offloading import keys_of
-from tests.unit.kvtransfer.test_entry_cuts import INDEX, KEY, SPECS, WITH_STATES, a_state, an_entry, layout_of
+from tests.unit.kvtransfer.test_entry_cuts import INDEX, KEY, SMALL, SPECS, WITH_STATES, a_state, an_entry, layout_of
 
 HEADS = SPECS["heads"]
 KEYS = keys_of(4)
@@ -179,6 +179,11 @@ def test_a_node_that_meets_only_own_files_asks_for_nothing_more(tmp_path: Path) 
     leave(tmp_path, replace(HEADS, head_dim=3), 1)
     assert joined_files(tmp_path, layout_of(HEADS, 1, 2), HEADS, named) == ()
     assert joined_files(tmp_path / "missing", layout_of(HEADS, 1, 2), HEADS, named) == ()
+    # Several ranks hold the index, or each KV head.
+    for spec, ranks in ((replace(HEADS, index=INDEX), 2), (replace(HEADS, num_kv_heads=2, state=SMALL), 4)):
+        layouts = [layout_of(spec, rank, ranks) for rank in range(ranks)]
+        with opened(tmp_path, spec, ranks):
+            assert not any(joined_files(tmp_path, layout, spec, named) for layout in layouts)
     # Ranks of any number that keep the same have the same files.
     leave(tmp_path, SPECS["latent"], 1)
     assert joined_files(tmp_path, layout_of(SPECS["latent"], 1, 2), SPECS["latent"], named) == ()
@@ -200,8 +205,31 @@ def test_they_leave_before_own_files(tmp_path: Path) -> None:
     own = keys_of(3, seed=1)
     file_bytes = HEADER_BYTES + layout_of(HEADS, 0, 1).entry_bytes
     with opened(tmp_path, HEADS, 1, max_bytes=3 * file_bytes) as (store,):
+        assert store.found(10) == list(KEYS)
         for key in own:
             assert store.put(key, entry_of(key, HEADS, 0, 1).numpy().data)
+        assert set(store.take_lost()) == {key.block.digest for key in KEYS}
         assert store.has(KEYS) == 0
         assert got(store, KEYS[0], layout_of(HEADS, 0, 1)) is None
         assert store.has(own) == 3
+        assert store.take_lost() == []
+
+
+def test_a_found_entry_whose_file_another_process_has_removed_is_lost_once_it_is_missed(tmp_path: Path) -> None:
+    leave(tmp_path, HEADS, 2)
+    layout = layout_of(HEADS, 0, 1)
+    with opened(tmp_path, HEADS, 1) as (store,):
+        store.has(keys_of(1, seed=1))
+        assert store.found(10) == list(KEYS)
+        for key in KEYS[:3]:
+            next(path for path in files(tmp_path) if path.name.startswith(key.block.digest.hex())).unlink()
+        assert store.take_lost() == []
+        assert store.has(KEYS) == 0
+        assert store.take_lost() == [KEYS[0].block.digest]
+        assert got(store, KEYS[1], layout) is None
+        assert store.take_lost() == [KEYS[1].block.digest]
+        assert got(store, KEYS[3], layout) is not None
+        store.drop([KEYS[2]])
+        assert store.take_lost() == [KEYS[2].block.digest]
+        store.drop_roots(frozenset([KEYS[3].root]))
+        assert store.take_lost() == [KEYS[3].block.digest]

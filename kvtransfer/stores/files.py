@@ -150,7 +150,9 @@ class FileStore:
         return digest in self._index
 
     def take_lost(self) -> Sequence[bytes]:
-        return [*self._index.take_lost(), *self._reads.take_lost()]
+        # An entry that was joined may have a file of its own by now.
+        joined = [digest for digest in self._reads.take_lost() if not self.knows(digest)]
+        return [*self._index.take_lost(), *joined]
 
     def found(self, most: int) -> Sequence[EntryKey]:
         with self._lock:

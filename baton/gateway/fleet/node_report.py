@@ -109,7 +109,7 @@ def _pace(status: node_status_pb2.NodeStatus) -> DecodePace | None:
     """What guesses make of the node's decode steps; None: it guesses nothing, or reports nonsense."""
     reported = status.guessed_step_ratio, status.guessed_step_tokens, status.guessed_prompt_step_ratio
     pace = DecodePace(*map(seconds_of, reported))
-    return pace if 0.0 < min(pace) and max(pace) <= _PACE_MAX and pace.tokens >= 1.0 else None
+    return pace if min(pace) > 0.0 and max(pace) <= _PACE_MAX and pace.tokens >= 1.0 else None
 
 
 def _pull_costs(status: node_status_pb2.NodeStatus) -> PullCosts | None:

@@ -215,6 +215,17 @@ def test_they_leave_before_own_files(tmp_path: Path) -> None:
         assert store.take_lost() == []
 
 
+def test_an_entry_that_has_a_file_of_its_own_is_not_lost_with_the_old_ones(tmp_path: Path) -> None:
+    leave(tmp_path, HEADS, 2)
+    layout = layout_of(HEADS, 0, 1)
+    with opened(tmp_path, HEADS, 1, max_bytes=3 * (HEADER_BYTES + layout.entry_bytes)) as (store,):
+        store.found(10)
+        for key in (KEYS[0], *keys_of(2, seed=1)):
+            assert store.put(key, entry_of(key, HEADS, 0, 1).numpy().data)
+        assert set(store.take_lost()) == {key.block.digest for key in KEYS[1:]}
+        assert store.has(KEYS[:1]) == 1
+
+
 def test_a_found_entry_whose_file_another_process_has_removed_is_lost_once_it_is_missed(tmp_path: Path) -> None:
     leave(tmp_path, HEADS, 2)
     layout = layout_of(HEADS, 0, 1)

@@ -72,7 +72,7 @@ def sums(rank: TensorParallel, directory: Path) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_every_rank_gets_the_sum_in_order_again_and_again(size: int, tmp_path: Path) -> None:
     by_rank = run_ranks(sums, size, tmp_path, tmp_path)
     found = iter(by_rank[0])
@@ -126,6 +126,7 @@ def _compare(rank: TensorParallel, directory: Path) -> Seen:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_models_compute_the_same_with_sums_within_their_norms(tmp_path: Path) -> None:
     models = {name: tmp_path / name for name in FUSED_NORMS}
     for name, directory in models.items():

@@ -27,10 +27,14 @@ def explain(nodes: Sequence[FleetNode]) -> str:
 
 
 def cure(nodes: Sequence[FleetNode]) -> str:
-    """What to change so that the refused pairs that `explain` names are made; empty if it names none."""
+    """What to change so that the refused pairs that `explain` names are made; empty if it names none.
+
+    The cure of a slow link describes the nodes' machines, so only operators read it: `baton status` has it.
+    """
     if any(node.loading for node in nodes):
         return ""
-    cures = (item.cure for peer in _refusals(nodes).values() for item in peer.mismatches)
+    mismatches = (item for peer in _refusals(nodes).values() for item in peer.mismatches)
+    cures = (item.cure for item in mismatches if item.field != "link")
     return "; ".join(dict.fromkeys(filter(None, cures)))
 
 

@@ -69,3 +69,12 @@ def test_what_to_change_is_left_out_with_the_pairs_while_a_node_loads() -> None:
     fleet.decodes["d2"].take_loading(node_status_pb2.NodeStatus(info=info, loading=loading))
     assert fleet.explain() == "node-22 is loading weights"
     assert fleet.cure() == "see `baton status`, and try again"
+
+
+def test_clients_read_that_a_link_is_slow_and_nothing_about_the_machines() -> None:
+    fleet = SmallFleet(1, 1, LocalPolicy.STRICT)
+    state = peer(21, node_status_pb2.PEER_PHASE_REFUSED)
+    state.mismatches.add(field="link", ours="0.2 GB/s", theirs="at least 0.5 GB/s", cure="process 1 needs hostPID")
+    fleet.prefills["p1"].take_peer(state)
+    assert fleet.explain() == "node-11 and node-21 cannot work together: link is 0.2 GB/s and at least 0.5 GB/s"
+    assert fleet.cure() == "see `baton status`, and try again"

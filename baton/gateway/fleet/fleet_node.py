@@ -277,7 +277,7 @@ class FleetNode:
         self.adapters = frozenset(AdapterRef(each.name, each.revision) for each in status.adapters)
         self.status, self.incarnation = status, status.info.incarnation
         self.kept_kind, self.shared_store = kept_kind(status), shared_store(status)
-        if self._peers_answered or status.peers != before.peers or before.HasField("loading"):
+        if started or self._peers_answered or status.peers != before.peers or before.HasField("loading"):
             peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
             newer = self._answers_newer_than(peers)
             self._take_peers(peers | newer)

@@ -12,7 +12,7 @@ class DecodePace(NamedTuple):
     Args:
         step_ratio: time of a step with its guesses and its wait for the host, by that of the same step without guesses.
         tokens: tokens that a step gives each of its requests.
-        prompt_step_ratio: `step_ratio` of those that also compute prompts, without the time of the prompts.
+        prompt_step_ratio: `step_ratio` of the steps that also compute prompts. The time of the prompts does not count.
     """
 
     step_ratio: float = 1.0

@@ -238,7 +238,7 @@ class Fleet(NodeTable):
         time, or it was lost or removed less than `within_s` ago and may be restarting.
 
         Args:
-            roles: of which a node is lacking; None: those without which nothing can be generated now.
+            roles: the ones that lack a node; None: found by what generating a text needs and does not have.
         """
         if self.nodes_load():
             return True

@@ -1,4 +1,4 @@
-"""Warm-up runs a step of every kind, each of which other kernels compute."""
+"""Warm-up runs a step of every kind, because each kind has kernels of its own."""
 
 import torch
 

@@ -12,7 +12,7 @@ CURE = "set BATON_BATCH_INVARIANT (--batch-invariant) alike on both nodes"
 
 
 def refused(prefills: int, decodes: int, *, theirs: str = "off") -> SmallFleet:
-    """A fleet of which no pair can be made."""
+    """A fleet whose nodes have all refused each other."""
     fleet = SmallFleet(prefills, decodes, LocalPolicy.STRICT)
     for prefill in fleet.prefills.values():
         for decode in fleet.decodes.values():

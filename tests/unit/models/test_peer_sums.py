@@ -33,7 +33,7 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 class World:
-    """The memory of all ranks in one process, of which one runs."""
+    """All ranks' memory in one process, which runs one of the ranks."""
 
     def __init__(self, size: int, width: int, dtype: torch.dtype) -> None:
         shape = (TURNS, ROWS, size, width)

@@ -1,9 +1,10 @@
 """Setup of all tests: one torch thread per process, because several processes share the cores, Triton's interpreter if
-there is no GPU, the same generated examples and random numbers on any machine, whatever ran before and however long it
-takes, and programs that can be interrupted, also where a shell started pytest in the background."""
+there is no GPU, the same generated examples, random numbers and rounding on any machine, whatever ran before and
+however long it takes, and programs that can be interrupted, also where a shell started pytest in the background."""
 
 import gc
 import os
+import platform
 import random
 import signal
 import sys
@@ -20,6 +21,13 @@ from baton.settings.environment import visible_gpus
 if not visible_gpus():
     # NOTE: Triton reads it when a kernel's module is imported, so it must be set before any test module is.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Products of one CPU's instructions differ from another's in their last bits, and where a tiny model's two best tokens
+# are that close, so do its tokens. These instructions every x86 CPU of the last ten years has, also those of AMD
+# (MKL's "conditional numerical reproducibility"). Programs that tests start inherit them.
+ROUNDING = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+if platform.machine() in ("x86_64", "AMD64"):
+    os.environ |= {name: os.environ.get(name, value) for name, value in ROUNDING.items()}
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background; programs that tests start inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

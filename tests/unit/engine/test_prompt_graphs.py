@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from attention.metadata import PaddedBatch
 from baton.core.errors import InternalError
@@ -128,8 +129,13 @@ def test_any_mix_of_steps_gives_the_tokens_and_the_kv_of_eager_steps(
         assert [each.logprob for each in ours.scored[name]] == pytest.approx(
             [each.logprob for each in scores], abs=1e-4
         )
-    storages = [run.runner._cache.storage for run in runs]
-    torch.testing.assert_close(*storages, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert_equal_but_for_rounding(*(run.runner._cache.storage for run in runs))
+
+
+def assert_equal_but_for_rounding(ours: Tensor, theirs: Tensor) -> None:
+    """A product over more rows may add in another order, which is a few of the last bits of the largest numbers."""
+    atol = 2e-6 * float(theirs.nan_to_num().abs().max())
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol, equal_nan=True)
 
 
 def mixed_steps(num_steps: int, *, whole: bool = False) -> Iterator[Batch]:
@@ -169,7 +175,7 @@ def test_families_give_the_same_tokens_and_kv(family: str, tmp_path: Path) -> No
     padded.prepare()
     for batch in mixed_steps(12):
         assert padded.run(batch) == eager.run(batch)
-    torch.testing.assert_close(padded._cache.storage, eager._cache.storage, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert_equal_but_for_rounding(padded._cache.storage, eager._cache.storage)
 
 
 @pytest.mark.slow

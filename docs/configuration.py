@@ -16,7 +16,7 @@ wrong value ends the process with exit code 2 and one line on stderr, which name
 values. Every number has a minimum and a maximum.
 
 Each process is a command of `baton` and a Python module: `baton prefill-node` is `python -P -m prefill_node`. With
-`-P`, Python does not import modules of the working directory, where a `models.py` or a folder `gateway` would hide
+`-P`, Python does not import modules of the working directory, where an `attention.py` or a folder `baton` would hide
 Baton's own. The images set `PYTHONSAFEPATH=1` instead, as `baton` does for every process that it starts.
 
 The KV layout is the first of these that is set: `--kv-cache-layout`, `BATON_KV_CACHE_LAYOUT`, the preference of the

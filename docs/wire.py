@@ -36,12 +36,14 @@ which they are sent, and the bytes of a segment. `make docs` writes its tables f
 | service | from | to | what it does |
 |---|---|---|---|
 | `Generation` | client | gateway | requests and their tokens |
-| `Operations` | operator | gateway | status of the cluster, loads of its nodes, switches of a node's role |
+| `Operations` | operator | gateway | status of the cluster, loads of its nodes, role switches, drops of KV |
 | `Decode.Session` | gateway | decode node | one stream for all requests of a gateway |
 | `Prefill.Prefill` | gateway | prefill node | one call for each prompt |
+| `Prefill.Pool` | gateway | prefill node | one call for each batch of embeddings or scores |
 | `Prefill.Connect` | gateway | prefill node | asks it to pair with a decode node |
 | `Decode.Pair` | prefill node | decode node | one stream for as long as the pair lives |
-| `Node` | gateway, operator | node | status, drain, role, adapters, changes of the prefix cache |
+| `Node` | gateway, operator | node | status, drain, role, adapters, changes of the prefix cache, drops of KV |
+| `Node.Pull` | node | node | pulls kept KV |
 
 ## Pairing
 
@@ -56,7 +58,8 @@ which they are sent, and the bytes of a segment. `make docs` writes its tables f
    sends `PairReady` with the measured latency and GB/s. Now the pair carries requests.
 
 Model identity, the KV of a token, and batch invariance must be equal. Layout, block size, number of ranks, attention
-data parallelism and package version may differ.
+data parallelism and package version may differ, except that [batch-invariant
+nodes](gpus.md#batch-invariant-steps) need equal ranks.
 
 The messages of the stream, from the prefill node:
 
@@ -75,9 +78,8 @@ speak, and is refused if there is none.
 - **Version 6**: the ranks of a node may each have their own requests (`--attention-data-parallel`). The node's tickets
   then name the receiving rank, and every rank of such a sender is linked with every rank of the receiver. Such a node
   refuses peers of older versions.
-
 - **Version 7**: a cache may have a third part besides KV, that of layers that draft tokens. It travels if both nodes
-  have it and speak this version. No release had this version before.
+  have it and speak this version.
 
 New protobuf fields need no new version, because older nodes ignore them. `make check` refuses any change that is not an
 addition.
@@ -92,11 +94,11 @@ bytes, and only the ticket carries it.
 {_message(lease_pb2.Ticket)}
 The prefill node answers with events:
 
-{_oneof(prefill_pb2.PrefillEvent)} When all KV is computed, the prefill node sends `HandOver` with the first token, on
-the pair's stream; the last segments may still be on their way. The decode node closes the lease when it has the KV of
-all tokens and the hand-over. If the request ends early, the decode node sends `LeaseEnded`. The prefill node then
-stops, and answers `Quiet` once nothing of the lease is in flight. The decode node frees the blocks only after that, so
-a late write never reaches them.
+{_oneof(prefill_pb2.PrefillEvent)}
+When all KV is computed, the prefill node sends `HandOver` with the first token, on the pair's stream; the last segments
+may still be on their way. The decode node closes the lease when it has the KV of all tokens and the hand-over. If the
+request ends early, the decode node sends `LeaseEnded`. The prefill node then stops, and answers `Quiet` once nothing of
+the lease is in flight. The decode node frees the blocks only after that, so a late write never reaches them.
 
 ## Segments
 

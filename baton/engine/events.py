@@ -98,11 +98,11 @@ token_sampled: Callable[[tuple[str, TokenOutput, FinishReason | None, str]], Tok
 
 
 class DraftsChecked(NamedTuple):
-    """A step has computed guessed tokens of a request beside its next one.
+    """A step has computed guessed tokens of a request after its newest one.
 
     Args:
         drafted: guessed tokens.
-        accepted: those that were kept. So many more tokens of the request come with this step.
+        accepted: those that were kept. The step brings as many more tokens of the request.
     """
 
     request_id: str

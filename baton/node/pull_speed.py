@@ -46,7 +46,7 @@ class PullSpeed:
         return max(small.seconds, large.seconds * num_bytes / large.bytes)
 
     def mean_costs(self, now_s: float) -> PullCosts | None:
-        """What pulls cost on average, for others to predict by; None while nothing is measured.
+        """Mean costs of pulls, for predictions; None while nothing is measured.
 
         The fixed part is what is assumed of pulls, and at most half of the shortest one: else bytes could seem to cost
         nothing.

@@ -146,7 +146,7 @@ def is_demo_model(model: Path) -> bool:
 
 
 def check_printable(name: str | None) -> str | None:
-    """Checks a name that others are shown, and returns it.
+    """Checks a name that is shown to others, and returns it.
 
     Raises:
         ValueError: it has a control character, or is no valid Unicode.

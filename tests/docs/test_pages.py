@@ -13,8 +13,10 @@ from baton.kvcache.layout import LOGICAL_AXES, MLA_LAYOUTS, KVCacheLayout
 from baton.models.families.reader import read_config
 from baton.models.loading.needs import kv_cache_spec
 from docs import benchmarks, models, troubleshooting, wire
-from docs.site_files import ROOT
+from docs.site_files import ROOT, pages
 
+_FENCED = re.compile(r"^ *```.*?^ *```", re.M | re.S)
+_TEXT_AFTER_A_TABLE = re.compile(r"^\|.*\n(?!\||<!--)(.+)", re.M)
 _AXES = {"L": "layer", "K": "key/value", "B": "block", "N": "slot", "H": "head", "C": "channel"}
 
 
@@ -50,6 +52,12 @@ def test_the_page_of_sizes_has_the_kv_of_a_token() -> None:
 
 def _page(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_an_empty_line_ends_each_table(page: Path) -> None:
+    """Without one, Markdown shows the sentence after a table as its last row."""
+    assert _TEXT_AFTER_A_TABLE.findall(_FENCED.sub("", page.read_text())) == []
 
 
 def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:

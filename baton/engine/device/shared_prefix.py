@@ -71,8 +71,8 @@ class SharedPrefix:
         return self._group
 
     def _update(self, row: BatchRow) -> bool:
-        """Adds a row, or one whose blocks are others than before. A row's new blocks are its own, so they do not
-        count. Returns whether the tree has changed."""
+        """Adds a row, or replaces one whose blocks have changed. A row's new blocks are its own, so they do not count.
+        Returns whether the tree has changed."""
         name, blocks = row.request_id, row.block_ids
         self._blocks[name] = blocks
         known = self._tree.blocks_of(name)

@@ -80,7 +80,7 @@ class StepBound:
         return max(least, self._most(work, start, stop, FORCED_STRETCH * self._step_s(work, start, start + least)))
 
     def _most(self, work: StepWork, start: int, stop: int, seconds: float) -> int:
-        """The most tokens from `start` on with which the step takes at most so long."""
+        """The most tokens from `start` on with which the step takes at most `seconds`."""
         if self._step_s(work, start, stop) <= seconds:
             return stop - start
         low, high = 0, stop - start  # `low` fits, `high` does not

@@ -1,4 +1,4 @@
-"""What the nodes have cached of one prompt, and from which of them others would pull it. Pure."""
+"""How much of one prompt each node has cached, and which node others would pull it from. Pure."""
 
 from collections.abc import Iterable, Mapping
 

@@ -140,7 +140,7 @@ class ReceiptDraft:
         self._admitted = message
 
     def first_token_waits(self, came_s: float) -> None:
-        """Records that the first token, which came so long after the request, waits before it is passed on."""
+        """Records that the first token, which came `came_s` after the request, waits before it is passed on."""
         self._first_token_came_s = came_s
 
     @property

@@ -31,7 +31,7 @@ class AdmissionRequest:
     first_due_s: float | None = None  # refuse it if its first token comes later
 
     def cost(self, tokens: int) -> float:
-        """What the request costs the nodes with so many tokens in all, as a number of decoded tokens."""
+        """The request's cost to the nodes in decoded tokens, if its outputs have `tokens` in all."""
         return tokens + self.outputs * self.prompt_tokens / _PROMPT_TOKENS_PER_OUTPUT
 
 
@@ -48,7 +48,7 @@ class Estimate:
         self._at_s = now_s
 
     def at(self, now_s: float) -> float:
-        """0 where nothing was measured."""
+        """The mean now; 0 if nothing was measured."""
         kept: float = 0.5 ** min(60.0, max(0.0, (now_s - self._at_s) / _MEMORY_S - 1))
         return self._value * kept
 
@@ -79,17 +79,17 @@ class AdmissionPace:
         return self.ttft_s(asked, capacity, now_s) + self.expected_tokens(asked) * token_s
 
     def first_token(self, seconds: float, prompt_tokens: int, capacity: ClusterCapacity, now_s: float) -> None:
-        """A request has got its first token so long after its start, or has waited so long without one."""
+        """Records a request's time to its first token, or how long it has waited without one."""
         self._first_s.observe(max(0.0, seconds - prompt_tokens * capacity.prompt_token_s), now_s)
 
     def progressed(self, token_s: float, capacity: ClusterCapacity, now_s: float) -> None:
-        """Streams took so long per token: running ones show a change of the nodes' speed seconds before they end."""
+        """Records streams' time per token: running ones show a change of the nodes' speed seconds before they end."""
         self._token_s.observe(token_s, now_s)
         if capacity.step_s:
             self._slowdown.observe(token_s / capacity.step_s, now_s)
 
     def ended(self, tokens: int, most: int, *, whole: bool) -> None:
-        """An output has ended with so many tokens, of at most `most`; `whole`: it is complete."""
+        """Records the tokens of an output that has ended, of at most `most`; `whole`: it is complete."""
         size = most.bit_length()
         expected = self._output_tokens.get(size, min(OUTPUT_TOKENS, most))
         if whole or tokens > expected:
@@ -111,11 +111,11 @@ class StreamBound:
         self._was_alone = False
 
     def most(self, capacity: ClusterCapacity) -> float:
-        """Streams of clients with many requests start only while fewer than this number run."""
+        """Clients with many requests start streams only while fewer than this number run."""
         return min(capacity.most_shared, self._bound or _SLOWER * capacity.spare_requests)
 
     def measured(self, token_s: float, capacity: ClusterCapacity, *, spares: bool) -> None:
-        """The streams took so long per token since the last call; `spares`: they are to be kept fast now."""
+        """Records the streams' time per token since the last call; `spares`: they are to be kept fast now."""
         is_alone = capacity.load <= 1
         if is_alone and self._was_alone:
             known_s = self._alone_s or token_s
@@ -170,7 +170,7 @@ class StandingQueue:
         self._shortest_s, self._ends_s = inf, -inf
 
     def look(self, now_s: float, *, waited_s: float = inf) -> None:
-        """Time has passed; `waited_s`: a request has started after so long, 0: nobody waits."""
+        """Updates `stands`; `waited_s`: the wait of a request that starts now, infinite: none does, 0: nobody waits."""
         if now_s >= self._ends_s:
             limit_s = self._target_s * (0.5 if self.stands else 1.0)
             self.stands = self._ends_s > -inf and self._shortest_s > limit_s

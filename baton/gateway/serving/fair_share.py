@@ -61,7 +61,7 @@ class FairShare:
         self.remove(key)
 
     def charge(self, name: str, cost: float) -> None:
-        """Moves the client's clock: a request was served without waiting, or its cost turned out to be another."""
+        """Moves the client's clock: a request was served without waiting, or its cost turned out different."""
         self._clocks[name] = max(self._time, self._clock(name) + cost)
         self._answers.clear()
         self._forget()

@@ -24,7 +24,7 @@ _SEATS_UNKNOWN = 64
 
 
 def spare_requests(seats: int) -> int:
-    """Requests beyond the seats that keep them taken, though arrivals and ends vary."""
+    """Requests beyond the seats that keep these occupied although arrivals and ends vary."""
     return ceil(sqrt(seats))
 
 
@@ -87,7 +87,7 @@ class ClusterCapacity:
 
     @property
     def is_light(self) -> bool:
-        """Nodes have so little to do that one more request costs the others next to nothing."""
+        """Whether nodes have so little to do that one more request hardly slows the others."""
         return not self.decodes or any(node.load <= max(1, LIGHT_SHARE * node.most_shared) for node in self.decodes)
 
 

@@ -134,7 +134,7 @@ class StoredResponses:
         return deleted
 
     def _room_bytes(self) -> int:
-        """How much this process may store beside what the others have."""
+        """Bytes that this process may store, given what the others have."""
         others = self._counters.total(Count.STORED) - self._store.size_bytes
         return max(self._least_bytes, self._store.bytes_max - others)
 

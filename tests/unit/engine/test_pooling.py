@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.core.errors import InvalidRequest
+from baton.core.errors import InternalError, InvalidRequest
 from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import Batch, BatchRow
 from baton.engine.build import BuiltRunner
@@ -16,6 +16,7 @@ from baton.engine.device.graphs import GraphSettings
 from baton.engine.pooling import PoolRow, PoolSpan
 from baton.engine.request import EngineRequest, int_array
 from tests.unit.engine.driver import runner_of
+from tests.unit.engine.scheduling import launch, make
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
 
@@ -122,6 +123,18 @@ async def test_an_aborted_request_pools_nothing_and_frees_its_blocks(built: Buil
         await events.until(lambda: "gone" in events.started)
         await engine.abort("gone")
     assert events.pooled == {}
+
+
+def test_a_step_that_fails_frees_the_blocks_of_the_prompts_that_it_pools() -> None:
+    scheduler = make(tokens=8)
+    scheduler.submit(pooling("a", tuple(range(20)), PoolSpan(0, 20)), 0.0)
+    launch(scheduler)
+    launch(scheduler)
+    events = scheduler.fail(InternalError("the step failed"), 0.0)
+    assert [failed.request_id for failed in events.failed] == ["a"]
+    assert scheduler.load().blocks_free < scheduler.load().blocks_total, "the next step still writes to its blocks"
+    scheduler.fail(InternalError("the step failed"), 0.0)
+    assert scheduler.load().blocks_free == scheduler.load().blocks_total
 
 
 @pytest.mark.parametrize(

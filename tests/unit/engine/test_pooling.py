@@ -168,6 +168,25 @@ async def test_an_aborted_request_pools_nothing_and_frees_its_blocks(built: Buil
     assert events.pooled == {}
 
 
+@pytest.mark.parametrize("max_batch_tokens", [256, 4])
+async def test_states_that_are_not_finite_fail_their_request_alone(llama: Llama, max_batch_tokens: int) -> None:
+    built, wrong = build(llama[0]), 1  # `prompt_of` gives no token below 3
+    with torch.inference_mode():
+        built.runner.model.model.embed_tokens.weight[wrong] = torch.nan
+    prompt = prompt_of(10)
+    prompts = {"good": prompt, "last": (*prompt[:-1], wrong), "mean": (*prompt[:5], wrong, *prompt[5:])}
+    spans = {"good": mean(prompt), "last": last(prompt), "mean": mean(prompts["mean"])}
+    async with running(built, max_batch_tokens=max_batch_tokens) as (engine, events):
+        for name, span in spans.items():
+            engine.submit(pooling(name, prompts[name], span))
+        await events.until(lambda: len(events.pooled) + len(events.errors) == len(spans))
+    assert_right(events.pooled.pop("good"), spans["good"], prompt, llama[1])
+    assert events.pooled == {}
+    for name in ("last", "mean"):
+        assert isinstance(events.errors[name], InternalError)
+        assert "pooled hidden states are not finite" in str(events.errors[name])
+
+
 def test_a_step_that_fails_frees_the_blocks_of_the_prompts_that_it_pools() -> None:
     scheduler = make(tokens=8)
     scheduler.submit(pooling("a", tuple(range(20)), PoolSpan(0, 20)), 0.0)

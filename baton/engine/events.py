@@ -121,7 +121,7 @@ class TokensGuessed(NamedTuple):
 @dataclass(frozen=True)
 class RequestFailed:
     """The request has ended, or was refused. Its blocks are free; those of a prefill-only request that has run are held
-    until it is aborted."""
+    until it is aborted, unless its hidden states are pooled."""
 
     request_id: str
     error: BatonError

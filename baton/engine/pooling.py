@@ -7,7 +7,7 @@ prompt whose beginning another node has computed fits too.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,11 @@ from numpy.typing import NDArray
 from baton.core.errors import InvalidRequest
 
 Vector: TypeAlias = NDArray[np.float32]
+# What one step computes for a row: values as they are, or sums in float64.
+Values: TypeAlias = NDArray[np.floating[Any]]
+# States that are added up are rounded to multiples of 1 / SUM_SCALE, so by at most 5e-10. Their sums are exact in
+# float64 below 2**23: the same in any order, and however a prompt is cut.
+SUM_SCALE = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class PoolSum:
     """The sum of a request's pooled states, over the chunks of its prompt."""
 
     span: PoolSpan
-    total: Vector | None = None
+    total: Values | None = None
 
     def row(self, token_start: int, token_stop: int) -> PoolRow | None:
         """What a row with these positions contributes. Returns None if it has no token of the span."""
@@ -89,7 +94,10 @@ class PoolSum:
             return None
         return PoolRow(tokens.start, tokens.stop, self.span.logits_of, self.span.classify)
 
-    def add(self, values: Vector) -> None:
+    def add(self, values: Values) -> None:
+        """Adds the values of one chunk. A single token's are not rounded yet."""
+        if self._count > 1:
+            values = np.rint(values.astype(np.float64) * SUM_SCALE) / SUM_SCALE
         self.total = values if self.total is None else self.total + values
 
     def restart(self) -> None:
@@ -99,8 +107,12 @@ class PoolSum:
     def mean(self) -> Vector:
         """The result, once all tokens of the span are computed."""
         assert self.total is not None, "the span is computed when the prompt ends"
-        return self.total / np.float32(self.span.stop - self.span.start)
+        return (self.total / self._count).astype(np.float32)
+
+    @property
+    def _count(self) -> int:
+        return self.span.stop - self.span.start
 
 
 # The pooled values of a step, by row.
-PooledRows: TypeAlias = Mapping[int, Vector]
+PooledRows: TypeAlias = Mapping[int, Values]

@@ -49,7 +49,7 @@ class PlainTokens:
         if NO_TOKEN in token_ids:
             for row, token_id in enumerate(token_ids):
                 if token_id == NO_TOKEN:
-                    outputs[row] = _not_finite()
+                    outputs[row] = _not_finite("logits for the next token")
         for row in self.unsampled:
             outputs[row] = None
         return outputs
@@ -112,6 +112,7 @@ class LaunchedStep:
         self._guesses = guesses
         self._seconds = self._guess_s = 0.0
         self._results: Sequence[RowResult] = ()
+        self._pools: PooledRows = {}
 
     def wait(self) -> list[RowResult]:
         """One entry per row. Call it once, on any thread. Raises device errors."""
@@ -124,7 +125,11 @@ class LaunchedStep:
         self._slots.give_back(self._slot)
         for indices, tokens in self._drawn.parts:
             for index, token in zip(indices, tokens.outputs(), strict=True):
-                results[index] = _not_finite() if token.token_id == NO_TOKEN else token
+                results[index] = _not_finite("logits for the next token") if token.token_id == NO_TOKEN else token
+        self._pools = {} if self._read.pools is None else self._read.pools.outputs()
+        for index, values in self._pools.items():
+            if not np.isfinite(values).all():
+                results[index] = _not_finite("pooled hidden states")
         for index, error in self._drawn.failed.items():
             results[index] = error
         if self._unfolded is not None:
@@ -163,11 +168,10 @@ class LaunchedStep:
     @property
     def pools(self) -> PooledRows:
         """The sums that `Batch.pools` asks for, by row; known after `wait`."""
-        found = {} if self._read.pools is None else self._read.pools.outputs()
-        return found if self._unfolded is None else self._unfolded.by_row(found)
+        return self._pools if self._unfolded is None else self._unfolded.by_row(self._pools)
 
 
-def _not_finite() -> InternalError:
-    message = "the model's logits for the next token are not finite"
+def _not_finite(what: str) -> InternalError:
+    message = f"the model's {what} are not finite"
     cure = "check that the weights have no NaN or inf, or give --dtype float32: numbers may overflow in the one in use"
     return InternalError(message, field=LOGITS_FIELD, value="NaN or inf", cure=cure)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.host_to_device import to_device
-from baton.engine.pooling import PooledRows, PoolRow, Vector
+from baton.engine.pooling import SUM_SCALE, PooledRows, PoolRow, Values
 from baton.models.layers.causal_lm import CausalLM
 
 
@@ -20,14 +20,15 @@ class PoolsOnHost:
     """The pooled values of one step, in host memory that a queued copy fills.
 
     Args:
-        parts: float32 [P, N], each with the rows' places in the batch and their numbers of values.
+        parts: [P, N], sums in float64 and others in float32, each with the rows' places in the batch and their numbers
+            of values.
     """
 
     parts: Sequence[tuple[Sequence[tuple[int, int]], Tensor]]
 
     def outputs(self) -> PooledRows:
         """The values of each row. Call it after the copy is done."""
-        found: dict[int, Vector] = {}
+        found: dict[int, Values] = {}
         for rows, values in self.parts:
             found.update((place, values[index, :size].numpy().copy()) for index, (place, size) in enumerate(rows))
         return found
@@ -36,19 +37,24 @@ class PoolsOnHost:
 def pool_states(
     model: CausalLM, hidden_TD: Tensor, starts: Sequence[int], rows: Sequence[tuple[int, PoolRow]]
 ) -> PoolsOnHost:
-    """Sums the hidden states that these rows ask for, in float32, or applies a head of the model to them.
+    """Sums the hidden states that these rows ask for, in float64, or applies a head of the model to them. The state of
+    a single token stays as it is.
 
     Args:
         starts: places of the batch's rows in T.
         rows: the pooled rows, by place in the batch. A row with a head has one token.
     """
     parts = []
-    if states := [(place, row) for place, row in rows if not row.logits_of and not row.classify]:
-        values_PD = _sums(hidden_TD, starts, states)
-        parts.append(([(place, values_PD.shape[1]) for place, _ in states], _to_host(values_PD)))
+    states = [(place, row) for place, row in rows if not row.logits_of and not row.classify]
+    if summed := [(place, row) for place, row in states if row.stop - row.start > 1]:
+        values_PD = _sums(hidden_TD, starts, summed)
+        parts.append(([(place, values_PD.shape[1]) for place, _ in summed], _to_host(values_PD)))
+    if single := [(place, row) for place, row in states if row.stop - row.start == 1]:
+        values_PD = _only_states(hidden_TD, starts, single).float()
+        parts.append(([(place, values_PD.shape[1]) for place, _ in single], _to_host(values_PD)))
     if classified := [(place, row) for place, row in rows if row.classify]:
         values_HN = model.classify(_only_states(hidden_TD, starts, classified))
-        parts.append(([(place, values_HN.shape[1]) for place, _ in classified], _to_host(values_HN)))
+        parts.append(([(place, values_HN.shape[1]) for place, _ in classified], _to_host(values_HN.float())))
     if scored := [(place, row) for place, row in rows if row.logits_of]:
         logits_HV = model.compute_logits(_only_states(hidden_TD, starts, scored))
         most = max(len(row.logits_of) for _, row in scored)
@@ -56,7 +62,8 @@ def pool_states(
         for index, (_, row) in enumerate(scored):
             wanted[index, : len(row.logits_of)] = row.logits_of
         (wanted_HN,) = to_device((wanted,), hidden_TD.device)
-        parts.append(([(place, len(row.logits_of)) for place, row in scored], _to_host(logits_HV.gather(1, wanted_HN))))
+        values_HN = logits_HV.gather(1, wanted_HN).float()
+        parts.append(([(place, len(row.logits_of)) for place, row in scored], _to_host(values_HN)))
     return PoolsOnHost(parts)
 
 
@@ -64,11 +71,8 @@ def _sums(hidden_TD: Tensor, starts: Sequence[int], rows: Sequence[tuple[int, Po
     places = [np.arange(starts[place] + row.start, starts[place] + row.stop, dtype=np.int64) for place, row in rows]
     lengths = np.array([row.stop - row.start for _, row in rows], np.int64)
     places_C, lengths_P = to_device((np.concatenate(places), lengths), hidden_TD.device)
-    states_CD = hidden_TD.index_select(0, places_C).float()
-    if len(places_C) == len(rows):
-        return states_CD
-    # NOTE: an `index_add` on a GPU adds in any order, so its last bits would differ from run to run.
-    return torch.segment_reduce(states_CD, "sum", lengths=lengths_P, axis=0)
+    states_CD = hidden_TD.index_select(0, places_C).double().mul_(SUM_SCALE).round_()
+    return torch.segment_reduce(states_CD, "sum", lengths=lengths_P, axis=0).div_(SUM_SCALE)
 
 
 def _only_states(hidden_TD: Tensor, starts: Sequence[int], rows: Sequence[tuple[int, PoolRow]]) -> Tensor:
@@ -78,7 +82,6 @@ def _only_states(hidden_TD: Tensor, starts: Sequence[int], rows: Sequence[tuple[
 
 
 def _to_host(values: Tensor) -> Tensor:
-    values = values.float()
     if values.device.type == "cpu":
         return values
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

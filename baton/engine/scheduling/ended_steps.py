@@ -90,8 +90,9 @@ class EndedSteps:
                 if state.request_id in step.started:
                     started.append(step.started[state.request_id])
                 if state.splits and stop == state.prefill_stop:
-                    self._requests.stop_running(state)
-                    if state.pooling is not None:
+                    if state.pooling is None:
+                        self._requests.stop_running(state)
+                    elif token is None:
                         pooled.append(state)
             if isinstance(token, BatonError):
                 failed.append(self._failed(state, token))

@@ -189,8 +189,9 @@ class RequestTable:
         return grammar is None or not self._is_pending(grammar)
 
     def stop_running(self, state: RequestState) -> None:
-        """Ends the computation of a running request. A `prefill_only` request keeps its blocks."""
-        if state.prefill_only:
+        """Ends the computation of a running request. A `prefill_only` request keeps its blocks, unless its states are
+        pooled: then nobody reads its KV."""
+        if state.prefill_only and state.pooling is None:
             self.roster.hold(state)
         else:
             self.end(state)

@@ -47,7 +47,7 @@ class Roster:
 
     @property
     def free_seats(self) -> int:
-        return self.seats - len(self.running)
+        return max(0, self.seats - len(self.running))
 
     @property
     def may_reserve(self) -> bool:

@@ -233,7 +233,8 @@ class Scheduler:
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
         """Fails the oldest step in flight: its requests end with `error`. Their rows in the next step are void.
 
-        A prefill-only request keeps its blocks until `abort`: KV of earlier chunks may be read from them meanwhile.
+        A prefill-only request keeps its blocks until `abort`, unless its hidden states are pooled: KV of earlier chunks
+        may be read from them meanwhile.
         """
         return self._ended.fail(error, seconds)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from baton.core.errors import (
+    LOGITS_FIELD,
     BatonError,
     DataLoss,
     Draining,
@@ -169,7 +170,8 @@ class PoolClient:
                 response = await client.pool(message, timeout_s=left_s)
             except BatonError as error:
                 lost = isinstance(error, NoNode) or not node.reachable or node.incarnation != incarnation
-                if isinstance(error, InternalError) and not lost:
+                # States that are not finite do not count: the prompt may cause them.
+                if isinstance(error, InternalError) and error.field != LOGITS_FIELD and not lost:
                     self._fleet.breakers.failed(incarnation, monotonic())
                 attempts.failed(name, incarnation, error, lost=lost)
                 continue

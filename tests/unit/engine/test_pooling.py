@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.core.errors import InvalidRequest
+from baton.core.errors import InternalError, InvalidRequest
 from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import Batch, BatchRow
-from baton.engine.build import BuiltRunner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.graphs import GraphSettings
-from baton.engine.pooling import PoolRow, PoolSpan
+from baton.engine.device.pooled_states import pool_states
+from baton.engine.pooling import PoolRow, PoolSpan, PoolSum
 from baton.engine.request import EngineRequest, int_array
+from baton.settings.node_config import NodeSettings
 from tests.unit.engine.driver import runner_of
+from tests.unit.engine.scheduling import launch, make
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
 
@@ -64,6 +67,47 @@ async def test_every_span_equals_one_forward_next_to_requests_that_decode(
     for name, (prompt, span) in spans.items():
         assert_right(events.pooled[name], span, prompt, llama[1])
         assert not events.ids(name), "nothing is sampled"
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 300.0])
+def test_a_mean_has_the_same_bits_however_its_prompt_is_cut(scale: float) -> None:
+    length, generator = 500, np.random.default_rng(3)
+    hidden_TD = torch.from_numpy(generator.normal(size=(length, 64)).astype(np.float32)) * scale
+    means = set()
+    for cuts in ((), range(1, length), *(generator.integers(1, length, 5) for _ in range(10))):
+        stops = sorted({*map(int, cuts), length})
+        pooled = PoolSum(PoolSpan(3, length))
+        for start, stop in zip((0, *stops), stops, strict=False):
+            if (row := pooled.row(start, stop)) is not None:
+                # Another row comes first in the step.
+                rows = ((0, PoolRow(0, 2)), (1, row))
+                pooled.add(pool_states(None, hidden_TD, (0, start), rows).outputs()[1])  # type: ignore[arg-type]
+        means.add(pooled.mean().tobytes())
+    assert len(means) == 1
+    mean = np.frombuffer(means.pop(), np.float32)
+    assert mean == pytest.approx(hidden_TD[3:].double().mean(dim=0).numpy(), rel=1e-7, abs=1e-9)
+
+
+def test_the_state_of_a_single_token_keeps_its_bits() -> None:
+    hidden_TD = torch.full((4, 2), 1.234567e-10)
+    pooled = PoolSum(PoolSpan(2, 3))
+    rows = ((0, PoolRow(0, 2)), (1, PoolRow(2, 3)))
+    pooled.add(pool_states(None, hidden_TD, (0, 0), rows).outputs()[1])  # type: ignore[arg-type]
+    assert pooled.mean().tobytes() == hidden_TD[2].numpy().tobytes()
+
+
+async def test_batch_invariant_engines_give_a_mean_the_same_bits_however_its_prompt_is_cut(
+    llama: Llama,
+) -> None:
+    settings = NodeSettings(model=llama[0], device="cpu", num_blocks=64, block_size=4, batch_invariant=True)
+    built, prompt, means = build_runner(settings), prompt_of(30), set()
+    for max_batch_tokens in (256, 16, 7, 1):
+        async with running(built, max_batch_tokens=max_batch_tokens, prefix_cache=False) as (engine, events):
+            engine.submit(request("plain", prompt_of(5, seed=5), greedy(9)))
+            engine.submit(pooling("mean", prompt, mean(prompt)))
+            await events.until(lambda: "mean" in events.pooled and "plain" in events.reasons)
+        means.add(events.pooled["mean"].tobytes())
+    assert len(means) == 1
 
 
 async def test_the_cache_serves_tokens_before_the_span_only_and_keeps_what_pooling_computed(
@@ -124,6 +168,37 @@ async def test_an_aborted_request_pools_nothing_and_frees_its_blocks(built: Buil
     assert events.pooled == {}
 
 
+@pytest.mark.parametrize("max_batch_tokens", [256, 4])
+async def test_states_that_are_not_finite_fail_their_request_alone(llama: Llama, max_batch_tokens: int) -> None:
+    built, wrong = build(llama[0]), 1  # `prompt_of` gives no token below 3
+    with torch.inference_mode():
+        built.runner.model.model.embed_tokens.weight[wrong] = torch.nan
+    prompt = prompt_of(10)
+    prompts = {"good": prompt, "last": (*prompt[:-1], wrong), "mean": (*prompt[:5], wrong, *prompt[5:])}
+    spans = {"good": mean(prompt), "last": last(prompt), "mean": mean(prompts["mean"])}
+    async with running(built, max_batch_tokens=max_batch_tokens) as (engine, events):
+        for name, span in spans.items():
+            engine.submit(pooling(name, prompts[name], span))
+        await events.until(lambda: len(events.pooled) + len(events.errors) == len(spans))
+    assert_right(events.pooled.pop("good"), spans["good"], prompt, llama[1])
+    assert events.pooled == {}
+    for name in ("last", "mean"):
+        assert isinstance(events.errors[name], InternalError)
+        assert "pooled hidden states are not finite" in str(events.errors[name])
+
+
+def test_a_step_that_fails_frees_the_blocks_of_the_prompts_that_it_pools() -> None:
+    scheduler = make(tokens=8)
+    scheduler.submit(pooling("a", tuple(range(20)), PoolSpan(0, 20)), 0.0)
+    launch(scheduler)
+    launch(scheduler)
+    events = scheduler.fail(InternalError("the step failed"), 0.0)
+    assert [failed.request_id for failed in events.failed] == ["a"]
+    assert scheduler.load().blocks_free < scheduler.load().blocks_total, "the next step still writes to its blocks"
+    scheduler.fail(InternalError("the step failed"), 0.0)
+    assert scheduler.load().blocks_free == scheduler.load().blocks_total
+
+
 @pytest.mark.parametrize(
     "span", [PoolSpan(0, 0), PoolSpan(3, 9), PoolSpan(-1, 2), PoolSpan(0, 2, (1,)), PoolSpan(0, 1, (10_000,))]
 )
@@ -163,4 +238,4 @@ async def test_prompts_in_graphs_buffers_pool_alike(llama: Llama, built: BuiltRu
     launched.wait()
     assert runner.launches["prompt_graph"] > 0
     for place, prompt in enumerate(prompts):
-        assert_right(launched.pools[place] / len(prompt), mean(prompt), prompt, llama[1])
+        assert_right((launched.pools[place] / len(prompt)).astype(np.float32), mean(prompt), prompt, llama[1])

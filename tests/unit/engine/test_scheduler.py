@@ -5,7 +5,7 @@ import pytest
 from baton.core.errors import Cancelled, InternalError, InvalidRequest, Overloaded, UnknownLease
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import FinishReason, TokenOutput
-from baton.engine.request import EngineRequest
+from baton.engine.request import EngineLimits, EngineRequest
 from tests.unit.engine.scheduling import EOS, VOCAB_SIZE, finish, make, request, step
 
 
@@ -63,6 +63,17 @@ def test_no_more_requests_run_than_there_are_seats() -> None:
     assert set(step(scheduler)[0]) == {"a", "b"}
     assert set(step(scheduler)[0]) == {"a", "b"}
     assert set(step(scheduler)[0]) == {"c"}
+
+
+def test_no_request_starts_while_more_run_than_the_new_limits_have_seats() -> None:
+    scheduler = make(requests=4)
+    for name in "abc":
+        scheduler.submit(request(name, 2, sampling=ResolvedSampling(max_tokens=9)), 0.0)
+    assert set(step(scheduler)[0]) == {"a", "b", "c"}
+    limits = EngineLimits(max_batch_tokens=16, max_batch_requests=2, max_waiting=8, prefix_cache=True)
+    scheduler.set_limits(limits)
+    scheduler.submit(request("d", 2), 0.0)
+    assert set(step(scheduler)[0]) == {"a", "b", "c"}
 
 
 def test_a_reserved_request_takes_a_seat_only_when_its_kv_is_here() -> None:

@@ -2,11 +2,21 @@
 
 import asyncio
 from time import monotonic
+from typing import Any
 
 import numpy as np
 import pytest
 
-from baton.core.errors import BatonError, DataLoss, Draining, InternalError, InvalidRequest, NoNode, Overloaded
+from baton.core.errors import (
+    LOGITS_FIELD,
+    BatonError,
+    DataLoss,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    NoNode,
+    Overloaded,
+)
 from baton.gateway.request.connections import Connections
 from baton.gateway.request.pooling import PoolAttempts, PoolBatch, PoolClient
 from baton.gateway.serving.pooling import batch_tokens, cut
@@ -16,8 +26,9 @@ from baton.gateway.text.pooled_values import check_dimensions, finished, scores_
 from baton.models.config.pooling import EmbeddingConfig, Pooling, ScoreConfig
 from baton.protos.internal.v1 import prefill_pb2 as pb
 from baton.protos.v1 import node_status_pb2
+from baton.rpc.status import abort
 from tests.unit.gateway.fleets import PREFILL
-from tests.unit.gateway.scripted_nodes import scripted_nodes
+from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 from tests.unit.gateway.test_serving import BOUND_S, model, settings_of
 
 __all__ = ["model"]
@@ -85,6 +96,27 @@ async def test_a_batch_waits_while_the_only_node_restarts(model: ServedModel, re
             assert not choosing.done()
             connections._status_received(PREFILL, prefill.address, status)
             assert (await asyncio.wait_for(choosing, BOUND_S)).address == prefill.address
+
+
+@pytest.mark.parametrize(("field", "counts"), [(LOGITS_FIELD, False), ("", True)])
+async def test_states_that_are_not_finite_do_not_count_against_their_node(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, field: str, counts: bool
+) -> None:
+    async def fail(node: ScriptedNode, request: object, context: Any) -> None:
+        await abort(context, InternalError("failed", field=field))
+
+    monkeypatch.setattr(ScriptedNode, "Pool", fail)
+    async with scripted_nodes(model.identity) as (prefill, decode):
+        settings = settings_of("--prefill", prefill.address, "--decode", decode.address)
+        async with Connections(settings, model) as connections:
+            await asyncio.wait_for(connections.until_serves(), BOUND_S)
+            client = PoolClient(connections, max_attempts=1, wait_s=0.0)
+            for _ in range(3):
+                with pytest.raises(NoNode, match="failed"):
+                    await client.pool(
+                        PoolBatch("r", prompts(4), cache_salt="", priority=0, adapter=None), timeout_s=BOUND_S
+                    )
+            assert bool(connections.fleet.breakers.open(0.0)) is counts
 
 
 def test_an_error_that_every_node_would_repeat_is_raised_at_once() -> None:

@@ -62,7 +62,8 @@ _MEANINGS = {
     "max_tokens": "chat: older name of `max_completion_tokens`; completions: default 16; messages: required",
     "top_logprobs": "alternatives for each token",
     "logprobs": "chat: whether to add logprobs; completions: alternatives for each token, 0 to 20",
-    "tools": "functions that the model may call; responses: also [other kinds](agents.md#tools)",
+    "tools": "functions that the model may call; chats: also custom tools; responses: also "
+    "[other kinds](agents.md#tools)",
     "tool_choice": "auto, none, required (Anthropic: any) or one tool; all but auto are enforced",
     "parallel_tool_calls": "whether there may be several calls",
     "add_special_tokens": "add BOS to a text, default true; chats: only false, because their template writes it",

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -31,6 +32,11 @@ TOOL: ChatCompletionToolParam = {
 }
 SCHEMA = TOOL["function"]["parameters"]
 ENDLESS: dict[str, Any] = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+
+
+def custom_tool(name: str, regex: str) -> Any:
+    grammar = {"syntax": "regex", "definition": regex}
+    return {"type": "custom", "custom": {"name": name, "format": {"type": "grammar", "grammar": grammar}}}
 
 
 class Cluster(NamedTuple):
@@ -203,6 +209,36 @@ def test_a_tool_call_that_is_forced_is_valid(client: OpenAI, choice: Any, stream
     assert call.type == "function"
     assert call.function.name == "seek"
     assert json.loads(call.function.arguments)["whence"] in ("start", "end")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_custom_tool_gets_an_input_of_its_grammar(client: OpenAI, stream: bool) -> None:
+    time = r"(at )?([01]\d|2[0-3]):[0-5]\d"
+    body = {
+        "model": "llama", "messages": HELLO, "max_tokens": 60, "temperature": 0, "stream": stream,
+        "tools": [TOOL, custom_tool("clock", time)], "tool_choice": {"type": "custom", "custom": {"name": "clock"}},
+    }  # fmt: skip
+    if stream:
+        chunks = [chunk.choices[0].to_dict() for chunk in client.chat.completions.create(**body)]
+        calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+        text, finish = "".join(call["custom"]["input"] for call in calls), chunks[-1]["finish_reason"]
+        assert calls[0]["id"]
+    else:
+        (choice,) = client.chat.completions.create(**body).choices
+        assert choice.message.tool_calls is not None
+        (call,) = choice.message.tool_calls
+        assert call.type == "custom"
+        text, finish = call.custom.input, choice.finish_reason
+    assert re.fullmatch(time, text)
+    assert finish == "tool_calls"
+
+
+def test_a_grammar_of_a_custom_tool_that_is_wrong_is_named_by_its_place(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(
+            model="llama", messages=HELLO, tools=[custom_tool("clock", "(")], tool_choice="required"
+        )
+    assert raised.value.param == "tools[0].custom.format.grammar.definition"
 
 
 def test_an_answer_by_schema_is_valid(client: OpenAI) -> None:

@@ -6,7 +6,7 @@ Clients read these sentences. They name nodes, fields, values and what to change
 from collections.abc import Iterable, Sequence
 
 from baton.core.errors import shortened
-from baton.gateway.fleet.fleet_node import FleetNode
+from baton.gateway.fleet.fleet_node import FleetNode, Role
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import role_name
 
@@ -14,25 +14,36 @@ _NAMED_MAX = 8  # nodes and pairs; the others are counted
 _VALUE_MAX = 64  # a digest of 256 bits
 
 
-def explain(nodes: Sequence[FleetNode]) -> str:
+def explain(nodes: Sequence[FleetNode], lacking: Role | None = None) -> str:
     """Says for each node why it cannot be chosen, and why pairs were refused; lists only the loading nodes while there
-    are any."""
+    are any.
+
+    Args:
+        lacking: the role that has no open node, though requests need one; None: there is none.
+    """
     if loading := [node for node in nodes if node.loading]:
         return _first(_explain_node(node) for node in loading)
     refused = _refusals(nodes)
     in_pairs = {node.incarnation for pair in refused for node in pair}
     others = [node for node in nodes if node.incarnation not in in_pairs]
     pairs = [_explain_pair(*pair, peer) for pair, peer in refused.items()]
-    return _first([*pairs, *map(_explain_node, others)]) or "no node address is known"
+    reasons = _first([*pairs, *map(_explain_node, others)]) or "no node address is known"
+    if lacking is None or not any(node.open for node in nodes):
+        return reasons
+    return f"no {role_name(lacking)} node serves, and requests need one; {reasons}"
 
 
-def cure(nodes: Sequence[FleetNode]) -> str:
-    """What to change so that the refused pairs that `explain` names are made; empty if it names none.
+def cure(nodes: Sequence[FleetNode], lacking: Role | None = None) -> str:
+    """What to change so that there is a node of the lacking role, or the refused pairs that `explain` names are made;
+    empty if it names none.
 
     The cure of a slow link describes the nodes' machines, so only operators read it: `baton status` has it.
     """
     if any(node.loading for node in nodes):
         return ""
+    if lacking is not None and nodes and not any(node.role == lacking for node in nodes):
+        wanted = role_name(lacking)
+        return f"start a {wanted} node, or make one of several others a {wanted} node: `baton role NAME {wanted}`"
     mismatches = (item for peer in _refusals(nodes).values() for item in peer.mismatches)
     cures = (item.cure for item in mismatches if item.field != "link")
     return "; ".join(dict.fromkeys(filter(None, cures)))
@@ -65,7 +76,7 @@ def _explain_node(node: FleetNode) -> str:
         return f"{name} is {node.detail}"
     if node.detail:
         return f"{name} cannot be used ({node.detail})"
-    return f"{name} is draining" if node.status.draining else f"{name} is available"
+    return f"{name} is draining" if node.status.draining else f"{name} is an available {role_name(node.role)} node"
 
 
 def _name(node: FleetNode) -> str:

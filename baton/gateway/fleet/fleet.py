@@ -286,11 +286,20 @@ class Fleet(NodeTable):
 
     def explain(self) -> str:
         """Says why requests cannot be served, for clients."""
-        return explanation.explain(list(self.nodes()))
+        return explanation.explain(list(self.nodes()), self._needed_role())
 
     def cure(self) -> str:
         """What to do so that requests can be served, for clients."""
-        return "; ".join(filter(None, (explanation.cure(list(self.nodes())), _CURE)))
+        return "; ".join(filter(None, (explanation.cure(list(self.nodes()), self._needed_role()), _CURE)))
+
+    def _needed_role(self) -> Role | None:
+        """The role that no open node has, though no request can be served without one."""
+        prefill, decode = node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE
+        strict = self._policy is LocalPolicy.STRICT
+        if (strict or not self._generates) and not any(node.open for node in self.prefills.values()):
+            return prefill
+        decoding = self.decodes.values() if strict else self.decoding_nodes()
+        return None if not self._generates or any(node.open for node in decoding) else decode
 
     def loads(self) -> list[operations_pb2.NodeLoad]:
         """The load of each reachable node."""

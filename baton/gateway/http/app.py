@@ -33,6 +33,10 @@ _CURE = "set API keys (BATON_API_KEYS), or make the proxy send the address that 
 _REQUEST_ID_CHARACTERS_MAX = 256
 _WARNING_CHARACTERS_MAX = 300
 _SCHEMAS = "#/components/schemas/{model}"
+# Paths of OpenAI's that look like a stored response's here, and what clients do without them.
+_NOT_SERVED = {
+    "/v1/responses/compact": "ask for a summary by /v1/responses, as Codex does if its provider's name is not OpenAI"
+}
 
 log = logging.getLogger("baton")
 
@@ -175,7 +179,7 @@ class App:
     async def _answer_http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         method, path = request.method, request.url.path
-        if error.status_code == 405:
+        if error.status_code == 405 and path not in _NOT_SERVED:
             message = f"{path} does not have the method {method}"
             methods = set(Headers(error.headers).get("allow", "").split(", "))
             allowed = tuple(sorted(methods | {"HEAD"} if "GET" in methods else methods))
@@ -183,8 +187,9 @@ class App:
             refused = HttpRefusal(405, "method_not_allowed", message, allowed=allowed, headers=headers)
             return self._error(request.scope, refused)
         message = f"{method} {path} does not exist"
-        cure = cure_of_path(path, self._exists)
-        return self._error(request.scope, HttpRefusal(error.status_code, "not_found", message, cure=cure))
+        cure = _NOT_SERVED.get(path) or cure_of_path(path, self._exists)
+        status = 404 if error.status_code == 405 else error.status_code
+        return self._error(request.scope, HttpRefusal(status, "not_found", message, cure=cure))
 
     def _error(self, scope: Scope, error: Exception) -> Response:
         request_id = scope[REQUEST_ID]

@@ -13,6 +13,7 @@ from baton.core.sampling_field import Door
 from baton.gateway.http.baton_options import BatonOptions
 from baton.gateway.http.checking import TEXT_OR_OBJECT, Items, Model, by_shape, tag
 from baton.gateway.http.client_fields import IGNORED, ChatClientFields, ClientFields
+from baton.gateway.http.custom_tools import ChatTool
 from baton.gateway.http.sampling import takes_sampling
 
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -163,7 +164,7 @@ class ChatBody(ChatClientFields, GenerationBody):
     max_tokens: Limit = Field(None, description="older name of max_completion_tokens")
     logprobs: bool = Field(False, description="whether to add logprobs")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="alternatives for each token")
-    tools: Items[dict[str, Any]] = Field([], description="functions that the model may call")
+    tools: Items[ChatTool] = Field([], description="functions and custom tools that the model may call")
     tool_choice: ToolChoice | None = Field(
         None, description="auto, none, required or one tool; all but auto are enforced"
     )
@@ -245,7 +246,7 @@ class TokenizeBody(Model):
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1)] | None = None
     add_special_tokens: bool = Field(True, description="of prompt; a template writes them itself")
     return_token_strs: bool = False
-    tools: Items[dict[str, Any]] = Field([])
+    tools: Items[ChatTool] = Field([])
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field({})

@@ -1,14 +1,16 @@
 """Writes streams of OpenAI's chunks. The shared beginning of a stream's chunks is encoded once. Pure."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import orjson
 
 from baton.core.errors import BatonError
+from baton.gateway.http.custom_tools import CustomTools
 from baton.gateway.http.errors import openai_error
 from baton.gateway.http.logprobs import CompletionLogprobs, LogprobWriter
+from baton.gateway.http.tool_calls import ToolCallStream
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.convert import finish_reason_from_proto, receipt_from_proto
@@ -30,6 +32,7 @@ class StreamShape:
         outputs: number of choices for each prompt.
         prompt_tokens: number of prompt tokens, for `continuous_usage`; the last chunk counts them itself.
         tokens_before: number of output tokens that the client already has.
+        custom_tools: those of a chat.
     """
 
     object_name: str
@@ -46,6 +49,7 @@ class StreamShape:
     outputs: int = 1
     prompt_tokens: int = 0
     tokens_before: int = 0
+    custom_tools: CustomTools = field(default_factory=CustomTools)
 
     def beginning(self, revision: str = "") -> bytes:
         """Returns the beginning of every chunk, up to its choices. `revision` is the weights', once it is known."""
@@ -109,8 +113,9 @@ class ChatChunks(_Stream):
 
     def __init__(self, shape: StreamShape) -> None:
         super().__init__(shape)
-        self._with_tools: set[int] = set()
-        self._plain = not (shape.continuous_usage or shape.logprobs or shape.token_ids)
+        self._calls = ToolCallStream(shape.custom_tools, shape.id)
+        self._is_input = bool(shape.custom_tools.raw_tool)  # the content is the input of a tool
+        self._plain = not (shape.continuous_usage or shape.logprobs or shape.token_ids or self._is_input)
         self._plain_end = b'},"finish_reason":null' + self._plain_end
 
     def push(self, message: pb.GenerateResponse) -> bytes:
@@ -125,8 +130,7 @@ class ChatChunks(_Stream):
 
     def skip(self, message: pb.GenerateResponse) -> None:
         """Takes a message whose chunks the client already has."""
-        if message.chat.tool_calls:
-            self._with_tools.add(message.index)
+        self._calls.push(message)
 
     def _any(self, message: pb.GenerateResponse) -> bytes:
         shape, index, chat = self.shape, message.index, message.chat
@@ -136,13 +140,12 @@ class ChatChunks(_Stream):
             self._beginning = shape.beginning(message.revision)
         if message.revision or index not in self._heads:
             self._heads[index] = self._beginning + b'{"index":%d,"delta":{"content":' % index
-        if chat.content:
+        if chat.content and not self._is_input:
             delta["content"] = chat.content
         if chat.reasoning and shape.reasoning:
             delta["reasoning_content"] = chat.reasoning
-        if chat.tool_calls:
-            self._with_tools.add(index)
-            delta["tool_calls"] = [_tool_call_delta(piece) for piece in chat.tool_calls]
+        if calls := self._calls.push(message):
+            delta["tool_calls"] = calls
         fields: dict[str, Any] = {}
         if shape.logprobs is not None and message.tokens:
             fields["logprobs"] = shape.logprobs.chat(message.tokens)
@@ -151,7 +154,7 @@ class ChatChunks(_Stream):
         if not (delta or fields or message.finish_reason):
             return b""
         finish = finish_name(message.finish_reason)
-        if finish == "stop" and index in self._with_tools:
+        if finish == "stop" and self._calls.has_calls(index):
             finish = "tool_calls"
         ending = self.ending(message, finish) if finish else b',"finish_reason":null'
         further = b"," + _dumps(fields)[1:-1] if fields else b""
@@ -247,15 +250,3 @@ def finish_name(reason: common_pb2.FinishReason.ValueType) -> str:
 def stop_reason_json(stop_reason: str) -> str | int | None:
     """Returns the stop string, or, as in vLLM, the stop token's id as a number."""
     return int(stop_reason) if stop_reason.isascii() and stop_reason.isdecimal() else stop_reason or None
-
-
-def _tool_call_delta(piece: pb.ToolCallDelta) -> dict[str, Any]:
-    function: dict[str, str] = {"arguments": piece.arguments}
-    if not piece.id:
-        return {"index": piece.index, "function": function}
-    return {
-        "index": piece.index,
-        "id": piece.id,
-        "type": "function",
-        "function": {"name": piece.name, **function},
-    }

@@ -25,8 +25,10 @@ from baton.gateway.http.chunks import (
 )
 from baton.gateway.http.client_fields import with_extra_body, without_effect
 from baton.gateway.http.counting import encode_chat
+from baton.gateway.http.custom_tools import custom_tools
 from baton.gateway.http.event_stream import HttpJob
 from baton.gateway.http.logprobs import CompletionLogprobs, LogprobWriter
+from baton.gateway.http.tool_calls import whole_calls
 from baton.gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import common_pb2
@@ -35,9 +37,14 @@ from baton.protos.v1 import generation_pb2 as pb
 
 async def chat_completions(call: HttpCall) -> Response:
     body, message, chat = await call.read_as(partial(_understand_chat, call.request_id))
-    call.field_names = {"prompt": "messages", "text": "messages", "grammar": grammar_of(body)[1]}
+    custom = custom_tools(body.tools, body.tool_choice)
+    grammar_field = custom.grammar_field or grammar_of(body)[1]
+    call.field_names = {"prompt": "messages", "text": "messages", "grammar": grammar_field}
     _warn(call, body)
+    for text in custom.warnings:
+        call.warn(text)
     shape = _shape(call, body, "chat.completion.chunk", "chatcmpl-", wants_logprobs=body.logprobs)
+    shape = replace(shape, custom_tools=custom)
     if body.stream:
         if body.continuous_usage:
             shape = replace(shape, prompt_tokens=await _count(call, message, chat))
@@ -141,13 +148,14 @@ async def _echo(call: HttpCall, prompt: str | list[int]) -> str:
 
 def _chat_choice(shape: StreamShape, output: pb.Output) -> dict[str, Any]:
     chat = output.chat
-    answer: dict[str, Any] = {"role": "assistant", "content": chat.content, "refusal": None}
+    content = "" if shape.custom_tools.raw_tool else chat.content
+    answer: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if chat.reasoning and shape.reasoning:
         answer["reasoning_content"] = chat.reasoning
     finish = finish_name(output.finish_reason)
-    if chat.tool_calls:
-        answer["content"] = chat.content or None
-        answer["tool_calls"] = [_tool_call(tool_call) for tool_call in chat.tool_calls]
+    if calls := whole_calls(output, shape.custom_tools, shape.id):
+        answer["content"] = content or None
+        answer["tool_calls"] = calls
         finish = "tool_calls" if finish == "stop" else finish
     logprobs = shape.logprobs.chat(output.tokens) if shape.logprobs is not None else None
     return {
@@ -185,10 +193,6 @@ def _ending(shape: StreamShape, finish: str, output: pb.Output) -> dict[str, Any
     if shape.token_ids:
         ending["token_ids"] = [token.token_id for token in output.tokens]
     return ending
-
-
-def _tool_call(call: pb.ToolCallDelta) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _answer(

@@ -14,6 +14,7 @@ from baton.gateway.http.bodies import DetokenizeBody, TokenizeBody
 from baton.gateway.http.call import HttpCall
 from baton.gateway.http.checking import checked
 from baton.gateway.http.counting import encode_chat
+from baton.gateway.http.custom_tools import with_functions
 from baton.gateway.request.node_choice import no_node
 from baton.gateway.text.chat.json_request import chat_request
 from baton.gateway.text.chat.types import ChatRequest
@@ -56,7 +57,7 @@ async def tokenize(call: HttpCall) -> Response:
 
 def _understand_tokenize(value: dict[str, Any]) -> tuple[TokenizeBody, ChatRequest | None]:
     body = checked(TokenizeBody, value)
-    return body, None if body.messages is None else chat_request(dict(body))
+    return body, None if body.messages is None else chat_request(with_functions(dict(body)))
 
 
 async def detokenize(call: HttpCall) -> Response:

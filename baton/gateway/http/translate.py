@@ -1,5 +1,6 @@
 """Translates the bodies of OpenAI's endpoints to requests of `baton.gateway.serving.serving`. Pure."""
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ from baton.core.sampling_field import Door
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
 from baton.gateway.http.common_fields import fill, reasoning_variables
+from baton.gateway.http.custom_tools import custom_tools, with_functions
 from baton.gateway.http.keep_time import longest_ttl, set_keep_time
 from baton.gateway.text.chat.json_request import chat_request as conversation
 from baton.gateway.text.chat.types import ChatRequest
@@ -34,13 +36,15 @@ def chat_request(body: ChatBody) -> ChatRequest:
     Raises:
         InvalidRequest: a field has a wrong shape, or two fields exclude each other.
     """
-    given = {name: getattr(body, name) for name in _CONVERSATION}
+    custom = custom_tools(body.tools, body.tool_choice)
+    given = with_functions({name: getattr(body, name) for name in _CONVERSATION})
     kwargs = {**body.template_variables, **body.chat_template_kwargs}
     thinking = kwargs.get("enable_thinking", kwargs.get("thinking", body.thinks))
     effort = body.reasoning_effort or (None if body.reasoning is None else body.reasoning.effort)
     variables = reasoning_variables(effort=None if effort == "default" else effort, thinking=thinking)
     given["chat_template_kwargs"] = {**variables, **kwargs}
-    return conversation(given, grammar_of(body)[0])
+    chat = conversation(given, custom.grammar or grammar_of(body)[0])
+    return replace(chat, is_raw_input=bool(custom.raw_tool))
 
 
 def chat_message(body: ChatBody, request_id: str) -> pb.GenerateRequest:
@@ -104,7 +108,7 @@ def _message(body: GenerationBody, request_id: str, door: Door) -> pb.GenerateRe
     if body.truncate_prompt_tokens is not None:
         message.truncate_prompt_tokens = body.truncate_prompt_tokens
     fill(message, body, door)
-    parts = [{"cache_control": body.cache_control}]
+    parts: list[object] = [{"cache_control": body.cache_control}]
     if isinstance(body, ChatBody):
         parts += [*body.messages, *body.tools]
     retention = body.prompt_cache_retention or longest_ttl(parts)

@@ -221,7 +221,8 @@ class PoolClient:
         if isinstance(attempts.last, _REFUSALS):
             raise attempts.last
         if attempts.last is not None:
-            raise NoNode(f"{attempts.failures}, and no other prefill node is ready", retry_after_s=1.0)
+            what = f"{attempts.failures}, and no other prefill node is ready"
+            raise NoNode(what, cure=self._fleet.cure(), retry_after_s=1.0)
         raise no_node(self._fleet)
 
     def _pick(self, batch: PoolBatch, attempts: PoolAttempts) -> FleetNode | None:

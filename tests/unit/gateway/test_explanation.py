@@ -6,7 +6,8 @@ from baton.core.errors import NoNode
 from baton.core.types import LocalPolicy
 from baton.gateway.request.node_choice import NodeChoice
 from baton.protos.v1 import node_status_pb2
-from tests.unit.gateway.fleets import SmallFleet, peer, rules
+from baton.rpc.convert import role_name
+from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, peer, rules, status
 
 CURE = "set BATON_BATCH_INVARIANT (--batch-invariant) alike on both nodes"
 
@@ -32,6 +33,51 @@ def test_a_client_reads_which_pair_was_refused_for_which_values_and_what_to_chan
     )
     assert error.value.cure == f"{CURE}; start both with one dtype; see `baton status`, and try again"
     assert error.value.retry_after_s is not None
+
+
+@pytest.mark.parametrize(
+    ("policy", "nodes", "lacking"),
+    [
+        (LocalPolicy.STRICT, (0, 2), "prefill"),
+        (LocalPolicy.STRICT, (2, 0), "decode"),
+        (LocalPolicy.ELASTIC, (2, 0), "decode"),
+    ],
+)
+def test_a_client_reads_which_role_no_node_has_and_what_to_change(
+    policy: LocalPolicy, nodes: tuple[int, int], lacking: str
+) -> None:
+    fleet = SmallFleet(*nodes, policy)
+    with pytest.raises(NoNode) as error:
+        NodeChoice(rules(policy), fleet).decode_node(64, begun=False, now_s=0.0)
+    (first, role), (second, _) = [(node.name, role_name(node.role)) for node in fleet.nodes()]
+    assert error.value.message == (
+        f"no node can take the request: no {lacking} node serves, and requests need one; "
+        f"{first} is an available {role} node; {second} is an available {role} node"
+    )
+    assert error.value.cure == (
+        f"start a {lacking} node, or make one of several others a {lacking} node: `baton role NAME {lacking}`; "
+        "see `baton status`, and try again"
+    )
+
+
+def test_a_prefill_node_that_comes_back_as_a_decode_node_is_named_as_one() -> None:
+    fleet = SmallFleet(1, 1, LocalPolicy.STRICT)
+    fleet.lose("p1")
+    assert fleet.explain().startswith("no prefill node serves")
+    back = status(DECODE, 12)
+    fleet.status_received(PREFILL, "p1", back, 1.0)
+    fleet.status_received(DECODE, "p1", back, 2.0)
+    assert fleet.explain() == (
+        "no prefill node serves, and requests need one; "
+        "node-21 is an available decode node; node-12 is an available decode node"
+    )
+    assert "`baton role NAME prefill`" in fleet.cure()
+
+
+def test_a_role_that_requests_can_do_without_is_not_called_lacking() -> None:
+    for fleet in (SmallFleet(0, 1, LocalPolicy.ELASTIC), SmallFleet(1, 0, also_decode=True)):
+        assert "serves" not in fleet.explain()
+        assert fleet.cure() == "see `baton status`, and try again"
 
 
 def test_refusals_of_nodes_that_are_gone_are_left_out() -> None:

@@ -119,6 +119,20 @@ async def test_states_that_are_not_finite_do_not_count_against_their_node(
             assert bool(connections.fleet.breakers.open(0.0)) is counts
 
 
+async def test_a_batch_whose_only_node_was_lost_ends_with_what_to_do(model: ServedModel) -> None:
+    async with scripted_nodes(model.identity) as (prefill, decode):
+        settings = settings_of("--prefill", prefill.address, "--decode", decode.address)
+        async with Connections(settings, model) as connections:
+            await asyncio.wait_for(connections.until_serves(), BOUND_S)
+            attempts = PoolAttempts(max_attempts=3)
+            incarnation = connections.fleet.prefills[prefill.address].incarnation
+            attempts.failed("prefill", incarnation, NoNode("gone"), lost=True)
+            client = PoolClient(connections, max_attempts=3, wait_s=0.0)
+            with pytest.raises(NoNode, match="no other prefill node is ready") as error:
+                await client._choose(PoolBatch("r", prompts(4), cache_salt="", priority=0, adapter=None), attempts)
+            assert error.value.cure == "see `baton status`, and try again"
+
+
 def test_an_error_that_every_node_would_repeat_is_raised_at_once() -> None:
     with pytest.raises(InvalidRequest, match="wrong"):
         PoolAttempts(max_attempts=2).failed("a", 1, InvalidRequest("wrong"), lost=False)

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from baton.core.error_codes import code_of
 from baton.core.errors import BatonError, ContextOverflow, InvalidRequest, Overloaded
 from baton.gateway.http.answer_parts import AnswerPart, OutputParts
+from baton.gateway.http.custom_input import whole_text
 from baton.gateway.http.errors import retry_after_s
 from baton.gateway.http.responses.client_tools import CLIENT_TOOLS
-from baton.gateway.http.responses.custom_input import CustomInput
 from baton.gateway.http.responses.items import sealed
 from baton.gateway.http.responses.models import ENCRYPTED, ResponsesRequest
 from baton.gateway.http.responses.tool_table import ShownTool, ToolTable
@@ -120,12 +120,7 @@ class ResponseObject:
         return self._raw_tool if part.kind == "text" else None
 
     def _custom_text(self, part: AnswerPart) -> str:
-        if not self.has_json(part):
-            return part.text
-        read = CustomInput()
-        read.push(part.text)
-        read.finish()
-        return read.text
+        return whole_text(part.text) if self.has_json(part) else part.text
 
     def text_part(self, text: str, tokens: Sequence[common_pb2.Token]) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs(tokens)}

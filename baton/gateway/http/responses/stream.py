@@ -7,9 +7,9 @@ import orjson
 
 from baton.core.errors import BatonError, ContextOverflow
 from baton.gateway.http.answer_parts import AnswerPart, AnswerStream, Growth, event
+from baton.gateway.http.custom_input import CustomInput
 from baton.gateway.http.errors import row_of
 from baton.gateway.http.responses.answer import ResponseObject, Status, failure
-from baton.gateway.http.responses.custom_input import CustomInput
 from baton.protos.v1 import common_pb2
 
 # The deltas of each type of item. Other items have none: they are sent whole, at their end.

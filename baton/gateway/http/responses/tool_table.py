@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.core.errors import InvalidRequest
-from baton.core.types import Grammar, GrammarKind
+from baton.core.types import Grammar
+from baton.gateway.http.custom_input import GRAMMAR_KINDS, text_function
 from baton.gateway.http.responses.client_tools import CLIENT_TOOLS
-from baton.gateway.http.responses.custom_input import ARGUMENT
 from baton.gateway.http.responses.tools import (
     AllowedTools,
     ChosenTool,
@@ -29,7 +29,6 @@ from baton.gateway.http.responses.tools import (
 
 _NO_NAMESPACE = (None, "", "functions")  # Codex's own name of none is the last one
 _JOINT = "__"  # between namespace and name, as in the names of MCP tools
-_GRAMMARS = {"lark": GrammarKind.LARK, "regex": GrammarKind.REGEX}
 
 Json = dict[str, Any]
 
@@ -168,8 +167,9 @@ def _shown(tool: FunctionTool | CustomTool, space: NamespaceTool | None, where: 
     if isinstance(tool, FunctionTool):
         return ShownTool("function", tool.name, namespace, _function(name, tool), where=where)
     grammar = tool.format if isinstance(tool.format, GrammarText) else None
-    constraint = None if grammar is None else Grammar(_GRAMMARS[grammar.syntax], grammar.definition)
-    return ShownTool("custom", tool.name, namespace, _text_function(name, tool), constraint, where)
+    constraint = None if grammar is None else Grammar(GRAMMAR_KINDS[grammar.syntax], grammar.definition)
+    function = text_function(name, tool.description, constraint)
+    return ShownTool("custom", tool.name, namespace, function, constraint, where)
 
 
 def _function(name: str, tool: FunctionTool) -> Json:
@@ -181,18 +181,6 @@ def _function(name: str, tool: FunctionTool) -> Json:
     if tool.strict is not None:
         function["strict"] = tool.strict
     return function
-
-
-def _text_function(name: str, tool: CustomTool) -> Json:
-    argument: Json = {"type": "string", "description": "the tool's input, as plain text"}
-    if isinstance(tool.format, GrammarText):
-        language = "Lark grammar" if tool.format.syntax == "lark" else "regular expression"
-        argument["description"] = f"the tool's input, which matches this {language}:\n{tool.format.definition}"
-    function: Json = {"name": name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    schema = {"type": "object", "properties": {ARGUMENT: argument}, "required": [ARGUMENT]}
-    return {**function, "parameters": {**schema, "additionalProperties": False}}
 
 
 def _client_tool(tool: Tool, where: str) -> ShownTool:

@@ -11,8 +11,8 @@ from baton.core.errors import InvalidRequest
 from baton.core.sampling_field import Door
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.http.common_fields import fill, reasoning_variables
+from baton.gateway.http.custom_input import as_arguments
 from baton.gateway.http.keep_time import set_keep_time
-from baton.gateway.http.responses.custom_input import as_arguments
 from baton.gateway.http.responses.items import (
     AdditionalTools,
     AgentMessage,

@@ -121,6 +121,13 @@ async def test_paths_and_methods_that_do_not_exist(door: HttpGateway, method: st
     assert ("allow" in answer.headers) == (status == 405)
 
 
+async def test_a_client_that_wants_its_conversation_compacted_reads_what_to_do_without(door: HttpGateway) -> None:
+    answer = await door.call("POST", "/v1/responses/compact", {"model": "llama", "input": []})
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert "ask for a summary by /v1/responses" in answer.error["message"]
+    assert "allow" not in answer.headers
+
+
 WRONG: list[tuple[object, int, str | None]] = [
     (b"{", 400, None),
     (b"", 400, None),

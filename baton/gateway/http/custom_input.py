@@ -1,9 +1,19 @@
-"""Reads a custom tool's text out of the JSON that the model writes, `{"input": "..."}`, piece by piece. Pure."""
+"""A custom tool, whose input is a text, as the function with one text that the model sees. Pure.
+
+The model writes `{"input": "..."}`, and `CustomInput` reads the text out of it, piece by piece.
+"""
 
 import json
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from baton.core.types import Grammar, GrammarKind
 
 ARGUMENT = "input"  # the only argument of a custom tool as the model sees it
+GRAMMAR_KINDS: Mapping[str, GrammarKind] = MappingProxyType({"lark": GrammarKind.LARK, "regex": GrammarKind.REGEX})
+_LANGUAGES = {GrammarKind.LARK: "Lark grammar", GrammarKind.REGEX: "regular expression"}
 
 # It is bounded, so that a text that begins differently is known after a few characters.
 _OPENING = re.compile(r'\s{0,16}\{\s{0,16}"input"\s{0,16}:\s{0,16}"')
@@ -129,6 +139,24 @@ def _other_text(written: str) -> str:
 def _whole(text: str) -> str:
     """Replaces halves of characters, which JSON can express and UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def text_function(name: str, description: str | None, grammar: Grammar | None) -> dict[str, Any]:
+    """Returns the function that the model sees in place of a custom tool; `grammar` is the language of its input."""
+    argument = {"type": "string", "description": "the tool's input, as plain text"}
+    if grammar is not None:
+        argument["description"] = f"the tool's input, which matches this {_LANGUAGES[grammar.kind]}:\n{grammar.text}"
+    function = {"name": name} if description is None else {"name": name, "description": description}
+    schema = {"type": "object", "properties": {ARGUMENT: argument}, "required": [ARGUMENT]}
+    return {**function, "parameters": {**schema, "additionalProperties": False}}
+
+
+def whole_text(arguments: str) -> str:
+    """Returns the text of a call whose JSON is complete, or was cut off."""
+    read = CustomInput()
+    read.push(arguments)
+    read.finish()
+    return read.text
 
 
 def as_arguments(text: str) -> str:

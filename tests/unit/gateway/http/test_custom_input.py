@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.http.responses.custom_input import CustomInput, as_arguments
+from baton.gateway.http.custom_input import CustomInput, as_arguments
 
 
 def read(pieces: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
 from kvtransfer.stores.file_format import HEADER_BYTES, EntryFileName, FileHeader
 from kvtransfer.stores.files import FileStore
 from tests.unit.kvtransfer.stores.entries import entry_keys, entry_of, root_of
@@ -187,6 +187,14 @@ def test_the_store_keeps_to_its_size(tmp_path: Path) -> None:
         assert (counters.entries, counters.written, counters.evicted) == (5, 20, 15)
         assert got(store, entry_keys(1, first_token=19)[0]) is not None
     assert len(files(tmp_path)) == 5
+
+
+def test_a_file_that_has_left_is_not_found_again(tmp_path: Path) -> None:
+    """The kernel reads the names of all these files at once, before the first of them leaves."""
+    with opened(tmp_path, entries=40) as store:
+        for number in range(120):
+            assert put(store, *entry_keys(1, first_token=number * ENTRY_TOKENS)) == [True]
+        assert store.counters().entries == len(files(tmp_path)) == 40
 
 
 def test_a_sequence_longer_than_the_store_keeps_its_beginning(tmp_path: Path) -> None:

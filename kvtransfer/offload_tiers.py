@@ -38,6 +38,7 @@ _DROPPED_S = 30.0
 # After a start, so many entries of a store are made known to gateways.
 _FOUND_MAX = 1 << 14
 _CLOSE_TIMEOUT_S = 5.0
+_GIB = 1 << 30
 
 
 class EntryTiers:
@@ -65,8 +66,9 @@ class EntryTiers:
                 f"the host cache has {settings.host_cache_bytes} bytes, and {ENTRY_TOKENS} tokens of KV{state} have "
                 f"{layout.entry_bytes * (1 + len(layout.pieces))}",
                 field="host_cache_gib",
-                value=settings.host_cache_bytes,
-                allowed=("0", f"at least {least}"),
+                value=settings.host_cache_bytes / _GIB,
+                allowed=("0", f"at least {math.ceil(1e6 * least / _GIB) / 1e6:.6f}"),
+                cure="raise --host-cache-gib",
             )
         self.layout = layout
         self._settings = settings

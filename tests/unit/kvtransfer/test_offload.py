@@ -887,7 +887,12 @@ def test_a_host_cache_without_room_for_one_entry_is_an_error() -> None:
     settings = replace(transfer_settings(GQA, places=1), host_cache_bytes=100)
     with pytest.raises(ConfigError, match="host cache has 100 bytes") as error:
         EntryTiers(EntryLayout(parts_of(GQA)), settings)
-    assert error.value.allowed == ("0", f"at least {EntryLayout(parts_of(GQA)).entry_bytes}")
+    assert (error.value.field, error.value.value) == ("host_cache_gib", str(100 / (1 << 30)))
+    none, at_least = error.value.allowed
+    assert none == "0"
+    enough = replace(settings, host_cache_bytes=int(float(at_least.removeprefix("at least ")) * (1 << 30)))
+    assert EntryLayout(parts_of(GQA)).entry_bytes <= enough.host_cache_bytes
+    EntryTiers(EntryLayout(parts_of(GQA)), enough)
     with_store = replace(
         settings, host_cache_bytes=EntryLayout(parts_of(GQA)).entry_bytes, stores=(lambda *_: MemoryStore(),)
     )

@@ -37,6 +37,7 @@ class _FindFirst:
 
 @dataclass(eq=False)
 class _Drop:
+    keys: frozenset[EntryKey]
     future: Future[None]
     end_s: float
     answers: dict[str, Future[None]]
@@ -93,7 +94,11 @@ class StoreCalls:
         """Forgets entries. The future is done when all stores have."""
         self._host.drop(keys)
         answers = {store.name: store.drop(keys) for store in self._stores}
-        self._await_drop(_Drop(future, self._clock() + DROP_LIMIT_S, answers))
+        self._await_drop(_Drop(frozenset(keys), future, self._clock() + DROP_LIMIT_S, answers))
+
+    def is_dropping(self, key: EntryKey) -> bool:
+        """Whether an entry is dropped, and a store may have it still."""
+        return any(isinstance(drop, _Drop) and key in drop.keys for drop in self._drops)
 
     def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
         """Forgets every entry with one of these roots. The future is done when all stores have, or are late."""

@@ -106,7 +106,7 @@ class StoreReads:
         if read is None:
             usable = self._calls.usable_stores()
             stores = [store for store in usable if self._is_faster(store, entry_s)]
-            if not stores or self._is_dropped(key.root):
+            if not stores or self._is_dropped(key.root) or self._calls.is_dropping(key):
                 return Fetch(key, True, is_too_slow=bool(usable) and not stores)
             place = self._host.take(key, self._layout.cost(key)) or (self.passing.pop() if self.passing else None)
             if place is None:

@@ -38,6 +38,7 @@ _DROPPED_S = 30.0
 # After a start, so many entries of a store are made known to gateways.
 _FOUND_MAX = 1 << 14
 _CLOSE_TIMEOUT_S = 5.0
+_GIB = 1 << 30
 
 
 class EntryTiers:
@@ -65,8 +66,9 @@ class EntryTiers:
                 f"the host cache has {settings.host_cache_bytes} bytes, and {ENTRY_TOKENS} tokens of KV{state} have "
                 f"{layout.entry_bytes * (1 + len(layout.pieces))}",
                 field="host_cache_gib",
-                value=settings.host_cache_bytes,
-                allowed=("0", f"at least {least}"),
+                value=settings.host_cache_bytes / _GIB,
+                allowed=("0", f"at least {math.ceil(1e6 * least / _GIB) / 1e6:.6f}"),
+                cure="raise --host-cache-gib",
             )
         self.layout = layout
         self._settings = settings
@@ -77,6 +79,7 @@ class EntryTiers:
         self.places = 0
         self._stores: list[StoreQueue] = []
         self._listings: list[Future[Sequence[EntryKey]]] = []
+        self._lost_meanwhile: set[bytes] = set()  # what stores have lost since the listings began
         self._reads: StoreReads
         self._writes: StoreWrites
         # The places that saves fill.
@@ -160,7 +163,7 @@ class EntryTiers:
         nothing has checked it yet, and the other node has it."""
         self._end_saving(place)
         self._host.commit(place)
-        self._pulled += 1
+        self._pulled += not place.is_forgotten
 
     def is_pulling(self, key: EntryKey) -> bool:
         """Whether an entry is on its way from another node."""
@@ -247,9 +250,10 @@ class EntryTiers:
         self._calls.find_first(keys, future)
 
     def keep(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
-        """Keeps the first entries of a sequence for a time. Stores do so after the writes before it."""
+        """Keeps the first entries of a sequence for a time. Stores do so after the writes before it, but not one that
+        hangs: what waits for it would grow without end."""
         self._host.keep(keys, keep)
-        for store in self._stores:
+        for store in self._calls.usable_stores():
             store.keep(keys, keep)
 
     def drop(self, keys: tuple[EntryKey, ...], future: "Future[None]") -> None:
@@ -269,9 +273,10 @@ class EntryTiers:
 
     def take_changes(self) -> StoreChanges | None:
         """What has changed since the last call. Returns None if nothing has."""
+        listed = self._take_listed() if self._listings else None
         left = [*self._host.take_evicted(), *(self._reads.take_passed() if self._reads.passed else ())]
         lost = [digest for store in self._stores for digest in store.take_lost()]
-        found = self._take_found() if self._listings else ()
+        found = () if listed is None else self._still_there(listed, lost)
         gone, below = list[bytes](), list[bytes]()
         for digest in dict.fromkeys((*left, *lost)):
             if self._host.has_digest(digest):
@@ -280,12 +285,19 @@ class EntryTiers:
             (below if is_below else gone).append(digest)
         return StoreChanges(tuple(gone), tuple(below), found) if gone or below or found else None
 
-    def _take_found(self) -> tuple[EntryKey, ...]:
-        """The entries that stores have found since the last call. One that was dropped meanwhile is not there."""
+    def _take_listed(self) -> list[EntryKey]:
+        """The entries that stores have listed since the last call. Some may have left them since."""
         done = [listing for listing in self._listings if listing.done()]
         self._listings = [listing for listing in self._listings if not listing.done()]
-        found = [key for listing in done for key in listing.result()]
-        return tuple(key for key in found if not self.is_dropped(key.root))
+        return [key for listing in done for key in listing.result()]
+
+    def _still_there(self, listed: Sequence[EntryKey], lost: Iterable[bytes]) -> tuple[EntryKey, ...]:
+        """The listed entries that were neither lost nor dropped since the listings began. `lost` is from after them."""
+        self._lost_meanwhile.update(lost)
+        there = [key for key in listed if key.block.digest not in self._lost_meanwhile]
+        if not self._listings:
+            self._lost_meanwhile.clear()
+        return tuple(key for key in there if not self.is_dropped(key.root))
 
     def step(self) -> bool:
         """Takes the answers of the stores. Returns whether there was one."""

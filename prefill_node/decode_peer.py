@@ -123,6 +123,8 @@ class DecodePeer:
         if not self._ending:  # else the task is closing the links, and must not be cancelled
             self._task.cancel()
         await asyncio.wait([self._task])
+        if not self._ending:  # a task that is cancelled before it has begun does nothing
+            await self._end()
 
     async def _live(self) -> None:
         try:

@@ -5,7 +5,7 @@ All methods belong to the event loop's thread.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -160,11 +160,11 @@ class TieredPrefixes:
         kept.lost(changes.gone)
         kept.below(changes.below)
         if changes.found:
-            self._start(self._add_found(changes.found))
+            wanted = (key for key in changes.found if not self._is_dropped(key.root))
+            self._start(self._add_found(kept.found(wanted)))
 
-    async def _add_found(self, found: tuple[EntryKey, ...]) -> None:
-        wanted = (key for key in found if not self._is_dropped(key.root))
-        for number, _ in enumerate(self._offload.kept.found(wanted)):
+    async def _add_found(self, steps: Iterator[None]) -> None:
+        for number, _ in enumerate(steps):
             if number % _FOUND_AT_ONCE == 0:
                 await asyncio.sleep(0)
 

@@ -50,7 +50,7 @@ class HostPages:
 def _too_much(num_bytes: int, reason: object) -> ConfigError:
     return ConfigError(
         f"this machine cannot give {num_bytes} bytes of memory to the host cache: {reason}",
-        field="host_cache_bytes",
-        value=num_bytes,
-        cure="choose a smaller host cache",
+        field="host_cache_gib",
+        value=num_bytes / (1 << 30),
+        cure="choose a smaller --host-cache-gib",
     )

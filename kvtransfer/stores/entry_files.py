@@ -41,6 +41,10 @@ class EntryFiles:
         # As text: making a Path takes as long as asking the filesystem.
         return f"{self.folder}/{name}"
 
+    def is_there(self, name: EntryFileName) -> bool:
+        """Whether there is a file of that name, as far as the filesystem can say it."""
+        return os.path.lexists(self.path(name))
+
     def paths(self, key: EntryKey) -> list[str]:
         """The one file of an entry."""
         return [self.path(EntryFileName.of(key))]

@@ -91,7 +91,8 @@ class FileReads:
             except OSError:
                 self._count("failed")
         self._listed.seen(keys)
-        return keys
+        # Only from now on it is noticed when a file leaves, so they are looked for again.
+        return [key for key in keys if self.can_join(key)]
 
     def forget_roots(self, roots: frozenset[bytes]) -> None:
         """The entries with one of these roots are dropped."""

@@ -293,15 +293,22 @@ class FileStore:
                     self._leftovers = leftovers
             had_found_all = self._names.has_found_all
             for name in self._names.more(_NAMES_A_WRITE):
-                self._add(name)
+                self._add(name, may_have_left=True)
             if self._names.has_found_all and not had_found_all:
                 self._recall_keeps()
         finally:
             self._names_lock.release()
 
-    def _add(self, name: str) -> None:
+    def _add(self, name: str, *, may_have_left: bool = False) -> None:
+        """Adds a file that was found.
+
+        Args:
+            may_have_left: its name was read some writes ago, as the kernel reads some hundred names at a time.
+        """
         parsed = EntryFileName.parse(name)
         if parsed is not None:
+            if may_have_left and parsed.digest not in self._index and not self._files.is_there(parsed):
+                return
             with self._lock:
                 self._index.add(parsed)
         elif name.startswith(TEMPORARY):

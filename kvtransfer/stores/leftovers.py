@@ -111,13 +111,16 @@ def _leftovers(directory: Path, timeout_s: float) -> Iterator[_Leftover]:
                 if time.monotonic() > end_s:
                     return
                 if each.name.startswith(TEMPORARY) or EntryFileName.parse(each.name) is not None:
-                    yield _Leftover(Path(each.path), each.stat(follow_symlinks=False).st_size)
+                    with suppress(FileNotFoundError):  # another rank has just removed it
+                        yield _Leftover(Path(each.path), each.stat(follow_symlinks=False).st_size)
 
 
 def _idle_folders(directory: Path) -> list[Path]:
     """The oldest first."""
-    try:
-        found = [each for each in directory.iterdir() if _NAMESPACE.fullmatch(each.name) and _is_idle(each)]
-        return sorted(found, key=lambda folder: folder.stat().st_mtime)
-    except OSError:
-        return []
+    found: list[tuple[float, Path]] = []
+    with suppress(OSError):
+        for each in directory.iterdir():
+            if _NAMESPACE.fullmatch(each.name) and _is_idle(each):
+                with suppress(FileNotFoundError):  # another rank has just removed it
+                    found.append((each.stat().st_mtime, each))
+    return [folder for _, folder in sorted(found)]

@@ -149,12 +149,15 @@ class UcxTransport:
 
     def _array(self, tensor: Tensor) -> Any:
         known = self._arrays.get(id(tensor))
-        if known is None:
+        if known is not None:
+            return known[1]
+        array = self._as_array(tensor.numpy() if tensor.device.type == "cpu" else tensor)
+        # NOTE: a handle keeps its memory. What is no part of a larger memory was made for this message alone.
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
             if len(self._arrays) == _ARRAYS_MAX:
                 self._arrays.clear()
-            array = self._as_array(tensor.numpy() if tensor.device.type == "cpu" else tensor)
-            known = self._arrays[id(tensor)] = (tensor, array)
-        return known[1]
+            self._arrays[id(tensor)] = tensor, array
+        return array
 
 
 def _bindings() -> Any:

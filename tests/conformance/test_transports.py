@@ -1,7 +1,9 @@
 """The behaviour of every transport, in one suite: two ends in this process, driven by hand."""
 
+import gc
 import select
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -97,6 +99,22 @@ def test_a_message_arrives_with_its_tag_size_and_bytes(link: Link, num_bytes: in
     into = torch.zeros(num_bytes, dtype=torch.uint8)
     link.complete(request, link.receiver.receive(arrival, into))
     assert torch.equal(into, sent)
+
+
+def test_memory_that_was_made_for_one_message_is_freed_after_it(link: Link) -> None:
+    sent, into = message(1 << 20), torch.zeros(1 << 20, dtype=torch.uint8)
+    kept = weakref.ref(sent), weakref.ref(into)
+    request = link.sender.send(2, 1, sent)
+    link.complete(request, link.receiver.receive(link.arrivals(1)[0], into))
+    del sent, into, request
+    # Ends of requests may be noticed with the next event only.
+    link.sender.send(2, 2, message(8))
+    link.receiver.send(1, 2, message(8))
+    assert link.pump(lambda: (arrival := link.sender.probe()) is not None and arrival.tag == 2)
+    link.receiver.discard(link.arrivals(1)[0])
+    link.settle()
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
 def test_messages_may_be_taken_in_any_order(link: Link) -> None:

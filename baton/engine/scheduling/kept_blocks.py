@@ -58,27 +58,36 @@ class KeptBlocks:
             self._move(digest, is_below=True)
 
     def found(self, entries: Iterable[EntryKey]) -> Iterator[None]:
-        """A store below host memory has these entries, each after the one before it in its sequence. Those whose
-        beginning is not among them are of no use. Takes one for each step, so that other tasks can run in between."""
-        ends: dict[bytes, tuple[bytes, bytes]] = {}  # by entry: the last block so far, and the tokens after it
+        """A store below host memory has these entries, each after the one before it in its sequence, but for those that
+        are lost from now on. Those whose beginning is not among them are of no use. Adds one for each step, so that
+        other tasks can run in between."""
         lost: set[bytes] = set()
         self._lost_since.append(lost)
+        return self._add_found(entries, lost)
+
+    def _add_found(self, entries: Iterable[EntryKey], lost: set[bytes]) -> Iterator[None]:
+        ends: dict[bytes, tuple[bytes, bytes]] = {}  # by entry: the last block so far, and the tokens after it
         for entry in entries:
-            yield
-            if entry.block.digest in lost:
-                continue
             before = (entry.root, b"") if not entry.number else ends.get(entry.block.parent)
-            if before is None:
-                continue
-            parent, rest = before
-            tokens = rest + entry.block.tokens
-            blocks = block_keys_of(parent, tokens, self._block_size * _TOKEN_BYTES)
-            rest = tokens[len(blocks) * self._block_size * _TOKEN_BYTES :]
-            ends[entry.block.digest] = (blocks[-1].digest if blocks else parent), rest
-            if entry.block.digest not in self._by_entry:
-                self._add(entry, tuple(blocks))
-                self._move(entry.block.digest, is_below=True)
+            if before is not None and entry.block.digest not in lost:
+                ends[entry.block.digest] = self._add_below(entry, *before)
+            yield
         self._lost_since = [each for each in self._lost_since if each is not lost]
+
+    def _add_below(self, entry: EntryKey, parent: bytes, rest: bytes) -> tuple[bytes, bytes]:
+        """Adds an entry that a store below host memory has, unless it is known. Returns its last block, and the tokens
+        after that.
+
+        Args:
+            parent, rest: the same of the entry before it.
+        """
+        tokens = rest + entry.block.tokens
+        blocks = block_keys_of(parent, tokens, self._block_size * _TOKEN_BYTES)
+        if entry.block.digest not in self._by_entry:
+            self._add(entry, tuple(blocks))
+            self._move(entry.block.digest, is_below=True)
+        rest = tokens[len(blocks) * self._block_size * _TOKEN_BYTES :]
+        return (blocks[-1].digest if blocks else parent), rest
 
     def has(self, entry: EntryKey) -> bool:
         """Whether the stores have this entry, or will have it soon."""

@@ -142,6 +142,21 @@ def test_what_is_lost_while_found_entries_are_added_is_not_added() -> None:
     assert kept._lost_since == []
 
 
+def test_what_is_lost_or_dropped_before_found_entries_are_added_is_not_added() -> None:
+    kept, mine, theirs = KeptBlocks(16), entries(), entries("a tenant")
+    dropped: set[bytes] = set()
+    steps = kept.found(key for key in (*mine, *theirs) if key.root not in dropped)
+    kept.lost([mine[1].block.digest])
+    for _ in mine:
+        next(steps)
+    dropped.add(theirs[0].root)
+    kept.lost_roots(frozenset(dropped))
+    take(steps)
+    assert [kept.has(key) for key in mine] == [True, False, False, False, False, False]
+    assert not any(map(kept.has, theirs))
+    assert kept._lost_since == []
+
+
 def test_followers_see_no_change_from_a_save_whose_blocks_are_in_the_cache() -> None:
     pool, kept, chain = BlockManager(64), KeptBlocks(16), block_chain(16)
     cache = PooledPrefixes((pool,), kept)

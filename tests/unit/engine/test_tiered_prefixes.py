@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix, Sources
+from baton.core.kv_entries import DroppedEntries, EntryBlocks, EntryKey, KeepTime, KeptPrefix, Sources, StoreChanges
 from baton.core.types import NOTHING_LOADED
 from baton.engine import tiered_prefixes
 from baton.engine.tiered_prefixes import TieredPrefixes
@@ -115,6 +115,19 @@ async def test_what_was_pulled_and_not_loaded_is_found_by_a_later_request() -> N
     assert await prefixes.prefetch(request("b", LONG)) == NOTHING_LOADED
     assert stores.searches == before + 1
     await prefixes.close()
+
+
+async def test_what_is_lost_right_after_it_was_found_is_not_seen() -> None:
+    scheduler = tiered()
+    prefixes = TieredPrefixes(EmptyStores(), NoSource(), scheduler, on_room=lambda: None)
+    wanted = prefixes.wanted(request("a", LONG))
+    assert wanted is not None
+    found = wanted.entries(0, 3)
+    prefixes.stores_changed(StoreChanges(found=found))
+    prefixes.stores_changed(StoreChanges(gone=(found[1].block.digest,)))
+    await prefixes.close()
+    assert scheduler.offload is not None
+    assert [scheduler.offload.kept.has(key) for key in found] == [True, False, False]
 
 
 class StateElsewhere(NoSource):

@@ -19,6 +19,6 @@ def test_pages_are_zeroed_and_outlive_their_maker_while_a_part_is_in_use() -> No
 
 
 def test_more_than_the_machine_can_give_is_an_error_with_its_cure() -> None:
-    with pytest.raises(ConfigError, match="smaller host cache") as error:
+    with pytest.raises(ConfigError, match="smaller --host-cache-gib") as error:
         HostPages(1 << 62, pinned=False)
-    assert error.value.field == "host_cache_bytes"
+    assert (error.value.field, error.value.value) == ("host_cache_gib", str(float(1 << 32)))

@@ -1,8 +1,10 @@
 """Entries leave a cache for host memory and stores, and come back bit for bit, or not at all."""
 
 import cProfile
+import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
@@ -10,20 +12,21 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import ConfigError, DeadlineExceeded, InternalError
-from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryBlocks, KeepTime, StoreChanges
+from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryBlocks, EntryKey, KeepTime, StoreChanges
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.movers.mover import SAVED_AT_ONCE
 from kvtransfer.offload import SLOTS
 from kvtransfer.offload_calls import DROP_LIMIT_S, FIND_LIMIT_S
-from kvtransfer.offload_tiers import EntryTiers
+from kvtransfer.offload_queue import STUCK_AFTER_S
+from kvtransfer.offload_tiers import PEER, EntryTiers
 from kvtransfer.parts import parts_of
 from kvtransfer.records import EntryCounters
 from kvtransfer.segments import TRAILER_BYTES
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.store import StoreCounters
-from tests.conformance.kv import as_bytes, make_cache, tokens_of
+from tests.conformance.kv import DEADLINE_S, as_bytes, make_cache, tokens_of
 from tests.conformance.late import Script, late
 from tests.unit.kvtransfer.offloading import (
     LIMIT_S,
@@ -434,6 +437,39 @@ def test_what_a_store_has_at_the_start_is_told_once_but_for_what_was_dropped_mea
     world.check_nothing_is_left()
 
 
+class SlowLister(MemoryStore):
+    """A store that ends its listing once `gate` is open."""
+
+    def found(self, most: int) -> Sequence[EntryKey]:
+        listed = tuple(self.kept)[:most]
+        self._call("found")
+        return listed
+
+    def lose(self, key: EntryKey) -> None:
+        del self.kept[key]
+        self.lost.append(key.block.digest)
+
+
+def test_what_a_store_loses_while_it_lists_its_entries_is_not_told() -> None:
+    store = SlowLister()
+    keys = keys_of(4)
+    store.kept |= dict.fromkeys(keys, b"")
+    store.gate.clear()
+    world = World(places=4, stores=[store])
+    world.user(cache_of(SPEC, entries=4))
+    world.run_until(lambda: "found" in store.calls)
+    store.lose(keys[3])
+    assert world.tiers.take_changes() == StoreChanges(gone=(keys[3].block.digest,))
+    store.gate.set()
+    world.run_until(world.tiers._listings[0].done)
+    store.lose(keys[2])
+    assert world.tiers.take_changes() == StoreChanges(gone=(keys[2].block.digest,), found=keys[:2])
+    store.lose(keys[1])
+    assert world.tiers.take_changes() == StoreChanges(gone=(keys[1].block.digest,))
+    assert not world.tiers._lost_meanwhile
+    world.check_nothing_is_left()
+
+
 def test_a_listing_that_takes_long_makes_no_store_seem_stuck() -> None:
     store = MemoryStore(lists=True)
     world = World(places=4, stores=[store])
@@ -579,6 +615,24 @@ def test_stores_keep_entries_for_a_time_after_they_have_written_them() -> None:
     world.run_until(lambda: bool(store.keeps))
     assert store.keeps == [(keys, keep)]
     assert store.calls.index("keep") > max(at for at, call in enumerate(store.calls) if call == "put")
+
+
+def test_a_store_that_does_not_answer_is_not_asked_to_keep_entries() -> None:
+    store = MemoryStore()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(2), blocks_of(user.cache, 2, 1)
+    store.gate.clear()
+    world.result(user.begin_save(keys[:1], blocks))
+    world.run_until(lambda: "put" in store.calls)
+    world.clock.now_s += STUCK_AFTER_S + 1.0
+    user.offloader.keep(keys[:1], KeepTime(60.0, 5), Future())
+    store.gate.set()
+    world.settle()
+    user.offloader.keep(keys[:1], KeepTime(30.0, 5), Future())
+    world.run_until(lambda: bool(store.keeps))
+    assert [keep.seconds for _, keep in store.keeps] == [30.0]
+    world.check_nothing_is_left()
 
 
 def test_host_memory_keeps_an_ended_time_no_longer() -> None:
@@ -747,6 +801,50 @@ def test_an_entry_that_is_dropped_while_a_store_reads_it_is_not_kept() -> None:
     world.check_nothing_is_left()
 
 
+@dataclass
+class SlowDrops(MemoryStore):
+    """A store that reads while its drops wait."""
+
+    may_drop: threading.Event = field(default_factory=threading.Event)
+
+    def drop(self, keys: Sequence[EntryKey]) -> None:
+        assert self.may_drop.wait(DEADLINE_S)
+        super().drop(keys)
+
+
+def test_an_entry_that_a_store_has_not_dropped_yet_is_not_read_back() -> None:
+    store = SlowDrops()
+    world = World(stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(2), blocks_of(user.cache, 2, 1)
+    user.save(keys, blocks)
+    world.forget_host(keys)
+    dropped: Future[None] = Future()
+    user.offloader.drop(keys[1:], dropped)
+    assert user.load(keys, blocks) == 1
+    store.may_drop.set()
+    world.result(dropped)
+    assert world.find(keys) == 1
+    assert user.save(keys, blocks) == 2
+    world.forget_host(keys)
+    assert user.load(keys, blocks) == 2
+    world.check_nothing_is_left()
+
+
+def test_a_pulled_entry_that_is_dropped_on_its_way_is_not_counted() -> None:
+    world = World()
+    user = world.user(cache_of(SPEC))
+    keys = keys_of(2)
+    for key, is_dropped in zip(keys, (True, False), strict=True):
+        place = world.tiers.take(key, is_pulled=True)
+        assert place is not None
+        if is_dropped:
+            user.offloader.drop((key,), Future())
+        world.tiers.commit_pulled(place)
+    assert world.tiers.counters().stores[PEER].hits == world.tiers.counters().entries == 1
+    world.check_nothing_is_left()
+
+
 def test_closing_waits_for_writes_but_not_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     store, hung = MemoryStore("a"), MemoryStore("b")
     hung.gate.clear()
@@ -789,7 +887,12 @@ def test_a_host_cache_without_room_for_one_entry_is_an_error() -> None:
     settings = replace(transfer_settings(GQA, places=1), host_cache_bytes=100)
     with pytest.raises(ConfigError, match="host cache has 100 bytes") as error:
         EntryTiers(EntryLayout(parts_of(GQA)), settings)
-    assert error.value.allowed == ("0", f"at least {EntryLayout(parts_of(GQA)).entry_bytes}")
+    assert (error.value.field, error.value.value) == ("host_cache_gib", str(100 / (1 << 30)))
+    none, at_least = error.value.allowed
+    assert none == "0"
+    enough = replace(settings, host_cache_bytes=int(float(at_least.removeprefix("at least ")) * (1 << 30)))
+    assert EntryLayout(parts_of(GQA)).entry_bytes <= enough.host_cache_bytes
+    EntryTiers(EntryLayout(parts_of(GQA)), enough)
     with_store = replace(
         settings, host_cache_bytes=EntryLayout(parts_of(GQA)).entry_bytes, stores=(lambda *_: MemoryStore(),)
     )

@@ -107,6 +107,17 @@ async def test_an_address_without_a_listener_is_a_lost_peer(caplog: pytest.LogCa
     assert not [record for record in caplog.records if record.exc_info]
 
 
+async def test_whoever_waits_for_a_peer_that_is_closed_before_it_has_begun_gets_its_state() -> None:
+    with closed_addresses(1) as (address,):
+        async with peers() as (known, events):
+            connecting = asyncio.create_task(known.connect(address))
+            await asyncio.sleep(0)  # it has made the peer, whose own task comes next
+            await known.close()
+            state = await asyncio.wait_for(connecting, 60.0)
+            assert state.phase == node_status_pb2.PEER_PHASE_LOST
+            assert [type(event) for event in events] == [PeerLost]
+
+
 async def test_a_stream_that_has_ended_before_it_is_written_to_says_why() -> None:
     """gRPC itself says no more than that it has ended."""
     with closed_addresses(1) as (address,):

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.kv_entries import EntryKey
+from baton.core.kv_entries import ENTRY_TOKENS, EntryKey
+from kvtransfer.stores import leftovers
 from kvtransfer.stores.file_format import HEADER_BYTES, EntryFileName, FileHeader
 from kvtransfer.stores.files import FileStore
 from tests.unit.kvtransfer.stores.entries import entry_keys, entry_of, root_of
@@ -189,6 +190,14 @@ def test_the_store_keeps_to_its_size(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 5
 
 
+def test_a_file_that_has_left_is_not_found_again(tmp_path: Path) -> None:
+    """The kernel reads the names of all these files at once, before the first of them leaves."""
+    with opened(tmp_path, entries=40) as store:
+        for number in range(120):
+            assert put(store, *entry_keys(1, first_token=number * ENTRY_TOKENS)) == [True]
+        assert store.counters().entries == len(files(tmp_path)) == 40
+
+
 def test_a_sequence_longer_than_the_store_keeps_its_beginning(tmp_path: Path) -> None:
     keys = entry_keys(6)
     with opened(tmp_path, entries=4) as store:
@@ -296,6 +305,35 @@ def test_files_of_another_model_leave_first(tmp_path: Path) -> None:
     with opened(tmp_path, entries=4) as store:
         put(store, *entry_keys(1, first_token=9))
     assert [path.name for path in tmp_path.iterdir()] == [f"v1-{SPEC.hex()}"]
+
+
+def test_files_of_another_model_are_counted_while_another_rank_removes_some(tmp_path: Path) -> None:
+    with opened(tmp_path, namespace=OTHER) as other:
+        put(other, *entry_keys(20))
+    counted = leftovers._leftovers(tmp_path, TIMEOUT_S)
+    found = {next(counted).path}
+    removed = [path for path in files(tmp_path) if path not in found][:10]
+    for path in removed:
+        path.unlink()
+    found.update(each.path for each in counted)
+    assert found == set(files(tmp_path))
+
+
+def test_files_of_other_models_are_counted_while_another_rank_removes_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, namespace=OTHER) as other, opened(tmp_path, namespace=b"empty"):
+        put(other, *KEYS)
+    is_idle = leftovers._is_idle
+
+    def is_idle_and_removed(folder: Path) -> bool:
+        idle = is_idle(folder)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        return idle
+
+    monkeypatch.setattr(leftovers, "_is_idle", is_idle_and_removed)
+    assert leftovers.Leftovers(tmp_path, timeout_s=TIMEOUT_S).bytes == len(KEYS) * FILE_BYTES
 
 
 def test_files_of_another_model_that_a_process_has_open_stay(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvtransfer.entry_cuts import complete
 from kvtransfer.stores.entry import EntryLayout
 from kvtransfer.stores.file_format import HEADER_BYTES
 from kvtransfer.stores.files import FileStore
-from kvtransfer.stores.joined_files import joined_files
+from kvtransfer.stores.joined_files import JoinedFiles, joined_files
 from tests.unit.kvtransfer.offloading import keys_of
 from tests.unit.kvtransfer.test_entry_cuts import INDEX, KEY, SMALL, SPECS, WITH_STATES, a_state, an_entry, layout_of
 
@@ -213,6 +213,23 @@ def test_they_leave_before_own_files(tmp_path: Path) -> None:
         assert got(store, KEYS[0], layout_of(HEADS, 0, 1)) is None
         assert store.has(own) == 3
         assert store.take_lost() == []
+
+
+def test_files_that_leave_while_they_are_listed_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(tmp_path, HEADS, 2)
+    list_files = JoinedFiles.found
+    with opened(tmp_path, HEADS, 1, max_bytes=3 * (HEADER_BYTES + layout_of(HEADS, 0, 1).entry_bytes)) as (store,):
+
+        def list_and_write(joined: JoinedFiles, most: int) -> list[EntryKey]:
+            listed = list_files(joined, most)
+            assert listed == list(KEYS)
+            for key in keys_of(3, seed=1):
+                assert store.put(key, entry_of(key, HEADS, 0, 1).numpy().data)
+            return listed
+
+        monkeypatch.setattr(JoinedFiles, "found", list_and_write)
+        assert store.found(10) == []
+        assert set(store.take_lost()) <= {key.block.digest for key in KEYS}
 
 
 def test_an_entry_that_has_a_file_of_its_own_is_not_lost_with_the_old_ones(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ if not visible_gpus():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Products of one CPU's instructions differ from another's in their last bits, and where a tiny model's two best tokens
-# are that close, so do its tokens. These instructions every x86 CPU of the last ten years has, also those of AMD
-# (MKL's "conditional numerical reproducibility"). Programs that tests start inherit them. OpenBLAS is for Triton's
-# interpreter, which multiplies with numpy: with AVX2 alone, a row's bits would depend on how many rows there are.
+# are that close, so do its tokens. Every x86 CPU with AVX2 has these instructions, whoever made it (MKL's "conditional
+# numerical reproducibility"). Programs that tests start inherit them. OpenBLAS is for Triton's interpreter, which
+# multiplies with numpy: with AVX2's kernels, a row's bits would depend on how many rows there are.
 ROUNDING = {
     "MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
     "OPENBLAS_CORETYPE": "Sandybridge",

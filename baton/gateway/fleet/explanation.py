@@ -41,7 +41,7 @@ def cure(nodes: Sequence[FleetNode], lacking: Role | None = None) -> str:
     """
     if any(node.loading for node in nodes):
         return ""
-    if lacking is not None and nodes and not any(node.role == lacking for node in nodes):
+    if lacking is not None and any(node.open for node in nodes) and not any(node.role == lacking for node in nodes):
         wanted = role_name(lacking)
         return f"start a {wanted} node, or make one of several others a {wanted} node: `baton role NAME {wanted}`"
     mismatches = (item for peer in _refusals(nodes).values() for item in peer.mismatches)

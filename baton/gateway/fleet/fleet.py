@@ -284,17 +284,19 @@ class Fleet(NodeTable):
             for node in self.nodes()
         )
 
-    def explain(self) -> str:
-        """Says why requests cannot be served, for clients."""
-        return explanation.explain(list(self.nodes()), self._needed_role())
+    def explain(self, needs: Role | None = None) -> str:
+        """Says why requests cannot be served, for clients; `needs`: they take a node of this role."""
+        return explanation.explain(list(self.nodes()), self._lacking_role(needs))
 
-    def cure(self) -> str:
-        """What to do so that requests can be served, for clients."""
-        return "; ".join(filter(None, (explanation.cure(list(self.nodes()), self._needed_role()), _CURE)))
+    def cure(self, needs: Role | None = None) -> str:
+        """What to do so that requests can be served, for clients; `needs`: they take a node of this role."""
+        return "; ".join(filter(None, (explanation.cure(list(self.nodes()), self._lacking_role(needs)), _CURE)))
 
-    def _needed_role(self) -> Role | None:
-        """The role that no open node has, though no request can be served without one."""
+    def _lacking_role(self, needs: Role | None) -> Role | None:
+        """The role that no open node has, though requests cannot be served without one."""
         prefill, decode = node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE
+        if needs is not None:
+            return None if any(node.open and node.role == needs for node in self.nodes()) else needs
         strict = self._policy is LocalPolicy.STRICT
         if (strict or not self._generates) and not any(node.open for node in self.prefills.values()):
             return prefill

@@ -33,7 +33,7 @@ _CURE = "set API keys (BATON_API_KEYS), or make the proxy send the address that 
 _REQUEST_ID_CHARACTERS_MAX = 256
 _WARNING_CHARACTERS_MAX = 300
 _SCHEMAS = "#/components/schemas/{model}"
-# Paths of OpenAI's that look like a stored response's here, and what clients do without them.
+# OpenAI's paths that would match the path of a stored response, and what clients do without them.
 _NOT_SERVED = {
     "/v1/responses/compact": "ask for a summary by /v1/responses, as Codex does if its provider's name is not OpenAI"
 }

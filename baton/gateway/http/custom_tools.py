@@ -93,10 +93,18 @@ def custom_tools(tools: Sequence[Json | ChatCustomTool], choice: object) -> Cust
     """Finds the custom tools among a chat's tools, and the one that must be called.
 
     Raises:
-        InvalidRequest: `choice` has an unknown type, or names a custom tool that is not there.
+        InvalidRequest: two custom tools have one name, or `choice` has an unknown type, or names a custom tool that is
+            not there.
     """
-    places = {tool.custom.name: index for index, tool in enumerate(tools) if isinstance(tool, ChatCustomTool)}
-    grammars = {tool.custom.name: tool.custom.grammar for tool in tools if isinstance(tool, ChatCustomTool)}
+    places: dict[str, int] = {}
+    grammars: dict[str, Grammar | None] = {}
+    for index, tool in enumerate(tools):
+        if isinstance(tool, ChatCustomTool):
+            name, where = tool.custom.name, f"tools[{index}].custom.name"
+            if name in places:
+                cure = "give each tool its own name"
+                raise InvalidRequest(f"{where} is {name!r} again", field=where, value=name, cure=cure)
+            places[name], grammars[name] = index, tool.custom.grammar
     forced = _chosen(choice, tuple(grammars)) if isinstance(choice, dict) else ""
     if choice == "required" and len(tools) == 1:
         forced = next(iter(grammars), "")

@@ -4,6 +4,7 @@ from typing import Any
 
 from baton.gateway.http.custom_input import CustomInput, whole_text
 from baton.gateway.http.custom_tools import CustomTools
+from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 
 Json = dict[str, Any]
@@ -12,7 +13,8 @@ Json = dict[str, Any]
 def whole_calls(output: pb.Output, custom: CustomTools, answer_id: str) -> list[Json]:
     """Returns the calls of a whole output. `answer_id` distinguishes the ids of calls that have none of their own."""
     calls = [_whole_call(call, custom) for call in output.chat.tool_calls]
-    if custom.raw_tool and output.chat.content:
+    # A grammar may allow an empty input.
+    if custom.raw_tool and (output.chat.content or output.finish_reason == common_pb2.FINISH_REASON_STOP):
         calls.append(_raw_call(output.index, output.chat.content, custom, answer_id))
     return calls
 
@@ -21,7 +23,7 @@ class ToolCallStream:
     """The calls of one streamed chat, of all of its choices. For its arguments, see `whole_calls`."""
 
     def __init__(self, custom: CustomTools, answer_id: str) -> None:
-        self.custom = custom
+        self._custom = custom
         self._answer_id = answer_id
         self._called: set[int] = set()  # choices that have calls
         self._inputs: dict[tuple[int, int], CustomInput] = {}  # of calls of custom tools, by choice and call
@@ -33,7 +35,8 @@ class ToolCallStream:
         """Returns the deltas of a message's calls. At the end of an output, the rest of inputs that were held back."""
         choice, chat = message.index, message.chat
         deltas = [delta for piece in chat.tool_calls if (delta := self._delta(choice, piece))]
-        if self.custom.raw_tool and chat.content:
+        is_empty = message.finish_reason == common_pb2.FINISH_REASON_STOP and choice not in self._called
+        if self._custom.raw_tool and (chat.content or is_empty):
             deltas.append(self._raw_delta(choice, chat.content))
         elif chat.tool_calls:
             self._called.add(choice)
@@ -44,7 +47,7 @@ class ToolCallStream:
 
     def _delta(self, choice: int, piece: pb.ToolCallDelta) -> Json | None:
         place = choice, piece.index
-        if piece.id and piece.name in self.custom.grammars:
+        if piece.id and piece.name in self._custom.grammars:
             reader = self._inputs[place] = CustomInput()
             custom = {"name": piece.name, "input": reader.push(piece.arguments)}
             return {"index": piece.index, "id": piece.id, "type": "custom", "custom": custom}
@@ -61,7 +64,7 @@ class ToolCallStream:
         if choice in self._called:
             return {"index": 0, "custom": {"input": text}}
         self._called.add(choice)
-        return {"index": 0, **_raw_call(choice, text, self.custom, self._answer_id)}
+        return {"index": 0, **_raw_call(choice, text, self._custom, self._answer_id)}
 
 
 def _whole_call(call: pb.ToolCallDelta, custom: CustomTools) -> Json:

@@ -11,7 +11,7 @@ from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.core.request import Rules
 from baton.gateway.fleet.adapters import nodes_with
 from baton.gateway.fleet.fleet import Fleet
-from baton.gateway.fleet.fleet_node import FleetNode
+from baton.gateway.fleet.fleet_node import FleetNode, Role
 from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.fleet.router import RoutedRequest
 from baton.gateway.request.attempt import Attempt
@@ -227,10 +227,10 @@ class NodeChoice:
         )
 
 
-def no_node(fleet: Fleet) -> NoNode:
-    """The error of a request for which no node is ready."""
+def no_node(fleet: Fleet, *, needs: Role | None = None) -> NoNode:
+    """The error of a request for which no node is ready; `needs`: a role without which it cannot be served."""
     retry_after_s = _RETRY_LOADING_S if fleet.nodes_load() else _RETRY_S
-    return NoNode(f"no node is ready: {fleet.explain()}", cure=fleet.cure(), retry_after_s=retry_after_s)
+    return NoNode(f"no node is ready: {fleet.explain(needs)}", cure=fleet.cure(needs), retry_after_s=retry_after_s)
 
 
 def prefill_failure(attempt: Attempt, error: BatonError) -> BatonError:

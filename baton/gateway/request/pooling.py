@@ -30,6 +30,7 @@ from baton.protos.v1 import node_status_pb2
 # pooling has no output yet that could differ.
 _REFUSALS = (Overloaded, Draining, UnknownModel, PeerRefused)
 _FAILURES = (InternalError, DataLoss, NoNode)
+_PREFILL = node_status_pb2.ROLE_PREFILL
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class PoolClient:
         message = batch.message()
         while True:
             node = await self._choose(batch, attempts)
-            client = self._connections.client(node_status_pb2.ROLE_PREFILL, node.address)
+            client = self._connections.client(_PREFILL, node.address)
             called_s = monotonic()
             left_s = timeout_s - (called_s - started_s)
             name, incarnation = node.name, node.incarnation
@@ -201,8 +202,10 @@ class PoolClient:
         """
         if (node := self._pick(batch, attempts)) is not None:
             return self._sent(node, batch)
-        waits = attempts.last is None or isinstance(attempts.last, (*_FAILURES, Draining))
-        expected = self._fleet.nodes_expected(monotonic(), within_s=self._wait_s, roles=(node_status_pb2.ROLE_PREFILL,))
+        # Another node would hardly compute finite states, so the request waits for none that may come.
+        not_finite = attempts.last is not None and attempts.last.field == LOGITS_FIELD
+        waits = attempts.last is None or (isinstance(attempts.last, (*_FAILURES, Draining)) and not not_finite)
+        expected = self._fleet.nodes_expected(monotonic(), within_s=self._wait_s, roles=(_PREFILL,))
         if waits and (expected or attempts.last is not None):
             found: list[FleetNode] = []
 
@@ -218,12 +221,12 @@ class PoolClient:
                 pass
             if found:
                 return self._sent(found[0], batch)
-        if isinstance(attempts.last, _REFUSALS):
+        if attempts.last is not None and (isinstance(attempts.last, _REFUSALS) or not_finite):
             raise attempts.last
         if attempts.last is not None:
             what = f"{attempts.failures}, and no other prefill node is ready"
-            raise NoNode(what, cure=self._fleet.cure(), retry_after_s=1.0)
-        raise no_node(self._fleet)
+            raise NoNode(what, cure=self._fleet.cure(_PREFILL), retry_after_s=1.0)
+        raise no_node(self._fleet, needs=_PREFILL)
 
     def _pick(self, batch: PoolBatch, attempts: PoolAttempts) -> FleetNode | None:
         now_s = monotonic()

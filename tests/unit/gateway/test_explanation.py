@@ -80,6 +80,24 @@ def test_a_role_that_requests_can_do_without_is_not_called_lacking() -> None:
         assert fleet.cure() == "see `baton status`, and try again"
 
 
+def test_no_role_is_called_lacking_while_no_node_is_open() -> None:
+    fleet = SmallFleet(1, 0, also_decode=True)
+    fleet.lose("p1")
+    assert fleet.explain() == "node-11 cannot be used (gone)"
+    assert fleet.cure() == "see `baton status`, and try again"
+
+
+def test_requests_that_need_a_prefill_node_say_so_where_others_need_none() -> None:
+    fleet = SmallFleet(0, 1)
+    assert "serves" not in fleet.explain()
+    assert (
+        fleet.explain(PREFILL) == "no prefill node serves, and requests need one; node-21 is an available decode node"
+    )
+    assert "`baton role NAME prefill`" in fleet.cure(PREFILL)
+    fleet = SmallFleet(1, 0)
+    assert "serves" not in fleet.explain(PREFILL)
+
+
 def test_refusals_of_nodes_that_are_gone_are_left_out() -> None:
     fleet = refused(2, 1)
     fleet.lose("p1")

@@ -78,7 +78,8 @@ class Dialect:
 
     def unread_tools(self, request: ChatRequest) -> bool:
         """Whether the template shows the request's tools to the model, but nothing reads the model's calls."""
-        return bool(visible_tools(request)) and not is_forced(request) and self.hides_calls
+        is_read = request.is_raw_input or is_forced(request)
+        return bool(visible_tools(request)) and not is_read and self.hides_calls
 
     @cached_property
     def hides_calls(self) -> bool:

@@ -15,6 +15,7 @@ from baton.gateway.http.custom_tools import CustomTools, custom_tools
 from baton.gateway.http.tool_calls import whole_calls
 from baton.gateway.http.translate import chat_request
 from baton.gateway.text.chat.types import NamedTool
+from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.http.http_gateway import open_http_gateway
 from tests.unit.gateway.http.test_chunks import events
@@ -158,10 +159,16 @@ def test_an_output_that_is_an_input_becomes_a_call() -> None:
     assert whole_calls(pb.Output(chat=pb.ChatDelta(content="aaa")), RAW, "chatcmpl-1") == [call]
 
 
+def test_an_empty_input_is_a_call() -> None:
+    (call,), content, finish = joined(stream(RAW).push(last()))
+    assert (call["custom"], content, finish) == ({"name": "patch", "input": ""}, "", "tool_calls")
+    assert whole_calls(pb.Output(finish_reason=common_pb2.FINISH_REASON_STOP), RAW, "chatcmpl-1") == [call]
+
+
 def test_an_output_that_ends_before_its_input_begins_is_no_call() -> None:
     encoder = stream(RAW)
     assert joined(encoder.push(chat(reasoning="Hm.")) + encoder.push(last(LENGTH))) == ([], "", "length")
-    assert whole_calls(pb.Output(), RAW, "chatcmpl-1") == []
+    assert whole_calls(pb.Output(finish_reason=LENGTH), RAW, "chatcmpl-1") == []
 
 
 def test_each_choice_has_its_own_call() -> None:
@@ -189,7 +196,7 @@ def custom(**fields: object) -> dict[str, object]:
             "tools[0].custom.format.grammar.syntax",
         ),
         ({"tools": [SEEK, {"type": "mcp"}]}, "tools[1].type"),
-        ({"tools": [NOTE, NOTE]}, "tools[1].function.name"),
+        ({"tools": [NOTE, NOTE]}, "tools[1].custom.name"),
         ({"tools": [SEEK], "tool_choice": CHOICE}, "tool_choice.custom.name"),
         ({"tools": [PATCH], "tool_choice": custom(name=["patch"])}, "tool_choice.custom.name"),
         ({"tools": [PATCH], "tool_choice": {"type": ["custom"]}}, "tool_choice.type"),

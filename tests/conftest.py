@@ -23,11 +23,12 @@ if not visible_gpus():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Products of one CPU's instructions differ from another's in their last bits, and where a tiny model's two best tokens
-# are that close, so do its tokens. Every x86 CPU with AVX2 has these instructions, whoever made it (MKL's "conditional
-# numerical reproducibility"). Programs that tests start inherit them. OpenBLAS is for Triton's interpreter, which
-# multiplies with numpy: with AVX2's kernels, a row's bits would depend on how many rows there are.
+# are that close, so do its tokens. With these, all of Intel's CPUs with AVX2 round alike. For AMD's, MKL has only code
+# of a third of the speed that does ("conditional numerical reproducibility"). Programs that tests start inherit them.
+# OpenBLAS is for Triton's interpreter, which multiplies with numpy: with its code for AVX2, a row's bits would depend
+# on how many rows there are.
 ROUNDING = {
-    "MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
     "OPENBLAS_CORETYPE": "Sandybridge",
 }  # fmt: skip
 if platform.machine() in ("x86_64", "AMD64"):

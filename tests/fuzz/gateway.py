@@ -59,6 +59,7 @@ _BODIES: Mapping[str, tuple[Any, ...]] = {
         {"messages": json.loads(_MESSAGES), "response_format": {"type": "json_object"}, "logprobs": True},
     ),
     "/v1/responses": (RESPONSES,),
+    "/v1/responses/input_tokens": (RESPONSES,),
     "/v1/messages": (MESSAGES,),
     "/v1/messages/count_tokens": (MESSAGES,),
     "/v1/embeddings": ({"input": ["the fox", "the dog"], "encoding_format": "base64"}, {"input": [5, 6]}),

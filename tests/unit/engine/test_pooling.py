@@ -70,7 +70,7 @@ async def test_every_span_equals_one_forward_next_to_requests_that_decode(
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 300.0])
-def test_a_mean_has_the_same_bits_however_its_prompt_is_cut(scale: float) -> None:
+def test_a_mean_has_the_same_bits_however_its_prompt_is_cut(built: BuiltRunner, scale: float) -> None:
     length, generator = 500, np.random.default_rng(3)
     hidden_TD = torch.from_numpy(generator.normal(size=(length, 64)).astype(np.float32)) * scale
     means = set()
@@ -81,18 +81,18 @@ def test_a_mean_has_the_same_bits_however_its_prompt_is_cut(scale: float) -> Non
             if (row := pooled.row(start, stop)) is not None:
                 # Another row comes first in the step.
                 rows = ((0, PoolRow(0, 2)), (1, row))
-                pooled.add(pool_states(None, hidden_TD, (0, start), rows).outputs()[1])  # type: ignore[arg-type]
+                pooled.add(pool_states(built.runner.model, hidden_TD, (0, start), rows).outputs()[1])
         means.add(pooled.mean().tobytes())
     assert len(means) == 1
     mean = np.frombuffer(means.pop(), np.float32)
     assert mean == pytest.approx(hidden_TD[3:].double().mean(dim=0).numpy(), rel=1e-7, abs=1e-9)
 
 
-def test_the_state_of_a_single_token_keeps_its_bits() -> None:
+def test_the_state_of_a_single_token_keeps_its_bits(built: BuiltRunner) -> None:
     hidden_TD = torch.full((4, 2), 1.234567e-10)
     pooled = PoolSum(PoolSpan(2, 3))
     rows = ((0, PoolRow(0, 2)), (1, PoolRow(2, 3)))
-    pooled.add(pool_states(None, hidden_TD, (0, 0), rows).outputs()[1])  # type: ignore[arg-type]
+    pooled.add(pool_states(built.runner.model, hidden_TD, (0, 0), rows).outputs()[1])
     assert pooled.mean().tobytes() == hidden_TD[2].numpy().tobytes()
 
 

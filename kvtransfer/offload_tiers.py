@@ -66,7 +66,7 @@ class EntryTiers:
                 f"the host cache has {settings.host_cache_bytes} bytes, and {ENTRY_TOKENS} tokens of KV{state} have "
                 f"{layout.entry_bytes * (1 + len(layout.pieces))}",
                 field="host_cache_gib",
-                value=settings.host_cache_bytes / _GIB,
+                value=round(settings.host_cache_bytes / _GIB, 6),
                 allowed=("0", f"at least {math.ceil(1e6 * least / _GIB) / 1e6:.6f}"),
                 cure="raise --host-cache-gib",
             )
@@ -96,8 +96,8 @@ class EntryTiers:
         layout, settings = self.layout, self._settings
         places, size = settings.host_cache_bytes // layout.entry_bytes, layout.entry_bytes
         passing = min(_PASSING_MAX, max(1, int(places * _PASSING_SHARE))) if settings.stores else 0
-        pages = open_host_memory(places * size)
-        passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size :]
+        pages = open_host_memory(settings.host_cache_bytes)
+        passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size : places * size]
         self._pages, self._host = pages, HostMemory(kept, size, clock=self._clock)
         self.places = places - passing
         for open_store in settings.stores:

@@ -16,6 +16,7 @@ from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryBlocks, Ent
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.movers.mover import SAVED_AT_ONCE
 from kvtransfer.offload import SLOTS
 from kvtransfer.offload_calls import DROP_LIMIT_S, FIND_LIMIT_S
@@ -884,10 +885,10 @@ def test_a_save_has_a_slot_while_loads_have_all_others() -> None:
 
 
 def test_a_host_cache_without_room_for_one_entry_is_an_error() -> None:
-    settings = replace(transfer_settings(GQA, places=1), host_cache_bytes=100)
-    with pytest.raises(ConfigError, match="host cache has 100 bytes") as error:
+    settings = replace(transfer_settings(GQA, places=1), host_cache_bytes=int(3e-6 * (1 << 30)))
+    with pytest.raises(ConfigError, match="host cache has 3221 bytes") as error:
         EntryTiers(EntryLayout(parts_of(GQA)), settings)
-    assert (error.value.field, error.value.value) == ("host_cache_gib", str(100 / (1 << 30)))
+    assert (error.value.field, error.value.value) == ("host_cache_gib", "3e-06")
     none, at_least = error.value.allowed
     assert none == "0"
     enough = replace(settings, host_cache_bytes=int(float(at_least.removeprefix("at least ")) * (1 << 30)))
@@ -898,6 +899,14 @@ def test_a_host_cache_without_room_for_one_entry_is_an_error() -> None:
     )
     with pytest.raises(ConfigError, match="host cache"):
         EntryTiers(EntryLayout(parts_of(GQA)), with_store)
+
+
+def test_a_host_cache_that_the_machine_cannot_give_is_named_as_it_was_given() -> None:
+    settings = replace(transfer_settings(GQA, places=1), host_cache_bytes=int(1000000.3 * (1 << 30)))
+    tiers = EntryTiers(EntryLayout(parts_of(GQA)), settings)
+    with pytest.raises(ConfigError) as error:
+        tiers.open(lambda num_bytes: HostPages(num_bytes, pinned=False))
+    assert (error.value.field, error.value.value) == ("host_cache_gib", "1000000.3")
 
 
 def test_namespaces_differ_where_entries_mean_something_else() -> None:

@@ -462,12 +462,39 @@ def test_what_a_store_loses_while_it_lists_its_entries_is_not_told() -> None:
     store.lose(keys[3])
     assert world.tiers.take_changes() == StoreChanges(gone=(keys[3].block.digest,))
     store.gate.set()
-    world.run_until(world.tiers._listings[0].done)
+    listing = world.tiers._stores[0]._listing
+    assert listing is not None
+    world.run_until(listing.done)
     store.lose(keys[2])
     assert world.tiers.take_changes() == StoreChanges(gone=(keys[2].block.digest,), found=keys[:2])
     store.lose(keys[1])
     assert world.tiers.take_changes() == StoreChanges(gone=(keys[1].block.digest,))
-    assert not world.tiers._lost_meanwhile
+    assert not world.tiers._stores[0]._lost_meanwhile
+    world.check_nothing_is_left()
+
+
+def test_what_one_store_loses_while_another_lists_it_is_told() -> None:
+    first, second = MemoryStore("first", lists=True), SlowLister("second")
+    keys = keys_of(2)
+    for store in (first, second):
+        store.kept |= dict.fromkeys(keys, b"")
+        store.gate.clear()
+    world = World(places=4, stores=[first, second])
+    world.user(cache_of(SPEC, entries=4))
+    world.run_until(lambda: "found" in second.calls)
+    first.gate.set()
+    changes = None
+    while changes is None:
+        changes = world.tiers.take_changes()
+    assert changes == StoreChanges(found=keys)
+    del first.kept[keys[1]]
+    first.lost.append(keys[1].block.digest)
+    assert world.tiers.take_changes() == StoreChanges(below=(keys[1].block.digest,))
+    second.gate.set()
+    changes = None
+    while changes is None:
+        changes = world.tiers.take_changes()
+    assert changes == StoreChanges(found=keys)
     world.check_nothing_is_left()
 
 
@@ -618,21 +645,29 @@ def test_stores_keep_entries_for_a_time_after_they_have_written_them() -> None:
     assert store.calls.index("keep") > max(at for at, call in enumerate(store.calls) if call == "put")
 
 
-def test_a_store_that_does_not_answer_is_not_asked_to_keep_entries() -> None:
+def test_a_store_that_hangs_collects_only_so_many_keep_times_and_a_slow_one_gets_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtransfer.offload_queue._KEEPS_MAX", 5)
     store = MemoryStore()
     world = World(stores=[store])
     user = world.user(cache_of(SPEC))
     keys, blocks = keys_of(2), blocks_of(user.cache, 2, 1)
+
+    def keep(seconds: float) -> None:
+        user.offloader.keep(keys, KeepTime(seconds, 5), Future())
+
     store.gate.clear()
     world.result(user.begin_save(keys[:1], blocks))
     world.run_until(lambda: "put" in store.calls)
     world.clock.now_s += STUCK_AFTER_S + 1.0
-    user.offloader.keep(keys[:1], KeepTime(60.0, 5), Future())
+    for seconds in (10.0, 20.0, 30.0):
+        keep(seconds)
     store.gate.set()
-    world.settle()
-    user.offloader.keep(keys[:1], KeepTime(30.0, 5), Future())
-    world.run_until(lambda: bool(store.keeps))
-    assert [keep.seconds for _, keep in store.keeps] == [30.0]
+    world.run_until(lambda: len(store.keeps) == 2)
+    keep(40.0)
+    world.run_until(lambda: len(store.keeps) == 3)
+    assert [keep.seconds for _, keep in store.keeps] == [10.0, 20.0, 40.0]
     world.check_nothing_is_left()
 
 

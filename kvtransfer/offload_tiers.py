@@ -228,10 +228,7 @@ class EntryTiers:
         """
         self._damaged[fetch.source] += 1
         forgotten = (fetch.key,) if state_after is None else (fetch.key, self.layout.last_state_key(state_after))
-        self._host.drop(forgotten)
-        for store in self._stores:
-            if store.name == fetch.source:
-                store.drop(forgotten)
+        self._calls.drop_damaged(forgotten, fetch.source)
 
     def damaged_on_its_way(self) -> None:
         """Counts an entry of another node that arrived damaged, and was not kept."""
@@ -256,6 +253,7 @@ class EntryTiers:
 
     def drop(self, keys: tuple[EntryKey, ...], future: "Future[None]") -> None:
         """Forgets entries. The future is done when all stores have."""
+        self._reads.forget(frozenset(keys).__contains__)
         self._calls.drop(keys, future)
 
     def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
@@ -263,6 +261,7 @@ class EntryTiers:
         now_s = self._clock()
         self._dropped = {root: end_s for root, end_s in self._dropped.items() if now_s < end_s}
         self._dropped |= dict.fromkeys(roots, now_s + _DROPPED_S)
+        self._reads.forget(lambda key: key.root in roots)
         self._calls.drop_roots(roots, future)
 
     def is_dropped(self, root: bytes) -> bool:

@@ -21,6 +21,7 @@ from kvtransfer.movers.mover import SAVED_AT_ONCE
 from kvtransfer.offload import SLOTS
 from kvtransfer.offload_calls import DROP_LIMIT_S, FIND_LIMIT_S
 from kvtransfer.offload_queue import STUCK_AFTER_S
+from kvtransfer.offload_reads import PassingPlace
 from kvtransfer.offload_tiers import PEER, EntryTiers
 from kvtransfer.parts import parts_of
 from kvtransfer.records import EntryCounters
@@ -563,7 +564,7 @@ def test_two_loads_of_an_entry_read_it_once_from_a_store() -> None:
 
 
 def test_a_damaged_entry_of_a_store_is_forgotten_there_too() -> None:
-    store = MemoryStore()
+    store = SlowDrops()
     world = World(stores=[store])
     user = world.user(cache_of(SPEC))
     keys, blocks = keys_of(3), blocks_of(user.cache, 3, 1)
@@ -571,6 +572,11 @@ def test_a_damaged_entry_of_a_store_is_forgotten_there_too() -> None:
     world.forget_host(keys)
     store.kept[keys[1]] = bytes([store.kept[keys[1]][0] ^ 4]) + store.kept[keys[1]][1:]
     assert user.load(keys, blocks_of(user.cache, 3, 2)) == 1
+    world.settle()
+    store.calls.clear()
+    assert user.load(keys, blocks_of(user.cache, 3, 2)) == 1
+    assert "get" not in store.calls, "the store has not dropped it yet"
+    store.may_drop.set()
     world.run_until(lambda: keys[1] not in store.kept)
     assert world.find(keys) == 1
     assert world.tiers.counters().damaged_from == {store.name: 1}
@@ -837,6 +843,74 @@ def test_an_entry_that_is_dropped_while_a_store_reads_it_is_not_kept() -> None:
     world.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("by_root", [False, True])
+def test_a_load_ends_before_an_entry_that_is_dropped_even_if_it_is_copied_already(*, by_root: bool) -> None:
+    script = Script(held=frozenset({"scatter"}))
+    world = World()
+    user = world.user(cache_of(SPEC), late(script))
+    keys, blocks = keys_of(5), blocks_of(user.cache, 5, 1)
+    user.save(keys, blocks)
+    load = user.begin_load(keys, blocks_of(user.cache, 5, 2))
+    world.run_until(lambda: len(script.waiting()) == SLOTS)
+    script.release(script.waiting()[2])
+    world.run_until(lambda: len(script.waiting()) == SLOTS)  # the third is whole, the last one has begun
+    if by_root:
+        user.offloader.drop_roots(frozenset({keys[0].root}), Future())
+    else:
+        user.offloader.drop((keys[2], keys[4]), Future())
+    world.run()
+    assert not load.done(), "its blocks are written to"
+    script.release_all()
+    assert world.result(load) == (0 if by_root else 2)
+    assert world.find(keys) == (0 if by_root else 2)
+    world.check_nothing_is_left()
+
+
+@dataclass
+class SlowReads(MemoryStore):
+    """A store whose reads take long after they have the entry."""
+
+    has_read: threading.Event = field(default_factory=threading.Event)
+    may_end: threading.Event = field(default_factory=threading.Event)
+
+    def get(self, key: EntryKey, into: memoryview) -> bool:
+        found = super().get(key, into)
+        self.has_read.set()
+        assert self.may_end.wait(DEADLINE_S)
+        return found
+
+
+@pytest.mark.parametrize("by_root", [False, True])
+def test_an_entry_that_is_dropped_on_its_way_past_host_memory_reaches_no_load(*, by_root: bool) -> None:
+    store = SlowReads()
+    world = World(places=1, stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(1), blocks_of(user.cache, 1, 1)
+    user.save(keys, blocks)
+    world.forget_host(keys)
+    entry = store.kept[keys[0]]
+    taken = world.tiers.take(keys_of(1, salt="another tenant")[0])  # all of host memory
+    assert taken is not None
+    first = user.begin_load(keys, blocks)
+    world.run_until(store.has_read.is_set)
+    assert isinstance(world.tiers._reads.under_way[keys[0]].place, PassingPlace)
+    dropped: Future[None] = Future()
+    dropped_of_root: Future[DroppedEntries] = Future()
+    if by_root:
+        user.offloader.drop_roots(frozenset({keys[0].root}), dropped_of_root)
+    else:
+        user.offloader.drop(keys, dropped)
+    world.run_until(lambda: dropped.done() or dropped_of_root.done())
+    second = user.begin_load(keys, blocks)  # the store has dropped it, but still reads
+    world.run()
+    store.may_end.set()
+    assert [world.result(load) for load in (first, second)] == [0, 0]
+    store.kept[keys[0]] = entry  # saved again
+    assert user.load(keys, blocks) == (0 if by_root else 1)
+    world.tiers.abandon(taken)
+    world.check_nothing_is_left()
+
+
 @dataclass
 class SlowDrops(MemoryStore):
     """A store that reads while its drops wait."""
@@ -848,7 +922,11 @@ class SlowDrops(MemoryStore):
         super().drop(keys)
 
 
-def test_an_entry_that_a_store_has_not_dropped_yet_is_not_read_back() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_entry_that_a_store_has_not_dropped_yet_is_not_read_back(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.offload_queue.STUCK_AFTER_S", 60.0)
     store = SlowDrops()
     world = World(stores=[store])
     user = world.user(cache_of(SPEC))
@@ -858,8 +936,14 @@ def test_an_entry_that_a_store_has_not_dropped_yet_is_not_read_back() -> None:
     dropped: Future[None] = Future()
     user.offloader.drop(keys[1:], dropped)
     assert user.load(keys, blocks) == 1
+    if is_late:
+        # Its caller waits no more, but the store will still drop it.
+        world.clock.now_s += DROP_LIMIT_S
+        with pytest.raises(DeadlineExceeded):
+            world.result(dropped)
+        assert user.load(keys, blocks) == 1
     store.may_drop.set()
-    world.result(dropped)
+    world.run_until(lambda: keys[1] not in store.kept)
     assert world.find(keys) == 1
     assert user.save(keys, blocks) == 2
     world.forget_host(keys)

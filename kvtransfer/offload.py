@@ -109,17 +109,11 @@ class Offloader:
         """Forgets entries, and the states after them."""
         states = (piece for key in keys for piece in self._tiers.layout.state_keys(key))
         dropped = tuple(dict.fromkeys((*keys, *states)))
-        for save in self._saves:
-            save.forget(set(dropped).__contains__)
+        self._forget(frozenset(dropped).__contains__)
         self._tiers.drop(dropped, future)
 
     def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
-        # A load would read entries from stores that have not dropped them yet back into host memory.
-        for load in self._loads:
-            if load.root in roots:
-                load.stop()
-        for save in self._saves:
-            save.forget(lambda key: key.root in roots)
+        self._forget(lambda key: key.root in roots)
         self._tiers.drop_roots(roots, future)
 
     def step(self) -> bool:
@@ -157,6 +151,11 @@ class Offloader:
     @property
     def _jobs(self) -> list[OffloadJob]:
         return [*self._loads, *self._saves]
+
+    def _forget(self, matches: Callable[[EntryKey], bool]) -> None:
+        """Neither saves nor loads entries that are dropped."""
+        for job in self._jobs:
+            job.forget(matches)
 
     def _begin_one(self) -> bool:
         """Begins a message of the first job that can, of each kind in turn. Loads go first, because a request waits for

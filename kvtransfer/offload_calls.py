@@ -1,8 +1,9 @@
 """Searches and drops of one rank's entries, while they wait for the answers of the stores below host memory. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from baton.core.errors import DeadlineExceeded
 from baton.core.kv_entries import DroppedEntries, EntryKey
@@ -37,7 +38,6 @@ class _FindFirst:
 
 @dataclass(eq=False)
 class _Drop:
-    keys: frozenset[EntryKey]
     future: Future[None]
     end_s: float
     answers: dict[str, Future[None]]
@@ -66,6 +66,8 @@ class StoreCalls:
         self._finds: list[_Find] = []
         self._firsts: list[_FindFirst] = []
         self._drops: list[_Drop | _DropOfRoots] = []
+        # What stores have been asked to drop, and their answers. A drop ends before late answers, these do not.
+        self._dropping: list[tuple[Callable[[EntryKey], bool], list[Future[Any]]]] = []
 
     def __len__(self) -> int:
         return len(self._finds) + len(self._firsts) + len(self._drops)
@@ -94,16 +96,27 @@ class StoreCalls:
         """Forgets entries. The future is done when all stores have."""
         self._host.drop(keys)
         answers = {store.name: store.drop(keys) for store in self._stores}
-        self._await_drop(_Drop(frozenset(keys), future, self._clock() + DROP_LIMIT_S, answers))
+        self._remember_drop(frozenset(keys).__contains__, answers.values())
+        self._await_drop(_Drop(future, self._clock() + DROP_LIMIT_S, answers))
+
+    def drop_damaged(self, keys: tuple[EntryKey, ...], source: str) -> None:
+        """Forgets entries in host memory and in the store that they came from."""
+        self._host.drop(keys)
+        answers = [store.drop(keys) for store in self._stores if store.name == source]
+        self._remember_drop(frozenset(keys).__contains__, answers)
 
     def is_dropping(self, key: EntryKey) -> bool:
-        """Whether an entry is dropped, and a store may have it still."""
-        return any(isinstance(drop, _Drop) and key in drop.keys for drop in self._drops)
+        """Whether an entry is dropped, and a store that has not answered yet may have it still."""
+        if not self._dropping:
+            return False
+        self._dropping = [each for each in self._dropping if not all(answer.done() for answer in each[1])]
+        return any(matches(key) for matches, _ in self._dropping)
 
     def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
         """Forgets every entry with one of these roots. The future is done when all stores have, or are late."""
         from_host = self._host.drop_roots(roots)
         answers = {store.name: store.drop_roots(roots) for store in self._stores}
+        self._remember_drop(lambda key: key.root in roots, answers.values())
         self._await_drop(_DropOfRoots(future, self._clock() + DROP_LIMIT_S, from_host, answers))
 
     def step(self) -> bool:
@@ -151,6 +164,10 @@ class StoreCalls:
         self._firsts.remove(find)
         find.future.set_result(min(answers, default=len(find.keys)))
         return True
+
+    def _remember_drop(self, matches: Callable[[EntryKey], bool], answers: Iterable[Future[Any]]) -> None:
+        if waiting := [answer for answer in answers if not answer.done()]:
+            self._dropping.append((matches, waiting))
 
     def _await_drop(self, drop: _Drop | _DropOfRoots) -> None:
         self._drops.append(drop)

@@ -3,7 +3,7 @@
 `Offloader` owns the slots and calls both alike: `ready`, `begin` in a slot, `advance` until `is_over`, `finish`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -36,6 +36,10 @@ class OffloadJob(Protocol):
 
     def stop(self) -> None:
         """Begins nothing more."""
+        ...
+
+    def forget(self, matches: Callable[[EntryKey], bool]) -> None:
+        """Saves or loads no entry with such a key, because it is dropped."""
         ...
 
     @property

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError
-from baton.core.kv_entries import EntryBlocks, Sources
+from baton.core.kv_entries import EntryBlocks, EntryKey, Sources
 from kvtransfer.movers.mover import CacheReading, Mover, Pending
 from kvtransfer.offload_jobs import num_whole, pieces_of, slot_of
 from kvtransfer.offload_reads import Fetch
@@ -55,9 +55,6 @@ class Load:
         end_s: no entry begins from this time on.
         entry_s: seconds to compute what is loaded, for each entry. Stores that take longer are not read; the pieces of
             a state take their time too.
-
-    Attributes:
-        root: of its entries.
     """
 
     def __init__(
@@ -77,7 +74,6 @@ class Load:
         self._clock = clock
         self._all = pieces_of(entries.keys, entries.state_after, tiers.layout)
         self._num_entries, self._state_after = len(entries.keys), entries.state_after
-        self.root = entries.root
         self._blocks = mover.place(entries.block_ids, incoming=True, state_slot=slot_of(entries))
         self._end_s, self._entry_s = end_s, entry_s * max(1, self._num_entries) / max(1, len(self._all))
         # Entries from this one on are not loaded.
@@ -156,6 +152,12 @@ class Load:
         whole = num_whole(count, self._num_entries, len(self._all))
         numbers = [*range(min(count, self._num_entries)), count - 1][:whole]
         self.future.set_result(tuple(self._whole[number].source for number in numbers))
+
+    def forget(self, matches: Callable[[EntryKey], bool]) -> None:
+        """Ends before the first entry with such a key, even if that entry is in the cache already."""
+        first = next((number for number, (key, _) in enumerate(self._all) if matches(key)), None)
+        if first is not None:
+            self._stop_at(first)
 
     def _look_ahead(self) -> None:
         while len(self._ahead) < READ_AHEAD and self._begun + len(self._ahead) < self._stop:

@@ -17,10 +17,15 @@ from kvtransfer.stores.store import StoreCounters
 
 @dataclass(eq=False)
 class PassingPlace:
-    """The place of an entry that goes from a store to loads and is not kept."""
+    """The place of an entry that goes from a store to loads and is not kept.
+
+    Attributes:
+        is_forgotten: its entry was dropped while it was read, so no load gets it.
+    """
 
     tensor: Tensor
     users: int = 0
+    is_forgotten: bool = False
 
     @property
     def memory(self) -> memoryview:
@@ -102,12 +107,14 @@ class StoreReads:
     def fetch(self, key: EntryKey, entry_s: float) -> Fetch | None:
         """Finds an entry that host memory lacks: as `EntryTiers.fetch`, and ends with `release`."""
         place: HostPlace | PassingPlace | None
+        if self._is_dropped(key.root) or self._calls.is_dropping(key):
+            return Fetch(key, True)
         read = self.under_way.get(key)
         if read is None:
             usable = self._calls.usable_stores()
             stores = [store for store in usable if self._is_faster(store, entry_s)]
-            if not stores or self._is_dropped(key.root) or self._calls.is_dropping(key):
-                return Fetch(key, True, is_too_slow=bool(usable) and not stores)
+            if not stores:
+                return Fetch(key, True, is_too_slow=bool(usable))
             place = self._host.take(key, self._layout.cost(key)) or (self.passing.pop() if self.passing else None)
             if place is None:
                 return None
@@ -128,6 +135,12 @@ class StoreReads:
             self._free(fetch.place)
         elif not fetch.done:
             self.under_way[fetch.key].waiting.remove(fetch)
+
+    def forget(self, matches: Callable[[EntryKey], bool]) -> None:
+        """No load gets an entry with such a key that is on its way past host memory. Host memory forgets the others."""
+        for key, read in self.under_way.items():
+            if isinstance(read.place, PassingPlace) and matches(key):
+                read.place.is_forgotten = True
 
     def measured(self, store: StoreQueue) -> StoreCounters:
         """The store's totals, with what was read here."""
@@ -155,7 +168,7 @@ class StoreReads:
         return store.get(key, place.memory)
 
     def _advance(self, read: StoreRead) -> None:
-        place, is_dropped = read.place, isinstance(read.place, HostPlace) and read.place.is_forgotten
+        place, is_dropped = read.place, read.place.is_forgotten
         self._speeds[read.store.name].ended(self._clock(), is_found=read.answer.result())
         found = read.answer.result() and not is_dropped
         if not found and read.others and not is_dropped:
@@ -180,4 +193,5 @@ class StoreReads:
 
     def _free(self, place: HostPlace | PassingPlace) -> None:
         if isinstance(place, PassingPlace) and not place.users:
+            place.is_forgotten = False
             self.passing.append(place)

@@ -66,7 +66,7 @@ class EntryTiers:
                 f"the host cache has {settings.host_cache_bytes} bytes, and {ENTRY_TOKENS} tokens of KV{state} have "
                 f"{layout.entry_bytes * (1 + len(layout.pieces))}",
                 field="host_cache_gib",
-                value=settings.host_cache_bytes / _GIB,
+                value=round(settings.host_cache_bytes / _GIB, 6),
                 allowed=("0", f"at least {math.ceil(1e6 * least / _GIB) / 1e6:.6f}"),
                 cure="raise --host-cache-gib",
             )
@@ -78,8 +78,6 @@ class EntryTiers:
         self._calls: StoreCalls
         self.places = 0
         self._stores: list[StoreQueue] = []
-        self._listings: list[Future[Sequence[EntryKey]]] = []
-        self._lost_meanwhile: set[bytes] = set()  # what stores have lost since the listings began
         self._reads: StoreReads
         self._writes: StoreWrites
         # The places that saves fill.
@@ -96,14 +94,15 @@ class EntryTiers:
         layout, settings = self.layout, self._settings
         places, size = settings.host_cache_bytes // layout.entry_bytes, layout.entry_bytes
         passing = min(_PASSING_MAX, max(1, int(places * _PASSING_SHARE))) if settings.stores else 0
-        pages = open_host_memory(places * size)
-        passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size :]
+        pages = open_host_memory(settings.host_cache_bytes)
+        passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size : places * size]
         self._pages, self._host = pages, HostMemory(kept, size, clock=self._clock)
         self.places = places - passing
         for open_store in settings.stores:
-            self._stores.append(StoreQueue(open_store(layout), clock=self._clock))
-        if not layout.pieces:  # where the states are that make entries useful, names of files do not say
-            self._listings = [store.found(_FOUND_MAX) for store in self._stores]
+            store = StoreQueue(open_store(layout), clock=self._clock)
+            self._stores.append(store)
+            if not layout.pieces:  # where the states are that make entries useful, names of files do not say
+                store.begin_listing(_FOUND_MAX)
         self._calls = StoreCalls(self._host, self._stores, self._clock)
         self._writes = StoreWrites(self._host, self._stores, most=max(1, int(self.places * _WRITES_SHARE)))
         self._reads = StoreReads(
@@ -229,10 +228,7 @@ class EntryTiers:
         """
         self._damaged[fetch.source] += 1
         forgotten = (fetch.key,) if state_after is None else (fetch.key, self.layout.last_state_key(state_after))
-        self._host.drop(forgotten)
-        for store in self._stores:
-            if store.name == fetch.source:
-                store.drop(forgotten)
+        self._calls.drop_damaged(forgotten, fetch.source)
 
     def damaged_on_its_way(self) -> None:
         """Counts an entry of another node that arrived damaged, and was not kept."""
@@ -250,14 +246,14 @@ class EntryTiers:
         self._calls.find_first(keys, future)
 
     def keep(self, keys: tuple[EntryKey, ...], keep: KeepTime) -> None:
-        """Keeps the first entries of a sequence for a time. Stores do so after the writes before it, but not one that
-        hangs: what waits for it would grow without end."""
+        """Keeps the first entries of a sequence for a time. Stores do so after the writes before it."""
         self._host.keep(keys, keep)
-        for store in self._calls.usable_stores():
+        for store in self._stores:
             store.keep(keys, keep)
 
     def drop(self, keys: tuple[EntryKey, ...], future: "Future[None]") -> None:
         """Forgets entries. The future is done when all stores have."""
+        self._reads.forget(frozenset(keys).__contains__)
         self._calls.drop(keys, future)
 
     def drop_roots(self, roots: frozenset[bytes], future: "Future[DroppedEntries]") -> None:
@@ -265,6 +261,7 @@ class EntryTiers:
         now_s = self._clock()
         self._dropped = {root: end_s for root, end_s in self._dropped.items() if now_s < end_s}
         self._dropped |= dict.fromkeys(roots, now_s + _DROPPED_S)
+        self._reads.forget(lambda key: key.root in roots)
         self._calls.drop_roots(roots, future)
 
     def is_dropped(self, root: bytes) -> bool:
@@ -273,31 +270,19 @@ class EntryTiers:
 
     def take_changes(self) -> StoreChanges | None:
         """What has changed since the last call. Returns None if nothing has."""
-        listed = self._take_listed() if self._listings else None
         left = [*self._host.take_evicted(), *(self._reads.take_passed() if self._reads.passed else ())]
-        lost = [digest for store in self._stores for digest in store.take_lost()]
-        found = () if listed is None else self._still_there(listed, lost)
+        lost, found = list[bytes](), list[EntryKey]()
+        for store in self._stores:
+            lost_there, listed = store.take_changes()
+            lost += lost_there
+            found += [key for key in listed if not self.is_dropped(key.root)]
         gone, below = list[bytes](), list[bytes]()
         for digest in dict.fromkeys((*left, *lost)):
             if self._host.has_digest(digest):
                 continue
             is_below = any(store.knows(digest) for store in self._stores)
             (below if is_below else gone).append(digest)
-        return StoreChanges(tuple(gone), tuple(below), found) if gone or below or found else None
-
-    def _take_listed(self) -> list[EntryKey]:
-        """The entries that stores have listed since the last call. Some may have left them since."""
-        done = [listing for listing in self._listings if listing.done()]
-        self._listings = [listing for listing in self._listings if not listing.done()]
-        return [key for listing in done for key in listing.result()]
-
-    def _still_there(self, listed: Sequence[EntryKey], lost: Iterable[bytes]) -> tuple[EntryKey, ...]:
-        """The listed entries that were neither lost nor dropped since the listings began. `lost` is from after them."""
-        self._lost_meanwhile.update(lost)
-        there = [key for key in listed if key.block.digest not in self._lost_meanwhile]
-        if not self._listings:
-            self._lost_meanwhile.clear()
-        return tuple(key for key in there if not self.is_dropped(key.root))
+        return StoreChanges(tuple(gone), tuple(below), tuple(found)) if gone or below or found else None
 
     def step(self) -> bool:
         """Takes the answers of the stores. Returns whether there was one."""

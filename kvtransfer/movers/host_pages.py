@@ -51,6 +51,6 @@ def _too_much(num_bytes: int, reason: object) -> ConfigError:
     return ConfigError(
         f"this machine cannot give {num_bytes} bytes of memory to the host cache: {reason}",
         field="host_cache_gib",
-        value=num_bytes / (1 << 30),
+        value=round(num_bytes / (1 << 30), 6),
         cure="choose a smaller --host-cache-gib",
     )

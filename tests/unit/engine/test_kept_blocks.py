@@ -147,7 +147,7 @@ def test_what_is_lost_or_dropped_before_found_entries_are_added_is_not_added() -
     dropped: set[bytes] = set()
     steps = kept.found(key for key in (*mine, *theirs) if key.root not in dropped)
     kept.lost([mine[1].block.digest])
-    for _ in mine:
+    for _ in (*mine, theirs[0]):
         next(steps)
     dropped.add(theirs[0].root)
     kept.lost_roots(frozenset(dropped))

@@ -16,10 +16,12 @@ from baton.core.kv_entries import ENTRY_TOKENS, DroppedEntries, EntryBlocks, Ent
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.movers.mover import SAVED_AT_ONCE
 from kvtransfer.offload import SLOTS
 from kvtransfer.offload_calls import DROP_LIMIT_S, FIND_LIMIT_S
 from kvtransfer.offload_queue import STUCK_AFTER_S
+from kvtransfer.offload_reads import PassingPlace
 from kvtransfer.offload_tiers import PEER, EntryTiers
 from kvtransfer.parts import parts_of
 from kvtransfer.records import EntryCounters
@@ -461,12 +463,39 @@ def test_what_a_store_loses_while_it_lists_its_entries_is_not_told() -> None:
     store.lose(keys[3])
     assert world.tiers.take_changes() == StoreChanges(gone=(keys[3].block.digest,))
     store.gate.set()
-    world.run_until(world.tiers._listings[0].done)
+    listing = world.tiers._stores[0]._listing
+    assert listing is not None
+    world.run_until(listing.done)
     store.lose(keys[2])
     assert world.tiers.take_changes() == StoreChanges(gone=(keys[2].block.digest,), found=keys[:2])
     store.lose(keys[1])
     assert world.tiers.take_changes() == StoreChanges(gone=(keys[1].block.digest,))
-    assert not world.tiers._lost_meanwhile
+    assert not world.tiers._stores[0]._lost_meanwhile
+    world.check_nothing_is_left()
+
+
+def test_what_one_store_loses_while_another_lists_it_is_told() -> None:
+    first, second = MemoryStore("first", lists=True), SlowLister("second")
+    keys = keys_of(2)
+    for store in (first, second):
+        store.kept |= dict.fromkeys(keys, b"")
+        store.gate.clear()
+    world = World(places=4, stores=[first, second])
+    world.user(cache_of(SPEC, entries=4))
+    world.run_until(lambda: "found" in second.calls)
+    first.gate.set()
+    changes = None
+    while changes is None:
+        changes = world.tiers.take_changes()
+    assert changes == StoreChanges(found=keys)
+    del first.kept[keys[1]]
+    first.lost.append(keys[1].block.digest)
+    assert world.tiers.take_changes() == StoreChanges(below=(keys[1].block.digest,))
+    second.gate.set()
+    changes = None
+    while changes is None:
+        changes = world.tiers.take_changes()
+    assert changes == StoreChanges(found=keys)
     world.check_nothing_is_left()
 
 
@@ -535,7 +564,7 @@ def test_two_loads_of_an_entry_read_it_once_from_a_store() -> None:
 
 
 def test_a_damaged_entry_of_a_store_is_forgotten_there_too() -> None:
-    store = MemoryStore()
+    store = SlowDrops()
     world = World(stores=[store])
     user = world.user(cache_of(SPEC))
     keys, blocks = keys_of(3), blocks_of(user.cache, 3, 1)
@@ -543,6 +572,11 @@ def test_a_damaged_entry_of_a_store_is_forgotten_there_too() -> None:
     world.forget_host(keys)
     store.kept[keys[1]] = bytes([store.kept[keys[1]][0] ^ 4]) + store.kept[keys[1]][1:]
     assert user.load(keys, blocks_of(user.cache, 3, 2)) == 1
+    world.settle()
+    store.calls.clear()
+    assert user.load(keys, blocks_of(user.cache, 3, 2)) == 1
+    assert "get" not in store.calls, "the store has not dropped it yet"
+    store.may_drop.set()
     world.run_until(lambda: keys[1] not in store.kept)
     assert world.find(keys) == 1
     assert world.tiers.counters().damaged_from == {store.name: 1}
@@ -617,21 +651,29 @@ def test_stores_keep_entries_for_a_time_after_they_have_written_them() -> None:
     assert store.calls.index("keep") > max(at for at, call in enumerate(store.calls) if call == "put")
 
 
-def test_a_store_that_does_not_answer_is_not_asked_to_keep_entries() -> None:
+def test_a_store_that_hangs_collects_only_so_many_keep_times_and_a_slow_one_gets_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtransfer.offload_queue._KEEPS_MAX", 5)
     store = MemoryStore()
     world = World(stores=[store])
     user = world.user(cache_of(SPEC))
     keys, blocks = keys_of(2), blocks_of(user.cache, 2, 1)
+
+    def keep(seconds: float) -> None:
+        user.offloader.keep(keys, KeepTime(seconds, 5), Future())
+
     store.gate.clear()
     world.result(user.begin_save(keys[:1], blocks))
     world.run_until(lambda: "put" in store.calls)
     world.clock.now_s += STUCK_AFTER_S + 1.0
-    user.offloader.keep(keys[:1], KeepTime(60.0, 5), Future())
+    for seconds in (10.0, 20.0, 30.0):
+        keep(seconds)
     store.gate.set()
-    world.settle()
-    user.offloader.keep(keys[:1], KeepTime(30.0, 5), Future())
-    world.run_until(lambda: bool(store.keeps))
-    assert [keep.seconds for _, keep in store.keeps] == [30.0]
+    world.run_until(lambda: len(store.keeps) == 2)
+    keep(40.0)
+    world.run_until(lambda: len(store.keeps) == 3)
+    assert [keep.seconds for _, keep in store.keeps] == [10.0, 20.0, 40.0]
     world.check_nothing_is_left()
 
 
@@ -801,6 +843,74 @@ def test_an_entry_that_is_dropped_while_a_store_reads_it_is_not_kept() -> None:
     world.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("by_root", [False, True])
+def test_a_load_ends_before_an_entry_that_is_dropped_even_if_it_is_copied_already(*, by_root: bool) -> None:
+    script = Script(held=frozenset({"scatter"}))
+    world = World()
+    user = world.user(cache_of(SPEC), late(script))
+    keys, blocks = keys_of(5), blocks_of(user.cache, 5, 1)
+    user.save(keys, blocks)
+    load = user.begin_load(keys, blocks_of(user.cache, 5, 2))
+    world.run_until(lambda: len(script.waiting()) == SLOTS)
+    script.release(script.waiting()[2])
+    world.run_until(lambda: len(script.waiting()) == SLOTS)  # the third is whole, the last one has begun
+    if by_root:
+        user.offloader.drop_roots(frozenset({keys[0].root}), Future())
+    else:
+        user.offloader.drop((keys[2], keys[4]), Future())
+    world.run()
+    assert not load.done(), "its blocks are written to"
+    script.release_all()
+    assert world.result(load) == (0 if by_root else 2)
+    assert world.find(keys) == (0 if by_root else 2)
+    world.check_nothing_is_left()
+
+
+@dataclass
+class SlowReads(MemoryStore):
+    """A store whose reads take long after they have the entry."""
+
+    has_read: threading.Event = field(default_factory=threading.Event)
+    may_end: threading.Event = field(default_factory=threading.Event)
+
+    def get(self, key: EntryKey, into: memoryview) -> bool:
+        found = super().get(key, into)
+        self.has_read.set()
+        assert self.may_end.wait(DEADLINE_S)
+        return found
+
+
+@pytest.mark.parametrize("by_root", [False, True])
+def test_an_entry_that_is_dropped_on_its_way_past_host_memory_reaches_no_load(*, by_root: bool) -> None:
+    store = SlowReads()
+    world = World(places=1, stores=[store])
+    user = world.user(cache_of(SPEC))
+    keys, blocks = keys_of(1), blocks_of(user.cache, 1, 1)
+    user.save(keys, blocks)
+    world.forget_host(keys)
+    entry = store.kept[keys[0]]
+    taken = world.tiers.take(keys_of(1, salt="another tenant")[0])  # all of host memory
+    assert taken is not None
+    first = user.begin_load(keys, blocks)
+    world.run_until(store.has_read.is_set)
+    assert isinstance(world.tiers._reads.under_way[keys[0]].place, PassingPlace)
+    dropped: Future[None] = Future()
+    dropped_of_root: Future[DroppedEntries] = Future()
+    if by_root:
+        user.offloader.drop_roots(frozenset({keys[0].root}), dropped_of_root)
+    else:
+        user.offloader.drop(keys, dropped)
+    world.run_until(lambda: dropped.done() or dropped_of_root.done())
+    second = user.begin_load(keys, blocks)  # the store has dropped it, but still reads
+    world.run()
+    store.may_end.set()
+    assert [world.result(load) for load in (first, second)] == [0, 0]
+    store.kept[keys[0]] = entry  # saved again
+    assert user.load(keys, blocks) == (0 if by_root else 1)
+    world.tiers.abandon(taken)
+    world.check_nothing_is_left()
+
+
 @dataclass
 class SlowDrops(MemoryStore):
     """A store that reads while its drops wait."""
@@ -812,7 +922,11 @@ class SlowDrops(MemoryStore):
         super().drop(keys)
 
 
-def test_an_entry_that_a_store_has_not_dropped_yet_is_not_read_back() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_entry_that_a_store_has_not_dropped_yet_is_not_read_back(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.offload_queue.STUCK_AFTER_S", 60.0)
     store = SlowDrops()
     world = World(stores=[store])
     user = world.user(cache_of(SPEC))
@@ -822,8 +936,14 @@ def test_an_entry_that_a_store_has_not_dropped_yet_is_not_read_back() -> None:
     dropped: Future[None] = Future()
     user.offloader.drop(keys[1:], dropped)
     assert user.load(keys, blocks) == 1
+    if is_late:
+        # Its caller waits no more, but the store will still drop it.
+        world.clock.now_s += DROP_LIMIT_S
+        with pytest.raises(DeadlineExceeded):
+            world.result(dropped)
+        assert user.load(keys, blocks) == 1
     store.may_drop.set()
-    world.result(dropped)
+    world.run_until(lambda: keys[1] not in store.kept)
     assert world.find(keys) == 1
     assert user.save(keys, blocks) == 2
     world.forget_host(keys)
@@ -884,10 +1004,10 @@ def test_a_save_has_a_slot_while_loads_have_all_others() -> None:
 
 
 def test_a_host_cache_without_room_for_one_entry_is_an_error() -> None:
-    settings = replace(transfer_settings(GQA, places=1), host_cache_bytes=100)
-    with pytest.raises(ConfigError, match="host cache has 100 bytes") as error:
+    settings = replace(transfer_settings(GQA, places=1), host_cache_bytes=int(3e-6 * (1 << 30)))
+    with pytest.raises(ConfigError, match="host cache has 3221 bytes") as error:
         EntryTiers(EntryLayout(parts_of(GQA)), settings)
-    assert (error.value.field, error.value.value) == ("host_cache_gib", str(100 / (1 << 30)))
+    assert (error.value.field, error.value.value) == ("host_cache_gib", "3e-06")
     none, at_least = error.value.allowed
     assert none == "0"
     enough = replace(settings, host_cache_bytes=int(float(at_least.removeprefix("at least ")) * (1 << 30)))
@@ -898,6 +1018,14 @@ def test_a_host_cache_without_room_for_one_entry_is_an_error() -> None:
     )
     with pytest.raises(ConfigError, match="host cache"):
         EntryTiers(EntryLayout(parts_of(GQA)), with_store)
+
+
+def test_a_host_cache_that_the_machine_cannot_give_is_named_as_it_was_given() -> None:
+    settings = replace(transfer_settings(GQA, places=1), host_cache_bytes=int(1000000.3 * (1 << 30)))
+    tiers = EntryTiers(EntryLayout(parts_of(GQA)), settings)
+    with pytest.raises(ConfigError) as error:
+        tiers.open(lambda num_bytes: HostPages(num_bytes, pinned=False))
+    assert (error.value.field, error.value.value) == ("host_cache_gib", "1000000.3")
 
 
 def test_namespaces_differ_where_entries_mean_something_else() -> None:

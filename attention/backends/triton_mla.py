@@ -39,8 +39,6 @@ from baton.kvcache.layout import MLA_LAYOUTS
 from baton.kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 from baton.kvcache.tokens import WriteIndex
 
-# Whether captured steps read shared latents once. Off until `python -m bench attention` has measured that it is faster.
-SHARES_PREFIXES = False
 # Queries of one launch over selected tokens: enough to fill any GPU, and few enough for a kernel that reads all
 # lengths.
 _SELECTING_QUERIES = 512
@@ -164,7 +162,7 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     def group_costs(self) -> LatentGroupCosts | None:
         # A row's split must not depend on other rows where prefills have the order of decodes, and rows that select
         # their tokens read no prefix.
-        if not SHARES_PREFIXES or self._in_order is not None or self._top_k or self._costs.tile_rows == 1:
+        if self._in_order is not None or self._top_k or self._costs.tile_rows == 1:
             return None
         return self._costs
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.backends import triton_mla
 from attention.kernels.paged.split import SplitLayer
 from attention.prefix_group import GroupCosts
 from baton.engine.batch import Batch, BatchRow
@@ -41,7 +40,6 @@ STEMS = [range(100), range(100, 104), range(0)]
 
 
 def demo(model: str, dtype: str, monkeypatch: pytest.MonkeyPatch, **options: object) -> BuiltRunner:
-    monkeypatch.setattr(triton_mla, "SHARES_PREFIXES", True)
     built = build_demo(DEMO_MODELS / model, dtype=dtype, block_size=BLOCK_SIZE, cuda_graphs=False, **options)
     assert built.runner.backend.builder.group_costs() is not None
     monkeypatch.setattr(built.runner.backend.builder, "group_costs", lambda: DEAR)

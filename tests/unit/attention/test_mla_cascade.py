@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds, MLADims
-from attention.backends import triton_mla
 from attention.backends.triton_mla import TritonMLA, TritonMLAMetadata
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
 from attention.mla_cascade import LatentGroupCosts
@@ -169,14 +168,7 @@ def test_only_tiles_with_rows_of_the_group_read_the_shared_keys() -> None:
     assert metadata.shared.tile_lens_T.tolist() == [0, PREFIX, PREFIX]
 
 
-def test_steps_do_not_share_before_it_is_measured() -> None:
-    assert backend_of(needs_of()).builder.group_costs() is None
-
-
-def test_keys_are_shared_only_where_a_tile_has_several_rows_and_never_if_batches_must_not_matter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(triton_mla, "SHARES_PREFIXES", True)
+def test_keys_are_shared_only_where_a_tile_has_several_rows_and_never_if_batches_must_not_matter() -> None:
     assert backend_of(needs_of(num_heads=32)).builder.group_costs() is not None
     assert backend_of(needs_of(num_heads=64)).builder.group_costs() is None
     assert backend_of(needs_of(top_k=4)).builder.group_costs() is None

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from attention.backends import triton_mla
 from attention.kernels.paged.split import SplitLayer
 from attention.prefix_group import GroupCosts
 from baton.engine.batch import BatchRow
@@ -62,7 +61,6 @@ STEPS = [
 def test_steps_with_a_shared_prefix_have_the_logits_of_the_model(
     family: str, backend_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_mla, "SHARES_PREFIXES", True)
     save_tiny(family, tmp_path)
     built = build(tmp_path, num_blocks=160)
     reference, cache = Reference(built), PagedKVCache(built.cache.spec, built.cache.shape)

@@ -61,7 +61,7 @@ class CacheLog:
             self.last += 1
             stored = [key for _, key in part if key is not None]
             removed = [number_of(digest) for digest, key in part if key is None]
-            self._kept.append(EventBatch(self.last, stored, removed, self.outside(stored), self.below(stored)))
+            self._kept.append(EventBatch(self.last, stored, removed, *self.places(stored)))
             self._kept_blocks += len(part)
         while self._kept_blocks > _KEPT_BLOCKS:
             self._kept_blocks -= self._kept.popleft().size
@@ -73,13 +73,11 @@ class CacheLog:
             return None
         return list(islice(self._kept, len(self._kept) - missing, None))
 
-    def outside(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Those of the blocks that must be loaded first."""
-        return [number_of(key.digest) for key in keys if self._cache.is_outside(key.digest)]
-
-    def below(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Those of the blocks that are not in host memory either."""
-        return [number_of(key.digest) for key in keys if self._cache.is_below(key.digest)]
+    def places(self, keys: Sequence[BlockKey]) -> tuple[list[int], list[int]]:
+        """Those of the blocks that must be loaded first, and those of them that are not in host memory either."""
+        outside = self._cache.outside([key.digest for key in keys])
+        below = self._cache.only_below(outside) if outside else []
+        return list(map(number_of, outside)), list(map(number_of, below))
 
     def cached_keys(self) -> list[BlockKey]:
         """All blocks that the cache has after the last change. Call it right after `collect`."""
@@ -173,13 +171,14 @@ class CacheEvents:
     ) -> Iterator[tuple[pb.WatchCacheResponse, Sequence[BlockKey]]]:
         for start in range(0, max(1, len(keys)), _BATCH_BLOCKS):
             stop = start + _BATCH_BLOCKS
+            outside, below = self._log.places(keys[start:stop])
             message = pb.WatchCacheResponse(
                 sequence=sequence,
                 incarnation=self._incarnation,
                 snapshot=start == 0,
                 more=stop < len(keys),
-                outside=self._log.outside(keys[start:stop]),
-                below=self._log.below(keys[start:stop]),
+                outside=outside,
+                below=below,
             )
             yield message, keys[start:stop]
 

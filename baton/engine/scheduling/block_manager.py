@@ -104,7 +104,7 @@ class BlockManager:
                 del self._free[block_id]
             self._references[block_id] += 1
         self.num_references += len(cached) + num_fresh
-        return [*cached, *(self._take_free() for _ in range(num_fresh))]
+        return [*cached, *[self._take_free() for _ in range(num_fresh)]]
 
     def give_back(self, block_ids: Sequence[int]) -> None:
         """Drops one reference of each block. The last blocks of a sequence are taken again before its first ones."""
@@ -193,6 +193,13 @@ class BlockManager:
         block_id = self._by_digest.get(digest)
         return None if block_id is None or block_id in self._windowless else self._keys[block_id]
 
+    def lacking(self, digests: Iterable[bytes]) -> list[bytes]:
+        """The digests for which `cached_key` is None."""
+        known, windowless = self._by_digest, self._windowless
+        if not windowless:
+            return [digest for digest in digests if digest not in known]
+        return [digest for digest in digests if digest not in known or known[digest] in windowless]
+
     def cached_blocks(self, keys: Sequence[BlockKey]) -> list[int]:
         """The blocks of these keys. Empty: one of them is not cached, or does not serve every sequence."""
         found = [self._by_digest.get(key.digest) for key in keys if self.cached_key(key.digest) == key]
@@ -218,11 +225,11 @@ class BlockManager:
             self._changes = {}
         return changes
 
-    def is_outside(self, digest: bytes) -> bool:  # noqa: ARG002
-        return False
+    def outside(self, digests: Iterable[bytes]) -> list[bytes]:  # noqa: ARG002
+        return []
 
-    def is_below(self, digest: bytes) -> bool:  # noqa: ARG002
-        return False
+    def only_below(self, outside: Iterable[bytes]) -> list[bytes]:  # noqa: ARG002
+        return []
 
     # ----
 

@@ -122,10 +122,10 @@ class EntryLoads:
         stop_block = first_block
         if entries.keys:
             stop_block = (entries.keys[0].token_start + min(num_entries, len(entries.keys)) * ENTRY_TOKENS) // size
-        for index in range(first_block, stop_block):
-            key = plan.wanted.keys.key(index, plan.wanted.tokens)
-            is_usable = is_whole or not plan.wanted.states
-            pool.register(plan.blocks[index - first_block], key, root=plan.wanted.keys.root, reported=is_usable)
+        is_usable = is_whole or not plan.wanted.states
+        keys = plan.wanted.keys.run(first_block, stop_block, plan.wanted.tokens)
+        for block_id, key in zip(plan.blocks, keys, strict=False):
+            pool.register(block_id, key, root=plan.wanted.keys.root, reported=is_usable)
         in_stores = 0 if plan.wanted.states and not is_whole else num_entries
         self._kept.lost(key.block.digest for key in entries.keys[in_stores:])
         held = (*plan.cached, *plan.blocks)

@@ -146,7 +146,7 @@ class KeptBlocks:
         return None if entry is None else next(key for key in self._by_entry[entry] if key.digest == digest)
 
     def not_shown(self, digests: Iterable[bytes]) -> list[bytes]:
-        return [digest for digest in digests if digest not in self._ends]
+        return self.lacking(digests)
 
     def follow(self) -> None:
         self._changes = {}
@@ -157,11 +157,16 @@ class KeptBlocks:
             self._changes = {}
         return changes
 
-    def is_outside(self, digest: bytes) -> bool:  # noqa: ARG002
-        return True
+    def lacking(self, digests: Iterable[bytes]) -> list[bytes]:
+        return [digest for digest in digests if digest not in self._ends]
 
-    def is_below(self, digest: bytes) -> bool:
-        return self._ends.get(digest, b"") in self._below
+    def outside(self, digests: Iterable[bytes]) -> list[bytes]:
+        return list(digests)
+
+    def only_below(self, outside: Iterable[bytes]) -> list[bytes]:
+        if not self._below:
+            return []
+        return [digest for digest in outside if self._ends.get(digest, b"") in self._below]
 
     def _add(self, entry: EntryKey, blocks: tuple[BlockKey, ...]) -> None:
         digest = entry.block.digest

@@ -16,12 +16,13 @@ class PrefixCache(Protocol):
 
     def take_changes(self) -> CacheChanges | None: ...
 
-    def is_outside(self, digest: bytes) -> bool:
-        """Whether a cached block is only in the stores outside of the cache, so that it must be loaded first."""
+    def outside(self, digests: Iterable[bytes]) -> list[bytes]:
+        """Those of the cached blocks that only the stores outside of the cache have, so that they must be loaded
+        first."""
         ...
 
-    def is_below(self, digest: bytes) -> bool:
-        """Whether such a block is in a store below host memory alone, which is slower to load."""
+    def only_below(self, outside: Iterable[bytes]) -> list[bytes]:
+        """Those of the blocks outside that only stores below host memory have, which are slower to load."""
         ...
 
 
@@ -29,6 +30,10 @@ class KeyedCache(PrefixCache, Protocol):
     """One of several prefix caches."""
 
     def cached_key(self, digest: bytes) -> BlockKey | None: ...
+
+    def lacking(self, digests: Iterable[bytes]) -> list[bytes]:
+        """The digests for which `cached_key` is None."""
+        ...
 
     def not_shown(self, digests: Iterable[bytes]) -> list[bytes]:
         """The digests of blocks that followers do not know, and that its next changes will not tell them of."""
@@ -63,11 +68,14 @@ class PooledPrefixes:
         # A key is the latest change of its cache, which has that block then.
         return {digest: self._cached(digest) if key is None else key for digest, key in changes.items()}
 
-    def is_outside(self, digest: bytes) -> bool:
-        return all(pool.cached_key(digest) is None for pool in self._inside)
+    def outside(self, digests: Iterable[bytes]) -> list[bytes]:
+        left = list(digests)
+        for pool in self._inside:
+            left = pool.lacking(left)
+        return left
 
-    def is_below(self, digest: bytes) -> bool:
-        return self._outside is not None and self.is_outside(digest) and self._outside.is_below(digest)
+    def only_below(self, outside: Iterable[bytes]) -> list[bytes]:
+        return [] if self._outside is None else self._outside.only_below(outside)
 
     def _seen(self, outside: CacheChanges) -> CacheChanges:
         """Those of the changes outside of the caches that make a difference to followers."""

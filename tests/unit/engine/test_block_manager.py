@@ -141,6 +141,19 @@ def test_blocks_that_lack_windows_serve_only_requests_that_do_not_read_them(wind
     assert blocks.match(keys, tokens, 5, window_blocks=window_blocks) == held[: 5 if window_blocks < 2 else 0]
 
 
+def test_blocks_are_lacking_unless_they_serve_every_sequence() -> None:
+    blocks = BlockManager(8)
+    tokens, keys = int_array(list(range(24))), chain()
+    digests = [key.digest for key in keys.run(0, 6, tokens)]
+    for index, block_id in enumerate(blocks.take((), 4)):
+        blocks.register(block_id, keys.key(index, tokens))
+    assert blocks.lacking(digests) == digests[4:]
+    (windowless,) = blocks.take((), 1)
+    blocks.register(windowless, keys.key(4, tokens), windowless=True)
+    assert blocks.lacking(digests) == digests[4:]
+    assert [digest for digest in digests if blocks.cached_key(digest) is None] == digests[4:]
+
+
 def test_a_shorter_run_that_reads_no_lacking_block_is_found() -> None:
     blocks = BlockManager(8)
     tokens, keys = int_array(list(range(24))), chain()

@@ -38,8 +38,9 @@ def test_entries_that_a_store_had_at_its_start_are_the_blocks_that_were_saved(bl
     take(found.found(sorted((*entries(), *entries("a tenant")), key=lambda key: key.number)))
     assert set(found.cached_keys()) == set(saved.cached_keys())
     assert found._by_entry == saved._by_entry
-    assert all(found.is_below(key.digest) for key in found.cached_keys())
-    assert not any(saved.is_below(key.digest) for key in saved.cached_keys())
+    digests = [key.digest for key in found.cached_keys()]
+    assert found.only_below(digests) == digests
+    assert saved.only_below(digests) == []
 
 
 def test_entries_without_the_beginning_of_their_sequence_are_not_seen() -> None:
@@ -70,8 +71,8 @@ def test_what_is_known_already_stays_where_it_is() -> None:
     kept = KeptBlocks(16)
     kept.kept(entries()[:2], block_chain(16), TOKENS)
     take(kept.found(entries()[:3]))
-    below = [kept.is_below(kept._by_entry[key.block.digest][0].digest) for key in entries()[:3]]
-    assert below == [False, False, True]
+    firsts = [kept._by_entry[key.block.digest][0].digest for key in entries()[:3]]
+    assert kept.only_below(firsts) == firsts[2:]
 
 
 def test_keys_of_entries_are_known_while_the_stores_have_them_if_they_were_computed_here() -> None:
@@ -104,15 +105,14 @@ def test_followers_see_again_what_moves_and_what_is_lost() -> None:
     moved = cache.take_changes()
     assert moved is not None
     assert set(moved) == {key.digest for key in kept._by_entry[second]}
-    assert all(map(cache.is_outside, moved))
-    assert all(map(cache.is_below, moved))
+    assert cache.outside(moved) == cache.only_below(moved) == list(moved)
     kept.below([second])
     assert cache.take_changes() == {}
     kept.kept(keys, block_chain(16), TOKENS)  # loaded into host memory again
     again = cache.take_changes()
     assert again is not None
     assert set(again) == set(moved)
-    assert not any(map(cache.is_below, moved))
+    assert cache.only_below(moved) == []
     kept.below([second])
     kept.lost([first, second])
     gone = cache.take_changes()
@@ -171,6 +171,6 @@ def test_followers_see_no_change_from_a_save_whose_blocks_are_in_the_cache() -> 
     pool.give_back(blocks)
     pool.take((), 64)
     assert set(cache.take_changes() or {}) == set(digests)  # now they must be loaded first
-    assert all(cache.is_outside(digest) for digest in digests)
+    assert cache.outside(digests) == digests
     kept.lost(key.block.digest for key in entries()[:1])
     assert cache.take_changes() == dict.fromkeys(digests)

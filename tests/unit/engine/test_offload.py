@@ -470,13 +470,13 @@ def test_followers_get_the_changes_of_stores_and_cache_together() -> None:
     changes = cache.take_changes()
     assert changes is not None
     assert set(changes) == seen(scheduler)
-    assert not any(map(cache.is_outside, changes))
+    assert cache.outside(changes) == []
     first = set(changes)
     decode_all(scheduler, "other", tuple(range(500, 500 + 3 * ENTRY_TOKENS + 78)))
     changes = cache.take_changes()
     assert changes is not None
     assert None not in changes.values()
-    assert {digest for digest in changes if cache.is_outside(digest)} == first, "they must be loaded now"
+    assert set(cache.outside(changes)) == first, "they must be loaded now"
     (key,) = entries_at(PROMPT[:ENTRY_TOKENS])
     offload(scheduler).kept.lost([key.block.digest])
     changes = cache.take_changes()

@@ -30,7 +30,7 @@ _PROMPTS_MAX = 1024
 TextOrObject = Annotated[Annotated[str, tag("text")] | Annotated[dict[str, Any], tag("object")], TEXT_OR_OBJECT]
 
 
-def choice_shape(value: object) -> str | None:
+def _choice_shape(value: object) -> str | None:
     if isinstance(value, dict):
         return "allowed_tools" if value.get("type") == "allowed_tools" else "object"
     return "text" if isinstance(value, str) else None
@@ -40,7 +40,7 @@ ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], tag("text")]
     | Annotated[dict[str, Any], tag("object")]
     | Annotated[ChatAllowedTools, tag("allowed_tools")],
-    by_shape(choice_shape, "a string or an object"),
+    by_shape(_choice_shape, "a string or an object"),
 ]
 
 

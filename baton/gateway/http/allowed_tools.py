@@ -1,12 +1,13 @@
 """A chat's choice among some of its tools. The model sees no other tool. Pure."""
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from baton.core.errors import InvalidRequest
 from baton.gateway.http.checking import Items, Model, by_type, short, tag
+from baton.gateway.text.chat.json_request import TOOLS_MAX
 
 _NAMED_MAX = 8  # unknown tools in an error
 
@@ -43,7 +44,7 @@ class ChatAllowedList(Model):
                 Annotated[ChatFunctionChoice, tag("function")] | Annotated[ChatCustomChoice, tag("custom")], by_type()
             ]
         ],
-        Field(min_length=1),
+        Field(min_length=1, max_length=TOOLS_MAX),
     ]
 
 
@@ -57,7 +58,7 @@ class ChatAllowedTools(Model):
     def mode(self) -> str:
         return self.allowed_tools.mode
 
-    def names(self, given: Collection[tuple[str, str]]) -> frozenset[str]:
+    def names(self, given: Sequence[tuple[str, str]]) -> frozenset[str]:
         """Returns the names of the allowed tools.
 
         Args:
@@ -66,8 +67,9 @@ class ChatAllowedTools(Model):
         Raises:
             InvalidRequest: a tool is not there, or has the other type.
         """
+        known = frozenset(given)
         chosen = [(tool.type, tool.name) for tool in self.allowed_tools.tools]
-        if unknown := [tool for tool in chosen if tool not in given]:
+        if unknown := [tool for tool in chosen if tool not in known]:
             where = f"tool_choice.allowed_tools.tools[{chosen.index(unknown[0])}].{unknown[0][0]}.name"
             names = ", ".join(f"{kind} {short(name)}" for kind, name in unknown[:_NAMED_MAX])
             raise InvalidRequest(

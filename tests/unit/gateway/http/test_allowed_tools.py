@@ -64,6 +64,7 @@ LIST = "tool_choice.allowed_tools.tools"
         ([{"type": "function", "name": "seek"}], f"{LIST}[0].name", ""),
         ([{"type": "mcp"}], f"{LIST}[0].type", ""),
         ([], LIST, ""),
+        ([SEEK_NAMED] * 1025, LIST, "up to 1024"),
     ],
 )  # fmt: skip
 def test_a_tool_that_is_not_there_is_refused_by_its_name(tools: list[Any], field: str, message: str) -> None:

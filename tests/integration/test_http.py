@@ -233,6 +233,60 @@ def test_a_forced_custom_tool_gets_an_input_of_its_grammar(client: OpenAI, strea
     assert finish == "tool_calls"
 
 
+def test_an_input_may_be_empty_where_its_grammar_allows_that(client: OpenAI) -> None:
+    body: dict[str, Any] = {"model": "llama", "messages": HELLO, "tools": [custom_tool("clear", "()")]}
+    (choice,) = client.chat.completions.create(**body, tool_choice="required").choices
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "custom"
+    assert (call.custom.name, call.custom.input, choice.finish_reason) == ("clear", "", "tool_calls")
+
+
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("name", ["seek", "tell"])
+def test_only_an_allowed_tool_is_called(client: OpenAI, name: str) -> None:
+    tell: Any = {"type": "function", "function": {"name": "tell", "parameters": SCHEMA}}
+    body: dict[str, Any] = {
+        "model": "llama", "messages": HELLO, "tools": [TOOL, tell], "tool_choice": allowed("required", name),
+        "max_tokens": 200, "temperature": 0, "parallel_tool_calls": False,
+        "extra_headers": {"x-request-id": f"allowed-{name}"},
+    }  # fmt: skip
+
+    def pieces(**options: object) -> list[dict[str, Any]]:
+        stream = client.chat.completions.create(**body, stream=True, extra_body={"return_token_ids": True, **options})
+        return [chunk.choices[0].to_dict() for chunk in stream]
+
+    def arguments(choices: list[dict[str, Any]]) -> str:
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+        return "".join(call["function"]["arguments"] for call in calls)
+
+    message = client.chat.completions.create(**body).choices[0].message
+    assert message.tool_calls is not None
+    (whole,) = message.tool_calls
+    assert whole.type == "function"
+    assert whole.function.name == name
+    assert json.loads(whole.function.arguments)["whence"] in ("start", "end")
+    streamed = pieces()
+    assert arguments(streamed) == whole.function.arguments
+    middle = len(streamed) // 2
+    had = [token for choice in streamed[:middle] for token in choice.get("token_ids", ())]
+    resumed = pieces(baton={"output_token_ids": had})
+    assert arguments(resumed) == arguments(streamed[middle:])
+    assert resumed[-1]["finish_reason"] == "tool_calls"
+
+
+def test_an_allowed_tool_that_is_not_there_is_named(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="function 'tell'") as raised:
+        client.chat.completions.create(
+            model="llama", messages=HELLO, tools=[TOOL], tool_choice=allowed("auto", "seek", "tell")
+        )
+    assert raised.value.param == "tool_choice.allowed_tools.tools[1].function.name"
+
+
 def test_a_grammar_of_a_custom_tool_that_is_wrong_is_named_by_its_place(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(

@@ -264,6 +264,19 @@ def test_a_forced_custom_tool_gets_an_input_of_its_regular_expression(client: Op
     assert re.fullmatch(r"(at )?([01]\d|2[0-3]):[0-5]\d", call.input)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_input_may_be_empty_where_its_grammar_allows_that(client: OpenAI, stream: bool) -> None:
+    body: Any = {"model": "llama", "input": "Clear.", "tools": [custom("clear", "regex", "()")]}
+    if stream:
+        with client.responses.stream(**body, tool_choice="required") as events:
+            (call,) = events.get_final_response().output
+    else:
+        (call,) = client.responses.create(**body, tool_choice="required").output
+    assert call.type == "custom_tool_call"
+    assert (call.name, call.input) == ("clear", "")
+    assert call.call_id
+
+
 def test_a_grammar_that_is_wrong_is_named_by_its_place(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client.responses.create(

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from baton.core.sampling import MAX_LOGPROBS
 from baton.core.sampling_field import Door
+from baton.gateway.http.allowed_tools import ChatAllowedTools
 from baton.gateway.http.baton_options import BatonOptions
 from baton.gateway.http.checking import TEXT_OR_OBJECT, Items, Model, by_shape, tag
 from baton.gateway.http.client_fields import IGNORED, ChatClientFields, ClientFields
@@ -27,9 +28,19 @@ _OUTPUTS_MAX = 128
 _PROMPTS_MAX = 1024
 
 TextOrObject = Annotated[Annotated[str, tag("text")] | Annotated[dict[str, Any], tag("object")], TEXT_OR_OBJECT]
+
+
+def _choice_shape(value: object) -> str | None:
+    if isinstance(value, dict):
+        return "allowed_tools" if value.get("type") == "allowed_tools" else "object"
+    return "text" if isinstance(value, str) else None
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["auto", "none", "required"], tag("text")] | Annotated[dict[str, Any], tag("object")],
-    TEXT_OR_OBJECT,
+    Annotated[Literal["auto", "none", "required"], tag("text")]
+    | Annotated[dict[str, Any], tag("object")]
+    | Annotated[ChatAllowedTools, tag("allowed_tools")],
+    by_shape(_choice_shape, "a string or an object"),
 ]
 
 
@@ -166,7 +177,7 @@ class ChatBody(ChatClientFields, GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="alternatives for each token")
     tools: Items[ChatTool] = Field([], description="functions and custom tools that the model may call")
     tool_choice: ToolChoice | None = Field(
-        None, description="auto, none, required or one tool; all but auto are enforced"
+        None, description="auto, none, required, one tool or `allowed_tools`; all but auto are enforced"
     )
     parallel_tool_calls: bool = Field(True, description="whether there may be several calls")
     reasoning_effort: str | None = Field(None, description="variable of the template; none: no reasoning")

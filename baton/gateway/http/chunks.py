@@ -113,9 +113,8 @@ class ChatChunks(_Stream):
 
     def __init__(self, shape: StreamShape) -> None:
         super().__init__(shape)
-        self._calls = ToolCallStream(shape.custom_tools, shape.id)
-        self._is_input = bool(shape.custom_tools.raw_tool)  # the content is the input of a tool
-        self._plain = not (shape.continuous_usage or shape.logprobs or shape.token_ids or self._is_input)
+        self._calls = ToolCallStream(shape.custom_tools)
+        self._plain = not (shape.continuous_usage or shape.logprobs or shape.token_ids)
         self._plain_end = b'},"finish_reason":null' + self._plain_end
 
     def push(self, message: pb.GenerateResponse) -> bytes:
@@ -140,7 +139,7 @@ class ChatChunks(_Stream):
             self._beginning = shape.beginning(message.revision)
         if message.revision or index not in self._heads:
             self._heads[index] = self._beginning + b'{"index":%d,"delta":{"content":' % index
-        if chat.content and not self._is_input:
+        if chat.content:
             delta["content"] = chat.content
         if chat.reasoning and shape.reasoning:
             delta["reasoning_content"] = chat.reasoning

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import Grammar
+from baton.gateway.http.allowed_tools import ChatAllowedTools
 from baton.gateway.http.checking import Model, by_type, short, tag
 from baton.gateway.http.custom_input import GRAMMAR_KINDS, as_arguments, text_function
 
@@ -64,7 +65,7 @@ ChatTool = Annotated[Annotated[Json, tag("function")] | Annotated[ChatCustomTool
 
 @dataclass(frozen=True)
 class CustomTools:
-    """The custom tools of one chat.
+    """The custom tools of one chat that the model may call.
 
     Attributes:
         grammars: the languages of their inputs by the tools' names; None: any text.
@@ -93,8 +94,8 @@ def custom_tools(tools: Sequence[Json | ChatCustomTool], choice: object) -> Cust
     """Finds the custom tools among a chat's tools, and the one that must be called.
 
     Raises:
-        InvalidRequest: two custom tools have one name, or `choice` has an unknown type, or names a custom tool that is
-            not there.
+        InvalidRequest: two custom tools have one name, or `choice` has an unknown type, or names a tool that is not
+            there.
     """
     places: dict[str, int] = {}
     grammars: dict[str, Grammar | None] = {}
@@ -105,12 +106,25 @@ def custom_tools(tools: Sequence[Json | ChatCustomTool], choice: object) -> Cust
                 cure = "give each tool its own name"
                 raise InvalidRequest(f"{where} is {name!r} again", field=where, value=name, cure=cure)
             places[name], grammars[name] = index, tool.custom.grammar
+    count = len(tools)
+    if isinstance(choice, ChatAllowedTools):
+        names, choice = allowed_names(choice, tools), choice.mode
+        count, grammars = len(names), {name: grammars[name] for name in grammars if name in names}
     forced = _chosen(choice, tuple(grammars)) if isinstance(choice, dict) else ""
-    if choice == "required" and len(tools) == 1:
+    if choice == "required" and count == 1:
         forced = next(iter(grammars), "")
     if grammars.get(forced) is None:
         return CustomTools(grammars)
     return CustomTools(grammars, forced, f"tools[{places[forced]}].custom.format.grammar.definition")
+
+
+def allowed_names(choice: ChatAllowedTools, tools: Sequence[Json | ChatCustomTool]) -> frozenset[str]:
+    """Returns the names of the tools that a choice allows.
+
+    Raises:
+        InvalidRequest: one of them is not there.
+    """
+    return choice.names([_type_and_name(tool) for tool in tools])
 
 
 def with_functions(conversation: Mapping[str, Any]) -> Json:
@@ -126,6 +140,8 @@ def with_functions(conversation: Mapping[str, Any]) -> Json:
     names = tuple(tool.custom.name for tool in tools if isinstance(tool, ChatCustomTool))
     if isinstance(choice, dict) and (name := _chosen(choice, names)):
         choice = {"type": "function", "function": {"name": name}}
+    if isinstance(choice, ChatAllowedTools):
+        choice = choice.mode  # the caller leaves out the other tools
     return {
         **conversation,
         "messages": [_message(each, f"messages[{at}]") for at, each in enumerate(conversation["messages"])],
@@ -138,7 +154,7 @@ def _chosen(choice: Json, names: tuple[str, ...]) -> str:
     """Returns the name of the custom tool that a choice names; empty: it names a function."""
     kind = choice.get("type")
     if kind not in ("function", "custom"):
-        allowed, value = ("'function'", "'custom'"), short(kind)
+        allowed, value = ("'function'", "'custom'", "'allowed_tools'"), short(kind)
         raise InvalidRequest(f"tool_choice.type is {value}", field="tool_choice.type", value=value, allowed=allowed)
     named = choice.get(kind, choice)  # the Responses API has the name next to the type
     name = named.get("name") if isinstance(named, dict) else None
@@ -150,6 +166,14 @@ def _chosen(choice: Json, names: tuple[str, ...]) -> str:
     raise InvalidRequest(
         f"{where} names no custom tool", field=where, value=short(name), allowed=names, cure="give it in `tools`"
     )
+
+
+def _type_and_name(tool: Json | ChatCustomTool) -> tuple[str, str]:
+    if isinstance(tool, ChatCustomTool):
+        return "custom", tool.custom.name
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return "function", name if isinstance(name, str) else ""  # a wrong tool is refused later
 
 
 def _function(tool: ChatCustomTool) -> Json:

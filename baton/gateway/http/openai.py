@@ -28,7 +28,7 @@ from baton.gateway.http.counting import encode_chat
 from baton.gateway.http.custom_tools import custom_tools
 from baton.gateway.http.event_stream import HttpJob
 from baton.gateway.http.logprobs import CompletionLogprobs, LogprobWriter
-from baton.gateway.http.tool_calls import whole_calls
+from baton.gateway.http.tool_calls import whole_call
 from baton.gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import common_pb2
@@ -148,14 +148,13 @@ async def _echo(call: HttpCall, prompt: str | list[int]) -> str:
 
 def _chat_choice(shape: StreamShape, output: pb.Output) -> dict[str, Any]:
     chat = output.chat
-    content = "" if shape.custom_tools.raw_tool else chat.content
-    answer: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    answer: dict[str, Any] = {"role": "assistant", "content": chat.content, "refusal": None}
     if chat.reasoning and shape.reasoning:
         answer["reasoning_content"] = chat.reasoning
     finish = finish_name(output.finish_reason)
-    if calls := whole_calls(output, shape.custom_tools, shape.id):
-        answer["content"] = content or None
-        answer["tool_calls"] = calls
+    if chat.tool_calls:
+        answer["content"] = chat.content or None
+        answer["tool_calls"] = [whole_call(call, shape.custom_tools) for call in chat.tool_calls]
         finish = "tool_calls" if finish == "stop" else finish
     logprobs = shape.logprobs.chat(output.tokens) if shape.logprobs is not None else None
     return {

@@ -8,9 +8,10 @@ import orjson
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_field import Door
 from baton.core.types import Grammar, GrammarKind
+from baton.gateway.http.allowed_tools import ChatAllowedTools
 from baton.gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
 from baton.gateway.http.common_fields import fill, reasoning_variables
-from baton.gateway.http.custom_tools import custom_tools, with_functions
+from baton.gateway.http.custom_tools import allowed_names, custom_tools, with_functions
 from baton.gateway.http.keep_time import longest_ttl, set_keep_time
 from baton.gateway.text.chat.json_request import chat_request as conversation
 from baton.gateway.text.chat.types import ChatRequest
@@ -44,7 +45,10 @@ def chat_request(body: ChatBody) -> ChatRequest:
     variables = reasoning_variables(effort=None if effort == "default" else effort, thinking=thinking)
     given["chat_template_kwargs"] = {**variables, **kwargs}
     chat = conversation(given, custom.grammar or grammar_of(body)[0])
-    return replace(chat, is_raw_input=bool(custom.raw_tool))
+    if isinstance(body.tool_choice, ChatAllowedTools):
+        names = allowed_names(body.tool_choice, body.tools)
+        chat = replace(chat, tools=[tool for tool in chat.tools if tool["function"]["name"] in names])
+    return replace(chat, raw_tool=custom.raw_tool)
 
 
 def chat_message(body: ChatBody, request_id: str) -> pb.GenerateRequest:

@@ -115,6 +115,16 @@ def test_idle_nodes_with_costs_from_a_busy_machine_are_tried_again(wrong: float)
         assert len(node.served) >= 30, name
 
 
+@pytest.mark.parametrize("rate", [4, 8])
+@pytest.mark.parametrize("wrong", [3.0, 14.0, 25.0])
+def test_a_node_whose_first_steps_were_slow_gets_requests_within_seconds(wrong: float, rate: int) -> None:
+    cluster = _Cluster({"p1": 1.0, "p2": wrong, "d1": 1.0, "d2": wrong})
+    cluster.run(rate=rate, seconds=60 / rate)
+    for name, node in cluster.nodes.items():
+        assert len(node.served) >= 8, name
+        assert node.served[0][0] < 4.0, name
+
+
 def test_idle_nodes_with_profiles_from_a_busy_start_are_tried_again_and_then_chosen_by_what_they_measure() -> None:
     cluster = _Cluster({"p1": 1.0, "p2": 10.0, "d1": 10.0, "d2": 10.0}, profiled=True)
     cluster.run(rate=10, seconds=400)

@@ -38,7 +38,7 @@ def test_a_node_that_works_keeps_the_costs_that_it_measures() -> None:
 
 @pytest.mark.parametrize("wrong", [0.1, 10.0])
 def test_costs_of_a_node_that_gets_no_work_move_to_what_nodes_like_it_measure(wrong: float) -> None:
-    ages = [0.0, 1.0, 2.0, 4.0, 8.0, 60.0]
+    ages = [0.0, 0.25, 0.5, 1.0, 2.0, 15.0]
     own = [factors([node(1.0, 60.0), node(wrong, 60.0 - age)])[1] for age in ages]
     assert own[0] == wrong
     assert own[-1] == 1.0
@@ -50,6 +50,12 @@ def test_costs_of_a_node_that_gets_no_work_move_to_its_own_profile_where_it_has_
     slower_card = times(3.0)
     nodes = [node(1.0, 60.0, profile=TRUE), node(9.0, 45.0, profile=slower_card)]
     assert 2.5 < factors(nodes)[1] < 3.1
+
+
+def test_a_node_without_a_profile_is_tried_again_sooner() -> None:
+    few_steps, profiled = (factors([node(1.0, 60.0), node(14.0, 58.0, profile=known)])[1] for known in (None, TRUE))
+    assert few_steps < 2.0
+    assert profiled > 7.0
 
 
 def test_a_profile_of_a_busy_start_is_forgotten_later() -> None:

@@ -90,7 +90,7 @@ class ResponseObject:
 
     def has_json(self, part: AnswerPart) -> bool:
         """Whether a custom tool's call has its text as JSON, because the model wrote it as a function's arguments."""
-        return part.kind == "tool_call"
+        return self._raw_tool is None or part.name != self._raw_tool.shown_name
 
     def item(self, part: AnswerPart, status: Status) -> dict[str, Any]:
         """Returns the output item of a whole part."""
@@ -101,7 +101,7 @@ class ResponseObject:
         if kind == "reasoning":
             seal = {"encrypted_content": sealed(part.text)} if self._seals_reasoning else {}
             return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": part.text}], **seal}
-        item["call_id"] = part.id or f"call_{self.identity.key}_{part.position}"
+        item["call_id"] = part.id
         if tool is not None and tool.kind in CLIENT_TOOLS:
             return {**item, **CLIENT_TOOLS[tool.kind].fields(_object(part.text))}
         if tool is None:
@@ -115,9 +115,7 @@ class ResponseObject:
         return f"{_ID_PREFIXES[self.item_type(part)]}_{self.identity.key}_{part.position}"
 
     def _tool(self, part: AnswerPart) -> ShownTool | None:
-        if part.kind == "tool_call":
-            return self._tools.find(part.name)
-        return self._raw_tool if part.kind == "text" else None
+        return self._tools.find(part.name) if part.kind == "tool_call" else None
 
     def _custom_text(self, part: AnswerPart) -> str:
         return whole_text(part.text) if self.has_json(part) else part.text

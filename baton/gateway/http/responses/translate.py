@@ -136,7 +136,7 @@ def to_conversation(
         parallel_tool_calls=request.parallel_tool_calls is not False,
         grammar=_grammar(request) if raw_tool is None else raw_tool.grammar,
         template_kwargs=_variables(request),
-        is_raw_input=raw_tool is not None,
+        raw_tool="" if raw_tool is None else raw_tool.shown_name,
     )
     return Conversation(chat, tools, raw_tool, tuple(_warnings(request, collected, raw_tool)))
 

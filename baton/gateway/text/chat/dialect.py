@@ -78,7 +78,7 @@ class Dialect:
 
     def unread_tools(self, request: ChatRequest) -> bool:
         """Whether the template shows the request's tools to the model, but nothing reads the model's calls."""
-        is_read = request.is_raw_input or is_forced(request)
+        is_read = bool(request.raw_tool) or is_forced(request)
         return bool(visible_tools(request)) and not is_read and self.hides_calls
 
     @cached_property
@@ -175,7 +175,7 @@ class Dialect:
         return prompt.rstrip().endswith(markers.open)
 
     def reader(self, request: ChatRequest, prompt: str) -> Read:
-        tools = [] if request.is_raw_input else visible_tools(request)
+        tools = [] if request.raw_tool else visible_tools(request)
         if self.family is HARMONY:
             return harmony(opened_header(prompt), tools=bool(tools))
         schemas = {name_of(tool): tool["function"].get("parameters") or {} for tool in tools}
@@ -215,7 +215,7 @@ class Dialect:
         if request.grammar is not None and not forced and request.grammar.kind is GrammarKind.STRUCTURAL_TAG:
             return request.grammar  # its tags occur in free text, and reasoning is free text too
         lark = Lark({text: token for text, token in self.checkpoint.tokens.items() if self._is_no_text(text)})
-        tools = Forced([] if request.is_raw_input else callable_tools(request), parallel=not request.one_call)
+        tools = Forced([] if request.raw_tool else callable_tools(request), parallel=not request.one_call)
         before = self._before_answer(lark, request, prompt)
         if forced or request.grammar is None:
             return lark.finish(f"{before} {self.family.force(lark, tools)}")
@@ -244,7 +244,7 @@ class Dialect:
 
 def is_forced(request: ChatRequest) -> bool:
     """Whether a request forces a call that a reader must find in the output."""
-    if request.is_raw_input:
+    if request.raw_tool:
         return False
     return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
 

@@ -129,7 +129,8 @@ class ChatModel:
                 return "".join(LETTERS[byte % len(LETTERS)] for byte in digest[:SHORT_ID_CHARS])
             return "call_" + digest[:12].hex()
 
-        out = Collector(call_id, one_call=request.one_call, named_ids=ids == "named")
+        named = ids == "named"
+        out = Collector(call_id, one_call=request.one_call, named_ids=named, input_of=request.raw_tool)
         return FormatParser(dialect.reader(request, prepared.prompt), out)
 
     def _dialect(self, request: ChatRequest) -> "Dialect":

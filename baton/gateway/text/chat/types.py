@@ -32,7 +32,7 @@ class ChatRequest:
         template: name of one of the checkpoint's templates; None: `tool_use` or the default.
         add_generation_prompt: whether the prompt ends with the beginning of an answer; None: yes, unless
             `continue_final_message` is set.
-        is_raw_input: the output is text that matches `grammar`: the input of the chosen tool without any markup.
+        raw_tool: the tool whose call the output is: its input without any markup, which matches `grammar`; empty: none.
     """
 
     messages: Sequence[Json]
@@ -44,7 +44,7 @@ class ChatRequest:
     template: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    is_raw_input: bool = False
+    raw_tool: str = ""
 
     @property
     def one_call(self) -> bool:

@@ -411,7 +411,7 @@ def test_a_template_with_tools_in_an_unknown_format_is_known_to_be_unread(
         ChatRequest(USER),
         ChatRequest(USER, tools=TOOLS, tool_choice="none"),
         ChatRequest(USER, tools=TOOLS, tool_choice="required"),
-        ChatRequest(USER, tools=TOOLS, is_raw_input=True),
+        ChatRequest(USER, tools=TOOLS, raw_tool="f"),
     ):
         assert not model.leaves_calls_unread(readable)
 

@@ -117,6 +117,7 @@ HOSTILE: list[dict[str, Any]] = [
     {"logit_bias": LONG},
     {"tool_choice": {"type": "tool", "name": "f", **KEYS}},
     {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{}] * MANY}},
+    {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}] * MANY}}},
     {"tools": [KEYS]},
     {"tools": [{"name": "f", "input_schema": {}, **KEYS}]},
     {"tools": [{"type": "function", "name": "f", **KEYS}]},

@@ -1,7 +1,7 @@
 """Custom tools of chat completions: the model sees functions, and the client gets the inputs as texts."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,14 +12,13 @@ from baton.gateway.http.bodies import ChatBody
 from baton.gateway.http.body_reader import parse
 from baton.gateway.http.chunks import ChatChunks, StreamShape
 from baton.gateway.http.custom_tools import CustomTools, custom_tools
-from baton.gateway.http.tool_calls import whole_calls
+from baton.gateway.http.tool_calls import whole_call
 from baton.gateway.http.translate import chat_request
 from baton.gateway.text.chat.types import NamedTool
-from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.http.http_gateway import open_http_gateway
 from tests.unit.gateway.http.test_chunks import events
-from tests.unit.gateway.http.tokens import LENGTH, chat, last
+from tests.unit.gateway.http.tokens import chat, last
 
 USER = {"role": "user", "content": "hi"}
 FORMAT = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a+/"}}
@@ -73,6 +72,8 @@ CALLS = (
     called(1, "{}", id="c1", name="seek"),
     called(2, '{"text": "not as asked"}', id="c2", name="note"),
 )
+INPUT = (called(0, '{"input"', id="c0", name="patch"), called(0, ': "a'))
+INPUT_WRITTEN = {"id": "c0", "type": "custom", "custom": {"name": "patch", "input": '{"input": "a'}}
 WRITTEN = [
     {"id": "c0", "type": "custom", "custom": {"name": "patch", "input": "one\ntwo"}},
     {"id": "c1", "type": "function", "function": {"name": "seek", "arguments": "{}"}},
@@ -108,7 +109,7 @@ def test_earlier_calls_are_calls_of_the_function() -> None:
 )
 def test_the_only_tool_with_a_grammar_gets_the_output_as_its_input(fields: dict[str, Any]) -> None:
     asked = chat_request(body(**fields))
-    assert asked.is_raw_input
+    assert asked.raw_tool == "patch"
     assert asked.grammar == Grammar(GrammarKind.LARK, "start: /a+/")
     custom = found(**fields)
     assert (custom.raw_tool, custom.grammar_field) == ("patch", "tools[0].custom.format.grammar.definition")
@@ -117,7 +118,7 @@ def test_the_only_tool_with_a_grammar_gets_the_output_as_its_input(fields: dict[
 
 def test_a_tool_without_a_grammar_is_forced_as_a_function() -> None:
     asked = chat_request(body(tools=[NOTE, PATCH], tool_choice={"type": "custom", "custom": {"name": "note"}}))
-    assert (asked.tool_choice, asked.is_raw_input, asked.grammar) == (NamedTool("note"), False, None)
+    assert (asked.tool_choice, asked.raw_tool, asked.grammar) == (NamedTool("note"), "", None)
 
 
 def test_a_grammar_that_is_not_enforced_is_named() -> None:
@@ -131,54 +132,49 @@ def test_calls_stream_their_texts_and_a_whole_answer_has_the_same() -> None:
     encoder = stream(BOTH)
     streamed = joined(b"".join(map(encoder.push, (*CALLS, last()))))
     assert streamed == (WRITTEN, "", "tool_calls")
-    whole = pb.Output()
-    for message in CALLS:
-        for piece in message.chat.tool_calls:
-            if piece.id:
-                whole.chat.tool_calls.add(index=piece.index, id=piece.id, name=piece.name)
-            whole.chat.tool_calls[piece.index].arguments += piece.arguments
-    assert whole_calls(whole, BOTH, "chatcmpl-1") == WRITTEN
+    assert whole(CALLS, BOTH) == WRITTEN
 
 
-@pytest.mark.parametrize("had", range(1, len(CALLS) + 1))
-def test_a_stream_that_goes_on_elsewhere_has_the_rest_of_the_texts(had: int) -> None:
-    encoder, again = stream(BOTH), stream(BOTH)
-    first = b"".join(map(encoder.push, CALLS[:had]))
-    for message in CALLS[:had]:
+def whole(messages: Sequence[pb.GenerateResponse], custom: CustomTools) -> list[dict[str, Any]]:
+    calls: dict[int, pb.ToolCallDelta] = {}
+    for piece in (piece for message in messages for piece in message.chat.tool_calls):
+        if piece.id:
+            calls[piece.index] = pb.ToolCallDelta(index=piece.index, id=piece.id, name=piece.name)
+        calls[piece.index].arguments += piece.arguments
+    return [whole_call(call, custom) for call in calls.values()]
+
+
+@pytest.mark.parametrize(
+    ("messages", "custom", "written", "had"),
+    [
+        *((CALLS, BOTH, WRITTEN, had) for had in range(1, len(CALLS) + 1)),
+        *((INPUT, RAW, [INPUT_WRITTEN], had) for had in range(1, len(INPUT) + 1)),
+    ],
+)
+def test_a_stream_that_goes_on_elsewhere_has_the_rest_of_the_texts(
+    messages: Sequence[pb.GenerateResponse], custom: CustomTools, written: object, had: int
+) -> None:
+    encoder, again = stream(custom), stream(custom)
+    first = b"".join(map(encoder.push, messages[:had]))
+    for message in messages[:had]:
         again.skip(message)
-    rest = b"".join(map(again.push, (*CALLS[had:], last())))
-    assert joined(first + rest) == (WRITTEN, "", "tool_calls")
+    rest = b"".join(map(again.push, (*messages[had:], last())))
+    assert joined(first + rest) == (written, "", "tool_calls")
 
 
-def test_an_output_that_is_an_input_becomes_a_call() -> None:
+def test_an_output_that_is_an_input_is_written_as_it_comes() -> None:
     encoder = stream(RAW)
-    pieces = [chat(reasoning="Hm."), chat("aa"), chat("a"), last()]
-    (call,), content, finish = joined(b"".join(map(encoder.push, pieces)))
-    assert (call["type"], call["custom"]) == ("custom", {"name": "patch", "input": "aaa"})
-    assert (content, finish) == ("", "tool_calls")
-    assert whole_calls(pb.Output(chat=pb.ChatDelta(content="aaa")), RAW, "chatcmpl-1") == [call]
+    assert joined(b"".join(map(encoder.push, (*INPUT, last())))) == ([INPUT_WRITTEN], "", "tool_calls")
+    assert whole(INPUT, RAW) == [INPUT_WRITTEN]
 
 
-def test_an_empty_input_is_a_call() -> None:
-    (call,), content, finish = joined(stream(RAW).push(last()))
-    assert (call["custom"], content, finish) == ({"name": "patch", "input": ""}, "", "tool_calls")
-    assert whole_calls(pb.Output(finish_reason=common_pb2.FINISH_REASON_STOP), RAW, "chatcmpl-1") == [call]
-
-
-def test_an_output_that_ends_before_its_input_begins_is_no_call() -> None:
+def test_each_choice_has_its_own_input() -> None:
     encoder = stream(RAW)
-    assert joined(encoder.push(chat(reasoning="Hm.")) + encoder.push(last(LENGTH))) == ([], "", "length")
-    assert whole_calls(pb.Output(finish_reason=LENGTH), RAW, "chatcmpl-1") == []
-
-
-def test_each_choice_has_its_own_call() -> None:
-    encoder = stream(RAW)
-    pieces = [chat("a", index=0), chat("b", index=1), chat("c", index=0)]
+    pieces = [called(0, '{"', id="c0", name="patch"), called(0, "b", id="c1", name="patch"), called(0, "c")]
+    pieces[1].index = 1
     choices = [event["choices"][0] for event in events(b"".join(map(encoder.push, pieces)))]
-    first, second, third = [choice["delta"]["tool_calls"][0] for choice in choices]
-    assert first["id"] != second["id"]
-    assert [each["custom"]["input"] for each in (first, second, third)] == ["a", "b", "c"]
-    assert "id" not in third
+    texts = [(choice["index"], choice["delta"]["tool_calls"][0]["custom"]["input"]) for choice in choices]
+    assert texts == [(0, '{"'), (1, "b"), (0, "c")]
 
 
 def custom(**fields: object) -> dict[str, object]:
@@ -200,7 +196,7 @@ def custom(**fields: object) -> dict[str, object]:
         ({"tools": [SEEK], "tool_choice": CHOICE}, "tool_choice.custom.name"),
         ({"tools": [PATCH], "tool_choice": custom(name=["patch"])}, "tool_choice.custom.name"),
         ({"tools": [PATCH], "tool_choice": {"type": ["custom"]}}, "tool_choice.type"),
-        ({"tools": [PATCH], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": [PATCH], "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [custom()]}]}, "messages[1].tool_calls[0].custom"),
     ],
 )

@@ -16,12 +16,17 @@ class Collector:
         call_id: returns the id of the call of an index.
         one_call: drop all calls but the first.
         named_ids: put `functions.NAME:` before ids, as Kimi's template expects it.
+        input_of: the content is the input of a call of this tool; empty: it is text.
     """
 
-    def __init__(self, call_id: Callable[[int], str], *, one_call: bool, named_ids: bool = False) -> None:
+    def __init__(
+        self, call_id: Callable[[int], str], *, one_call: bool, named_ids: bool = False, input_of: str = ""
+    ) -> None:
         self._call_id = call_id
         self._one_call = one_call
         self._named_ids = named_ids
+        self._input_of = input_of
+        self._content_began = False  # it may be empty
         self._deltas: list[ParsedDelta] = []
         self._calls = 0
         self._reasoning = _Trimmed(leading="\n", trailing="\n")
@@ -50,6 +55,7 @@ class Collector:
         self._dropped = _Dropped(tag)
 
     def content(self, text: str) -> None:
+        self._content_began = True
         if self._dropped is not None:
             text = self._dropped.pass_on(text)
         self._content_delta(self._content.pass_on(text))
@@ -59,6 +65,9 @@ class Collector:
             self._content_delta(self._content.pass_on(self._dropped.flush()))
         self._content.drop()
         self._content.leading = SPACE
+        self._begin_call(name)
+
+    def _begin_call(self, name: str) -> None:
         self._calls += 1
         if self._wanted:
             prefix = f"functions.{name}:" if self._named_ids else ""
@@ -70,12 +79,18 @@ class Collector:
         if text and self._wanted:
             self._deltas.append(ParsedDelta(tool_calls=(ToolCallDelta(index=self._calls - 1, arguments=text),)))
 
-    def finish(self) -> None:
-        """Ends the text. What was held back is the model's, unless it follows a call."""
+    def finish(self, *, cut: bool = False) -> None:
+        """Ends the text. What was held back is the model's, unless it follows a call.
+
+        Args:
+            cut: whether the output reached its limit. If not, an input that had begun is a call, even if it is empty.
+        """
         if self._dropped is not None:
             self._content_delta(self._content.pass_on(self._dropped.flush()))
         self._reasoning_delta(self._reasoning.flush())
         self._content_delta(self._content.flush())
+        if self._input_of and self._content_began and not self._calls and not cut:
+            self._begin_call(self._input_of)
 
     @property
     def _wanted(self) -> bool:
@@ -86,8 +101,14 @@ class Collector:
             self._deltas.append(ParsedDelta(reasoning=text))
 
     def _content_delta(self, text: str) -> None:
-        if text:
+        if not text:
+            return
+        if not self._input_of:
             self._deltas.append(ParsedDelta(content=text))
+            return
+        if not self._calls:
+            self._begin_call(self._input_of)
+        self.arguments(text)
 
 
 class _Dropped:

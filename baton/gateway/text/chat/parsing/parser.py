@@ -39,7 +39,7 @@ class FormatParser:
     def finish(self, *, cut: bool) -> list[ParsedDelta]:
         self._cursor.ended, self._cursor.cut = True, cut
         deltas = self._go_on()
-        self._out.finish()
+        self._out.finish(cut=cut)
         return deltas + self._out.take()
 
     def _go_on(self) -> list[ParsedDelta]:
@@ -65,8 +65,9 @@ def with_reasoning(
     def read_both(cursor: Cursor, out: Collector) -> Reading[None]:
         found = yield from accept_next(cursor, markers.open)  # some models repeat the prompt's marker
         if found or opened:
-            if (yield from cursor.until(Markers(markers.close), out.reasoning)):
-                out.end_reasoning()
+            if not (yield from cursor.until(Markers(markers.close), out.reasoning)):
+                return
+            out.end_reasoning()
         elif (yield from accept_next(cursor, markers.close)):
             out.end_reasoning()  # an empty reasoning
         elif implied:

@@ -96,22 +96,29 @@ def test_tools_that_come_as_items_are_there_too() -> None:
 def test_the_only_tool_with_a_grammar_gets_the_output_as_its_input(choice: Any) -> None:
     asked = conversation(tools=[PATCH], tool_choice=choice)
     assert asked.chat.grammar == Grammar(GrammarKind.LARK, "start: /a+/")
-    assert asked.chat.is_raw_input
+    assert asked.chat.raw_tool == "patch"
     assert not asked.warnings
-    (call,) = items([chat_message("aa"), chat_message("a"), ended()], tools=[PATCH], tool_choice=choice)
-    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", "aaa")
+    messages = [called(0, id="c1", name="patch", arguments='{"input"'), called(0, arguments=': "a'), ended()]
+    (call,) = items(messages, tools=[PATCH], tool_choice=choice)
+    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", '{"input": "a')
+    assert call["call_id"] == "c1"
+
+
+def test_a_tool_with_a_grammar_may_have_an_empty_input() -> None:
+    (call,) = items([called(0, id="c1", name="patch"), ended()], tools=[PATCH], tool_choice="required")
+    assert (call["type"], call["input"], call["call_id"]) == ("custom_tool_call", "", "c1")
 
 
 def test_a_grammar_that_is_not_enforced_is_named() -> None:
     asked = conversation(tools=[PATCH, SEARCH], tool_choice="required")
-    assert not asked.chat.is_raw_input
+    assert not asked.chat.raw_tool
     assert asked.warnings == ("tools: the grammar of patch is enforced only if tool_choice names the tool",)
 
 
 def test_a_custom_tool_without_a_grammar_is_forced_as_a_function() -> None:
     asked = conversation(tools=[NOTE], tool_choice={"type": "custom", "name": "note"})
     assert asked.chat.tool_choice == NamedTool("note")
-    assert not asked.chat.is_raw_input
+    assert not asked.chat.raw_tool
 
 
 def test_a_call_of_a_custom_tool_streams_its_text() -> None:
@@ -231,7 +238,7 @@ def test_allowed_tools_may_name_hosted_ones() -> None:
         tools=[PATCH, SEARCH], tool_choice={"type": "allowed_tools", "mode": "required", "tools": tools}
     )
     assert [tool["function"]["name"] for tool in asked.chat.tools] == ["patch"]
-    assert asked.chat.is_raw_input
+    assert asked.chat.raw_tool
 
 
 def test_the_answer_repeats_tools_without_their_secrets() -> None:

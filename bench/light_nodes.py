@@ -4,7 +4,7 @@ A gateway cannot tell them from idle nodes. They serve no requests.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,11 +39,11 @@ class _EmptyCache:
     def take_changes(self) -> dict[bytes, BlockKey | None]:
         return {}
 
-    def is_outside(self, digest: bytes) -> bool:  # noqa: ARG002
-        return False
+    def outside(self, digests: Iterable[bytes]) -> list[bytes]:  # noqa: ARG002
+        return []
 
-    def is_below(self, digest: bytes) -> bool:  # noqa: ARG002
-        return False
+    def only_below(self, outside: Iterable[bytes]) -> list[bytes]:  # noqa: ARG002
+        return []
 
 
 class LightNodes:

@@ -17,17 +17,20 @@ from baton.models.kernels.quantized import fp8_library, fp8_quantize
 from baton.models.layers.linear import FusedLinear, Linear
 from baton.models.loading.dummy import fill_at_random
 from baton.models.quantization.fp8_linear import Fp8Linear, multiplies_fp8
+from baton.tritonlib import launch
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
-# (parts, input channels): Llama-8B's qkv and down, DeepSeek-V3's inputs of attention, rows that no tile divides, and
-# rows enough for tall tiles.
+# (parts, input channels): Llama-8B's qkv, o and down, DeepSeek-V3's inputs of attention, rows that no tile divides, and
+# rows enough for tall tiles, one on a multiprocessor or two.
 SHAPES = [
     ((4096, 1024, 1024), 4096),
+    ((4096,), 4096),
     ((4096,), 14336),
     ((1536, 576), 7168),
     ((200, 100), 1104),
+    ((6144, 6144), 1024),
     ((14336, 14336), 1024),
 ]
 # The library's begin at 33 or 65, in fours: some are padded.
@@ -137,6 +140,36 @@ def test_a_captured_layer_replays(config: Fp8Config, tokens: int) -> None:
         x_TK.normal_()
         graph.replay()
         assert torch.equal(out_TN, layer(x_TK))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 32])
+@pytest.mark.parametrize("config", KINDS[:3:2], ids=lambda config: str(config.weights))
+def test_a_captured_chain_of_products_gives_the_bits_of_one_by_one(
+    config: Fp8Config, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each product reads the output of the one before it, while its own weights are being loaded."""
+    shapes = [((4096, 1024, 1024), 4096), ((4096,), 6144), ((14336, 14336), 4096), ((4096,), 28672)]
+    layers = [layer_of(config, parts, channels) for parts, channels in shapes]
+
+    def chain(x_TK: Tensor) -> Tensor:
+        for _ in range(3):
+            for layer in layers:
+                x_TK = layer(x_TK)
+        return x_TK
+
+    x_TK = torch.randn(tokens, 4096, device=DEVICE, dtype=torch.bfloat16)
+    chain(x_TK)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out_TN = chain(x_TK)
+    monkeypatch.setattr(launch, "_can_overlap", lambda device: False)
+    for _ in range(20):
+        x_TK.normal_()
+        expected_TN = chain(x_TK)
+        graph.replay()
+        assert torch.equal(out_TN, expected_TN)
+    assert bool(out_TN.isfinite().all())
 
 
 @pytest.mark.parametrize("channels", [576, 4096, 7168, 14336])

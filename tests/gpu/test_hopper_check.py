@@ -8,6 +8,7 @@ import torch
 from attention.kernels.blocksparse import probe as blocksparse
 from attention.kernels.mla import probe as mla
 from attention.kernels.paged import probe as paged
+from baton.models.kernels.quantized import few_tokens
 from baton.models.kernels.quantized import packed_probe as packed
 from baton.tritonlib.hopper_check import HopperKernels, Pair, check, is_hopper
 
@@ -24,6 +25,7 @@ DEVICE = torch.device("cuda", 0)
         blocksparse.compare_on_hopper,
         packed.compare_products_on_hopper,
         packed.compare_experts_on_hopper,
+        few_tokens.compare_on_hopper,
     ],
     ids=lambda compare: f"{compare.__module__}.{compare.__name__}",
 )

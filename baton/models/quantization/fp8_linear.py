@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from baton.models.config.quantization.config import FP8_BLOCK, Fp8Config, Granularity
 from baton.models.formats import fp8
-from baton.models.kernels.quantized import fp8_gemm, fp8_library
+from baton.models.kernels.quantized import few_tokens, fp8_gemm, fp8_library
 from baton.models.kernels.quantized.rows import QuantizedRows, RowFormat, quantize
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.tritonlib.hopper_check import has_hopper_kernels
 
 
 class Fp8Linear(FusedLinear):
@@ -49,6 +50,7 @@ class Fp8Linear(FusedLinear):
         self.input_scale: Tensor | None = None
         self._product: fp8_gemm.Weight | None = None
         self._library_takes = False
+        self._num_sms = 0
         self._scales = [self._empty_scale(rows) for _, rows in parts]
         self._input_scales = [torch.empty((), dtype=torch.float32, device="cpu") for _ in parts]
 
@@ -79,6 +81,8 @@ class Fp8Linear(FusedLinear):
             arrived = torch.zeros(fp8_gemm.num_counters(self.out_features), dtype=torch.int32, device=device)
             self._product = fp8_gemm.Weight(self.weight.data, self.scale_RC, shared, self.bias, arrived)
             self._library_takes = fp8_library.takes(self._product, self.dtype)
+            if has_hopper_kernels(device, few_tokens.HOPPER):
+                self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
 
     def _rows_of_scales(self, rows: int, scale: Tensor) -> Tensor:
         if self.config.weights is Granularity.TENSOR:
@@ -126,6 +130,9 @@ class Fp8Linear(FusedLinear):
         return self._multiply(rows, self._product).view(*input.shape[:-1], self.out_features)
 
     def _multiply(self, rows: QuantizedRows, weight: fp8_gemm.Weight) -> Tensor:
+        tile = self._decode_tile(rows.num_tokens, weight)
+        if tile is not None:
+            return few_tokens.multiply(rows.stored_PK, rows.scale_PC, weight, dtype=rows.dtype, tile=tile)
         if self._uses_library(rows.num_tokens, weight):
             out_PN = fp8_library.multiply(rows.stored_PK, rows.scale_PC, weight, dtype=rows.dtype)
             return out_PN[: rows.num_tokens]
@@ -135,7 +142,15 @@ class Fp8Linear(FusedLinear):
 
     def _uses_library(self, num_tokens: int, weight: fp8_gemm.Weight) -> bool:
         """Whether the library multiplies this number of tokens."""
-        return not self.batch_invariant and self._library_takes and fp8_library.is_faster(num_tokens, weight)
+        if self.batch_invariant or self._decode_tile(num_tokens, weight) is not None:
+            return False
+        return self._library_takes and fp8_library.is_faster(num_tokens, weight)
+
+    def _decode_tile(self, num_tokens: int, weight: fp8_gemm.Weight) -> few_tokens.DecodeTile | None:
+        """The tile of the kernel for few tokens; None where another one multiplies this number."""
+        if self.batch_invariant or not self._num_sms:
+            return None
+        return few_tokens.choose(num_tokens, weight, self._num_sms)
 
 
 def multiplies_fp8(device: torch.device) -> bool:

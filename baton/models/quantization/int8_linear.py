@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from baton.models.config.quantization.int8_config import Int8Config
-from baton.models.kernels.quantized import int8_gemm
+from baton.models.kernels.quantized import few_tokens, int8_gemm
+from baton.models.kernels.quantized.fp8_gemm import ALIGNMENT, Weight
 from baton.models.kernels.quantized.rows import QuantizedRows, RowFormat, quantize
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.tritonlib.hopper_check import has_hopper_kernels
 
 
 class Int8Linear(FusedLinear):
@@ -43,6 +45,7 @@ class Int8Linear(FusedLinear):
         self.input_scale: Tensor | None = None
         self._arrived: Tensor | None = None
         self._num_sms = 1
+        self._few: Weight | None = None
         shapes = [(rows, 1) if config.by_channel else () for _, rows in parts]
         self._scales = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes]
         self._input_scales = [torch.empty((), dtype=torch.float32, device="cpu") for _ in parts]
@@ -64,11 +67,13 @@ class Int8Linear(FusedLinear):
         if device.type == "cuda":
             self._arrived = torch.zeros(int8_gemm.num_counters(self.out_features), dtype=torch.int32, device=device)
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            if has_hopper_kernels(device, few_tokens.HOPPER) and self.in_features % ALIGNMENT == 0:
+                self._few = Weight(self.weight.data, self.scale_N[:, None], 1, self.bias, self._arrived)
 
     def dequantize_(self) -> None:
         """Becomes a layer in the model's dtype, for code that reads its weights other than by products."""
         self.weight = nn.Parameter(self.dequantized(self.dtype), requires_grad=False)
-        self.scale_N = self.input_scale = self._arrived = None
+        self.scale_N = self.input_scale = self._arrived = self._few = None
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         assert self.scale_N is not None, "finish was not called"
@@ -97,6 +102,10 @@ class Int8Linear(FusedLinear):
     def _multiply(self, rows: QuantizedRows) -> Tensor:
         assert self.scale_N is not None, "finish was not called"
         assert self._arrived is not None, "there is no kernel on this device"
+        if self._few is not None and not self.batch_invariant:
+            tile = few_tokens.choose(rows.num_tokens, self._few, self._num_sms)
+            if tile is not None:
+                return few_tokens.multiply(rows.stored_PK, rows.scale_PC, self._few, dtype=rows.dtype, tile=tile)
         return int8_gemm.multiply(
             rows.stored_PK,
             rows.scale_PC,

@@ -178,11 +178,14 @@ def test_experts_in_mxfp4_equal_the_dequantized_weights(tokens: int, dtype: torc
 # ---- int8
 
 
-@pytest.mark.parametrize(("tokens", "static"), [(1, False), (20, True), (130, False)])
-def test_int8_products_are_those_of_the_rounded_activations(tokens: int, static: bool) -> None:
-    weight_NK = torch.randint(-128, 128, (70, 1100), dtype=torch.int8, device=DEVICE)
+@pytest.mark.parametrize(
+    ("tokens", "static", "channels"),
+    [(1, False, 1100), (20, True, 1100), (130, False, 1100), (20, False, 1104), (130, True, 1104)],
+)
+def test_int8_products_are_those_of_the_rounded_activations(tokens: int, static: bool, channels: int) -> None:
+    weight_NK = torch.randint(-128, 128, (70, channels), dtype=torch.int8, device=DEVICE)
     scale_N, bias_N = torch.rand(70, device=DEVICE) / 128, torch.randn(70, device=DEVICE)
-    x_TK = torch.randn(tokens, 1100, device=DEVICE)
+    x_TK = torch.randn(tokens, channels, device=DEVICE)
     given = torch.tensor(0.02, device=DEVICE) if static else None
     stored_TK, stored_T1 = int8_gemm.quantize_tokens(x_TK, given)
     scale_T1 = x_TK.abs().amax(1, keepdim=True) / 127 if given is None else given.expand(tokens, 1)

@@ -3,7 +3,8 @@ in float32, because the cores keep too few bits of long sums.
 
 For few tokens the weights are the tall side of each tile and several programs share the channels; the last one to
 arrive adds up all partial sums, always in the same order. Programs do not overlap the previous kernel: they would wait
-on multiprocessors that it needs (1 to 5 us more, measured). The twin is `baton.models.formats.fp8.multiply`.
+on multiprocessors that it needs (1 to 5 us more, measured). On Hopper, `few_tokens` has a kernel that gains by starting
+early. The twin is `baton.models.formats.fp8.multiply`.
 
 Legend: T tokens, N output channels, K input channels, R C rows and columns of scales.
 """

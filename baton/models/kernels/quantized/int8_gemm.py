@@ -4,13 +4,16 @@ on the batch; they are scaled once.
 Legend: T token, N output channel, K input channel.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.models.kernels.matmul.split_sums import add_parts, leave_part
-from baton.tritonlib.launch import bound, interpreted
+from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 from baton.tritonlib.rounding import round_to
 
 _SMALLEST = tl.constexpr(1e-10)  # lower bound of the largest number that a scale is made of
@@ -18,6 +21,30 @@ _ROUNDER = tl.constexpr(12582912.0)
 _ROWS, _DEPTH = 64, 128
 _PROGRAMS_PER_SM = 3
 _MIN_STEPS = 4
+_ALIGNMENT = 16  # bytes, of what the copy engine reads
+
+
+class Int8Tile(NamedTuple):
+    """The part of the result that one program computes; `splits` programs share the channels of each."""
+
+    tokens: int
+    rows: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+
+
+def choose_tile(num_tokens: int, rows: int, channels: int, num_sms: int) -> Int8Tile:
+    """Returns the tile for a product. The partial sums of more than 32 tokens take longer than they save, unless tiles
+    leave multiprocessors idle."""
+    tokens = next((size for size in (16, 32, 64) if num_tokens <= size), 128)
+    tiles, steps = triton.cdiv(rows, _ROWS), triton.cdiv(channels, _DEPTH)
+    if num_tokens > tokens:
+        return Int8Tile(tokens, _ROWS, num_warps=4, num_stages=4)
+    per_sm = _PROGRAMS_PER_SM if tokens <= 32 else 1
+    splits = max(1, min(per_sm * num_sms // tiles, steps // _MIN_STEPS))
+    stages = 6 if tokens > 32 and tiles <= num_sms else 4
+    return Int8Tile(tokens, _ROWS, num_warps=4, num_stages=stages, splits=splits)
 
 
 def quantize_tokens(x_TK: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -28,7 +55,15 @@ def quantize_tokens(x_TK: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]
     if tokens:
         block = triton.next_power_of_2(channels)
         _quantize_kernel[(tokens,)](
-            x_TK, scale, out_TK, scale_T1, x_TK.stride(0), channels, BLOCK=block, num_warps=4 if block <= 4096 else 8
+            x_TK,
+            scale,
+            out_TK,
+            scale_T1,
+            x_TK.stride(0),
+            channels,
+            BLOCK=block,
+            **overlap(x_TK.device, rows=tokens),
+            num_warps=4 if block <= 4096 else 8,
         )
     return out_TK, scale_T1
 
@@ -54,15 +89,21 @@ def multiply(
     out_TN = torch.empty(tokens, rows, dtype=dtype, device=x_TK.device)
     if not tokens:
         return out_TN
-    block_t = next((size for size in (16, 32, 64) if tokens <= size), 128)
-    tiles_N, tiles_T, steps = triton.cdiv(rows, _ROWS), triton.cdiv(tokens, block_t), triton.cdiv(channels, _DEPTH)
-    splits = max(1, min(_PROGRAMS_PER_SM * num_sms // tiles_N, steps // _MIN_STEPS)) if tiles_T == 1 else 1
+    tile = choose_tile(tokens, rows, channels, num_sms)
+    tiles_N, tiles_T = triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens)
     partial = None
-    if splits > 1:
-        partial = torch.empty(tiles_N * splits, _ROWS, block_t, dtype=torch.int32, device=x_TK.device)
-    _multiply_kernel[(tiles_N * splits, tiles_T)](
+    if tile.splits > 1:
+        size = (tiles_N * tile.splits, tile.rows, tile.tokens)
+        partial = torch.empty(size, dtype=torch.int32, device=x_TK.device)
+    x_map = weight_map = None
+    if channels % _ALIGNMENT == 0:
+        x_map = TensorDescriptor.from_tensor(x_TK, [tile.tokens, _DEPTH])
+        weight_map = TensorDescriptor.from_tensor(weight_NK, [tile.rows, _DEPTH])
+    _multiply_kernel[(tiles_N * tile.splits, tiles_T)](
+        x_map,
         x_TK,
         x_scale_T1,
+        weight_map,
         weight_NK,
         scale_N,
         bias_N,
@@ -72,13 +113,13 @@ def multiply(
         tokens,
         rows,
         channels,
-        splits,
-        TOKENS=block_t,
-        ROWS=_ROWS,
+        tile.splits,
+        TOKENS=tile.tokens,
+        ROWS=tile.rows,
         DEPTH=_DEPTH,
         INTERPRETED=interpreted(),
-        num_warps=4,
-        num_stages=4,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return out_TN
 
@@ -89,8 +130,12 @@ def num_counters(rows: int) -> int:
 
 
 @triton.jit
-def _quantize_kernel(x_ptr, given_ptr, out_ptr, scale_ptr, x_stride, channels, BLOCK: tl.constexpr):
+def _quantize_kernel(
+    x_ptr, given_ptr, out_ptr, scale_ptr, x_stride, channels, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Quantizes one token."""
+    start_dependents(OVERLAP)
+    await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     channels_K = tl.arange(0, BLOCK)
     in_K = channels_K < channels
@@ -115,8 +160,10 @@ def to_int8(x, scale):
 
 @triton.jit(do_not_specialize=["num_tokens", "splits"])
 def _multiply_kernel(
+    x_map,
     x_ptr,
     x_scale_ptr,
+    weight_map,
     weight_ptr,
     scale_ptr,
     bias_ptr,
@@ -144,9 +191,14 @@ def _multiply_kernel(
     sum_NT = tl.zeros([ROWS, TOKENS], tl.int32)
     first, stop = split * steps // splits, (split + 1) * steps // splits
     for step in range(bound(first, INTERPRETED), bound(stop, INTERPRETED)):
-        in_K = channels_K[None, :] < num_channels - step * DEPTH
-        weight = tl.load(weight_NK + step * DEPTH, mask=in_K, other=0)
-        x = tl.load(x_TK + step * DEPTH, mask=in_K, other=0)
+        if weight_map is not None:
+            # Numbers past the last row, token or channel are read as 0.
+            weight = weight_map.load([tile * ROWS, step * DEPTH])
+            x = x_map.load([tl.program_id(1) * TOKENS, step * DEPTH])
+        else:
+            in_K = channels_K[None, :] < num_channels - step * DEPTH
+            weight = tl.load(weight_NK + step * DEPTH, mask=in_K, other=0)
+            x = tl.load(x_TK + step * DEPTH, mask=in_K, other=0)
         sum_NT = tl.dot(weight, x.T, sum_NT, out_dtype=tl.int32)
     if partial_ptr is not None:
         places_NT = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]

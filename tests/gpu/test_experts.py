@@ -173,3 +173,16 @@ def test_batch_invariant_experts_give_a_token_the_same_bits_in_any_batch(layer: 
     finally:
         for module in routed:
             module.batch_invariant = False
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 200])
+def test_a_gate_scales_the_shared_experts(num_tokens: int) -> None:
+    layer = make_layer(replace(V2_LITE, shared_gate=True))
+    x_TD = torch.randn(num_tokens, SIZE, device="cuda", dtype=torch.bfloat16)
+    assert layer.shared_experts is not None
+    assert layer.shared_expert_gate is not None
+    gate_T1 = torch.sigmoid(x_TD.float() @ layer.shared_expert_gate.weight.float().t())
+    shared_TD = layer.shared_experts(x_TD).float() * gate_T1
+    expected_TD = layer.experts(x_TD, *layer.gate(x_TD)).float() + shared_TD
+    assert relative_error(layer(x_TD), expected_TD) < 0.01
+    assert relative_error(layer(x_TD), expected_TD - shared_TD) > 0.05

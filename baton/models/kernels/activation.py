@@ -4,6 +4,7 @@ fused with the quantization for the linear layer that follows.
 The twins are in `baton.models.layers.mlp`. Legend: T rows, I channels of the gate, which the up's follow.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,6 +49,30 @@ def clamp_and_gate(gate_up_TI: Tensor, *, limit: float, alpha: float) -> Tensor:
         num_warps=_NUM_WARPS,
     )
     return out_TI
+
+
+def multiply_by_sigmoid(x_THC: Tensor, gate_THC: Tensor) -> Tensor:
+    """Returns x * sigmoid(gate), contiguous. Rounds the sigmoid to the gate's dtype, as two calls would.
+
+    Args:
+        x_THC: contiguous.
+        gate_THC: tokens and heads at any stride, channels contiguous.
+    """
+    num_tokens, heads, channels = x_THC.shape
+    out_THC = torch.empty_like(x_THC)
+    _multiply_by_sigmoid[(num_tokens, triton.cdiv(heads * channels, _TILE))](
+        x_THC,
+        gate_THC,
+        out_THC,
+        *gate_THC.stride()[:2],
+        HEADS=heads,
+        CHANNELS=channels,
+        TILE=_TILE,
+        INTERPRETED=interpreted(),
+        **overlap(x_THC.device, rows=num_tokens),
+        num_warps=_NUM_WARPS,
+    )
+    return out_THC
 
 
 def activate_and_quantize(gate_up_TI: Tensor, row_format: RowFormat, *, tanh_gelu: bool) -> QuantizedRows:
@@ -179,3 +204,30 @@ def _clamp_and_gate(
     up_I = tl.minimum(tl.maximum(up_I, -limit), limit)
     gated_I = gate_I * tl.sigmoid(alpha * gate_I) * (up_I + 1.0)
     tl.store(out_ptr + row * SIZE + channels_I, round_to(gated_I, out_ptr.dtype.element_ty, INTERPRETED), mask=mask_I)
+
+
+@triton.jit
+def _multiply_by_sigmoid(
+    x_ptr,
+    gate_ptr,
+    out_ptr,
+    gate_stride_T,
+    gate_stride_H,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Computes TILE numbers of one token."""
+    start_dependents(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    at_X = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask_X = at_X < HEADS * CHANNELS
+    gate_ptrs_X = gate_ptr + token * gate_stride_T + at_X // CHANNELS * gate_stride_H + at_X % CHANNELS
+    await_predecessors(OVERLAP)
+    gate_X = tl.sigmoid(tl.load(gate_ptrs_X, mask=mask_X, other=0.0).to(tl.float32))
+    gate_X = round_to(gate_X, gate_ptr.dtype.element_ty, INTERPRETED).to(tl.float32)
+    row = token * (HEADS * CHANNELS)
+    x_X = tl.load(x_ptr + row + at_X, mask=mask_X, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row + at_X, round_to(x_X * gate_X, out_ptr.dtype.element_ty, INTERPRETED), mask=mask_X)

@@ -11,10 +11,11 @@ from baton.models.families.dense.gemma4 import Gemma4Experts
 from baton.models.families.moe.gpt_oss import GptOssExperts
 from baton.models.families.moe.gpt_oss_config import GptOssSwitches
 from baton.models.families.moe.llama4 import Llama4Experts
+from baton.models.kernels.moe.expert_choice import choose_experts
 from baton.models.kernels.moe.expert_order import num_tiles_max, order_by_expert, sort_assignments
 from baton.models.kernels.moe.grouped_gemm import SharedWeights
 from baton.models.kernels.moe.grouped_tiles import tiles_for
-from baton.models.kernels.moe.routing import choose_experts, route, router_logits
+from baton.models.kernels.moe.routing import route, router_logits
 from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.experts import Experts
 from baton.models.layers.moe.router import Router
@@ -168,6 +169,20 @@ def test_half_precision_inputs_lose_nothing() -> None:
         assert error(logits_TE, x_TD.double() @ weight_ED.double().t()) < 1e-6
 
 
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_another_gate_is_computed_with_the_logits(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    router = Router(300, moe(48, 3))
+    filled(router)
+    x_TD, gate_1D = torch.randn(num_tokens, 300).bfloat16(), torch.randn(1, 300).bfloat16()
+    weights_TK, experts_TK = router(x_TD)
+    router.to(DEVICE)
+    *actual, gates_T = router.with_gate(x_TD.to(DEVICE), gate_1D.to(DEVICE))
+    torch.testing.assert_close(gates_T.cpu(), (x_TD.float() @ gate_1D[0].float()).sigmoid(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual[0].cpu(), weights_TK, rtol=1e-5, atol=1e-6)
+    assert torch.equal(actual[1].cpu().long(), experts_TK)
+
+
 def test_of_equal_experts_the_first_are_taken_and_no_number_breaks_only_its_own_token() -> None:
     choice = Router(8, moe(6, 2, scoring=Scoring.SIGMOID, method=TopKMethod.NOAUX_TC, groups=(2, 1))).choice
     logits_PTE = torch.zeros(1, 3, 6)
@@ -250,6 +265,21 @@ def test_shared_experts_run_together_with_the_chosen_ones(
     x_TD = x_TD.float()
     expected = experts.cpu().float()(x_TD, weights_TK, experts_TK, plus_TD=mlp.cpu().float()(x_TD))
     assert not num_tokens or error(actual, expected) < bound
+
+
+@pytest.mark.parametrize(("num_tokens", "dtype", "bound"), [(2, torch.bfloat16, 0.015), (20, torch.float32, 1e-6)])
+def test_shared_experts_have_a_factor_for_each_token(num_tokens: int, dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(0)
+    experts, mlp = Experts(16, 40, 24, dtype=dtype), GatedMLP(40, 48, dtype=dtype)
+    filled(experts).to(DEVICE)
+    filled(mlp).to(DEVICE)
+    x_TD, experts_TK = torch.randn(num_tokens, 40).to(dtype), chosen(num_tokens, 16, 2)
+    weights_TK, gates_T = torch.rand(num_tokens, 2), torch.rand(num_tokens)
+    shared = SharedWeights(mlp.gate_up_proj.weight, mlp.down_proj.weight, gates_T.to(DEVICE))
+    actual = experts.run_grouped(x_TD.to(DEVICE), weights_TK.to(DEVICE), experts_TK.to(DEVICE), shared=shared)
+    x_TD = x_TD.float()
+    shared_TD = mlp.cpu().float()(x_TD) * gates_T[:, None]
+    assert error(actual, experts.cpu().float()(x_TD, weights_TK, experts_TK, plus_TD=shared_TD)) < bound
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9])

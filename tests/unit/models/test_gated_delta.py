@@ -5,6 +5,7 @@ Legend: T token, S slot, H key head, R value head of a key head, K key channel, 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,7 +16,7 @@ from baton.models.kernels.recurrent import delta_gates
 from baton.models.kernels.recurrent import gated_delta as kernels
 from baton.models.kernels.recurrent.gated_delta_systems import CHUNK
 from baton.models.kernels.recurrent.gated_norm import gated_norm
-from baton.models.kernels.recurrent.state_rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows, continuing
 from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays
 from baton.models.layers.recurrent.gated_delta import gated_delta, in_torch, sub_chunks, unit
 from baton.models.layers.recurrent.gated_norm import GatedRMSNorm
@@ -140,6 +141,22 @@ def test_a_step_of_padding_alone_changes_nothing() -> None:
     assert torch.equal(kept, before)
 
 
+def test_only_padding_gets_zeros_in_a_step_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last row continues the first one, whose program computes it."""
+    monkeypatch.setattr(torch, "empty_like", partial(torch.full_like, fill_value=torch.nan))
+    rows = replace(
+        state_rows([1, -1], [1, 1], [4, 9]),
+        decode_slots_N=torch.tensor([1, -1, continuing(3)], dtype=torch.int32),
+        decode_lens_N=torch.tensor([5, 9, 6], dtype=torch.int32),
+        decode_next_N=torch.tensor([2, -1, -1], dtype=torch.int32),
+    )
+    q, k, v, log_decay, beta = (each.to(DEVICE) for each in tokens_of(3, by_channel=False).all)
+    out = kernels.gated_delta(q, k, v, log_decay, beta, states().to(DEVICE), on_device(rows))
+    assert not out[1].any()
+    assert out[[0, 2]].isfinite().all()
+    assert out[[0, 2]].abs().min() > 0
+
+
 def on_device(rows: StateRows) -> StateRows:
     return StateRows(
         decode_slots_N=rows.decode_slots_N.to(DEVICE),
@@ -150,6 +167,7 @@ def on_device(rows: StateRows) -> StateRows:
         snapshot_slots_PM=rows.snapshot_slots_PM.to(DEVICE),
         snapshot_lens_PM=rows.snapshot_lens_PM.to(DEVICE),
         max_prompt_tokens=rows.max_prompt_tokens,
+        decode_next_N=None if rows.decode_next_N is None else rows.decode_next_N.to(DEVICE),
     )
 
 
@@ -264,3 +282,19 @@ def test_gates_kernels_equal_their_twins(by_channel: bool, dtype: torch.dtype) -
     ours = delta_gates.log_decays(*(each.to(DEVICE) for each in (x, rates, bias)))
     torch.testing.assert_close(ours.cpu(), log_decays(x, rates, bias), rtol=1e-4, atol=0)
     torch.testing.assert_close(delta_gates.sigmoids(x.to(DEVICE)).cpu(), correction_rates(x), rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_head", [True, False])
+@pytest.mark.parametrize("channels", [300, 2048])
+def test_gates_with_their_projection_equal_separate_calls(channels: int, by_head: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(3, channels, generator=generator).bfloat16()
+    weight_BD = (torch.randn(2 * 3 * 2, channels, generator=generator) / channels**0.5).bfloat16()
+    rates_HR, bias_HR = torch.rand(2, 3, 2, generator=generator)
+    ba_TX = (x_TD.float() @ weight_BD.float().t()).bfloat16()
+    b_THR, a_THR = ba_TX.view(-1, 3, 2, 2).unbind(2) if by_head else ba_TX.view(-1, 2, 3, 2).unbind(1)
+    operands = (each.to(DEVICE) for each in (x_TD, weight_BD, rates_HR, bias_HR))
+    decays_THR, rates_THR = delta_gates.project(*operands, by_head=by_head)
+    # Sums may round to neighbours in bfloat16.
+    torch.testing.assert_close(decays_THR.cpu(), log_decays(a_THR, rates_HR, bias_HR), rtol=0.02, atol=1e-3)
+    torch.testing.assert_close(rates_THR.cpu(), correction_rates(b_THR), rtol=0.02, atol=1e-3)

@@ -13,6 +13,7 @@ from baton.models.config.rope import RopeConfig, YarnScaling
 from baton.models.families.dense.gemma import GemmaRMSNorm
 from baton.models.kernels import activation, norms
 from baton.models.kernels.rotary import angles
+from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.mlp import gelu_tanh_and_multiply, silu_and_multiply
 from baton.models.layers.norms import RMSNorm
 from baton.models.layers.rotary import Rotary
@@ -146,3 +147,19 @@ def test_angles_equal_their_twin(dim: int) -> None:
     cos_TP, sin_TP = angles(positions_T.to(DEVICE), rotary.frequencies.to(DEVICE), rotary.scale)
     torch.testing.assert_close(cos_TP.cpu(), expected.cos_TP, rtol=0, atol=1e-6)
     torch.testing.assert_close(sin_TP.cpu(), expected.sin_TP, rtol=0, atol=1e-6)
+
+
+@by_dtype
+def test_a_gate_of_each_head_equals_two_calls(dtype: torch.dtype) -> None:
+    """Heads of gates lie between those of queries."""
+    x_THC, wide_TH2C = torch.randn(3, 5, 12).to(dtype), (torch.randn(3, 5, 2, 12) * 4).to(dtype)
+    gated_THC = activation.multiply_by_sigmoid(x_THC.to(DEVICE), wide_TH2C.to(DEVICE)[:, :, 1])
+    assert gated_THC.is_contiguous()
+    assert_near(gated_THC, x_THC * sigmoid(wide_TH2C[:, :, 1]))
+
+
+def test_one_gate_of_a_whole_row_equals_two_calls() -> None:
+    x_TD, gate_T1 = torch.randn(3, 40).bfloat16(), torch.randn(3, 1).bfloat16()
+    gate_TD1 = gate_T1.to(DEVICE).unsqueeze(-1).expand(3, 40, 1)
+    gated_TD1 = activation.multiply_by_sigmoid(x_TD.to(DEVICE).unsqueeze(-1), gate_TD1)
+    assert_near(gated_TD1.squeeze(-1), x_TD * sigmoid(gate_T1))

@@ -19,6 +19,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig, QKNorm
 from baton.models.config.mtp import mtp_config
 from baton.models.families.dense.llama_switches import LlamaSwitches, Norms, QueryGrowth
+from baton.models.kernels.activation import multiply_by_sigmoid
 from baton.models.kernels.quantized.rows import RowFormat
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.decoder_layers import NormsAfter, NormsAround, ParallelHalves
@@ -86,14 +87,15 @@ class LlamaAttention(ParallelModule, RowReader):
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        qkv_TX, gate_TX = self.qkv_proj(x_TD), None
+        qkv_TX, gate_THC = self.qkv_proj(x_TD), None
         if self.output_gate:
-            qkv_TX, gate_TX = self._without_gate(qkv_TX)
+            qkv_TX, gate_THC = self._without_gate(qkv_TX)
         if rotation.query_scale_T1 is not None:
             qkv_TX[:, : self.q_size].mul_(rotation.query_scale_T1)
         out_THC = self._attended(qkv_TX, rotation if self.turns else None, kv_cache, metadata)
-        out_TX = out_THC.flatten(1)
-        out_TD: Tensor = self.o_proj(out_TX if gate_TX is None else out_TX * sigmoid(gate_TX))
+        if gate_THC is not None:
+            out_THC = _gated(out_THC, gate_THC)
+        out_TD: Tensor = self.o_proj(out_THC.flatten(1))
         return out_TD
 
     def row_format(self, num_tokens: int) -> RowFormat | None:
@@ -104,7 +106,8 @@ class LlamaAttention(ParallelModule, RowReader):
         q_and_gate_TX, kv_TX = x_TX.split([2 * self.q_size, 2 * self.kv_size], dim=-1)
         q_and_gate_TH2C = q_and_gate_TX.unflatten(-1, (self.num_heads, 2, self.head_dim))
         q_THC, gate_THC = q_and_gate_TH2C.unbind(2)
-        return torch.cat((q_THC.flatten(1), kv_TX), dim=-1), gate_THC.flatten(1)
+        kv_THC = kv_TX.unflatten(-1, (2 * self.num_kv_heads, self.head_dim))
+        return torch.cat((q_THC, kv_THC), dim=1).flatten(1), gate_THC
 
     def _attended(
         self, qkv_TX: Tensor, rotation: Rotation | None, kv_cache: PagedKVCache, metadata: AttentionMetadata
@@ -122,6 +125,10 @@ class LlamaAttention(ParallelModule, RowReader):
             case RMSNorm(), RMSNorm():
                 norms = HeadNorms(q_norm, k_norm, turned=self.qk_norm_of is QKNorm.TURNED_HEAD)
         return self.attend.rotate_and_attend(qkv_TX, rotation, kv_cache, metadata, norms=norms)
+
+
+def _gated(x_THC: Tensor, gate_THC: Tensor) -> Tensor:
+    return multiply_by_sigmoid(x_THC, gate_THC) if x_THC.is_cuda else x_THC * sigmoid(gate_THC)
 
 
 class LlamaLayer(DecoderLayer):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata
@@ -18,6 +19,7 @@ from baton.models.families.dense.gemma import GemmaRMSNorm
 from baton.models.families.dense.llama import LlamaAttention
 from baton.models.families.hybrid.delta_config import DeltaSwitches
 from baton.models.families.hybrid.delta_parts import DeltaMixer, by_head
+from baton.models.kernels.recurrent.delta_gates import MOST_PROJECTED, project
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.linear import FusedLinear, Linear
@@ -63,28 +65,38 @@ class GatedDeltaNet(DeltaMixer):
         return torch.split(self.conv1d.weight, [self.key_size, self.key_size, self.value_size])
 
     def forward(self, x_TD: Tensor, kv_cache: PagedKVCache, rows: StateRows) -> Tensor:
-        qkv_TX, z_BGV, b_THR, a_THR = self._projected(x_TD)
-        rates_HR, bias_HR = (each.view(self.num_heads, -1) for each in (self.A_log, self.dt_bias))
-        log_decay_THR = log_decays(a_THR, rates_HR, bias_HR)
-        out_THRV = self.mix(qkv_TX, log_decay_THR, correction_rates(b_THR), kv_cache, rows)
+        qkv_TX, z_BGV = self._projected(x_TD)
+        log_decay_THR, rates_THR = self._gates(x_TD)
+        out_THRV = self.mix(qkv_TX, log_decay_THR, rates_THR, kv_cache, rows)
         normed_BGV = self.norm(out_THRV.view(z_BGV.shape), z_BGV)
         out_TD: Tensor = self.out_proj(normed_BGV.view(len(x_TD), -1))
         return out_TD
 
-    def _projected(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values head by head; z as [T, G, V] or [T * H, R, V]; b and a of each value
-        head."""
+    def _projected(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns queries, keys and values head by head; z as [T, G, V] or [T * H, R, V]."""
         switches, heads = self.switches, self.num_heads
-        qkvz_TX, ba_TX = self.qkvz_proj(x_TD), self.ba_proj(x_TD)
+        qkvz_TX = self.qkvz_proj(x_TD)
         if switches.by_key_head:
             z_size = switches.values_per_key * switches.value_dim
             qkv_THX, z_THX = qkvz_TX.unflatten(-1, (heads, -1)).split([switches.conv_channels, z_size], dim=-1)
-            b_THR, a_THR = ba_TX.unflatten(-1, (heads, 2, -1)).unbind(2)
             z_BRV = z_THX.flatten(0, 1).unflatten(-1, (-1, switches.value_dim))
-            return qkv_THX.flatten(1), z_BRV, b_THR, a_THR
+            return qkv_THX.flatten(1), z_BRV
         *qkv, z_TX = qkvz_TX.split([self.key_size, self.key_size, self.value_size, self.value_size], dim=-1)
-        b_THR, a_THR = ba_TX.unflatten(-1, (2, heads, -1)).unbind(1)
-        return by_head(qkv, num_heads=heads), z_TX.unflatten(-1, (-1, switches.value_dim)), b_THR, a_THR
+        return by_head(qkv, num_heads=heads), z_TX.unflatten(-1, (-1, switches.value_dim))
+
+    def _gates(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns log decays and correction rates of each value head."""
+        rates_HR, bias_HR = (each.view(self.num_heads, -1) for each in (self.A_log, self.dt_bias))
+        layer = self.ba_proj
+        is_plain = type(layer) is FusedLinear and layer.multiply is linear and not layer.has_adapters
+        if x_TD.is_cuda and is_plain and len(x_TD) <= MOST_PROJECTED:
+            return project(x_TD, layer.weight, rates_HR, bias_HR, by_head=self.switches.by_key_head)
+        ba_TX = layer(x_TD)
+        if self.switches.by_key_head:
+            b_THR, a_THR = ba_TX.unflatten(-1, (self.num_heads, 2, -1)).unbind(2)
+        else:
+            b_THR, a_THR = ba_TX.unflatten(-1, (2, self.num_heads, -1)).unbind(1)
+        return log_decays(a_THR, rates_HR, bias_HR), correction_rates(b_THR)
 
 
 class Qwen3NextLayer(ParallelModule):

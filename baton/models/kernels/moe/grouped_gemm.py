@@ -62,10 +62,12 @@ class SharedWeights:
     Attributes:
         gate_up_NC: [2*X*I, D], all gates before all ups. Both are contiguous.
         down_NC: [D, X*I].
+        gates_T: float32, a factor of each token's shared experts; None: 1.
     """
 
     gate_up_NC: Tensor
     down_NC: Tensor
+    gates_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def run_gated_experts(
         x_TD,
         gate_up,
         None if shared is None else shared.gate_up_NC.unsqueeze(0),
+        None if shared is None else shared.gates_T,
         order,
         gated_RI,
         weights_TK if weights_on_input else None,
@@ -184,6 +187,7 @@ def _launch_gate_up(
     x_TD: Tensor,
     layer: ExpertWeights,
     shared_1NC: Tensor | None,
+    shared_gates_T: Tensor | None,
     order: ExpertOrder,
     gated_RI: Tensor,
     row_weights: Tensor | None,
@@ -205,6 +209,7 @@ def _launch_gate_up(
         row_weights,
         shared_1NC,
         None if shared_1NC is None else _copy_map(shared_1NC, tiles.channels, tiles.inputs),
+        shared_gates_T,
         order.order_P,
         order.tiles_3L,
         gated_RI,

@@ -24,6 +24,7 @@ def grouped_gate_up(
     row_weights,
     shared,
     shared_map,
+    shared_gates,
     order,
     tiles,
     out,
@@ -54,8 +55,8 @@ def grouped_gate_up(
     INTERPRETED: tl.constexpr,
 ):
     """Computes out[place] = gated activation of an expert's gate and up; rows of x are found through the order. The
-    rows of the SHARED experts follow, each over all tokens: `shared` has their gates before their ups. With
-    SQUARED_RELU there is no gate, and no scale or bias."""
+    rows of the SHARED experts follow, each over all tokens: `shared` has their gates before their ups, and
+    `shared_gates` each token's factor. With SQUARED_RELU there is no gate, and no scale or bias."""
     start_dependents(OVERLAP)
     blocks: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     shared_programs = SHARED * blocks * tl.cdiv(num_tokens, BLOCK_M)
@@ -72,6 +73,8 @@ def grouped_gate_up(
             SHARED * OUT, IN, IN, 1, False, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED,
         )  # fmt: skip
         gated_NM = _activate(gate_NM, up_NM, limit, alpha, CLAMPED, TANH_GELU)
+        if shared_gates is not None:
+            gated_NM *= tl.load(shared_gates + tokens_M, mask=exists_M, other=0.0)[None, :]
         rows_M = num_tokens * (CHOICES + expert) + tokens_M
         store(out, gated_NM, rows_M, block * BLOCK_N + tl.arange(0, BLOCK_N), exists_M, OUT)
         return

@@ -22,7 +22,7 @@ from baton.models.kernels.recurrent.token_walk import (
     next_kept,
     prompts_in_order,
 )
-from baton.tritonlib.launch import interpreted
+from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from baton.tritonlib.rounding import round_to
 
 # Values of one program: 32 numbers of the state for each thread at 128 key channels.
@@ -40,14 +40,19 @@ def gated_delta(
     rows: StateRows,
 ) -> Tensor:
     """Implements `baton.models.layers.recurrent.gated_delta.gated_delta`."""
-    out_THRV = torch.zeros_like(v_THRV, memory_format=torch.contiguous_format)
     num_decodes = min(len(rows.decode_slots_N), len(v_THRV))
+    # Without prompts every token has a row of its own, whose program writes zeros if the row is padding.
+    has_prompts = len(rows.prompt_slots_P) > 0 and rows.max_prompt_tokens > 0
+    only_decodes = num_decodes == len(v_THRV) and not has_prompts
+    out_THRV = (torch.empty_like if only_decodes else torch.zeros_like)(v_THRV, memory_format=torch.contiguous_format)
     operands = (q_THK, k_THK, v_THRV, log_decay.contiguous(), beta_THR.contiguous(), out_THRV, states_SHRKV)
     if num_decodes:
-        _token_by_token(*operands, decodes_of(rows), num_rows=num_decodes)
-    if len(rows.prompt_slots_P) and rows.max_prompt_tokens:
+        walk, may_overlap = decodes_of(rows), not rows.in_order
+        _token_by_token(*operands, walk, num_rows=num_decodes, clears=only_decodes, may_overlap=may_overlap)
+    if has_prompts:
         if rows.in_order:
-            _token_by_token(*operands, prompts_in_order(rows), num_rows=len(rows.prompt_slots_P))
+            num_prompts = len(rows.prompt_slots_P)
+            _token_by_token(*operands, prompts_in_order(rows), num_rows=num_prompts, clears=False, may_overlap=False)
         else:
             prompts(*operands, rows)
     return out_THRV
@@ -64,7 +69,11 @@ def _token_by_token(
     walk: TokenWalk,
     *,
     num_rows: int,
+    clears: bool,
+    may_overlap: bool,
 ) -> None:
+    """Launches the kernel. With prompts in order no launch may overlap, so that all run one compiled kernel."""
+    overlapping = overlap(v_THRV.device, rows=num_rows) if may_overlap else {"OVERLAP": False}
     _, heads, per_head, values = v_THRV.shape
     keys = q_THK.shape[2]
     tile = min(_TILE_V, triton.next_power_of_2(values))
@@ -77,6 +86,7 @@ def _token_by_token(
         out_THRV,
         states_SHRKV,
         *walk,
+        int(clears),
         keys**-0.5,
         *q_THK.stride()[:2],
         *k_THK.stride()[:2],
@@ -90,11 +100,12 @@ def _token_by_token(
         TILE_V=tile,
         BY_CHANNEL=log_decay.dim() == 4,
         INTERPRETED=interpreted(),
+        **overlapping,
         num_warps=_NUM_WARPS,
     )
 
 
-@triton.jit(do_not_specialize=SAME_FOR_ALL, do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@triton.jit(do_not_specialize=(*SAME_FOR_ALL, "clears"), do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def _correct_and_read(
     q_ptr,
     k_ptr,
@@ -112,6 +123,7 @@ def _correct_and_read(
     in_prompts,
     has_next,
     num_snapshots,
+    clears,
     scale,
     q_stride_T,
     q_stride_H,
@@ -133,12 +145,22 @@ def _correct_and_read(
     TILE_V: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """The tokens of a row, for TILE_V values of one value head; the state stays in registers."""
+    """The tokens of a row, for TILE_V values of one value head; the state stays in registers. It is read while the
+    previous kernel runs, because no kernel of the same step has written it."""
+    start_dependents(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     value_head = tl.program_id(1)
     head = value_head // PER_HEAD
     first, stop, context, slot = first_token(row, slots_ptr, lens_ptr, starts_ptr, in_prompts)
+    if (slot < 0) | (first >= stop):
+        await_predecessors(OVERLAP)
+        # Rows that continue others, whose slots are below -1, are not padding.
+        if (clears != 0) & (slot >= -1):
+            v_V = tl.program_id(2) * TILE_V + tl.arange(0, TILE_V)
+            out_ptrs_V = out_ptr + (row * (HEADS * PER_HEAD) + value_head) * VALUES + v_V
+            tl.store(out_ptrs_V, tl.zeros([TILE_V], out_ptr.dtype.element_ty), mask=v_V < VALUES)
     if (slot >= 0) & (first < stop):
         k_K = tl.arange(0, BLOCK_K)
         v_V = tl.program_id(2) * TILE_V + tl.arange(0, TILE_V)
@@ -165,6 +187,7 @@ def _correct_and_read(
             row, snapshot_slots_ptr, snapshot_lens_ptr, first, first, stop, slot, num_snapshots
         )
         token = first + 0
+        await_predecessors(OVERLAP)
         query_K, key_K = load_token(q_ptrs_K, first, q_stride_T, has_K), load_token(k_ptrs_K, first, k_stride_T, has_K)
         value_V = load_token(v_ptrs_V, first, v_stride_T, has_V)
         decay = load_token(decay_ptrs, first, DECAYS, has_K if BY_CHANNEL else first >= 0)

@@ -3,11 +3,14 @@
 Shapes: T token, D hidden channel, K chosen expert of a token.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from baton.models.config.model_config import MoEConfig
+from baton.models.kernels.activation import multiply_by_sigmoid
 from baton.models.kernels.matmul.decode_matmul import DecodeMultiply
 from baton.models.kernels.moe.grouped_gemm import SharedWeights
 from baton.models.kernels.moe.zero_experts import given_back
@@ -47,9 +50,13 @@ class MoE(ParallelModule):
         self.shared_expert_gate = Linear(size, 1, dtype=dtype) if moe.shared_gate else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        weights_TK, experts_TK = self.gate(x_TD)
-        plus_TD = self._given_back(x_TD, weights_TK, experts_TK)
         shared = self.shared_weights(len(x_TD)) if x_TD.is_cuda else None
+        if shared is not None and self.shared_expert_gate is not None:
+            weights_TK, experts_TK, gates_T = self.gate.with_gate(x_TD, self.shared_expert_gate.weight)
+            shared = replace(shared, gates_T=gates_T)
+        else:
+            weights_TK, experts_TK = self.gate(x_TD)
+        plus_TD = self._given_back(x_TD, weights_TK, experts_TK)
         if shared is not None:
             return self.experts.run_grouped(x_TD, weights_TK, experts_TK, shared=shared, plus_TD=plus_TD)
         if (shared_TD := self._shared(x_TD)) is not None:
@@ -72,22 +79,26 @@ class MoE(ParallelModule):
         out_TD: Tensor = self.shared_experts(x_TD)
         if self.shared_expert_gate is None:
             return out_TD
-        return out_TD * sigmoid(self.shared_expert_gate(x_TD).float()).to(x_TD.dtype)
+        gate_T1 = self.shared_expert_gate(x_TD)
+        if out_TD.is_cuda:
+            gate_TD1 = gate_T1.unsqueeze(-1).expand(*out_TD.shape, 1)
+            return multiply_by_sigmoid(out_TD.unsqueeze(-1), gate_TD1).squeeze(-1)
+        return out_TD * sigmoid(gate_T1.float()).to(x_TD.dtype)
 
     def shared_weights(self, num_tokens: int) -> SharedWeights | None:
         """Returns the shared experts' weights if the launches of routed experts also compute them, else None.
 
         They do for few tokens if the shared experts are small, are a multiple of a routed expert's size (one rank's
-        part may not be), and have no adapters and no gate, bias, scales or activation that routed experts lack.
+        part may not be), and have no adapters and no bias, scales or activation that routed experts lack.
         """
-        experts, mlp = self.experts, self.shared_experts
-        if mlp is None or self.shared_expert_gate is not None or experts.adapted is not None:
+        experts, mlp, gate = self.experts, self.shared_experts, self.shared_expert_gate
+        if mlp is None or experts.adapted is not None:
             return None
         if num_tokens > _MAX_TOKENS_IN_ONE_LAUNCH or experts.batch_invariant:
             return None
         if mlp.activate is not silu_and_multiply or mlp.down_proj.in_features % experts.down_proj.shape[2]:
             return None
-        layers = (mlp.gate_up_proj, mlp.down_proj)
+        layers = (mlp.gate_up_proj, mlp.down_proj, *(() if gate is None else (gate,)))
         if any(layer.bias is not None or layer.has_adapters or not _is_plain(layer.multiply) for layer in layers):
             return None
         if mlp.gate_up_proj.weight.nbytes > _MAX_BYTES_IN_ONE_LAUNCH:

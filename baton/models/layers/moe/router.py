@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from baton.models.config.model_config import MoEConfig, Scoring, TopKMethod
-from baton.models.kernels.moe.routing import ExpertChoice, route
+from baton.models.kernels.moe.expert_choice import ExpertChoice
+from baton.models.kernels.moe.routing import route, route_with_gate
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import Multiply
 
@@ -71,6 +72,12 @@ class Router(nn.Module):
         if self.moe.normalize_weights:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
         return weights_TK * self.moe.weight_scale, experts_TK
+
+    def with_gate(self, x_TD: Tensor, gate_1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs `forward` on a GPU, for few tokens, and also returns sigmoids [T] of their products with `gate_1D`."""
+        return route_with_gate(
+            x_TD, self.weight, self.choice, gate_1D, bias_E=self.bias, correction_E=self.e_score_correction_bias
+        )
 
     def _best(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Returns scores and experts [T,K]."""

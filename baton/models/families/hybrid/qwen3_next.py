@@ -63,16 +63,16 @@ class GatedDeltaNet(DeltaMixer):
         return torch.split(self.conv1d.weight, [self.key_size, self.key_size, self.value_size])
 
     def forward(self, x_TD: Tensor, kv_cache: PagedKVCache, rows: StateRows) -> Tensor:
-        qkv_TX, z_BGV, b_THR, a_THR = self._projected(x_TD)
+        qkv_THX, z_BGV, b_THR, a_THR = self._projected(x_TD)
         rates_HR, bias_HR = (each.view(self.num_heads, -1) for each in (self.A_log, self.dt_bias))
         log_decay_THR = log_decays(a_THR, rates_HR, bias_HR)
-        out_THRV = self.mix(qkv_TX, log_decay_THR, correction_rates(b_THR), kv_cache, rows)
+        out_THRV = self.mix(qkv_THX, log_decay_THR, correction_rates(b_THR), kv_cache, rows)
         normed_BGV = self.norm(out_THRV.view(z_BGV.shape), z_BGV)
         out_TD: Tensor = self.out_proj(normed_BGV.view(len(x_TD), -1))
         return out_TD
 
     def _projected(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values head by head; z as [T, G, V] or [T * H, R, V]; b and a of each value
+        """Returns queries, keys and values of each head; z as [T, G, V] or [T * H, R, V]; b and a of each value
         head."""
         switches, heads = self.switches, self.num_heads
         qkvz_TX, ba_TX = self.qkvz_proj(x_TD), self.ba_proj(x_TD)
@@ -81,7 +81,7 @@ class GatedDeltaNet(DeltaMixer):
             qkv_THX, z_THX = qkvz_TX.unflatten(-1, (heads, -1)).split([switches.conv_channels, z_size], dim=-1)
             b_THR, a_THR = ba_TX.unflatten(-1, (heads, 2, -1)).unbind(2)
             z_BRV = z_THX.flatten(0, 1).unflatten(-1, (-1, switches.value_dim))
-            return qkv_THX.flatten(1), z_BRV, b_THR, a_THR
+            return qkv_THX, z_BRV, b_THR, a_THR
         *qkv, z_TX = qkvz_TX.split([self.key_size, self.key_size, self.value_size, self.value_size], dim=-1)
         b_THR, a_THR = ba_TX.unflatten(-1, (2, heads, -1)).unbind(1)
         return by_head(qkv, num_heads=heads), z_TX.unflatten(-1, (-1, switches.value_dim)), b_THR, a_THR

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.models.kernels.recurrent.selective_scan_chunks import SUB_CHUNK
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.recurrent.gated_group_norm import GatedGroupNorm
 from baton.models.layers.recurrent.selective_scan import (
-    SUB_CHUNK,
     ScanWeights,
     selective_scan,
     selective_scan_in_torch,

@@ -38,9 +38,10 @@ def convolution(twin: str) -> tuple[Rule, Tensor]:
     x_TX, weight_XW = numbers(TOKENS, heads * channels, seed=1), numbers(heads * channels, WIDTH, seed=2)
 
     def convolve(places: list[int], state_SHCW: Tensor, rows: StateRows) -> Tensor:
+        x_THC = x_TX[places].unflatten(-1, (heads, channels))
         if twin == "torch":
-            return short_conv_in_torch(x_TX[places], weight_XW, None, state_SHCW, rows, activation="silu")
-        return short_conv(x_TX[places], weight_XW, None, state_SHCW, rows, silu=True)
+            return short_conv_in_torch(x_THC, weight_XW, None, state_SHCW, rows, activation="silu")
+        return short_conv(x_THC, weight_XW, None, state_SHCW, rows, silu=True)
 
     return convolve, numbers(SLOTS, heads, channels, WIDTH - 1, seed=3)
 

@@ -15,11 +15,11 @@ from torch.nn.functional import softplus
 
 from baton.models.kernels.recurrent import selective_scan as kernels
 from baton.models.kernels.recurrent.gated_group_norm import gated_group_norm
+from baton.models.kernels.recurrent.selective_scan_chunks import SUB_CHUNK
 from baton.models.kernels.recurrent.shared_inputs import share_inputs
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.recurrent.gated_group_norm import GatedGroupNorm
 from baton.models.layers.recurrent.selective_scan import (
-    SUB_CHUNK,
     ScanWeights,
     selective_scan_in_torch,
     share_inputs_in_torch,

@@ -67,9 +67,10 @@ def rows_of(
 def convolve(
     twin: Twin, x_TX: Tensor, weight_XW: Tensor, bias_X: Tensor | None, state: Tensor, rows: StateRows, *, act: bool
 ) -> Tensor:
+    x_THC = x_TX.unflatten(-1, (HEADS, CHANNELS))
     if twin == "torch":
-        return short_conv_in_torch(x_TX, weight_XW, bias_X, state, rows, activation="silu" if act else None)
-    return in_triton(x_TX, weight_XW, bias_X, state, rows, silu=act)
+        return short_conv_in_torch(x_THC, weight_XW, bias_X, state, rows, activation="silu" if act else None)
+    return in_triton(x_THC, weight_XW, bias_X, state, rows, silu=act)
 
 
 def expected(x_TX: Tensor, weight_XW: Tensor, bias_X: Tensor | None, *, act: bool) -> Tensor:

@@ -44,16 +44,16 @@ class DeltaMixer(nn.Module):
         self.conv_weight_XW = torch.cat(parts, dim=1).flatten(0, 1)
 
     def mix(
-        self, qkv_TX: Tensor, log_decay: Tensor, beta_THR: Tensor, kv_cache: PagedKVCache, rows: StateRows
+        self, qkv_THX: Tensor, log_decay: Tensor, beta_THR: Tensor, kv_cache: PagedKVCache, rows: StateRows
     ) -> Tensor:
         """Returns [T, H, R, V], and updates the states.
 
         Args:
-            qkv_TX: head by head, each head's query, key and values.
+            qkv_THX: each head's query, key and values.
         """
         switches = self.switches
         conv_SHXW, states_SHRKV = self._states(kv_cache)
-        mixed_TX = short_conv(qkv_TX, self.conv_weight_XW, None, conv_SHXW, rows, activation="silu")
+        mixed_TX = short_conv(qkv_THX, self.conv_weight_XW, None, conv_SHXW, rows, activation="silu")
         values = switches.values_per_key * switches.value_dim
         heads_THX = mixed_TX.unflatten(-1, (self.num_heads, -1))
         q_THK, k_THK, v_THX = heads_THX.split([switches.key_dim, switches.key_dim, values], dim=-1)
@@ -72,9 +72,9 @@ class DeltaMixer(nn.Module):
 
 
 def by_head(parts: Sequence[Tensor], *, num_heads: int) -> Tensor:
-    """Joins the parts head by head; returns [T, H * all parts' channels].
+    """Joins the parts head by head; returns [T, H, all parts' channels].
 
     Args:
         parts: [T, H * channels] each.
     """
-    return torch.cat([part.unflatten(-1, (num_heads, -1)) for part in parts], dim=-1).flatten(1)
+    return torch.cat([part.unflatten(-1, (num_heads, -1)) for part in parts], dim=-1)

@@ -65,12 +65,12 @@ class KimiDeltaAttention(DeltaMixer):
 
     def forward(self, x_TD: Tensor, kv_cache: PagedKVCache, rows: StateRows) -> Tensor:
         heads, rank = self.num_heads, self.switches.key_dim
-        qkv_TX = by_head(self.qkv_proj(x_TD).chunk(3, dim=-1), num_heads=heads)
+        qkv_THX = by_head(self.qkv_proj(x_TD).chunk(3, dim=-1), num_heads=heads)
         forget_TX, gate_TX, b_TH = self.gates_proj(x_TD).split([rank, rank, heads], dim=-1)
         forget_THK = self.f_b_proj(forget_TX).unflatten(-1, (heads, -1))
         log_decay_THK = log_decays(forget_THK, self.A_log.view(heads, 1), self.dt_bias.view(heads, -1))
         beta_TH1 = correction_rates(b_TH.unsqueeze(-1))
-        out_TH1K = self.mix(qkv_TX, log_decay_THK.unsqueeze(2), beta_TH1, kv_cache, rows)
+        out_TH1K = self.mix(qkv_THX, log_decay_THK.unsqueeze(2), beta_TH1, kv_cache, rows)
         gate_THK = self.g_b_proj(gate_TX).unflatten(-1, (heads, -1))
         out_TD: Tensor = self.o_proj(self.o_norm(out_TH1K.squeeze(2), gate_THK).flatten(1))
         return out_TD

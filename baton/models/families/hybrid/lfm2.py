@@ -50,7 +50,8 @@ class GatedShortConv(nn.Module):
         assert kv_cache.state is not None
         state_SHCW = kv_cache.state.layer(self.state_layer)[0, :, 0].unflatten(-1, (-1, self.past))
         before_TX, after_TX, x_TX = self.in_proj(x_TD).chunk(3, dim=-1)
-        mixed_TX = short_conv(before_TX * x_TX, self.conv.weight.squeeze(1), self.conv.bias, state_SHCW, rows)
+        x_THC = (before_TX * x_TX).unflatten(-1, state_SHCW.shape[1:3])
+        mixed_TX = short_conv(x_THC, self.conv.weight.squeeze(1), self.conv.bias, state_SHCW, rows)
         out_TD: Tensor = self.out_proj(after_TX * mixed_TX)
         return out_TD
 

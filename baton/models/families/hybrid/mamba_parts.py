@@ -113,7 +113,8 @@ class Mamba2Mixer(nn.Module):
             part = slice(start, start + size)
             bias = None if self.conv1d.bias is None else self.conv1d.bias[part]
             weight = self.conv1d.weight[part, 0]
-            out.append(short_conv(xbc_TX[:, part], weight, bias, states, rows, activation="silu"))
+            x_THC = xbc_TX[:, part].unflatten(-1, states.shape[1:3])
+            out.append(short_conv(x_THC, weight, bias, states, rows, activation="silu"))
             start += size
         share_inputs(conv_SHXW[:, :, head_dim:], rows, num_groups=self.num_groups)
         b_TX, c_TX = out[1].chunk(2, dim=-1) if self.num_groups == 1 else out[1:]

@@ -65,22 +65,22 @@ class GatedDeltaNet(DeltaMixer):
         return torch.split(self.conv1d.weight, [self.key_size, self.key_size, self.value_size])
 
     def forward(self, x_TD: Tensor, kv_cache: PagedKVCache, rows: StateRows) -> Tensor:
-        qkv_TX, z_BGV = self._projected(x_TD)
+        qkv_THX, z_BGV = self._projected(x_TD)
         log_decay_THR, rates_THR = self._gates(x_TD)
-        out_THRV = self.mix(qkv_TX, log_decay_THR, rates_THR, kv_cache, rows)
+        out_THRV = self.mix(qkv_THX, log_decay_THR, rates_THR, kv_cache, rows)
         normed_BGV = self.norm(out_THRV.view(z_BGV.shape), z_BGV)
         out_TD: Tensor = self.out_proj(normed_BGV.view(len(x_TD), -1))
         return out_TD
 
     def _projected(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns queries, keys and values head by head; z as [T, G, V] or [T * H, R, V]."""
+        """Returns queries, keys and values of each head; z as [T, G, V] or [T * H, R, V]."""
         switches, heads = self.switches, self.num_heads
         qkvz_TX = self.qkvz_proj(x_TD)
         if switches.by_key_head:
             z_size = switches.values_per_key * switches.value_dim
             qkv_THX, z_THX = qkvz_TX.unflatten(-1, (heads, -1)).split([switches.conv_channels, z_size], dim=-1)
             z_BRV = z_THX.flatten(0, 1).unflatten(-1, (-1, switches.value_dim))
-            return qkv_THX.flatten(1), z_BRV
+            return qkv_THX, z_BRV
         *qkv, z_TX = qkvz_TX.split([self.key_size, self.key_size, self.value_size, self.value_size], dim=-1)
         return by_head(qkv, num_heads=heads), z_TX.unflatten(-1, (-1, switches.value_dim))
 

@@ -1,7 +1,8 @@
 """Causal depthwise convolution over a few tokens, with the state of each request.
 
 The twin is in `baton.models.layers.recurrent.short_conv`. The program of a request's first tokens reads the state
-before and writes the one after, so no other program may touch it. Legend: T tokens, X channels, W taps.
+before and writes the one after, so no other program may touch it. Legend: T tokens, H heads, C channels of a head, X
+channels of all heads, W taps.
 """
 
 import torch
@@ -9,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.models.kernels.recurrent.prompt_tiles import find_tile, most_tiles
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.kernels.recurrent.token_walk import next_decode
 from baton.tritonlib.launch import interpreted
@@ -22,26 +24,31 @@ _NUM_WARPS = 4
 
 
 def short_conv(
-    x_TX: Tensor, weight_XW: Tensor, bias_X: Tensor | None, state_SHCW: Tensor, rows: StateRows, *, silu: bool
+    x_THC: Tensor, weight_XW: Tensor, bias_X: Tensor | None, state_SHCW: Tensor, rows: StateRows, *, silu: bool
 ) -> Tensor:
     """Implements `baton.models.layers.recurrent.short_conv.short_conv`; tokens of no request get zeros."""
     num_decodes, num_prompts = len(rows.decode_slots_N), len(rows.prompt_slots_P)
-    x_TX = x_TX if x_TX.stride(1) == 1 else x_TX.contiguous()
+    x_THC = x_THC if x_THC.stride(2) == 1 else x_THC.contiguous()
     weight_XW = weight_XW.contiguous()
-    # NOTE: padding may stand for tokens that are others' here, so programs of padding write nothing.
-    out_TX = torch.zeros(x_TX.shape, dtype=x_TX.dtype, device=x_TX.device)
+    out_TX = torch.empty((len(x_THC), len(weight_XW)), dtype=x_THC.dtype, device=x_THC.device)
+    has_prompts = num_prompts > 0 and rows.max_prompt_tokens > 0
+    # NOTE: padding of decodes may stand where tokens of prompts are, so its programs write nothing. Those of prompts
+    # write zeros after the last prompt.
+    (out_TX[:num_decodes] if has_prompts else out_TX).zero_()
     if num_decodes:
         decodes = rows.decode_slots_N, rows.decode_lens_N, rows.decode_lens_N
-        _launch(x_TX, weight_XW, bias_X, state_SHCW, out_TX, rows, *decodes, tiles=1, decodes=True, silu=silu)
-    if num_prompts and rows.max_prompt_tokens:
+        _launch(
+            x_THC, weight_XW, bias_X, state_SHCW, out_TX, rows, *decodes, tiles=num_decodes, decodes=True, silu=silu
+        )
+    if has_prompts:
         prompts = rows.prompt_slots_P, rows.prompt_starts_P1, rows.prompt_context_P
-        tiles = triton.cdiv(rows.max_prompt_tokens, _TOKENS)
-        _launch(x_TX, weight_XW, bias_X, state_SHCW, out_TX, rows, *prompts, tiles=tiles, decodes=False, silu=silu)
+        tiles = most_tiles(rows, len(x_THC), _TOKENS)
+        _launch(x_THC, weight_XW, bias_X, state_SHCW, out_TX, rows, *prompts, tiles=tiles, decodes=False, silu=silu)
     return out_TX
 
 
 def _launch(
-    x_TX: Tensor,
+    x_THC: Tensor,
     weight_XW: Tensor,
     bias_X: Tensor | None,
     state_SHCW: Tensor,
@@ -55,11 +62,11 @@ def _launch(
     decodes: bool,
     silu: bool,
 ) -> None:
-    num_tokens, num_channels = x_TX.shape
+    num_tokens, num_channels = out_TX.shape
     channels = _DECODE_CHANNELS if decodes else _CHANNELS
     has_next = decodes and rows.decode_next_N is not None
-    _short_conv[(len(slots_R), triton.cdiv(num_channels, channels), tiles)](
-        x_TX,
+    _short_conv[(tiles, triton.cdiv(num_channels, channels))](
+        x_THC,
         weight_XW,
         bias_X,
         state_SHCW,
@@ -71,8 +78,9 @@ def _launch(
         rows.snapshot_slots_PM,
         rows.snapshot_lens_PM,
         num_tokens,
+        len(slots_R),
         int(has_next),
-        x_TX.stride(0),
+        *x_THC.stride()[:2],
         *state_SHCW.stride(),
         CHANNELS=num_channels,
         HEAD_CHANNELS=state_SHCW.shape[2],
@@ -87,7 +95,7 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "has_next"])  # no step may wait for another program
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "has_next"])  # no step may wait for another program
 def _short_conv(
     x_ptr,
     weight_ptr,
@@ -101,8 +109,10 @@ def _short_conv(
     snapshot_slots_ptr,
     snapshot_lens_ptr,
     num_tokens,
+    num_rows,
     has_next,
-    x_stride,
+    x_stride_T,
+    x_stride_H,
     state_stride_S,
     state_stride_H,
     state_stride_C,
@@ -122,41 +132,50 @@ def _short_conv(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     PAST: tl.constexpr = WIDTH - 1
     row = tl.program_id(0)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    context = tl.load(context_ptr + row)
+    tile = row * 0
+    if not DECODES:
+        row, tile = find_tile(row, starts_ptr, context_ptr, num_rows, TILE=TILE_T, ALIGN=1)
+    is_row = row < num_rows
+    slot = tl.load(slots_ptr + row, mask=is_row, other=-1).to(tl.int64)
+    context = tl.load(context_ptr + row, mask=is_row, other=0)
     if DECODES:
         start = row.to(tl.int64)
         length = tl.where((context > 0) & (row < num_tokens), 1, 0)
         context -= 1
     else:
         start = tl.load(starts_ptr + row).to(tl.int64)
-        length = tl.load(starts_ptr + row + 1) - start.to(tl.int32)
-    first = tl.program_id(2) * TILE_T
+        stop = tl.load(starts_ptr + row + 1, mask=is_row, other=num_tokens)
+        length = stop - start.to(tl.int32)
+    first = tile * TILE_T
+    place_T = tl.arange(0, TILE_T)
+    token_T = first + place_T
+    in_T = token_T < length
+    x_X = tl.program_id(1) * TILE_X + tl.arange(0, TILE_X)
+    in_X = x_X < CHANNELS
     if (slot >= 0) & (first < length):
-        x_X = tl.program_id(1) * TILE_X + tl.arange(0, TILE_X)
-        in_X = x_X < CHANNELS
         state_ptrs_X = state_ptr + (x_X // HEAD_CHANNELS).to(tl.int64) * state_stride_H
         state_ptrs_X += (x_X % HEAD_CHANNELS) * state_stride_C
-        token_T = first + tl.arange(0, TILE_T)
-        in_T = token_T < length
         # NOTE: `+ 0` makes a new value. A compiled loop does not carry a name that begins as another name's value and
         # takes that one over in each round, so all rounds would read the first slot. The interpreter carries it.
         before = slot + 0  # of the inputs before these tokens
         while start >= 0:
             before_ptrs_X = state_ptrs_X + before * state_stride_S
-            x_ptrs_X = x_ptr + start * x_stride + x_X
+            x_ptrs_X = x_ptr + start * x_stride_T + (x_X // HEAD_CHANNELS) * x_stride_H + x_X % HEAD_CHANNELS
+            tile_ptrs_X = x_ptrs_X + first.to(tl.int64) * x_stride_T
             sum_TX = tl.zeros([TILE_T, TILE_X], tl.float32)
             if bias_ptr is not None:
                 sum_TX += tl.load(bias_ptr + x_X, mask=in_X, other=0.0).to(tl.float32)[None, :]
             for tap in tl.static_range(WIDTH):
                 source_T = token_T - PAST + tap
                 new_TX = (in_T & (source_T >= 0))[:, None] & in_X[None, :]
-                ptrs_TX = x_ptrs_X[None, :] + source_T.to(tl.int64)[:, None] * x_stride
+                ptrs_TX = tile_ptrs_X[None, :] + ((place_T - PAST + tap) * x_stride_T)[:, None]
                 inputs_TX = tl.load(ptrs_TX, mask=new_TX, other=0.0).to(tl.float32)
                 if tap < PAST:
-                    old_TX = (in_T & (source_T < 0) & (context > 0))[:, None] & in_X[None, :]
-                    old_ptrs_TX = before_ptrs_X[None, :] + (source_T + PAST)[:, None] * state_stride_W
-                    inputs_TX += tl.load(old_ptrs_TX, mask=old_TX, other=0.0)
+                    old_T = in_T & (source_T < 0) & (context > 0)
+                    if first < PAST:
+                        old_TX = old_T[:, None] & in_X[None, :]
+                        old_ptrs_TX = before_ptrs_X[None, :] + (source_T + PAST)[:, None] * state_stride_W
+                        inputs_TX += tl.load(old_ptrs_TX, mask=old_TX, other=0.0)
                 weight_X = tl.load(weight_ptr + x_X * WIDTH + tap, mask=in_X, other=0.0).to(tl.float32)
                 sum_TX += inputs_TX * weight_X[None, :]
             if SILU:
@@ -171,14 +190,14 @@ def _short_conv(
                     for place in tl.static_range(PAST):
                         token = stop - PAST + place
                         last_X = _input(
-                            x_ptrs_X, x_stride, before_ptrs_X, state_stride_W, token, context, in_snapshot_X, PAST
+                            x_ptrs_X, x_stride_T, before_ptrs_X, state_stride_W, token, context, in_snapshot_X, PAST
                         )
                         place_ptrs_X = state_ptrs_X + snapshot * state_stride_S + place * state_stride_W
                         tl.store(place_ptrs_X, last_X, mask=in_snapshot_X)
                 # Oldest first: what a place of the state gets is at a later place or in x.
                 for place in tl.static_range(PAST):
                     token = length - PAST + place
-                    last_X = _input(x_ptrs_X, x_stride, before_ptrs_X, state_stride_W, token, context, in_X, PAST)
+                    last_X = _input(x_ptrs_X, x_stride_T, before_ptrs_X, state_stride_W, token, context, in_X, PAST)
                     tl.debug_barrier()  # other threads have read this place
                     tl.store(state_ptrs_X + slot * state_stride_S + place * state_stride_W, last_X, mask=in_X)
             if DECODES:
@@ -187,13 +206,18 @@ def _short_conv(
                 start, slot = next_decode(next_ptr, slots_ptr, start, has_next)
             else:
                 start = start * 0 - 1
+    elif not DECODES:
+        none_TX = tl.zeros([TILE_T, TILE_X], dtype)
+        tl.store(
+            out_ptr + (start + token_T)[:, None] * CHANNELS + x_X[None, :], none_TX, mask=in_T[:, None] & in_X[None, :]
+        )
 
 
 @triton.jit
-def _input(x_ptrs_X, x_stride, state_ptrs_X, state_stride_W, token, context, in_X, PAST: tl.constexpr):
+def _input(x_ptrs_X, x_stride_T, state_ptrs_X, state_stride_W, token, context, in_X, PAST: tl.constexpr):
     """A token's input, of the step's tokens or of those before, which are in the state; `token` counts from the first
     of the step."""
     new_X = in_X & (token >= 0)
-    input_X = tl.load(x_ptrs_X + token.to(tl.int64) * x_stride, mask=new_X, other=0.0).to(tl.float32)
+    input_X = tl.load(x_ptrs_X + token.to(tl.int64) * x_stride_T, mask=new_X, other=0.0).to(tl.float32)
     old_X = in_X & (token < 0) & (context > 0)
     return input_X + tl.load(state_ptrs_X + (token + PAST) * state_stride_W, mask=old_X, other=0.0)

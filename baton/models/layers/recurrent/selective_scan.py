@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from baton.models.kernels.recurrent import selective_scan as kernels
+from baton.models.kernels.recurrent.selective_scan_chunks import SUB_CHUNK
 from baton.models.kernels.recurrent.shared_inputs import share_inputs as share_inputs_on_gpu
 from baton.models.kernels.recurrent.state_rows import StateRows, continued, one_by_one, prompts_of
 from baton.models.layers.elementwise import softplus
-
-SUB_CHUNK = kernels.SUB_CHUNK
 
 
 @dataclass(frozen=True)

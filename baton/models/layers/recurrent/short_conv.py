@@ -28,7 +28,7 @@ class DepthwiseWeights(nn.Module):
 
 
 def short_conv(
-    x_TX: Tensor,
+    x_THC: Tensor,
     weight_XW: Tensor,
     bias_X: Tensor | None,
     state_SHCW: Tensor,
@@ -40,18 +40,18 @@ def short_conv(
     once. Tokens of no request get finite but undefined values.
 
     Args:
-        x_TX: the inputs; X = H * C in this order. Rows at any stride.
+        x_THC: the inputs; X = H * C in this order. Tokens and heads at any strides.
         weight_XW: the last tap is that of the token itself.
         state_SHCW: [S, H, C, W - 1] float32, at any strides, oldest input first. The inputs before a request's first
             token come from it, and the last ones of each request are written to it.
     """
-    if x_TX.is_cuda:
-        return short_conv_on_gpu(x_TX, weight_XW, bias_X, state_SHCW, rows, silu=activation == "silu")
-    return short_conv_in_torch(x_TX, weight_XW, bias_X, state_SHCW, rows, activation=activation)
+    if x_THC.is_cuda:
+        return short_conv_on_gpu(x_THC, weight_XW, bias_X, state_SHCW, rows, silu=activation == "silu")
+    return short_conv_in_torch(x_THC, weight_XW, bias_X, state_SHCW, rows, activation=activation)
 
 
 def short_conv_in_torch(
-    x_TX: Tensor,
+    x_THC: Tensor,
     weight_XW: Tensor,
     bias_X: Tensor | None,
     state_SHCW: Tensor,
@@ -60,12 +60,12 @@ def short_conv_in_torch(
     activation: Activation = None,
 ) -> Tensor:
     """`short_conv` on any device; waits for one only if decodes continue others."""
-    num_tokens, num_channels = x_TX.shape
+    num_tokens, num_channels = len(x_THC), len(weight_XW)
     past = weight_XW.shape[1] - 1
     requests = _Requests(rows, num_tokens)
     before_RXW = state_SHCW[requests.slots_R.clamp(min=0)].reshape(-1, num_channels, past)
     before_RXW = before_RXW.masked_fill(requests.fresh_R[:, None, None], 0.0)
-    inputs_TX = x_TX.float()
+    inputs_TX = x_THC.flatten(1).float()
     # NOTE: the first rows are those before each request, so that one index reaches both kinds of inputs.
     before_and_x = torch.cat([before_RXW.transpose(1, 2).reshape(-1, num_channels), inputs_TX])
     first_x = len(before_and_x) - num_tokens
@@ -83,10 +83,10 @@ def short_conv_in_torch(
     _write(state_SHCW, requests, before_and_x, source)
     if activation == "silu":
         out_TX = silu(out_TX)
-    out_TX = out_TX.to(x_TX.dtype)
+    out_TX = out_TX.to(x_THC.dtype)
     for each in continued(rows):
         state_SHCW[each.after] = state_SHCW[each.before]
-        given = x_TX[each.places], weight_XW, bias_X, state_SHCW
+        given = x_THC[each.places], weight_XW, bias_X, state_SHCW
         out_TX[each.places] = short_conv_in_torch(*given, each.rows, activation=activation)
     return out_TX
 

@@ -5,6 +5,9 @@ import it only where kernels for Hopper run.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+# Waits for all threads of the program, or of its partition where warps are specialised. Triton 3.7 has another name.
+await_warps = getattr(gl, "thread_barrier", None) or gl.barrier
+
 
 @gluon.jit
 def start_dependents(OVERLAP: gl.constexpr):
@@ -18,12 +21,6 @@ def await_predecessors(OVERLAP: gl.constexpr):
     """Waits for the kernels before; see `baton.tritonlib.launch.await_predecessors`."""
     if OVERLAP:
         _do("griddepcontrol.wait; // $0")
-
-
-@gluon.jit
-def await_threads():
-    """Waits for all of the program's threads, whose writes are visible afterwards."""
-    _do("bar.sync 0; // $0")
 
 
 @gluon.jit

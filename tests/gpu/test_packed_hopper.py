@@ -11,10 +11,10 @@ from torch.nn.functional import linear
 from baton.models.formats import mxfp4
 from baton.models.formats.mxfp4_tiles import tile_
 from baton.models.formats.packed import PackedWeight, pack_halves, stacked
+from baton.models.kernels.quantized import packed_tma
 from baton.models.kernels.quantized.mxfp4_experts import ClampedGate, reads_tiles, run_tiled_experts
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, hopper_step, run_packed_experts
 from baton.models.kernels.quantized.packed_gemm import Product
-from baton.models.kernels.quantized.packed_many import PackedTile, multiply_many
 from baton.models.layers.mlp import silu_and_multiply
 from baton.models.layers.moe.experts import run_experts, weighted_sum
 from baton.tritonlib.hopper_check import is_hopper
@@ -70,37 +70,40 @@ def test_products_are_those_of_the_dequantized_weight(
     assert not product.arrived.any()
 
 
-@pytest.mark.parametrize("tokens", [1, 33, 64, 100, 129, 300])
+@pytest.mark.parametrize("tokens", [1, 9, 33, 64, 129, 300])
 @pytest.mark.parametrize(
     ("rows", "columns", "group", "zeros"),
-    [(6144, 4096, 128, False), (4096, 14336, 128, True), (1000, 2880, 64, True), (130, 512, 512, False)],
+    [(6144, 4096, 128, False), (4096, 14336, 128, True), (1008, 2880, 64, True), (144, 512, 512, False)],
 )
-def test_products_of_many_rows_are_those_of_the_dequantized_weight(
+def test_products_by_copies_are_those_of_the_dequantized_weight(
     tokens: int, rows: int, columns: int, group: int, zeros: bool
 ) -> None:
-    order_K = torch.randperm(columns, device=DEVICE) if zeros else None
-    weight = replace(packed(rows, columns, group=group, zeros=zeros), order_K=order_K)
+    weight = packed(rows, columns, group=group, zeros=zeros)
     product = Product.of(weight)
     step = product.hopper_step(torch.bfloat16)
     assert step is not None
     x_TK = torch.randn(tokens, columns, device=DEVICE).bfloat16()
     bias_N = torch.randn(rows, device=DEVICE).bfloat16()
+    assert packed_tma.can_be_copied(x_TK, weight)
     expected = linear(x_TK.float(), weight.dequantized(torch.float32), bias_N.float())
-    for tile in (PackedTile(16), PackedTile(32), PackedTile(64), PackedTile(128)):
+    arrived, num_sms = product.arrived, product.num_sms
+    for tile in packed_tma.TILES:
         for splits in (None, 1, 3):
             for _ in range(3):
-                actual = multiply_many(
-                    x_TK,
-                    weight,
-                    bias_N,
-                    step=step,
-                    arrived=product.arrived,
-                    num_sms=product.num_sms,
-                    tile=tile,
-                    splits=splits,
+                actual = packed_tma.multiply(
+                    x_TK, weight, bias_N, step=step, arrived=arrived, num_sms=num_sms, tile=tile, splits=splits
                 )
                 assert error(actual, expected) < BOUND, (tile, splits)
-    assert not product.arrived.any()
+    assert not arrived.any()
+
+
+def test_products_read_inputs_in_the_order_of_a_reordered_weight() -> None:
+    order_K = torch.randperm(4096, device=DEVICE)
+    weight = replace(packed(4096, 4096, group=128, zeros=True), order_K=order_K)
+    for tokens in (1, 40):
+        x_TK = torch.randn(tokens, 4096, device=DEVICE).bfloat16()
+        expected = linear(x_TK.float(), weight.dequantized(torch.float32))
+        assert error(Product.of(weight)(x_TK, None, batch_invariant=False), expected) < BOUND
 
 
 def test_a_token_has_the_same_bits_in_every_batch() -> None:

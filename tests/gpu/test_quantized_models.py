@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.models.families.reader import read_config
-from baton.models.kernels.quantized import mxfp4_experts, packed_experts, packed_gemm, packed_many
+from baton.models.kernels.quantized import mxfp4_experts, packed_experts, packed_gemm, packed_tma
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.loading.loader import load_model
 from baton.models.quantization.fp8_linear import Fp8Linear, multiplies_fp8
@@ -59,7 +59,7 @@ _MIXTRAL = _SHARED | {
 _GPT_OSS = _SHARED | {"intermediate_size": 512, "head_dim": 64, "num_experts_per_tok": 4, "initializer_range": 0.06}
 
 # Kernels for Hopper that a scheme's steps must use.
-LINEAR = frozenset({"few rows", "many rows"})
+LINEAR = frozenset({"few rows", "copies"})
 EXPERTS = frozenset({"experts"})
 TILED_EXPERTS = frozenset({"experts in tiles"})
 
@@ -160,12 +160,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     seen: set[str] = set()
     for kernels in (packed_gemm._HOPPER, packed_experts._HOPPER, mxfp4_experts._HOPPER):
         has_hopper_kernels(torch.device(DEVICE), kernels)  # with an unmeasured Triton, this launches them
-    many, few, step_of = packed_many.multiply_many, packed_gemm.Product.launch_on_hopper, packed_experts.hopper_step
-    tiled = mxfp4_experts.multiply_tiled
+    copies, few = packed_tma.multiply, packed_gemm.Product.launch_on_hopper
+    step_of, tiled = packed_experts.hopper_step, mxfp4_experts.multiply_tiled
 
-    def multiply_many(*args: Any, **options: Any) -> Tensor:
-        seen.add("many rows")
-        return many(*args, **options)
+    def multiply(*args: Any, **options: Any) -> Tensor:
+        seen.add("copies")
+        return copies(*args, **options)
 
     def launch_on_hopper(*args: Any, **options: Any) -> None:
         seen.add("few rows")
@@ -180,8 +180,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         seen.update(TILED_EXPERTS)
         return tiled(*args, **options)
 
-    monkeypatch.setattr(packed_gemm, "multiply_many", multiply_many)
     monkeypatch.setattr(mxfp4_experts, "multiply_tiled", multiply_tiled)
+    monkeypatch.setattr(packed_tma, "multiply", multiply)
     monkeypatch.setattr(packed_gemm.Product, "launch_on_hopper", launch_on_hopper)
     monkeypatch.setattr(packed_experts, "hopper_step", hopper_step)
     return seen

@@ -18,7 +18,7 @@ from baton.models.formats.packed import PackedWeight, pack_halves, stacked
 from baton.models.kernels.quantized import int8_gemm
 from baton.models.kernels.quantized.packed_experts import run_packed_experts
 from baton.models.kernels.quantized.packed_gemm import MAX_TOKENS, Product
-from baton.models.kernels.quantized.packed_many import in_order
+from baton.models.kernels.quantized.packed_tma import can_be_copied
 from baton.models.layers.mlp import silu_and_multiply
 from baton.models.layers.moe.experts import run_experts, weighted_sum
 from tests.device import DEVICE
@@ -198,20 +198,9 @@ def test_int8_products_are_those_of_the_rounded_activations(tokens: int, static:
     assert not arrived.any()
 
 
-@pytest.mark.parametrize(("columns", "step"), [(512, 128), (192, 64)])
-@pytest.mark.parametrize("is_sorted", [True, False])
-def test_inputs_are_put_in_the_order_of_the_registers_of_a_product(columns: int, step: int, is_sorted: bool) -> None:
-    """Of a row's bytes a thread has eight in a row, t * 8 on; a product of 16 inputs reads from a thread's registers
-    its inputs 2 t and 2 t + 1, then 2 t + 8 and 2 t + 9 (the PTX manual's fragment of A)."""
-    inputs: dict[int, int] = {}
-    for byte in range(step // 2):
-        run, thread, at = byte // 32, byte % 32 // 8, byte % 8
-        product, pair, one = at // 4, at // 2 % 2, at % 2
-        place = run * 32 + product * 16 + pair * 8 + thread * 2 + one
-        inputs[place] = byte // 16 * 32 + byte % 16
-        inputs[step // 2 + place] = inputs[place] + 16
-    x_TK = torch.randn(3, columns, device=DEVICE).bfloat16()
-    order_K = None if is_sorted else torch.randperm(columns, device=DEVICE)
-    expected = x_TK if order_K is None else x_TK[:, order_K]
-    expected = expected.unflatten(1, (-1, step))[:, :, [inputs[place] for place in range(step)]].flatten(1)
-    assert torch.equal(in_order(x_TK, order_K, step=step), expected)
+def test_copies_need_rows_at_multiples_of_16_bytes() -> None:
+    x_TK = torch.zeros(3, 520, dtype=torch.bfloat16, device=DEVICE)
+    assert can_be_copied(x_TK[:, :512], packed(144, 512))
+    assert not can_be_copied(x_TK[:, 1:513], packed(144, 512))
+    assert not can_be_copied(x_TK[:, :512], packed(136, 512))  # of zeros, rows of 136 bytes
+    assert can_be_copied(x_TK[:, :512], packed(136, 512, zeros=False))

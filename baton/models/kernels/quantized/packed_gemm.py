@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from baton.models.formats.packed import RUN, PackedWeight
 from baton.models.kernels.matmul.matmul import multiply_invariant
-from baton.models.kernels.quantized.packed_many import MANY_TOKENS, MOST_TOKENS, multiply_many
+from baton.models.kernels.quantized import packed_tma
 from baton.models.kernels.quantized.packed_portable import dequantize_kernel, multiply_kernel
 from baton.models.kernels.quantized.packed_tiles import HOPPER_STEP_MIN, can_be_staged, choose_tile
 from baton.tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
@@ -82,16 +82,26 @@ class Product:
         return step if step >= HOPPER_STEP_MIN else None
 
     def __call__(self, x_TK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:
-        num_tokens, step = x_TK.shape[0], self.hopper_step(x_TK.dtype)
         x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
-        if step is not None and not batch_invariant and MANY_TOKENS <= num_tokens <= MOST_TOKENS:
-            return multiply_many(x_TK, self.weight, bias_N, step=step, arrived=self.arrived, num_sms=self.num_sms)
         if self.weight.order_K is not None and self.depth is not None:
             x_TK = x_TK.index_select(1, self.weight.order_K)
-        most = MAX_TOKENS if step is None else MANY_TOKENS - 1
-        if self.depth is None or (num_tokens > most and not batch_invariant):
+        if not batch_invariant:
+            if (step := self.copied_step(x_TK)) is not None:
+                arrived, num_sms = self.arrived, self.num_sms
+                return packed_tma.multiply(x_TK, self.weight, bias_N, step=step, arrived=arrived, num_sms=num_sms)
+            if x_TK.shape[0] > MAX_TOKENS:
+                return self._by_library(x_TK, bias_N, batch_invariant=False)
+        if self.depth is None:
             return self._by_library(x_TK, bias_N, batch_invariant=batch_invariant)
         return self.by_kernel(x_TK, bias_N, splits=1 if batch_invariant else None)
+
+    def copied_step(self, x_TK: Tensor) -> int | None:
+        """The inputs of one step of `packed_tma`; None where another product is faster or that one cannot be used."""
+        if not packed_tma.LEAST_TOKENS <= x_TK.shape[0] <= packed_tma.MOST_TOKENS:
+            return None
+        if not packed_tma.can_be_copied(x_TK, self.weight):
+            return None
+        return self.hopper_step(x_TK.dtype)
 
     def by_kernel(self, x_TK: Tensor, bias_N: Tensor | None, *, splits: int | None = None) -> Tensor:
         """Multiplies any number of tokens by the kernel; their inputs must be in the weight's order.

@@ -5,7 +5,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from baton.tritonlib.gluon_launch import await_threads
+from baton.tritonlib.gluon_launch import await_warps
+
+# Parts that are in flight at once while they are added up.
+AT_ONCE = gl.constexpr(4)
 
 
 @gluon.jit
@@ -33,11 +36,14 @@ def sum_of_tile(
         places_C += gl.arange(0, TOKENS, gl.SliceLayout(0, C))[None, :]
         gl.store(partial_ptr + places_C + split * (ROWS * TOKENS), sum_C)
         # NOTE: all threads' stores come before the one thread's count; without the barrier, partial sums get lost.
-        await_threads()
+        await_warps()
         is_last = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == splits - 1
         if is_last:
             sum_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
-            for other in range(splits):
-                sum_C += gl.load(partial_ptr + places_C + other * (ROWS * TOKENS), cache_modifier=".cg")
+            for some in range(0, splits, AT_ONCE):
+                for one in gl.static_range(AT_ONCE):
+                    place = gl.minimum(some + one, splits - 1) * (ROWS * TOKENS)
+                    part_C = gl.load(partial_ptr + places_C + place, cache_modifier=".cg")
+                    sum_C += gl.where(some + one < splits, part_C, 0.0)
             gl.store(arrived_ptr + tile, 0)
     return is_last, sum_C

@@ -11,14 +11,14 @@ from baton.models.formats.mxfp4_tiles import TILE, tile_
 from baton.models.formats.packed import PackedWeight
 from baton.models.kernels.activation import clamp_and_gate
 from baton.models.kernels.moe.expert_order import order_by_expert
+from baton.models.kernels.quantized import packed_tma
 from baton.models.kernels.quantized.mxfp4_experts import ClampedGate, Mxfp4Tile, multiply_tiled
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, multiply_experts
 from baton.models.kernels.quantized.packed_gemm import Product
-from baton.models.kernels.quantized.packed_many import multiply_many
 from baton.tritonlib.hopper_check import Pair
 
 # Neither rows nor tokens fill whole tiles.
-_ROWS, _COLUMNS, _GROUP, _STEP = 136, 640, 128, 128
+_ROWS, _COLUMNS, _GROUP, _STEP = 144, 640, 128, 128
 _EXPERTS, _CHOICES, _TOKENS, _TILE_TOKENS = 3, 2, 11, 16
 _TILED_ROWS = 3 * TILE
 _MXFP4_SCALES = (113, 121)  # of results that are mostly within the clamped gate's limits
@@ -30,12 +30,14 @@ def compare_products_on_hopper(device: torch.device) -> Iterator[Pair]:
         product.launch_on_hopper(x_TK, bias_N, out_TN, _STEP, splits=splits)
         return out_TN
 
-    def multiply_as_many(product: Product, x_TK: Tensor, bias_N: Tensor, splits: int) -> Tensor:
+    def multiply_by_copies(product: Product, x_TK: Tensor, bias_N: Tensor, splits: int) -> Tensor:
         arrived, num_sms = product.arrived, product.num_sms
-        return multiply_many(x_TK, product.weight, bias_N, step=_STEP, arrived=arrived, num_sms=num_sms, splits=splits)
+        return packed_tma.multiply(
+            x_TK, product.weight, bias_N, step=_STEP, arrived=arrived, num_sms=num_sms, splits=splits
+        )
 
     yield from compare_products(device, multiply)
-    yield from compare_products(device, multiply_as_many)
+    yield from compare_products(device, multiply_by_copies)
 
 
 def compare_products(

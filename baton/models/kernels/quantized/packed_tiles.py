@@ -31,7 +31,7 @@ class HopperTile(NamedTuple):
 
 
 # On an H200, the four products of a layer of Llama-3.1-8B with groups of 128: 1 token 61 us, 16 tokens 79, 32 tokens
-# 116, 64 tokens 230, 128 tokens 376. From 9 tokens on `packed_many` is faster, so that these tiles of more tokens are
+# 116, 64 tokens 230, 128 tokens 376. From 9 tokens on `packed_tma` is faster, so that these tiles of more tokens are
 # those of batch-invariant products and of experts. Staged activations take 213 us for 1 token, and save 4 to 14 % from
 # 32 tokens on.
 _TILES = {

@@ -4,8 +4,9 @@ Overlapping launches (programmatic dependent launch) save most of the time betwe
 start while the previous kernel still runs, and wait for its end inside. `await_predecessors` returns when the previous
 kernel and all before it have ended, provided that EVERY program of EVERY overlapping kernel calls it. So such a kernel
 writes nothing before the wait, and loads only what was complete at the last plain launch: weights, and a step's
-lengths, slots and block tables. It may prefetch anything into L2. A kernel whose warps redistribute registers calls
-`start_dependents` only after that (see `attention.kernels.mla.hopper`).
+lengths, slots and block tables. If the previous kernel calls `start_dependents` only after its own wait, this one may
+also load, past L1, what was complete before the previous kernel. It may prefetch anything into L2. A kernel whose warps
+redistribute registers calls `start_dependents` only after that (see `attention.kernels.mla.hopper`).
 """
 
 from collections.abc import Mapping

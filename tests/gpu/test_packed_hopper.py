@@ -1,6 +1,7 @@
 """The kernels for weights of 4 bits on Hopper, against the dequantized weights, at the shapes of real models."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from baton.models.formats import mxfp4
+from baton.models.formats.mxfp4_tiles import tile_
 from baton.models.formats.packed import PackedWeight, pack_halves, stacked
 from baton.models.kernels.quantized import packed_tma
+from baton.models.kernels.quantized.mxfp4_experts import ClampedGate, reads_tiles, run_tiled_experts
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, hopper_step, run_packed_experts
 from baton.models.kernels.quantized.packed_gemm import Product
 from baton.models.layers.mlp import silu_and_multiply
@@ -129,31 +132,90 @@ def test_experts_of_integers_equal_the_dequantized_weights(tokens: int) -> None:
     assert error(actual, expected) < 3 * BOUND
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 32, 200])
+EXPERTS, SIZE, INNER = 8, 2880, 1472
+GATE = ClampedGate(limit=7.0, alpha=1.7)
+
+
+def experts_in_mxfp4(rows: int, columns: int, *, largest: int = 121) -> tuple[Mxfp4Weight, Tensor]:
+    """All experts' weights, and as float32 [E, N, K]."""
+    blocks = torch.randint(0, 256, (EXPERTS, rows, columns // 32, 16), dtype=torch.uint8, device=DEVICE)
+    scales = torch.randint(largest - 8, largest + 1, (EXPERTS, rows, columns // 32), device=DEVICE).byte()
+    for each in blocks:
+        mxfp4.repack_(each)
+    whole = torch.stack([mxfp4.dequantize(blocks[e], scales[e], dtype=torch.float32) for e in range(EXPERTS)])
+    return Mxfp4Weight(blocks.flatten(2), scales), whole
+
+
+def make_tiles_(weight: Mxfp4Weight) -> None:
+    for expert in zip(weight.stored_ENB, weight.scales_ENG, strict=True):
+        tile_(*expert)
+
+
+def biases() -> tuple[Tensor, Tensor]:
+    gate_up_EN, down_EN = (torch.randn(EXPERTS, rows, device=DEVICE) for rows in (2 * INNER, SIZE))
+    return gate_up_EN.bfloat16(), down_EN.bfloat16()
+
+
+def clamp_and_gate_pairs(both: Tensor) -> Tensor:
+    gate, up = both[:, ::2].clamp(max=GATE.limit), both[:, 1::2].clamp(-GATE.limit, GATE.limit)
+    return gate * torch.sigmoid(GATE.alpha * gate) * (up + 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 32, 70, 200])
 @pytest.mark.parametrize("largest", [121, 128, 140])
 def test_experts_in_mxfp4_equal_the_dequantized_weights(tokens: int, largest: int) -> None:
-    experts, size, inner = 8, 2880, 1472
-
-    def weight(rows: int, columns: int) -> tuple[Mxfp4Weight, Tensor]:
-        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, device=DEVICE)
-        scales = torch.randint(largest - 8, largest + 1, (experts, rows, columns // 32), device=DEVICE).byte()
-        for each in blocks:
-            mxfp4.repack_(each)
-        whole = torch.stack([mxfp4.dequantize(blocks[e], scales[e], dtype=torch.float32) for e in range(experts)])
-        return Mxfp4Weight(blocks.flatten(2), scales, columns, bool((scales > 128).any())), whole
-
-    (gate_up, gate_up_ENK), (down, down_ENK) = weight(2 * inner, size), weight(size, inner)
-    x_TD = torch.randn(tokens, size, device=DEVICE).bfloat16() / 16
-    assert (hopper_step(gate_up, x_TD) is None) == (largest > 128)
+    (gate_up, gate_up_ENK), (down, down_ENK) = (
+        experts_in_mxfp4(2 * INNER, SIZE, largest=largest),
+        experts_in_mxfp4(SIZE, INNER, largest=largest),
+    )
+    gate_up_bias_EN, down_bias_EN = biases()
+    x_TD = torch.randn(tokens, SIZE, device=DEVICE).bfloat16() / 16
     weights_TK = torch.rand(tokens, 4, device=DEVICE)
-    experts_TK = torch.rand(tokens, experts, device=DEVICE).topk(4).indices
-
-    def activate(both: Tensor) -> Tensor:
-        return both[:, ::2] * torch.tanh(both[:, 1::2])
+    experts_TK = torch.rand(tokens, EXPERTS, device=DEVICE).topk(4).indices
 
     def one(expert: int, x_RD: Tensor) -> Tensor:
-        return linear(activate(linear(x_RD, gate_up_ENK[expert])), down_ENK[expert])
+        gated = clamp_and_gate_pairs(linear(x_RD, gate_up_ENK[expert], gate_up_bias_EN[expert].float()))
+        return linear(gated, down_ENK[expert], down_bias_EN[expert].float())
 
-    expected = weighted_sum(run_experts(x_TD.float(), experts_TK, experts, one), weights_TK)
-    actual = run_packed_experts(x_TD, weights_TK, experts_TK, gate_up, down, activate=activate)
-    assert error(actual, expected) < 4 * BOUND
+    expected = weighted_sum(run_experts(x_TD.float(), experts_TK, EXPERTS, one), weights_TK)
+    has_tiles = reads_tiles(gate_up, torch.bfloat16)
+    assert has_tiles == (largest <= 128)
+    if has_tiles:
+        make_tiles_(gate_up)
+        make_tiles_(down)
+    common = x_TD, weights_TK, experts_TK, gate_up, down
+    for batch_invariant in (False, True):
+        run = (
+            partial(run_tiled_experts, *common, GATE)
+            if has_tiles
+            else partial(run_packed_experts, *common, activate=clamp_and_gate_pairs)
+        )
+        actual = run(gate_up_bias_EN=gate_up_bias_EN, down_bias_EN=down_bias_EN, batch_invariant=batch_invariant)
+        assert error(actual, expected) < 4 * BOUND
+
+
+def test_a_token_has_the_same_bits_in_every_batch_of_experts() -> None:
+    gate_up, down = experts_in_mxfp4(2 * INNER, SIZE)[0], experts_in_mxfp4(SIZE, INNER)[0]
+    make_tiles_(gate_up)
+    make_tiles_(down)
+    gate_up_bias_EN, down_bias_EN = biases()
+    x_TD = torch.randn(70, SIZE, device=DEVICE).bfloat16() / 16
+    weights_TK = torch.rand(70, 4, device=DEVICE)
+    experts_TK = torch.rand(70, EXPERTS, device=DEVICE).topk(4).indices
+
+    def run(rows: slice) -> Tensor:
+        return run_tiled_experts(
+            x_TD[rows],
+            weights_TK[rows],
+            experts_TK[rows],
+            gate_up,
+            down,
+            GATE,
+            gate_up_bias_EN=gate_up_bias_EN,
+            down_bias_EN=down_bias_EN,
+            batch_invariant=True,
+        )
+
+    together = run(slice(70))
+    for some in (slice(0, 1), slice(3, 12), slice(9, 50)):
+        assert torch.equal(run(some), together[some])

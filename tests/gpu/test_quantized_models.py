@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.models.families.reader import read_config
-from baton.models.kernels.quantized import packed_experts, packed_gemm, packed_tma
+from baton.models.kernels.quantized import mxfp4_experts, packed_experts, packed_gemm, packed_tma
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.loading.loader import load_model
 from baton.models.quantization.fp8_linear import Fp8Linear, multiplies_fp8
@@ -61,6 +61,7 @@ _GPT_OSS = _SHARED | {"intermediate_size": 512, "head_dim": 64, "num_experts_per
 # Kernels for Hopper that a scheme's steps must use.
 LINEAR = frozenset({"few rows", "copies"})
 EXPERTS = frozenset({"experts"})
+TILED_EXPERTS = frozenset({"experts in tiles"})
 
 
 class Bound(NamedTuple):
@@ -136,7 +137,7 @@ SCHEMES = {
     "fp8 blocks": fp8(by_block, DEEPSEEK, "weight_scale_inv"),
     "fp8 channels": fp8(by_channel, COMPRESSED_DYNAMIC, "weight_scale"),
     "fp8 tensors, inputs by a given scale": fp8(by_tensor, AUTO_FP8, "weight_scale", 0.1),
-    "mxfp4": Scheme(lambda path: save_gpt_oss(path, fields=_GPT_OSS, scales=(119, 122)), OF_BFLOAT16, EXPERTS),
+    "mxfp4": Scheme(lambda path: save_gpt_oss(path, fields=_GPT_OSS, scales=(119, 122)), OF_BFLOAT16, TILED_EXPERTS),
 }
 
 
@@ -157,10 +158,10 @@ def logits_of(directory: Path, dtype: str, device: str) -> tuple[CausalLM, Tenso
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Kernels for Hopper that were launched since the test began."""
     seen: set[str] = set()
-    for kernels in (packed_gemm._HOPPER, packed_experts._HOPPER):
+    for kernels in (packed_gemm._HOPPER, packed_experts._HOPPER, mxfp4_experts._HOPPER):
         has_hopper_kernels(torch.device(DEVICE), kernels)  # with an unmeasured Triton, this launches them
     copies, few = packed_tma.multiply, packed_gemm.Product.launch_on_hopper
-    step_of = packed_experts.hopper_step
+    step_of, tiled = packed_experts.hopper_step, mxfp4_experts.multiply_tiled
 
     def multiply(*args: Any, **options: Any) -> Tensor:
         seen.add("copies")
@@ -175,6 +176,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         seen.update(() if step is None else EXPERTS)
         return step
 
+    def multiply_tiled(*args: Any, **options: Any) -> Tensor:
+        seen.update(TILED_EXPERTS)
+        return tiled(*args, **options)
+
+    monkeypatch.setattr(mxfp4_experts, "multiply_tiled", multiply_tiled)
     monkeypatch.setattr(packed_tma, "multiply", multiply)
     monkeypatch.setattr(packed_gemm.Product, "launch_on_hopper", launch_on_hopper)
     monkeypatch.setattr(packed_experts, "hopper_step", hopper_step)

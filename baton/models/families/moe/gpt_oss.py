@@ -16,8 +16,10 @@ from baton.models.config.quantization.mxfp4_config import MXFP4_BLOCK
 from baton.models.families.dense.llama import LlamaAttention
 from baton.models.families.moe.gpt_oss_config import GptOssSwitches
 from baton.models.formats import mxfp4
+from baton.models.formats.mxfp4_tiles import tile_
 from baton.models.kernels.activation import clamp_and_gate
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, GroupedActivation, run_gated_experts
+from baton.models.kernels.quantized.mxfp4_experts import ClampedGate, reads_tiles, run_tiled_experts
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, run_packed_experts
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.elementwise import sigmoid
@@ -25,8 +27,6 @@ from baton.models.layers.linear import Multiply
 from baton.models.layers.moe.experts import RoutedExperts, run_experts, weighted_sum
 from baton.models.layers.moe.router import Router
 from baton.models.layers.norms import RMSNorm
-
-_SCALE_OF_TWO = 128  # exponent of 2 in mxfp4
 
 
 class GptOssExperts(RoutedExperts):
@@ -90,7 +90,7 @@ class Mxfp4Experts(GptOssExperts):
     gate_up_proj_scales: nn.Parameter
     down_proj_blocks: nn.Parameter
     down_proj_scales: nn.Parameter
-    has_large_scales: bool = False
+    in_tiles: bool = False  # the form of `baton.models.formats.mxfp4_tiles`
 
     def __init__(self, size: int, moe: MoEConfig, switches: GptOssSwitches, *, dtype: torch.dtype) -> None:
         with torch.device("meta"):
@@ -112,24 +112,44 @@ class Mxfp4Experts(GptOssExperts):
         """Converts the loaded blocks to the form that products read."""
         for blocks in (*self.gate_up_proj_blocks.data, *self.down_proj_blocks.data):
             mxfp4.repack_(blocks)
-        self.has_large_scales = any(bool((each > _SCALE_OF_TWO).any()) for each in self.scales().values())
+        weights = self._packed()
+        self.in_tiles = all(reads_tiles(weight, self.down_proj_bias.dtype) for weight in weights)
+        if self.in_tiles:
+            for weight in weights:
+                for expert in zip(weight.stored_ENB, weight.scales_ENG, strict=True):
+                    tile_(*expert)
+
+    def _packed(self) -> tuple[Mxfp4Weight, Mxfp4Weight]:
+        """Returns both layers' weights, gate and up first."""
+        return (
+            Mxfp4Weight(self.gate_up_proj_blocks.data.flatten(2), self.gate_up_proj_scales.data),
+            Mxfp4Weight(self.down_proj_blocks.data.flatten(2), self.down_proj_scales.data),
+        )
 
     def scales(self) -> dict[str, Tensor]:
         """Returns the scales by their names in this module."""
         return {name: getattr(self, name).data for name in ("gate_up_proj_scales", "down_proj_scales")}
 
     def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        gate_up, down = (
-            Mxfp4Weight(blocks.flatten(2), scales, scales.shape[2] * MXFP4_BLOCK, self.has_large_scales)
-            for blocks, scales in (
-                (self.gate_up_proj_blocks.data, self.gate_up_proj_scales.data),
-                (self.down_proj_blocks.data, self.down_proj_scales.data),
+        gate_up, down = self._packed()
+        places_TK = self.places(experts_TK)
+        if self.in_tiles:
+            return run_tiled_experts(
+                x_TD,
+                weights_TK,
+                places_TK,
+                gate_up,
+                down,
+                ClampedGate(self.limit, self.alpha),
+                gate_up_bias_EN=self.gate_up_proj_bias,
+                down_bias_EN=self.down_proj_bias,
+                batch_invariant=self.batch_invariant,
+                of=self.of,
             )
-        )
         return run_packed_experts(
             x_TD,
             weights_TK,
-            self.places(experts_TK),
+            places_TK,
             gate_up,
             down,
             activate=self._activate,

@@ -24,8 +24,7 @@ from baton.tritonlib.launch import await_predecessors, interpreted, overlap, sta
 from baton.tritonlib.rounding import round_to
 
 _ROWS, _DEPTH = 64, 128
-# On Hopper, by the mean number of tokens of an expert. On an H200, a layer of gpt-oss-120b, with 4 of 128 experts a
-# token: 1 token 46 us, 8 tokens 171, 32 tokens 420, 128 tokens 715.
+# On Hopper, by the mean number of tokens of an expert, chosen on an H200 in the shapes of gpt-oss-120b.
 _TILES = {
     8: HopperTile(8, rows=64, at_once=4, stages=2),
     16: HopperTile(16, rows=64, at_once=2, stages=4),
@@ -42,16 +41,17 @@ class Mxfp4Weight:
     """One of the two layers of all experts.
 
     Attributes:
-        stored_ENB: uint8, in the form of `PackedWeight`; a number's bits are sign, two of exponent, one of mantissa.
+        stored_ENB: uint8, in the form of `PackedWeight` or in tiles (`baton.models.formats.mxfp4_tiles`); a number's
+            bits are sign, two of exponent, one of mantissa.
         scales_ENG: uint8 exponents of two with a bias of 127, one per 32 inputs.
-        columns: inputs.
-        has_large_scales: some scale is above 2.
     """
 
     stored_ENB: Tensor
     scales_ENG: Tensor
-    columns: int
-    has_large_scales: bool = False
+
+    @property
+    def columns(self) -> int:
+        return 2 * self.stored_ENB.shape[2]
 
 
 def run_packed_experts(
@@ -78,9 +78,8 @@ def run_packed_experts(
         of: as in `run_gated_experts`.
     """
     num_tokens, choices = experts_TK.shape
-    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     if not num_tokens:
-        return out_TD
+        return torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     num_experts = len(_stored(down))
     partial = of is not None
     mean = triton.cdiv(4 * num_tokens * choices, 3 * (num_experts if of is None else of))
@@ -95,7 +94,21 @@ def run_packed_experts(
     parts_RD = multiply_experts(
         gated_RI, down, down_bias_EN, order, weights_TK, is_first=False, step=down_step, **common
     )
-    channels = x_TD.shape[1]
+    return sum_experts(parts_RD, experts_TK, like=x_TD, partial=partial, plus_TD=plus_TD)
+
+
+def sum_experts(
+    parts_RD: Tensor, experts_TK: Tensor, *, like: Tensor, partial: bool, plus_TD: Tensor | None = None
+) -> Tensor:
+    """Returns the sum of each token's rows, which the second layer has weighted, plus `plus_TD`.
+
+    Args:
+        like: [T,D] of the result's dtype.
+        partial: as in `sort_assignments`.
+    """
+    num_tokens, choices = experts_TK.shape
+    out_TD = torch.empty_like(like, memory_format=torch.contiguous_format)
+    channels = out_TD.shape[1]
     block = min(triton.next_power_of_2(channels), 1024)
     sum_choices[(num_tokens, triton.cdiv(channels, block))](
         parts_RD,
@@ -108,7 +121,7 @@ def run_packed_experts(
         SHARED=0,
         CHANNELS=channels,
         BLOCK=block,
-        **overlap(x_TD.device, rows=num_tokens),
+        **overlap(out_TD.device, rows=num_tokens),
         num_warps=4,
     )
     return out_TD
@@ -120,11 +133,11 @@ def _tile_of(mean: int) -> HopperTile:
 
 def hopper_step(weight: PackedWeight | Mxfp4Weight, x_RC: Tensor) -> int | None:
     """Returns the inputs of one step of the Hopper kernel; None if it cannot read the weight or the GPU is another."""
-    if x_RC.dtype != torch.bfloat16 or not has_hopper_kernels(x_RC.device, _HOPPER):
+    if isinstance(weight, Mxfp4Weight) or x_RC.dtype != torch.bfloat16:
+        return None
+    if not has_hopper_kernels(x_RC.device, _HOPPER):
         return None
     step = min(_DEPTH, weight.columns & -weight.columns)
-    if isinstance(weight, Mxfp4Weight):
-        return None if weight.has_large_scales or step < HOPPER_STEP_MIN else step
     if weight.bits != 4 or weight.groups_K is not None or weight.order_K is not None:
         return None
     if weight.group_size < weight.columns:
@@ -164,18 +177,18 @@ def multiply_experts(
     """
     stored, columns = _stored(weight), weight.columns
     rows = stored.shape[1]
-    mxfp4 = isinstance(weight, Mxfp4Weight)
     out = x_RC.new_empty(num_tokens * choices, rows)
     if step is not None:
         # NOTE: imported here because Gluon is experimental: with another Triton the import may fail.
         from baton.models.kernels.quantized.packed_hopper import WARPS, multiply_packed_experts
 
+        assert isinstance(weight, PackedWeight)
         tile = _tile_of(tokens)
         multiply_packed_experts[(order.num_tiles * triton.cdiv(rows, tile.rows),)](
             x_RC,
             stored,
-            weight.scales_ENG if isinstance(weight, Mxfp4Weight) else weight.scales_GN,
-            None if isinstance(weight, Mxfp4Weight) else weight.zeros_GN,
+            weight.scales_GN,
+            weight.zeros_GN,
             bias_EN,
             row_weights,
             order.order_P,
@@ -187,8 +200,7 @@ def multiply_experts(
             IS_FIRST=is_first,
             OUT=rows,
             COLUMNS=columns,
-            GROUP=MXFP4_BLOCK if isinstance(weight, Mxfp4Weight) else weight.group_size,
-            MXFP4=mxfp4,
+            GROUP=weight.group_size,
             ROWS=tile.rows,
             TOKENS=tokens,
             STEP=step,
@@ -217,7 +229,7 @@ def multiply_experts(
         IN=columns,
         GROUP=MXFP4_BLOCK if isinstance(weight, Mxfp4Weight) else weight.group_size,
         BITS=4 if isinstance(weight, Mxfp4Weight) else weight.bits,
-        MXFP4=mxfp4,
+        MXFP4=isinstance(weight, Mxfp4Weight),
         BLOCK_M=tokens,
         BLOCK_N=_ROWS,
         DEPTH=_DEPTH,

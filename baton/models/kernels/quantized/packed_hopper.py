@@ -1,4 +1,4 @@
-"""Products of few rows with weights of 4 bits on Hopper, in Gluon: integers less their zeros, or mxfp4.
+"""Products of few rows with weights of 4 bits on Hopper, in Gluon: integers less their zeros.
 
 One kernel multiplies by one weight, and one by the weights of experts. Legend: `_X` and `_C` are in the layouts of the
 activations and the result.
@@ -60,7 +60,6 @@ def multiply_packed(
         stop,
         COLUMNS,
         GROUP,
-        False,
         ROWS,
         TOKENS,
         STEP,
@@ -97,7 +96,6 @@ def multiply_packed_experts(
     OUT: gl.constexpr,
     COLUMNS: gl.constexpr,
     GROUP: gl.constexpr,
-    MXFP4: gl.constexpr,
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     STEP: gl.constexpr,
@@ -126,7 +124,7 @@ def multiply_packed_experts(
             if order_ptr is not None:
                 rows_X = gl.load(order_ptr + places_X)
             rows_X = rows_X // CHOICES
-        groups: gl.constexpr = COLUMNS // 32 if MXFP4 else (COLUMNS + GROUP - 1) // GROUP
+        groups: gl.constexpr = (COLUMNS + GROUP - 1) // GROUP
         if zeros_ptr is not None:
             zeros_ptr += expert * (OUT * groups)
         sum_C = packed_sum(
@@ -140,7 +138,6 @@ def multiply_packed_experts(
             COLUMNS // STEP,
             COLUMNS,
             GROUP,
-            MXFP4,
             ROWS,
             TOKENS,
             STEP,

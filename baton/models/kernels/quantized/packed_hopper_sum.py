@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from baton.models.kernels.quantized.packed_hopper_unpack import from_mxfp4, less_zeros, mxfp4_exponents, mxfp4_factors
+from baton.models.kernels.quantized.packed_hopper_unpack import less_zeros
 from baton.tritonlib.gluon_launch import await_predecessors
 
 RUN = gl.constexpr(16)  # that of `baton.models.formats.packed`
@@ -35,7 +35,6 @@ def packed_sum(
     stop,
     COLUMNS: gl.constexpr,
     GROUP: gl.constexpr,
-    MXFP4: gl.constexpr,
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     STEP: gl.constexpr,
@@ -49,7 +48,7 @@ def packed_sum(
 
     Args:
         x_rows_X: where each token's activations begin.
-        GROUP: inputs with one scale, a multiple of STEP; mxfp4 has groups of 32.
+        GROUP: inputs with one scale, a multiple of STEP.
         STEP: inputs of one step, a divisor of COLUMNS.
         AT_ONCE: steps of a stage.
         STAGES: stages whose weights are in shared memory or in flight.
@@ -82,7 +81,7 @@ def packed_sum(
     sum_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
     nothing_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
     # A step's scales and zeros are loaded one turn before.
-    scales = load_scales(scales_ptr, row, num_rows, first, stop, COLUMNS, GROUP, MXFP4, ROWS, STEP, AT_ONCE)
+    scales = load_scales(scales_ptr, row, num_rows, first, stop, GROUP, ROWS, STEP, AT_ONCE)
     zeros = load_zeros(zeros_ptr, row, num_rows, first, stop, GROUP, ROWS, STEP, AT_ONCE)
     await_predecessors(OVERLAP)
     if STAGED_X:
@@ -112,24 +111,17 @@ def packed_sum(
         async_copy.commit_group()
         for one in gl.static_range(AT_ONCE):
             exists = some + one < stop
-            if MXFP4:
-                # A step past the end has zeros for weights.
-                exponents = gl.where(exists, scales[one], -126)
-                low_A, high_A = from_mxfp4(stored_bytes[one], mxfp4_factors(exponents, ROWS, BYTES))
-                sum_C = mma_v2(low_A, low[one], sum_C)
-                sum_C = mma_v2(high_A, high[one], sum_C)
+            if zeros_ptr is not None:
+                halves_A = (zeros[one] + 128.0).to(gl.bfloat16)
+                less_A = gl.zeros([ROWS, BYTES], gl.bfloat16, A) + halves_A[:, None]
             else:
-                if zeros_ptr is not None:
-                    halves_A = (zeros[one] + 128.0).to(gl.bfloat16)
-                    less_A = gl.zeros([ROWS, BYTES], gl.bfloat16, A) + halves_A[:, None]
-                else:
-                    less_A = gl.full([ROWS, BYTES], 136.0, gl.bfloat16, A)
-                low_A, high_A = less_zeros(stored_bytes[one], less_A)
-                product_C = mma_v2(low_A, low[one], nothing_C)
-                product_C = mma_v2(high_A, high[one], product_C)
-                sum_C += product_C * gl.where(exists, scales[one], 0.0)[:, None]
+                less_A = gl.full([ROWS, BYTES], 136.0, gl.bfloat16, A)
+            low_A, high_A = less_zeros(stored_bytes[one], less_A)
+            product_C = mma_v2(low_A, low[one], nothing_C)
+            product_C = mma_v2(high_A, high[one], product_C)
+            sum_C += product_C * gl.where(exists, scales[one], 0.0)[:, None]
         following = some + AT_ONCE
-        scales = load_scales(scales_ptr, row, num_rows, following, stop, COLUMNS, GROUP, MXFP4, ROWS, STEP, AT_ONCE)
+        scales = load_scales(scales_ptr, row, num_rows, following, stop, GROUP, ROWS, STEP, AT_ONCE)
         zeros = load_zeros(zeros_ptr, row, num_rows, following, stop, GROUP, ROWS, STEP, AT_ONCE)
     async_copy.wait_group(0)
     return sum_C
@@ -142,23 +134,18 @@ def load_scales(
     num_rows,
     step,
     stop,
-    COLUMNS: gl.constexpr,
     GROUP: gl.constexpr,
-    MXFP4: gl.constexpr,
     ROWS: gl.constexpr,
     STEP: gl.constexpr,
     AT_ONCE: gl.constexpr,
 ):
-    """Loads the scales of each step of a turn, float32 [ROWS]; for mxfp4, `mxfp4_exponents`."""
+    """Loads the scales of each step of a turn, float32 [ROWS]."""
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     rows_C = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, C)), num_rows - 1)
     scales = ()
     for one in gl.static_range(AT_ONCE):
         start = gl.minimum(step + one, stop - 1) * STEP
-        if MXFP4:
-            of_step = mxfp4_exponents(scales_ptr, row, num_rows, start // 32, COLUMNS // 32, ROWS, STEP // 2)
-        else:
-            of_step = gl.load(scales_ptr + start // GROUP * num_rows + rows_C).to(gl.float32)
+        of_step = gl.load(scales_ptr + start // GROUP * num_rows + rows_C).to(gl.float32)
         scales = scales + (of_step,)
     return scales
 

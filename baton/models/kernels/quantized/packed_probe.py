@@ -6,9 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.models.config.quantization.mxfp4_config import MXFP4_BLOCK
+from baton.models.formats.mxfp4_tiles import TILE, tile_
 from baton.models.formats.packed import PackedWeight
+from baton.models.kernels.activation import clamp_and_gate
 from baton.models.kernels.moe.expert_order import order_by_expert
 from baton.models.kernels.quantized import packed_tma
+from baton.models.kernels.quantized.mxfp4_experts import ClampedGate, Mxfp4Tile, multiply_tiled
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, multiply_experts
 from baton.models.kernels.quantized.packed_gemm import Product
 from baton.tritonlib.hopper_check import Pair
@@ -16,7 +20,8 @@ from baton.tritonlib.hopper_check import Pair
 # Neither rows nor tokens fill whole tiles.
 _ROWS, _COLUMNS, _GROUP, _STEP = 144, 640, 128, 128
 _EXPERTS, _CHOICES, _TOKENS, _TILE_TOKENS = 3, 2, 11, 16
-_MXFP4_GROUP, _MXFP4_SCALES = 32, (118, 128)
+_TILED_ROWS = 3 * TILE
+_MXFP4_SCALES = (113, 121)  # of results that are mostly within the clamped gate's limits
 
 
 def compare_products_on_hopper(device: torch.device) -> Iterator[Pair]:
@@ -61,18 +66,46 @@ def compare_experts_on_hopper(device: torch.device) -> Iterator[Pair]:
 def compare_experts(device: torch.device, multiply: Callable[..., Tensor]) -> Iterator[Pair]:
     """Results of `multiply`, whose arguments are `multiply_experts`'s without `step`, and the portable kernel's."""
     numbers = torch.Generator(device).manual_seed(0)
-    weights = _packed(numbers, (_EXPERTS,), zeros=True), _mxfp4(numbers)
+    weight = _packed(numbers, (_EXPERTS,), zeros=True)
     experts_TK = torch.rand(_TOKENS, _EXPERTS, device=device, generator=numbers).topk(_CHOICES).indices
     order = order_by_expert(experts_TK, num_experts=_EXPERTS, tile_tokens=_TILE_TOKENS)
     shares_TK = torch.rand(_TOKENS, _CHOICES, device=device, generator=numbers)
     bias_EN = _normal(numbers, _EXPERTS, _ROWS)
     sizes = {"tokens": _TILE_TOKENS, "num_tokens": _TOKENS, "choices": _CHOICES}
-    for weight in weights:
+    for is_first in (True, False):
+        x_RK = _normal(numbers, _TOKENS if is_first else _TOKENS * _CHOICES, _COLUMNS)
+        shares = None if is_first else shares_TK
+        expected_RN = multiply_experts(x_RK, weight, bias_EN, order, shares, is_first=is_first, step=None, **sizes)
+        yield multiply(x_RK, weight, bias_EN, order, shares, is_first=is_first, **sizes), expected_RN
+
+
+def compare_tiled_experts_on_hopper(device: torch.device) -> Iterator[Pair]:
+    return compare_tiled_experts(device, multiply_tiled)
+
+
+def compare_tiled_experts(device: torch.device, multiply: Callable[..., Tensor]) -> Iterator[Pair]:
+    """Results of `multiply`, whose arguments are `multiply_tiled`'s, and the portable kernel's."""
+    numbers = torch.Generator(device).manual_seed(0)
+    experts_TK = torch.rand(_TOKENS, _EXPERTS, device=device, generator=numbers).topk(_CHOICES).indices
+    shares_TK = torch.rand(_TOKENS, _CHOICES, device=device, generator=numbers)
+    gate = ClampedGate(limit=7.0, alpha=1.702)
+    sizes = {"num_tokens": _TOKENS, "choices": _CHOICES}
+    for tile in (Mxfp4Tile(8), Mxfp4Tile(8, by_warpgroup=False), Mxfp4Tile(16, row_tiles=2)):
+        order = order_by_expert(experts_TK, num_experts=_EXPERTS, tile_tokens=tile.tokens)
         for is_first in (True, False):
+            weight = _mxfp4(numbers)
+            bias_EN = _normal(numbers, _EXPERTS, _TILED_ROWS)
             x_RK = _normal(numbers, _TOKENS if is_first else _TOKENS * _CHOICES, _COLUMNS)
             shares = None if is_first else shares_TK
-            expected_RN = multiply_experts(x_RK, weight, bias_EN, order, shares, is_first=is_first, step=None, **sizes)
-            yield multiply(x_RK, weight, bias_EN, order, shares, is_first=is_first, **sizes), expected_RN
+            expected_RN = multiply_experts(
+                x_RK, weight, bias_EN, order, shares, is_first=is_first, step=None, tokens=tile.tokens, **sizes
+            )
+            if is_first:
+                expected_RN = clamp_and_gate(expected_RN, limit=gate.limit, alpha=gate.alpha)
+            for expert in zip(weight.stored_ENB, weight.scales_ENG, strict=True):
+                tile_(*expert)
+            gate_of_first = gate if is_first else None
+            yield multiply(x_RK, weight, bias_EN, gate_of_first, shares, order=order, tile=tile, **sizes), expected_RN
 
 
 def _normal(numbers: torch.Generator, *shape: int) -> Tensor:
@@ -97,9 +130,7 @@ def _packed(numbers: torch.Generator, experts: tuple[int, ...], *, zeros: bool) 
 
 
 def _mxfp4(numbers: torch.Generator) -> Mxfp4Weight:
-    groups = _COLUMNS // _MXFP4_GROUP
     return Mxfp4Weight(
-        _integers(numbers, 0, 256, _EXPERTS, _ROWS, _COLUMNS // 2),
-        _integers(numbers, *_MXFP4_SCALES, _EXPERTS, _ROWS, groups),
-        _COLUMNS,
+        _integers(numbers, 0, 256, _EXPERTS, _TILED_ROWS, _COLUMNS // 2),
+        _integers(numbers, *_MXFP4_SCALES, _EXPERTS, _TILED_ROWS, _COLUMNS // MXFP4_BLOCK),
     )

@@ -154,7 +154,7 @@ def scale_of(largest):
 @triton.jit
 def to_int8(x, scale):
     """Divides by the scale. Rounds to nearest, ties to even, by an addend that leaves no bits for a fraction."""
-    number = tl.minimum(tl.maximum(x / scale, -128.0), 127.0)
+    number = tl.minimum(tl.maximum(tl.div_rn(x, scale), -128.0), 127.0)
     return ((number + _ROUNDER) - _ROUNDER).to(tl.int8)
 
 

@@ -64,7 +64,8 @@ _MEANINGS = {
     "logprobs": "chat: whether to add logprobs; completions: alternatives for each token, 0 to 20",
     "tools": "functions that the model may call; chats: also custom tools; responses: also "
     "[other kinds](agents.md#tools)",
-    "tool_choice": "auto, none, required (Anthropic: any), one tool or `allowed_tools`; all but auto are enforced",
+    "tool_choice": "auto, none, required (Anthropic: any) or one tool; chats and responses: also `allowed_tools`; "
+    "all but auto are enforced",
     "parallel_tool_calls": "whether there may be several calls",
     "add_special_tokens": "add BOS to a text, default true; chats: only false, because their template writes it",
     "text": "`format`: what the output must be; `verbosity`: a variable of the template",

@@ -166,6 +166,7 @@ class StoreCalls:
         return True
 
     def _remember_drop(self, matches: Callable[[EntryKey], bool], answers: Iterable[Future[Any]]) -> None:
+        self._dropping = [each for each in self._dropping if not all(answer.done() for answer in each[1])]
         if waiting := [answer for answer in answers if not answer.done()]:
             self._dropping.append((matches, waiting))
 

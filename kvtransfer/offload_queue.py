@@ -20,8 +20,8 @@ _READERS = 4
 # A store whose oldest call is older than this counts as stuck until that call has ended. A read's age begins when it is
 # asked for, because a request waits for it, and a write's with its turn: writes wait in line for a store that works.
 STUCK_AFTER_S = 2.0
-# How many keys may wait with their keep times for a store that is slow: 52 MB of them, those of 131 prompts of 128,000
-# tokens, or of 13,000 prompts of 1,280.
+# How many keys may wait with their keep times for a store that is slow: up to 135 MB of them, those of 131 prompts of
+# 128,000 tokens, or of 13,000 prompts of 1,280.
 _KEEPS_MAX = 1 << 18
 
 
@@ -78,11 +78,13 @@ class StoreQueue:
         as they do where a store hangs."""
         while self._keeps and self._keeps[0][0].done():
             self._keys_to_keep -= self._keeps.popleft()[1]
-        is_full = self._keys_to_keep + len(keys) > _KEEPS_MAX
-        if is_full and not self._refuses_keeps:
-            log.warning("the store %s does not answer; until it does, it gets no more keep times", self.name)
-        self._refuses_keeps = is_full
-        if is_full:
+        if self._keys_to_keep <= _KEEPS_MAX // 2:
+            self._refuses_keeps = False
+        if self._keys_to_keep + len(keys) > _KEEPS_MAX:
+            if not self._refuses_keeps:
+                waiting = self._keys_to_keep
+                log.warning("the store %s is slow: %d keep times wait, and it gets no more", self.name, waiting)
+            self._refuses_keeps = True
             return
         self._keeps.append((self._run(self._writes, lambda: self._store.keep(keys, keep), None), len(keys)))
         self._keys_to_keep += len(keys)

@@ -23,6 +23,8 @@ from triton.runtime import driver
 # and overlapping at 64 costs 1 %. DeepSeek-V2-Lite, with more and shorter kernels: it saves 15 % at 1 row, 6 % at 8,
 # 4 % at 32.
 MOST_OVERLAPPING_ROWS = 32
+_SHARED_BYTES_OF_HOPPER = 232_448
+_SHARED_BYTES_OF_MOST = 101_376  # of all GPUs from Ampere on, for a torch that does not know
 
 
 def interpreted() -> bool:
@@ -42,6 +44,14 @@ def overlap(device: torch.device, *, rows: int) -> dict[str, bool]:
     """
     small = rows <= MOST_OVERLAPPING_ROWS and _can_overlap(device)
     return {"OVERLAP": True, "launch_pdl": True} if small else {"OVERLAP": False}
+
+
+def shared_bytes(device: torch.device) -> int:
+    """The most shared memory of one program; an H200's where kernels are interpreted, or only compiled."""
+    if device.type != "cuda":
+        return _SHARED_BYTES_OF_HOPPER
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", _SHARED_BYTES_OF_MOST))
 
 
 class PreparedKernel:

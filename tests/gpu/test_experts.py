@@ -94,7 +94,7 @@ def reference(layer: MoE, x_TD: Tensor) -> Tensor:
     return out_TD
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 100, 256, 1000, 3000])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 100, 256, 1000, 3000, 4100])
 def test_every_path_equals_the_products_of_each_expert(layer: MoE, num_tokens: int) -> None:
     x_TD = tokens(num_tokens)
     assert relative_error(layer(x_TD), reference(layer, x_TD)) < 0.01

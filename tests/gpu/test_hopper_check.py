@@ -25,6 +25,7 @@ DEVICE = torch.device("cuda", 0)
         blocksparse.compare_on_hopper,
         packed.compare_products_on_hopper,
         packed.compare_experts_on_hopper,
+        packed.compare_tiled_experts_on_hopper,
         few_tokens.compare_on_hopper,
     ],
     ids=lambda compare: f"{compare.__module__}.{compare.__name__}",

@@ -33,12 +33,12 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torc
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def operands(tokens: int, groups: int, dtype: torch.dtype, seed: int = 0) -> Operands:
+def operands(tokens: int, groups: int, dtype: torch.dtype, seed: int = 0, numbers: int = NUMBERS) -> Operands:
     """As a layer has them: x, and B with C, are parts of wider rows."""
     torch.manual_seed(seed)
     x_TX = torch.randn(tokens, HEADS * CHANNELS + 64, device="cuda", dtype=dtype)[:, 64:]
-    bc_TX = torch.randn(tokens, 2 * groups * NUMBERS, device="cuda", dtype=dtype)
-    b_TGN, c_TGN = (part.unflatten(-1, (groups, NUMBERS)) for part in bc_TX.chunk(2, dim=-1))
+    bc_TX = torch.randn(tokens, 2 * groups * numbers, device="cuda", dtype=dtype)
+    b_TGN, c_TGN = (part.unflatten(-1, (groups, numbers)) for part in bc_TX.chunk(2, dim=-1))
     dt_TH = torch.randn(tokens, HEADS + 8, device="cuda", dtype=dtype)[:, 8:]
     return x_TX.unflatten(-1, (HEADS, CHANNELS)), dt_TH, b_TGN, c_TGN
 
@@ -54,10 +54,10 @@ def learnt() -> ScanWeights:
     )
 
 
-def states() -> Tensor:
+def states(numbers: int = NUMBERS) -> Tensor:
     """As in the cache: after other numbers of each head."""
-    wide = torch.randn(SLOTS, HEADS, 960 + CHANNELS * NUMBERS, device="cuda")
-    view: Tensor = wide[..., 960:].unflatten(-1, (CHANNELS, NUMBERS))
+    wide = torch.randn(SLOTS, HEADS, 960 + CHANNELS * numbers, device="cuda")
+    view: Tensor = wide[..., 960:].unflatten(-1, (CHANNELS, numbers))
     return view
 
 
@@ -75,6 +75,18 @@ def test_decodes_and_prompts_come_near_the_twin(dtype: torch.dtype, groups: int)
     tolerance = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 3e-5}[dtype]
     assert relative_error(out_THP.float(), expected_THP.float()) < tolerance
     assert relative_error(ours, twin) < {torch.float32: 3e-5}.get(dtype, 1e-3)
+
+
+@pytest.mark.parametrize("numbers", [16, 256])
+def test_states_of_other_sizes_come_near_the_twin(numbers: int) -> None:
+    """Falcon-H1's have 256 numbers for each channel."""
+    rows = state_rows([5], [300], [0], device="cuda")
+    tokens, weights, ours = operands(300, 1, torch.bfloat16, numbers=numbers), learnt(), states(numbers)
+    twin = ours.clone()
+    out_THP = selective_scan(*tokens, weights, ours, rows)
+    expected_THP = selective_scan_in_torch(*tokens, weights, twin, rows)
+    assert relative_error(out_THP.float(), expected_THP.float()) < 5e-3
+    assert relative_error(ours, twin) < 1e-3
 
 
 @by_groups

@@ -124,7 +124,7 @@ class EntryLoads:
             stop_block = (entries.keys[0].token_start + min(num_entries, len(entries.keys)) * ENTRY_TOKENS) // size
         is_usable = is_whole or not plan.wanted.states
         keys = plan.wanted.keys.run(first_block, stop_block, plan.wanted.tokens)
-        for block_id, key in zip(plan.blocks, keys, strict=False):
+        for block_id, key in zip(plan.blocks[: len(keys)], keys, strict=True):
             pool.register(block_id, key, root=plan.wanted.keys.root, reported=is_usable)
         in_stores = 0 if plan.wanted.states and not is_whole else num_entries
         self._kept.lost(key.block.digest for key in entries.keys[in_stores:])

@@ -16,8 +16,9 @@ from baton.core.costs import StepCosts, StepWork, chunk_pairs, mixed
 # The weight of an idle node's measured costs halves in this time. A node whose costs are 10 times too high is tried
 # again, against an equal node with a queue of 1 s, after 4 to 10 s.
 _HALF_LIFE_S = 2.0
-# Likewise on a node without a profile, which knows only its first few steps. Of two equal nodes on two busy cores, one
-# had measured 254 ms and the other 18 ms: with the longer time, the first one got 9 of 60 prompts.
+# Likewise on a node without a profile, whose first steps may have met a busy machine. Of two equal nodes on two busy
+# cores, one had measured 254 ms and the other 18 ms: with the longer time, the first one got 8 of 60 prompts.
+# In return, a node that is truly slower is tried more often.
 _UNPROFILED_HALF_LIFE_S = 0.5
 # Likewise for a profile: one that is 10 times too high delays the trial by 2 to 5 minutes. A node that is truly slower
 # is tried at most this often.
@@ -42,6 +43,7 @@ class NodeCosts:
         reported: costs that the node last reported; None: it has measured none.
         profile: costs that the node measured at its start, before it served; None: it has none.
         worked_at_s: time at which the node last had work.
+        works: whether it had work by its last report. It reports seldom while nothing changes.
     """
 
     typical: StepWork
@@ -49,11 +51,13 @@ class NodeCosts:
     reported: StepCosts | None = None
     profile: StepCosts | None = None
     worked_at_s: float = -inf
+    works: bool = False
 
     def report(
         self, costs: StepCosts | None, profile: StepCosts | None, *, kind: tuple[int, ...], works: bool, now_s: float
     ) -> None:
         """Records a node's report. The first reported costs count as new, although their age is unknown."""
+        self.works = works
         if works or (self.reported is None and costs is not None):
             self.worked_at_s = now_s
         if costs != self.reported:  # equal costs stay one object, so that callers can compare by identity
@@ -62,6 +66,7 @@ class NodeCosts:
 
     def still(self, *, works: bool, now_s: float) -> None:
         """Records that the last report is true still."""
+        self.works = works
         if works:
             self.worked_at_s = now_s
 
@@ -100,9 +105,11 @@ def current_costs(nodes: Sequence[NodeCosts]) -> list[StepCosts | None]:
 
 
 def _weight(node: NodeCosts, last_s: float) -> float:
-    """The weight of a node's measured costs; 1 while no node has had work."""
+    """The weight of a node's measured costs; 1 while it works, or no node has had work."""
+    if node.works or node.worked_at_s == last_s:
+        return 1.0
     half_life_s = _UNPROFILED_HALF_LIFE_S if node.profile is None else _HALF_LIFE_S
-    return 1.0 if last_s == node.worked_at_s else 0.5 ** ((last_s - node.worked_at_s) / half_life_s)
+    return 0.5 ** ((last_s - node.worked_at_s) / half_life_s)
 
 
 def _aged(each: _Weighted, measured: StepCosts) -> _Weighted:

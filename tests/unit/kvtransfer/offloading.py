@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from baton.core.block_keys import KeyChain, root_digest
-from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, EntryState, KeepTime, Sources
+from baton.core.kv_entries import ENTRY_TOKENS, EntryBlocks, EntryKey, EntryState, KeepTime, Sources, StoreChanges
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.movers.cpu import CpuMover
@@ -209,6 +209,18 @@ class World:
     def result(self, future: "Future[T]") -> T:
         self.run_until(future.done)
         return future.result()
+
+    def changes(self) -> StoreChanges:
+        """Waits until something has changed in the stores."""
+        found: list[StoreChanges] = []
+
+        def has_changed() -> bool:
+            if (changes := self.tiers.take_changes()) is not None:
+                found.append(changes)
+            return bool(found)
+
+        self.run_until(has_changed)
+        return found[0]
 
     def settle(self) -> None:
         """Runs until all writes behind are over."""

@@ -201,6 +201,14 @@ def test_int8_products_are_those_of_the_rounded_activations(tokens: int, static:
     assert not arrived.any()
 
 
+@pytest.mark.parametrize("shared", [101_376, 166_912, 232_448])
+@pytest.mark.parametrize("tokens", [1, 17, 64, 65, 128, 129, 4096])
+def test_int8_tiles_fit_the_shared_memory(tokens: int, shared: int) -> None:
+    for rows in (64, 4096, 28672):
+        tile = int8_gemm.choose_tile(tokens, rows, 4096, num_sms=132, shared=shared)
+        assert tile.num_stages * (tile.rows + tile.tokens) * 128 <= shared
+
+
 def test_copies_need_rows_at_multiples_of_16_bytes() -> None:
     x_TK = torch.zeros(3, 520, dtype=torch.bfloat16, device=DEVICE)
     assert can_be_copied(x_TK[:, :512], packed(144, 512))

@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 
 from baton.models.kernels.recurrent import selective_scan as kernels
 from baton.models.kernels.recurrent.gated_group_norm import gated_group_norm
-from baton.models.kernels.recurrent.selective_scan_chunks import SUB_CHUNK
+from baton.models.kernels.recurrent.selective_scan_chunks import SUB_CHUNK, choose_stages
 from baton.models.kernels.recurrent.shared_inputs import share_inputs
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.recurrent.gated_group_norm import GatedGroupNorm
@@ -243,3 +243,19 @@ def test_the_gated_norm_s_kernel_equals_its_twin(num_groups: int, dtype: torch.d
     ours = gated_group_norm(x_TX, gate_TX, norm.weight, num_groups=num_groups, eps=1e-5)
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype]
     torch.testing.assert_close(ours, norm.in_torch(x_TX, gate_TX), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shared", [101_376, 166_912, 232_448])
+@pytest.mark.parametrize("numbers", [16, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sub_chunks_in_flight_fit_the_shared_memory(dtype: torch.dtype, numbers: int, shared: int) -> None:
+    """Compiled for an H200 in bfloat16: 158,216 bytes with three of 128 numbers, 173,316 with two of 256, 256,520 with
+    three."""
+    stages = choose_stages(dtype, numbers, 64, shared=shared)
+    assert 1 <= stages <= 3
+    assert stages == 1 or stages * 64 * 2 * (numbers + 64) * dtype.itemsize < shared - 4096
+
+
+def test_as_many_sub_chunks_are_in_flight_as_an_h200_has_room_for() -> None:
+    sizes = {numbers: choose_stages(torch.bfloat16, numbers, 64, shared=232_448) for numbers in (64, 128, 256)}
+    assert sizes == {64: 3, 128: 3, 256: 2}

@@ -67,7 +67,9 @@ def rows_of(
 def convolve(
     twin: Twin, x_TX: Tensor, weight_XW: Tensor, bias_X: Tensor | None, state: Tensor, rows: StateRows, *, act: bool
 ) -> Tensor:
-    x_THC = x_TX.unflatten(-1, (HEADS, CHANNELS))
+    heads_THC = x_TX.unflatten(-1, (HEADS, CHANNELS))
+    # As a layer has it: a part of wider heads.
+    x_THC = torch.cat((heads_THC, torch.full_like(heads_THC, torch.nan)), dim=-1)[..., :CHANNELS]
     if twin == "torch":
         return short_conv_in_torch(x_THC, weight_XW, bias_X, state, rows, activation="silu" if act else None)
     return in_triton(x_THC, weight_XW, bias_X, state, rows, silu=act)

@@ -113,7 +113,7 @@ def _choose(
     MIXES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Chooses one token's experts. Chosen experts and padding rank -inf, and so does NaN, which could otherwise give
+    """Chooses one token's experts. Chosen experts and padding come last, and so does NaN, which could otherwise give
     the number of an expert that does not exist."""
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)

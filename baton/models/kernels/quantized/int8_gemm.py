@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.models.kernels.matmul.split_sums import add_parts, leave_part
-from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
+from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, shared_bytes, start_dependents
 from baton.tritonlib.rounding import round_to
 
 _SMALLEST = tl.constexpr(1e-10)  # lower bound of the largest number that a scale is made of
@@ -34,16 +34,21 @@ class Int8Tile(NamedTuple):
     splits: int = 1
 
 
-def choose_tile(num_tokens: int, rows: int, channels: int, num_sms: int) -> Int8Tile:
+def choose_tile(num_tokens: int, rows: int, channels: int, *, num_sms: int, shared: int) -> Int8Tile:
     """Returns the tile for a product. The partial sums of more than 32 tokens take longer than they save, unless tiles
-    leave multiprocessors idle."""
+    leave multiprocessors idle.
+
+    Args:
+        shared: bytes of shared memory of a program at most.
+    """
     tokens = next((size for size in (16, 32, 64) if num_tokens <= size), 128)
     tiles, steps = triton.cdiv(rows, _ROWS), triton.cdiv(channels, _DEPTH)
     if num_tokens > tokens:
         return Int8Tile(tokens, _ROWS, num_warps=4, num_stages=4)
     per_sm = _PROGRAMS_PER_SM if tokens <= 32 else 1
     splits = max(1, min(per_sm * num_sms // tiles, steps // _MIN_STEPS))
-    stages = 6 if tokens > 32 and tiles <= num_sms else 4
+    has_room = 6 * (_ROWS + tokens) * _DEPTH <= shared
+    stages = 6 if tokens > 32 and tiles <= num_sms and has_room else 4
     return Int8Tile(tokens, _ROWS, num_warps=4, num_stages=stages, splits=splits)
 
 
@@ -89,7 +94,7 @@ def multiply(
     out_TN = torch.empty(tokens, rows, dtype=dtype, device=x_TK.device)
     if not tokens:
         return out_TN
-    tile = choose_tile(tokens, rows, channels, num_sms)
+    tile = choose_tile(tokens, rows, channels, num_sms=num_sms, shared=shared_bytes(x_TK.device))
     tiles_N, tiles_T = triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens)
     partial = None
     if tile.splits > 1:

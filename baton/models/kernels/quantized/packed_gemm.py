@@ -2,7 +2,8 @@
 inputs.
 
 Few rows: a kernel reads the packed weight once and multiplies whole numbers less their zeros, exact in 16 bits; each
-group's sum is scaled in float32. Programs that share a tile add up in a fixed order. Many rows: pieces of the weight
+group's sum is scaled in float32. On Hopper, from 65 rows on, numbers are scaled in bfloat16 before they are multiplied.
+Programs that share a tile add up in a fixed order. Many rows: pieces of the weight
 are written in the activations' dtype, as `PackedWeight.dequantized` has them, and the library multiplies these.
 
 Legend: T token, N output channel, K input channel, B byte of packed numbers.

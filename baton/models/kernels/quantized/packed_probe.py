@@ -17,8 +17,8 @@ from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, multiply_
 from baton.models.kernels.quantized.packed_gemm import Product
 from baton.tritonlib.hopper_check import Pair
 
-# Neither rows nor tokens fill whole tiles.
-_ROWS, _COLUMNS, _GROUP, _STEP = 144, 640, 128, 128
+# Neither rows nor tokens fill whole tiles. There are counters for tiles that programs share.
+_ROWS, _COLUMNS, _GROUP, _STEP = 208, 640, 128, 128
 _EXPERTS, _CHOICES, _TOKENS, _TILE_TOKENS = 3, 2, 11, 16
 _TILED_ROWS = 3 * TILE
 _MXFP4_SCALES = (113, 121)  # of results that are mostly within the clamped gate's limits

@@ -75,7 +75,8 @@ def multiply(
     tile: PackedTile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias`, rounded once, for operands that `can_be_copied`.
+    """`x @ weight.T + bias` for operands that `can_be_copied`. Sums are in float32 and rounded once; a `scaled` tile
+    rounds numbers before.
 
     Args:
         x_TK: bfloat16, inputs in the weight's order; a row's are next to each other.

@@ -147,8 +147,8 @@ def _correct_and_read(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The tokens of a row, for TILE_V values of one value head; the state stays in registers. It is read while the
-    previous kernel runs, because no kernel of the same step has written it."""
+    """The tokens of a row, for TILE_V values of one value head; the state stays in registers. It is read before
+    the wait, because no kernel of the same step has written it."""
     start_dependents(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     value_head = tl.program_id(1)

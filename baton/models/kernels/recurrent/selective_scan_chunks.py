@@ -13,14 +13,16 @@ from torch import Tensor
 from baton.models.kernels.recurrent.prompt_tiles import find_tile, most_tiles
 from baton.models.kernels.recurrent.snapshots import snapshot_slot
 from baton.models.kernels.recurrent.state_rows import StateRows
-from baton.tritonlib.launch import bound, interpreted
+from baton.tritonlib.launch import bound, interpreted, shared_bytes
 from baton.tritonlib.rounding import round_to
 
 # Tokens of a sub-chunk, at multiples of this of a prompt's positions.
 SUB_CHUNK = 64
 _TILE_P = 64
 _NUM_WARPS = 4
-_STAGES = {torch.bfloat16: 3}  # sub-chunks in flight
+# Sub-chunks in flight at most; others keep them in registers. And shared memory beside them.
+_STAGES = {torch.bfloat16: 3}
+_SCRATCH_BYTES = 12 << 10
 _STEP_HEADS = 32
 _LEAST_OF_DOT = 16
 _PRECISIONS = {torch.float32: "ieee", torch.bfloat16: "ieee", torch.float16: "tf32x3"}
@@ -44,6 +46,7 @@ def prompts(
     groups, numbers = b_TGN.shape[1:]
     num_prompts = len(rows.prompt_slots_P)
     tile = max(_LEAST_OF_DOT, min(_TILE_P, triton.next_power_of_2(channels)))
+    block_n = max(_LEAST_OF_DOT, triton.next_power_of_2(numbers))
     dt_and_faded = torch.empty((2, num_tokens, heads), dtype=torch.float32, device=x_THP.device)
     where = rows.prompt_slots_P, rows.prompt_starts_P1, rows.prompt_context_P
     _steps[(most_tiles(rows, num_tokens, SUB_CHUNK), triton.cdiv(heads, _STEP_HEADS))](
@@ -81,13 +84,24 @@ def prompts(
         NUMBERS=numbers,
         INTERPRETED=interpreted(),
         TILE_P=tile,
-        BLOCK_N=max(_LEAST_OF_DOT, triton.next_power_of_2(numbers)),
+        BLOCK_N=block_n,
         TILE_I=SUB_CHUNK,
         SNAPSHOTS=rows.snapshot_slots_PM.shape[1],
         PRECISION=_PRECISIONS[x_THP.dtype],
-        STAGES=_STAGES.get(x_THP.dtype, 1),
+        STAGES=choose_stages(x_THP.dtype, block_n, tile, shared=shared_bytes(x_THP.device)),
         num_warps=_NUM_WARPS,
     )
+
+
+def choose_stages(dtype: torch.dtype, numbers: int, channels: int, *, shared: int) -> int:
+    """How many sub-chunks are in flight: of B and C, and of x twice.
+
+    Args:
+        numbers, channels: of a program's tile.
+        shared: bytes of shared memory of a program at most.
+    """
+    each = SUB_CHUNK * 2 * (numbers + channels) * dtype.itemsize
+    return max(1, min(_STAGES.get(dtype, 1), (shared - _SCRATCH_BYTES) // each))
 
 
 @triton.jit

@@ -109,7 +109,7 @@ def _weight(node: NodeCosts, last_s: float) -> float:
     if node.works or node.worked_at_s == last_s:
         return 1.0
     half_life_s = _UNPROFILED_HALF_LIFE_S if node.profile is None else _HALF_LIFE_S
-    return 0.5 ** ((last_s - node.worked_at_s) / half_life_s)
+    return float(0.5 ** ((last_s - node.worked_at_s) / half_life_s))
 
 
 def _aged(each: _Weighted, measured: StepCosts) -> _Weighted:

@@ -2,8 +2,8 @@
 or in a child that tests stop and kill. All ranks of a node are in its process."""
 
 import asyncio
-import os
 import signal
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -232,7 +232,8 @@ class PullingNode:
             def call(tiers: EntryTiers, *arguments: Any) -> None:
                 count(tiers, *arguments)
                 if next(counts, 0) == entries:
-                    os.kill(os.getpid(), signal.SIGSTOP)
+                    # To this thread: one that is sent to the process waits for its main thread, and this one goes on.
+                    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
             return call
 

@@ -1,5 +1,5 @@
-"""mxfp4 in the form that Hopper's kernel reads: in tiles of 64 outputs by 64 inputs, of which each thread has 16 bytes
-that are next to each other, with the bits of eight numbers spread over a word so that few instructions unpack them.
+"""mxfp4 weights in the form that Hopper's kernel reads: tiles of 64 outputs by 64 inputs. Each thread loads 16 adjacent
+bytes of a tile. The bits of eight numbers are spread over a word so that few instructions unpack them.
 
 A tile's index counts warps (w), rows of a pair of rows (g), threads of a row (t), products of 16 inputs (j), rows of
 the pair (r), inputs of a pair (p) and halves of the 16 inputs (h): output 16 w + 2 g + r, input 16 j + 8 h + 2 t + p.

@@ -58,7 +58,7 @@ def choose(num_tokens: int, weight: Weight, num_sms: int) -> DecodeTile | None:
 
 
 def _of_many_rows(tokens: int, tiles: int, num_sms: int) -> DecodeTile | None:
-    """Returns tiles of which two or four programs share a multiprocessor; where there are too few for that, one."""
+    """Returns tiles so small that two or four programs share a multiprocessor; large ones where there are few tiles."""
     if tiles <= 2 * num_sms:
         return DecodeTile(tokens, 2 * _TILE_ROWS, 2, 5) if tokens <= 32 else None
     if tokens == 16:

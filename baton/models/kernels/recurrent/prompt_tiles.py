@@ -1,5 +1,6 @@
-"""Tiles of the prompts of a step, for grids with no program per pair of a prompt and a tile: a captured step has room
-for many prompts, each of which may have all tokens."""
+"""Finds the prompt of each tile of a step's tokens, so that a grid needs one program for each tile. A captured step has
+room for many prompts, and any of them may have all tokens: a grid of prompts by tiles would mostly start programs
+without work."""
 
 import triton
 import triton.language as tl

@@ -45,7 +45,7 @@ BENCHMARKS = (
     ("quantized", "Quantized weights on a GPU", "bench.quantized"),
     ("hybrids", "Models with recurrent states", "bench.hybrids"),
     ("adapters", "Adapters in decode steps on a GPU", "bench.adapters"),
-    ("all_at_once", "256 requests at once, against nano-vllm", "bench.all_at_once"),
+    ("all_at_once", "Many requests at once", "bench.all_at_once"),
     ("structured", "Structured output", "bench.structured_output.run"),
     ("goodput_chat", "Goodput of chat", "bench.goodput.chat"),
     ("goodput_long", "Goodput of long prompts", "bench.goodput.long"),

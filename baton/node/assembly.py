@@ -41,7 +41,7 @@ from baton.settings.node_config import NodeSettings
 from kvtransfer.leases import LeaseTotals
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import MakeTransfer, RankedTransfer
-from kvtransfer.records import EntryCounters, RefusedSegment
+from kvtransfer.records import EntryCounters, RefusedSegment, TransferCounters
 from kvtransfer.stores.entry import EntryLayout
 
 _log = logging.getLogger(__name__)
@@ -279,17 +279,18 @@ class Node:
             + (f", {shape.state_slots} recurrent states" if shape.state_slots else "")
         )
 
-    @property
-    def kept(self) -> EntryCounters:
+    def kept(self, counters: TransferCounters) -> EntryCounters:
         """Totals of the KV that is kept outside of the cache, with the pulls from other nodes that failed."""
-        counters = self.transfer.counters().entries
-        return counters if self.pulls is None else with_failed_pulls(counters, self.pulls.failures)
+        return counters.entries if self.pulls is None else with_failed_pulls(counters.entries, self.pulls.failures)
 
-    def status(self, *, draining: bool) -> node_status_pb2.NodeStatus:
-        """The node's status, in which the role fills in peers, leases and refusals."""
+    def status(self, counters: TransferCounters, *, draining: bool) -> node_status_pb2.NodeStatus:
+        """The node's status, in which the role fills in peers, leases and refusals.
+
+        Args:
+            counters: of the node's transfer, now.
+        """
         load = self.engine.load()
         loaded_tokens, load_s = self.engine.loads
-        counters = self.transfer.counters()
         drafted_tokens, accepted_tokens = self.counts.drafts
         pull_costs = None if self.pulls is None else self.pulls.mean_costs
         return node_status_pb2.NodeStatus(
@@ -320,7 +321,7 @@ class Node:
             gpus=self.gpus.states,
             prompt_tokens_total=self.counts.prompt_tokens,
             generated_tokens_total=self.counts.generated_tokens,
-            stores=store_states(self.kept, shared=self._shared_store) if self.engine.has_tier else (),
+            stores=store_states(self.kept(counters), shared=self._shared_store) if self.engine.has_tier else (),
             kv_loaded_tokens_total=loaded_tokens,
             kv_load_s_total=load_s,
             kv_pull_fixed_s=0.0 if pull_costs is None else pull_costs.fixed_s,

@@ -88,8 +88,9 @@ class RoleSwitch:
         self._serve()
 
     def status(self) -> node_status_pb2.NodeStatus:
-        message = self._node.status(draining=self._stop.is_set() or self._next is not None)
-        self.role.fill_status(message)
+        counters = self._node.transfer.counters()
+        message = self._node.status(counters, draining=self._stop.is_set() or self._next is not None)
+        self.role.fill_status(message, counters.peers)
         if self._next is not None:
             message.next_role = self._next
         return message

@@ -18,7 +18,7 @@ async def test_a_status_has_the_limits_of_a_step_and_its_costs_once_they_are_kno
         node = Node(settings, built._replace(costs=costs), role=node_status_pb2.ROLE_PREFILL, address="127.0.0.1:1")
         node.listen(Listener(on_step=lambda _: None, on_filled=lambda _: None, on_refused=lambda _: None))
         async with node:
-            status = node.status(draining=False)
+            status = node.status(node.transfer.counters(), draining=False)
         assert (status.max_batch_tokens, status.max_batch_requests) == (48, 7)
         assert (status.backlog_s, status.decode_rows, status.context_tokens) == (0.0, 0, 0)
         assert status.HasField("step_costs") == (costs is not None)
@@ -35,6 +35,6 @@ async def test_a_status_says_whether_the_node_is_stuck(
     node = Node(settings, load(settings), role=node_status_pb2.ROLE_PREFILL, address="127.0.0.1:1")
     node.listen(Listener(on_step=lambda _: None, on_filled=lambda _: None, on_refused=lambda _: None))
     async with node:
-        status = node.status(draining=False)
+        status = node.status(node.transfer.counters(), draining=False)
     assert status.stuck == stuck
     assert list(status.blocks_open) == [status.blocks_total]

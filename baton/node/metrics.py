@@ -9,6 +9,7 @@ from baton.metrics.metric import SwitchOutcome
 from baton.metrics.page import join
 from baton.node.assembly import Node
 from baton.node.kv_stores import store_figures
+from baton.node.own_status import kept_entries
 from baton.protos.v1 import node_status_pb2
 from kvtransfer.records import TransferCounters
 from kvtransfer.refusals import SegmentRefusal
@@ -54,7 +55,7 @@ class NodeMetrics:
         yield from self._load_figures(status)
         yield from self._engine_figures(status)
         counters = self._node.transfer.counters()
-        yield from store_figures(self._node.kept(counters))
+        yield from store_figures(kept_entries(self._node, counters))
         yield from self._transfer_figures(status, counters)
         for state, count in self._leases().items():
             yield Figure("baton_kv_leases", count, (state,))

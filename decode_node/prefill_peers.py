@@ -7,7 +7,7 @@ node that pairs again has ended its older stream.
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from baton.core.errors import BatonError, Overloaded, PeerRefused
@@ -21,6 +21,7 @@ from decode_node.events import PeerLost
 from decode_node.prefill_peer import Deliver, Incoming, PrefillPeer, Write, receive_hello
 from decode_node.tag_numbers import SenderNumbers
 from kvtransfer.plan import PlanRefused, agree
+from kvtransfer.records import PeerTraffic
 
 log = logging.getLogger("baton")
 
@@ -113,9 +114,8 @@ class PrefillPeers:
         for peer in self._peers.values():
             peer.send_lease_ended(lease)
 
-    def states(self) -> list[node_status_pb2.PeerState]:
+    def states(self, traffic: Mapping[int, PeerTraffic]) -> list[node_status_pb2.PeerState]:
         """One entry for each incarnation, with its traffic so far; also for the latest peers that are gone."""
-        traffic = self._node.transfer.counters().peers
         for peer in self._peers.values():
             peer.note_traffic(traffic)
         live = [peer.state for peer in self._peers.values()]

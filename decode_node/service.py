@@ -11,6 +11,7 @@ from baton.protos.internal.v1 import decode_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.status import abort, client_may_leave
 from decode_node.driver import DecodeDriver
+from kvtransfer.records import PeerTraffic
 
 SERVICE_NAME = "baton.internal.v1.Decode"
 
@@ -55,12 +56,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def servicers(self) -> Mapping[str, object]:
         return {SERVICE_NAME: self}
 
-    def fill_status(self, status: node_status_pb2.NodeStatus) -> None:
+    def fill_status(self, status: node_status_pb2.NodeStatus, traffic: Mapping[int, PeerTraffic]) -> None:
         machine = self._driver.machine
         status.requests_waiting += machine.waiting
         status.blocks_open[:] = left_after(status.blocks_open, machine.waiting_blocks())
         status.segments_refused += machine.messages_refused
-        status.peers.extend(self._driver.peers.states())
+        status.peers.extend(self._driver.peers.states(traffic))
 
     def knows(self, request_id: str) -> bool:
         return self._driver.machine.task_of(request_id) is not None

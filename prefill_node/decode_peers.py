@@ -4,6 +4,7 @@ Gateways request connections before traffic. A ticket for a node that is not con
 """
 
 import itertools
+from collections.abc import Mapping
 
 from baton.core.errors import Draining, NoNode, Overloaded, PeerRefused, UnknownLease
 from baton.node.assembly import Node
@@ -14,6 +15,7 @@ from baton.protos.v1 import node_status_pb2
 from baton.security.roles import Role
 from baton.security.tls import InternalTls
 from kvtransfer.pair_ends import MOST_RANKS
+from kvtransfer.records import PeerTraffic
 from prefill_node.decode_peer import DecodePeer, Deliver
 
 # Maximum number of lost and refused peers that are kept for the status.
@@ -74,9 +76,8 @@ class DecodePeers:
             if peer.number == number:
                 peer.send(message)
 
-    def states(self) -> list[node_status_pb2.PeerState]:
+    def states(self, traffic: Mapping[int, PeerTraffic]) -> list[node_status_pb2.PeerState]:
         """The state of every peer, with what was sent to it so far."""
-        traffic = self._node.transfer.counters().peers
         for peer in self._by_address.values():
             if sent := traffic.get(peer.number):
                 peer.state.bytes_total, peer.state.segments_total = sent.bytes_total, sent.segments_total

@@ -15,6 +15,7 @@ from baton.rpc.status import abort, client_may_leave
 from baton.settings.node_config import PrefillSettings
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
+from kvtransfer.records import PeerTraffic
 from prefill_node.driver import PrefillDriver
 from prefill_node.events import Closing, DrainStarted
 from prefill_node.pooling import PoolDriver
@@ -71,10 +72,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def servicers(self) -> Mapping[str, object]:
         return {SERVICE_NAME: self} if self._decode is None else {SERVICE_NAME: self, **self._decode.servicers}
 
-    def fill_status(self, status: node_status_pb2.NodeStatus) -> None:
-        status.peers.extend(self._driver.peers.states())
+    def fill_status(self, status: node_status_pb2.NodeStatus, traffic: Mapping[int, PeerTraffic]) -> None:
+        status.peers.extend(self._driver.peers.states(traffic))
         if self._decode is not None:
-            self._decode.fill_status(status)
+            self._decode.fill_status(status, traffic)
 
     def knows(self, request_id: str) -> bool:
         knows = self._driver.knows(request_id) or self._pooling.knows(request_id)

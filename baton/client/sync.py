@@ -1,26 +1,16 @@
 """The client for programs without an event loop. It runs an `AsyncClient` in a thread of its own."""
 
-import asyncio
-import os
-import queue
-import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, Unpack, cast, overload
+from typing import Any, Self, Unpack, overload
 
 from baton.client.client import UNARY_TIMEOUT_S, AsyncClient
+from baton.client.loop_thread import LoopThread, Stream
 from baton.client.messages import ChatOptions, ChatStreamOptions, Options, Sampling, StreamOptions
 from baton.client.outputs import Completion, Event
 from baton.client.served import ModelCard, ModelInfo
-from baton.core.errors import Cancelled
-
-Answer = TypeVar("Answer")
-
-_CANCEL_S = 5.0  # how long an interrupted call may take to end its request
 
 
 class Client:
@@ -51,7 +41,7 @@ class Client:
         unary_timeout_s: float = UNARY_TIMEOUT_S,
         retry_s: float | None = None,
     ) -> None:
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
 
         async def connect() -> AsyncClient:  # gRPC binds a channel to the event loop that creates it
             return AsyncClient(
@@ -185,7 +175,7 @@ class Client:
         return self._loop.run(lambda: self._client.tokenizer(model))
 
     def _iterate(self, events: AsyncGenerator[Event, None]) -> Generator[Event, None, None]:
-        stream = _Stream(events)
+        stream = Stream(events)
         try:
             while (event := self._loop.run(stream.next)) is not None:
                 yield event
@@ -193,170 +183,5 @@ class Client:
             self._loop.begin(stream.end)
 
 
-class _Stream:
-    """A stream of events on the loop that may be ended while its next event is awaited."""
-
-    def __init__(self, events: AsyncGenerator[Event, None]) -> None:
-        self._events = events
-        self._reader: asyncio.Task[Any] | None = None  # waits for the next event
-
-    async def next(self) -> Event | None:
-        """Returns None after the last event."""
-        self._reader = asyncio.current_task()
-        try:
-            return await anext(self._events, None)
-        finally:
-            self._reader = None
-
-    async def end(self) -> None:
-        """Ends the request. A Ctrl-C may leave `next` running, because it can strike before anyone waits for it."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait([self._reader])
-        await self._events.aclose()
-
-
-@dataclass(eq=False)
-class _Call(Generic[Answer]):
-    """A call of a thread that waits for it.
-
-    Attributes:
-        work: makes the coroutine, on the loop: one that was made and never begun would leave a warning.
-        done: gets the answer or the error, or None if a stopped call has not begun. A queue, because it needs no lock
-            of Python: Ctrl-C can strike between any two steps of the thread, and a lock that it left held would stop
-            the loop.
-    """
-
-    work: Callable[[], Coroutine[Any, Any, Answer]]
-    done: "queue.SimpleQueue[tuple[Answer | None, BaseException | None] | None]" = field(
-        default_factory=queue.SimpleQueue
-    )
-    task: "asyncio.Task[Answer] | None" = None
-
-    def begin(self) -> None:
-        try:
-            self.task = asyncio.get_running_loop().create_task(self.work())
-        except Exception as error:  # noqa: BLE001  the waiting thread raises it
-            self.done.put((None, error))
-        else:
-            self.task.add_done_callback(self._ended)
-
-    def _ended(self, task: "asyncio.Task[Answer]") -> None:
-        if task.cancelled():
-            self.done.put((None, Cancelled("the client was closed while the request ran")))
-        elif (error := task.exception()) is not None:
-            self.done.put((None, error))
-        else:
-            self.done.put((task.result(), None))
-
-    def stop(self) -> None:
-        """Comes after `begin`, if that comes at all."""
-        if self.task is None:
-            self.done.put(None)
-        else:
-            self.task.cancel()
-
-
-class _LoopThread:
-    """An event loop in a daemon thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._closing = threading.Lock()
-        self._closed = False
-        self._process = os.getpid()
-        self._thread = threading.Thread(target=self._run_loop, name="baton-client", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Runs the coroutine and returns its result. An interrupt such as Ctrl-C cancels the coroutine first.
-
-        Raises:
-            RuntimeError: the client is closed, or belongs to the process that forked this one.
-            Cancelled: it was closed meanwhile.
-        """
-        if os.getpid() != self._process:  # its thread is not in this process, and its lock may be held for ever
-            cure = "close clients before a fork, or start processes with multiprocessing's spawn"
-            raise RuntimeError(f"this client belongs to the process that forked this one; {cure}")
-        call = _Call(work)
-        try:
-            with self._closing:  # what is submitted before `close` is cancelled by it; nothing is submitted after it
-                if self._closed:
-                    raise _ClosedClient("the client is closed")
-                self._loop.call_soon_threadsafe(call.begin)
-            ended = call.done.get()
-        except _ClosedClient:
-            raise
-        except BaseException:
-            with suppress(RuntimeError, queue.Empty):  # the loop was closed meanwhile
-                self._loop.call_soon_threadsafe(call.stop)
-                call.done.get(timeout=_CANCEL_S)
-            raise
-        assert ended is not None, "only a stopped call has not begun"
-        answer, error = ended
-        if error is not None:
-            raise error
-        return cast(Answer, answer)
-
-    def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Starts the work unless the client is closed, and does not wait for it.
-
-        The garbage collector calls this in any thread, also in the loop's own, and when the program ends, where the
-        loop stands still. So it takes no lock.
-        """
-        if not self._closed and os.getpid() == self._process:
-            with suppress(RuntimeError):  # the loop was closed meanwhile
-                self._loop.call_soon_threadsafe(lambda: self._loop.create_task(work()))
-
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Ends what still runs, runs `last`, and ends the thread."""
-        ended = self.abandon(last)
-        if ended is not None:
-            with suppress(queue.Empty):
-                ended.get(timeout=_CANCEL_S)
-            self._thread.join(_CANCEL_S)
-
-    def abandon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> "queue.SimpleQueue[None] | None":
-        """As `close`, but does not wait: returns a queue that gets None at the end. Returns None if that happened
-        before."""
-        if os.getpid() != self._process:
-            return None
-        ended: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-        async def end() -> None:
-            try:
-                await _end_with(last)
-            finally:
-                ended.put(None)
-                self._loop.stop()
-
-        with self._closing:
-            if self._closed:
-                return None
-            self._closed = True
-            self._loop.call_soon_threadsafe(lambda: self._loop.create_task(end()))
-        return ended
-
-    def _run_loop(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
-
-
-class _ClosedClient(RuntimeError):
-    """A call of a client that was closed before."""
-
-
 async def _nothing() -> None:
     pass
-
-
-async def _end_with(last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Cancels every other task of this loop, such as the calls of other threads, and awaits their ends, then `last`."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()
-    await last()

@@ -20,11 +20,11 @@ from baton.engine.open_speculator import open_speculator
 from baton.engine.step_meter import StepMeter
 from baton.metrics.metric import ProcessRole as MeterRole
 from baton.models.loading.kv_scales import kv_scales
-from baton.node.describe import to_info, to_step_costs
+from baton.node.describe import to_info
 from baton.node.expert_load import ExpertLoads
 from baton.node.from_settings import engine_limits, node_description, open_transfer, transfer_settings
 from baton.node.gpu_meter import GpuMeter, gpu_uuids
-from baton.node.kv_stores import pull_namespace, shared_store, store_drops, store_states, with_failed_pulls
+from baton.node.kv_stores import pull_namespace, shared_store, store_drops
 from baton.node.meter import NodeMeter
 from baton.node.pulls import Pulls
 from baton.node.ranks.group import RankGroup
@@ -34,19 +34,17 @@ from baton.node.ranks.steps import StepWriter
 from baton.node.starting import default_name
 from baton.protos.internal.v1 import node_pb2
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.convert import adapter_to_proto, adapters_from_proto
+from baton.rpc.convert import adapters_from_proto
 from baton.security.tls import InternalTls
 from baton.settings.model_source import hub_commit
 from baton.settings.node_config import NodeSettings
 from kvtransfer.leases import LeaseTotals
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import MakeTransfer, RankedTransfer
-from kvtransfer.records import EntryCounters, RefusedSegment
+from kvtransfer.records import RefusedSegment
 from kvtransfer.stores.entry import EntryLayout
 
 _log = logging.getLogger(__name__)
-# Far longer than a turn of the transfer thread, and than the time between two reports of a rank.
-STUCK_AFTER_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,7 @@ class Node:
         experts: load of the model's experts.
         pulls: KV from and for other nodes; None: the node keeps none.
         gpus: memory, use and power of the node's GPUs on this host.
+        shared_store: a digest of the store that it shares with others; empty: it shares none.
         numbers: numbers that name calls and sessions in the engine, each drawn once in the life of the process.
         switches: number of role changes so far.
     """
@@ -112,7 +111,7 @@ class Node:
         self.meter = StepMeter(built.costs)
         keeps = settings.host_cache_bytes > 0
         layout = EntryLayout(transferred.parts(built.cache.spec))
-        self._shared_store = shared_store(settings, built, layout.namespace)
+        self.shared_store = shared_store(settings, built, layout.namespace)
         self.pulls = self._open_pulls(settings, built, layout) if keeps else None
         self.engine = Engine(
             runner,
@@ -277,60 +276,6 @@ class Node:
             f"KV {spec.dtype} in layout {shape.layout.name} ({self.built.layout.source}), "
             f"{shape.num_blocks} blocks of {shape.block_size} tokens{owners}"
             + (f", {shape.state_slots} recurrent states" if shape.state_slots else "")
-        )
-
-    @property
-    def kept(self) -> EntryCounters:
-        """Totals of the KV that is kept outside of the cache, with the pulls from other nodes that failed."""
-        counters = self.transfer.counters().entries
-        return counters if self.pulls is None else with_failed_pulls(counters, self.pulls.failures)
-
-    def status(self, *, draining: bool) -> node_status_pb2.NodeStatus:
-        """The node's status, in which the role fills in peers, leases and refusals."""
-        load = self.engine.load()
-        loaded_tokens, load_s = self.engine.loads
-        counters = self.transfer.counters()
-        drafted_tokens, accepted_tokens = self.counts.drafts
-        pull_costs = None if self.pulls is None else self.pulls.mean_costs
-        return node_status_pb2.NodeStatus(
-            info=self.info,
-            draining=draining,
-            blocks_total=load.blocks_total,
-            blocks_free=load.blocks_free,
-            blocks_open=load.blocks_open,
-            blocks_leased=load.blocks_leased,
-            requests_running=load.requests_running,
-            requests_waiting=load.requests_waiting,
-            tokens_waiting=load.tokens_waiting,
-            requests_total=load.requests_total,
-            preemptions=load.preemptions,
-            segments_refused=counters.refused,
-            segments_late=counters.late,
-            segments_converted=counters.converted,
-            step_costs=to_step_costs(self.meter.costs),
-            step_profile=to_step_costs(self.built.costs),
-            backlog_s=load.backlog_s,
-            context_tokens=load.context_tokens,
-            decode_rows=load.decode_rows,
-            max_batch_requests=self.limits.seats,
-            max_batch_tokens=self.limits.max_batch_tokens,
-            role_switches=self.switches,
-            adapters=map(adapter_to_proto, self.engine.adapters.loaded),
-            expert_balance=self.experts.summary(),
-            gpus=self.gpus.states,
-            prompt_tokens_total=self.counts.prompt_tokens,
-            generated_tokens_total=self.counts.generated_tokens,
-            stores=store_states(self.kept, shared=self._shared_store) if self.engine.has_tier else (),
-            kv_loaded_tokens_total=loaded_tokens,
-            kv_load_s_total=load_s,
-            kv_pull_fixed_s=0.0 if pull_costs is None else pull_costs.fixed_s,
-            kv_pull_byte_s=0.0 if pull_costs is None else pull_costs.byte_s,
-            drafted_tokens_total=drafted_tokens,
-            accepted_tokens_total=accepted_tokens,
-            guessed_step_ratio=0.0 if load.pace is None else load.pace.step_ratio,
-            guessed_step_tokens=0.0 if load.pace is None else load.pace.tokens,
-            guessed_prompt_step_ratio=0.0 if load.pace is None else load.pace.prompt_step_ratio,
-            stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
 
 

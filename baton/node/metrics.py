@@ -9,7 +9,9 @@ from baton.metrics.metric import SwitchOutcome
 from baton.metrics.page import join
 from baton.node.assembly import Node
 from baton.node.kv_stores import store_figures
+from baton.node.own_status import kept_entries
 from baton.protos.v1 import node_status_pb2
+from kvtransfer.records import TransferCounters
 from kvtransfer.refusals import SegmentRefusal
 
 _PREFILL = node_status_pb2.ROLE_PREFILL
@@ -52,7 +54,9 @@ class NodeMetrics:
             yield Figure("baton_role_switches_total", count, (outcome,))
         yield from self._load_figures(status)
         yield from self._engine_figures(status)
-        yield from self._transfer_figures(status)
+        counters = self._node.transfer.counters()
+        yield from store_figures(kept_entries(self._node, counters))
+        yield from self._transfer_figures(status, counters)
         for state, count in self._leases().items():
             yield Figure("baton_kv_leases", count, (state,))
 
@@ -80,10 +84,8 @@ class NodeMetrics:
         for launch, count in self._node.built.runner.launches.items():
             yield Figure("baton_engine_step_launches_total", count, (launch,))
         yield from self._node.experts.figures()
-        yield from store_figures(self._node.kept)
 
-    def _transfer_figures(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
-        counters = self._node.transfer.counters()
+    def _transfer_figures(self, status: node_status_pb2.NodeStatus, counters: TransferCounters) -> Iterator[Figure]:
         direction = "sent" if self._node.role == _PREFILL else "received"
         yield Figure("baton_kv_transfer_bytes_total", counters.bytes_total, (direction,))
         yield Figure("baton_kv_transfer_segments_total", counters.segments_total, (direction,))

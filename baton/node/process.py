@@ -30,10 +30,11 @@ from baton.models.layers.parallel import SINGLE
 from baton.models.loading.gguf.view import model_directory
 from baton.models.loading.local_config import local_config
 from baton.node.adapters import Adapters, need_room_for_experts
-from baton.node.assembly import STUCK_AFTER_S, Node
+from baton.node.assembly import Node
 from baton.node.fault import Fault
 from baton.node.from_settings import load
 from baton.node.kv_stores import check_stores
+from baton.node.own_status import STUCK_AFTER_S
 from baton.node.ranks.group import RankGroup, start_ranks
 from baton.node.ranks.host import run_host
 from baton.node.ranks.hosts import Hosts

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from baton.node.assembly import Node
 from baton.protos.v1 import node_status_pb2
 from baton.settings.node_config import NodeSettings
+from kvtransfer.records import PeerTraffic
 
 
 class ServedRole(Protocol):
@@ -16,8 +17,12 @@ class ServedRole(Protocol):
     def servicers(self) -> Mapping[str, object]:
         """The role's services by name."""
 
-    def fill_status(self, status: node_status_pb2.NodeStatus) -> None:
-        """Adds peers, leases and refusals to a status."""
+    def fill_status(self, status: node_status_pb2.NodeStatus, traffic: Mapping[int, PeerTraffic]) -> None:
+        """Adds peers, leases and refusals to a status.
+
+        Args:
+            traffic: of the transfer with each connected peer, now.
+        """
 
     def knows(self, request_id: str) -> bool:
         """Whether this request of the engine belongs to the role."""

@@ -15,6 +15,7 @@ from baton.metrics.metric import SwitchOutcome
 from baton.node.assembly import Node
 from baton.node.cache_events import CacheEvents
 from baton.node.metrics import NodeMetrics
+from baton.node.own_status import own_status
 from baton.node.role import RoleKind, ServedRole
 from baton.node.role_services import RoleServices
 from baton.node.waiting import until
@@ -88,8 +89,9 @@ class RoleSwitch:
         self._serve()
 
     def status(self) -> node_status_pb2.NodeStatus:
-        message = self._node.status(draining=self._stop.is_set() or self._next is not None)
-        self.role.fill_status(message)
+        counters = self._node.transfer.counters()
+        message = own_status(self._node, counters, draining=self._stop.is_set() or self._next is not None)
+        self.role.fill_status(message, counters.peers)
         if self._next is not None:
             message.next_role = self._next
         return message

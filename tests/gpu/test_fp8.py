@@ -1,6 +1,7 @@
-"""fp8 weights on a GPU: products at the shapes of served models equal their twin, a token's bits do not depend on the
-batch where that is asked for, layers can be captured, and checkpoints and dummy weights get there fast."""
+"""Weights of 8 bits on a GPU: products at the shapes of served models equal their twin, a token's bits do not depend on
+the batch where that is asked for, layers can be captured, and checkpoints and dummy weights get there fast."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from torch import Tensor
 from baton.models.checkpoint.checkpoint import read_checkpoint
 from baton.models.checkpoint.tensor_reader import read_into
 from baton.models.config.quantization.config import Fp8Config, Granularity
+from baton.models.config.quantization.int8_config import Int8Config
 from baton.models.formats import fp8
 from baton.models.kernels.quantized import fp8_library, fp8_quantize
 from baton.models.layers.linear import FusedLinear, Linear
 from baton.models.loading.dummy import fill_at_random
 from baton.models.quantization.fp8_linear import Fp8Linear, multiplies_fp8
+from baton.models.quantization.int8_linear import Int8Linear
 from baton.tritonlib import launch
 
 pytestmark = pytest.mark.gpu
@@ -43,15 +46,33 @@ KINDS = [
 ]
 
 
+INT8 = Int8Config("int8", by_channel=True, static_inputs=False)
+
+
 def layer_of(config: Fp8Config, parts: tuple[int, ...], channels: int, *, bias: bool = False) -> Fp8Linear:
-    torch.manual_seed(0)
+    layer = Fp8Linear(plain_layer(parts, channels, bias=bias), "part0", config, device=DEVICE)
+    fill(layer, largest=448)
+    return layer
+
+
+def int8_layer_of(parts: tuple[int, ...], channels: int) -> Int8Linear:
+    layer = Int8Linear(plain_layer(parts, channels), "part0", INT8, device=DEVICE)
+    fill(layer, largest=127)
+    return layer
+
+
+def plain_layer(parts: tuple[int, ...], channels: int, *, bias: bool = False) -> Linear:
     with DEVICE:
+        if len(parts) == 1:
+            return Linear(channels, parts[0], dtype=torch.bfloat16, bias=bias)
         named = tuple((f"part{index}", rows) for index, rows in enumerate(parts))
-        fused = FusedLinear(channels, named, dtype=torch.bfloat16, bias=bias)
-        single = Linear(channels, parts[0], dtype=torch.bfloat16, bias=bias)
-    layer = Fp8Linear(fused if len(parts) > 1 else single, "part0", config, device=DEVICE)
+        return FusedLinear(channels, named, dtype=torch.bfloat16, bias=bias)
+
+
+def fill(layer: Fp8Linear | Int8Linear, *, largest: int) -> None:
+    torch.manual_seed(0)
     layer.requires_grad_(requires_grad=False)
-    layer.weight.copy_((torch.randn(layer.weight.shape, device=DEVICE) * 60).clamp(-448, 448))
+    layer.weight.copy_((torch.randn(layer.weight.shape, device=DEVICE) * 60).clamp(-largest, largest))
     if layer.bias is not None:
         layer.bias.normal_()
     for index, (_, scale, input_scale) in enumerate(layer.checkpoint_scales()):
@@ -59,7 +80,6 @@ def layer_of(config: Fp8Config, parts: tuple[int, ...], channels: int, *, bias: 
         if input_scale is not None:
             input_scale.fill_(0.02)
     layer.finish()
-    return layer
 
 
 def twin(layer: Fp8Linear, x_TK: Tensor) -> Tensor:
@@ -143,13 +163,15 @@ def test_a_captured_layer_replays(config: Fp8Config, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 32])
-@pytest.mark.parametrize("config", KINDS[:3:2], ids=lambda config: str(config.weights))
+@pytest.mark.parametrize(
+    "make", [partial(layer_of, KINDS[0]), partial(layer_of, KINDS[2]), int8_layer_of], ids=["block", "channel", "int8"]
+)
 def test_a_captured_chain_of_products_gives_the_bits_of_one_by_one(
-    config: Fp8Config, tokens: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[tuple[int, ...], int], Linear], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each product reads the output of the one before it, while its own weights are being loaded."""
     shapes = [((4096, 1024, 1024), 4096), ((4096,), 6144), ((14336, 14336), 4096), ((4096,), 28672)]
-    layers = [layer_of(config, parts, channels) for parts, channels in shapes]
+    layers = [make(parts, channels) for parts, channels in shapes]
 
     def chain(x_TK: Tensor) -> Tensor:
         for _ in range(3):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.kernels.mla import plan as plans
 from attention.kernels.mla.decode import mla_decode_attention
 from attention.kernels.mla.plan import MLADecodePlan, make_mla_decode_plan
 from baton.tritonlib.hopper_check import is_hopper
@@ -21,8 +20,7 @@ SCALE = 192**-0.5
 LENS = [0, 1, 63, 64, 65, 500, 2047, 2048, 128, 2048]
 
 
-def plan_of(num_heads: int, monkeypatch: pytest.MonkeyPatch, *, split_tokens: int | None = None) -> MLADecodePlan:
-    monkeypatch.setattr(plans, "GATHERS_ON_HOPPER", True)
+def plan_of(num_heads: int, *, split_tokens: int | None = None) -> MLADecodePlan:
     num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     return make_mla_decode_plan(
         num_heads=num_heads, latent_channels=LATENT, max_num_reqs=512, max_model_len=TOP_K, num_sms=num_sms,
@@ -68,9 +66,9 @@ def check_equal(new: tuple[Tensor, Tensor], old: tuple[Tensor, Tensor]) -> None:
 @pytest.mark.parametrize("num_heads", [16, 32, 64, 128, 40])
 @pytest.mark.parametrize("lens", [LENS, [2048], [1], [2048] * 32, [2048 - row for row in range(300)]], ids=len)
 def test_results_are_those_of_the_kernel_for_any_gpu(
-    lens: list[int], num_heads: int, split_tokens: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    lens: list[int], num_heads: int, split_tokens: int | None, dtype: torch.dtype
 ) -> None:
-    plan = plan_of(num_heads, monkeypatch, split_tokens=split_tokens)
+    plan = plan_of(num_heads, split_tokens=split_tokens)
     assert (plan.gathered is not None) == is_hopper(DEVICE)
     kv, queries = cache_of(dtype), queries_of(lens, num_heads, dtype)
     old = attended(replace(plan, gathered=None), kv, *queries)
@@ -78,16 +76,16 @@ def test_results_are_those_of_the_kernel_for_any_gpu(
         check_equal(attended(plan, kv, *queries), old)
 
 
-def test_the_same_call_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, kv = plan_of(128, monkeypatch), cache_of(torch.bfloat16)
+def test_the_same_call_has_the_same_bits() -> None:
+    plan, kv = plan_of(128), cache_of(torch.bfloat16)
     queries = queries_of([2048] * 16 + LENS, 128, torch.bfloat16)
     first = attended(plan, kv, *queries)[0]
     for _ in range(200):
         assert torch.equal(attended(plan, kv, *queries)[0], first)
 
 
-def test_a_captured_step_is_right_for_other_counts_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, kv = plan_of(128, monkeypatch), cache_of(torch.bfloat16)
+def test_a_captured_step_is_right_for_other_counts_and_slots() -> None:
+    plan, kv = plan_of(128), cache_of(torch.bfloat16)
     q_RHC, counts, slots_RK = queries_of(LENS, 128, torch.bfloat16)
     out = torch.empty(len(LENS), 128, LATENT, dtype=torch.bfloat16, device=DEVICE)
 

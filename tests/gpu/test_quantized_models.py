@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.models.families.reader import read_config
-from baton.models.kernels.quantized import mxfp4_experts, packed_experts, packed_gemm, packed_tma
+from baton.models.kernels.quantized import few_tokens, mxfp4_experts, packed_experts, packed_gemm, packed_tma
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.loading.loader import load_model
 from baton.models.quantization.fp8_linear import Fp8Linear, multiplies_fp8
@@ -62,6 +62,7 @@ _GPT_OSS = _SHARED | {"intermediate_size": 512, "head_dim": 64, "num_experts_per
 LINEAR = frozenset({"few rows", "copies"})
 EXPERTS = frozenset({"experts"})
 TILED_EXPERTS = frozenset({"experts in tiles"})
+FEW_TOKENS = frozenset({"few tokens of 8 bits"})
 
 
 class Bound(NamedTuple):
@@ -115,7 +116,7 @@ def fp8(quantizer: Quantizer, quantization: dict[str, Any], scale: str, input_sc
             fields=_LLAMA,
         )
 
-    return Scheme(save, OF_FP8)
+    return Scheme(save, OF_FP8, FEW_TOKENS)
 
 
 AWQ = AWQ_CONFIG | {"group_size": GROUP}
@@ -133,7 +134,7 @@ SCHEMES = {
         "Llama", _LLAMA, packed_config(group_size=GROUP, symmetric=False, actorder="group")
     ),
     "w4a16 experts": packed("Mixtral", _MIXTRAL, packed_config(group_size=64), LINEAR | EXPERTS),
-    "w8a8": packed("Llama", _LLAMA, int8_config(static=False), frozenset(), bound=OF_INT8),
+    "w8a8": packed("Llama", _LLAMA, int8_config(static=False), FEW_TOKENS, bound=OF_INT8),
     "fp8 blocks": fp8(by_block, DEEPSEEK, "weight_scale_inv"),
     "fp8 channels": fp8(by_channel, COMPRESSED_DYNAMIC, "weight_scale"),
     "fp8 tensors, inputs by a given scale": fp8(by_tensor, AUTO_FP8, "weight_scale", 0.1),
@@ -158,10 +159,11 @@ def logits_of(directory: Path, dtype: str, device: str) -> tuple[CausalLM, Tenso
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Kernels for Hopper that were launched since the test began."""
     seen: set[str] = set()
-    for kernels in (packed_gemm._HOPPER, packed_experts._HOPPER, mxfp4_experts._HOPPER):
+    for kernels in (packed_gemm._HOPPER, packed_experts._HOPPER, mxfp4_experts._HOPPER, few_tokens.HOPPER):
         has_hopper_kernels(torch.device(DEVICE), kernels)  # with an unmeasured Triton, this launches them
     copies, few = packed_tma.multiply, packed_gemm.Product.launch_on_hopper
     step_of, tiled = packed_experts.hopper_step, mxfp4_experts.multiply_tiled
+    of_8_bits = few_tokens.multiply
 
     def multiply(*args: Any, **options: Any) -> Tensor:
         seen.add("copies")
@@ -180,6 +182,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         seen.update(TILED_EXPERTS)
         return tiled(*args, **options)
 
+    def multiply_few_tokens(*args: Any, **options: Any) -> Tensor:
+        seen.update(FEW_TOKENS)
+        return of_8_bits(*args, **options)
+
+    monkeypatch.setattr(few_tokens, "multiply", multiply_few_tokens)
     monkeypatch.setattr(mxfp4_experts, "multiply_tiled", multiply_tiled)
     monkeypatch.setattr(packed_tma, "multiply", multiply)
     monkeypatch.setattr(packed_gemm.Product, "launch_on_hopper", launch_on_hopper)

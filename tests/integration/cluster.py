@@ -170,11 +170,11 @@ def _prepare_node(prepare: Callable[[], None] | None, more_ranks: int) -> None:
     A node that stood still for a while is not stuck, for which gateways would choose other ones. One that ends has the
     time that it needs to write the KV that it keeps.
     """
-    from baton.node import assembly, process  # here, because they import torch
+    from baton.node import own_status, process  # here, because they import torch
     from baton.node.ranks import group, serving
 
     StepMeter.observe = _observe_steady  # type: ignore[assignment, method-assign]
-    assembly.STUCK_AFTER_S = process.STUCK_AFTER_S = serving._STUCK_AFTER_S = DEADLINE_S  # type: ignore[attr-defined]
+    own_status.STUCK_AFTER_S = process.STUCK_AFTER_S = serving._STUCK_AFTER_S = DEADLINE_S  # type: ignore[attr-defined]
     tiered_prefixes._FIND_S = tiered_prefixes._LOAD_S = DEADLINE_S
     offload_calls.FIND_LIMIT_S = offload_queue.STUCK_AFTER_S = offload_tiers._CLOSE_TIMEOUT_S = DEADLINE_S
     process._CLOSE_S = group._END_TIMEOUT_S = DEADLINE_S

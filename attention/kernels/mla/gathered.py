@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attention.kernels.mla.hopper_attend import LATENT, ROTARY, STAGES, LatentResults, attend, new_buffers
 from attention.kernels.mla.hopper_work import find_work, next_request, request_cost, tiles_with_keys
 from attention.kernels.mla.plan import LOG2_E, TILE, MLADecodePlan, heads_of_a_program, requests_of_a_block
+from baton.tritonlib.gluon_launch import await_warps
 
 # Registers of a gathering thread, for four rows' pointers and the next rows' slots.
 _REGISTERS = 72
@@ -193,7 +194,7 @@ def _gather_tiles(
             # NOTE: the tensor cores read by another path than the copies wrote, so each thread fences its own writes
             # before one thread reports them all.
             fence_async_shared()
-            gl.thread_barrier()
+            await_warps()
             mbarrier.arrive(full.index(buffer), count=1)
             count += 1
         request, request_start, position = next_request(work, request, request_start, cost)

@@ -22,8 +22,6 @@ from baton.tritonlib.hopper_check import HopperKernels, has_hopper_kernels, prob
 
 TILE = 64
 LOG2_E = 1.4426950408889634
-# Whether the Hopper kernel attends to selected tokens. Off until tests/gpu/test_gathered.py has passed.
-GATHERS_ON_HOPPER = True
 # Most query tiles of a launch, whose programs each read all lengths.
 MAX_QUERY_TILES = 512
 _TILE_MEMBERS = 64
@@ -85,7 +83,7 @@ def make_mla_decode_plan(
         partial_output=torch.empty(slots, num_heads, latent_channels, dtype=torch.float32, device=device),
         partial_lse=torch.empty(slots, num_heads, dtype=torch.float32, device=device),
         hopper=_hopper_kernel("hopper", device),
-        gathered=_hopper_kernel("gathered", device) if GATHERS_ON_HOPPER else None,
+        gathered=_hopper_kernel("gathered", device),
         tile_tokens=tile_tokens,
     )
 

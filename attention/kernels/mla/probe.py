@@ -1,4 +1,5 @@
-"""Compares the Hopper and the portable kernel of latent attention on a small decode step and on a few prompt tokens."""
+"""Compares the Hopper kernels of latent attention with the portable one on small decode steps, also of selected tokens,
+and on a few prompt tokens."""
 
 from collections.abc import Callable, Iterator
 
@@ -24,9 +25,10 @@ _PROMPT_TOKENS = 8
 
 
 def compare_on_hopper(device: torch.device) -> Iterator[Pair]:
-    from attention.kernels.mla import hopper
+    from attention.kernels.mla import gathered, hopper
 
-    return compare(device, hopper.launch)
+    yield from compare(device, hopper.launch)
+    yield from compare_selected(device, gathered.launch)
 
 
 def compare(device: torch.device, launch: Callable[..., None]) -> Iterator[Pair]:
@@ -48,6 +50,28 @@ def compare(device: torch.device, launch: Callable[..., None]) -> Iterator[Pair]
     plan = _plan(heads, len(_TILES) * _PROMPT_TOKENS, device, split_tiles=2, tile_tokens=tile_tokens_of(heads))
     lens, tiles = (torch.tensor(rows, dtype=torch.int32, device=device) for rows in (_TILE_LENS, _TILES))
     yield from _pairs(launch, plan, q_THC, kv_layer, lens, table, tiles)
+
+
+def compare_selected(device: torch.device, launch: Callable[..., None]) -> Iterator[Pair]:
+    """As `compare`, of a decode step over selected tokens; `launch` has `gathered.launch`'s signature."""
+    numbers = torch.Generator(device).manual_seed(0)
+    counts = torch.tensor(_SEQ_LENS, dtype=torch.int32, device=device)
+    shape = 1, max(_SEQ_LENS), _BLOCK_SIZE, 1, _CHANNELS
+    kv_layer = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=numbers)
+    chosen_RK = (len(_SEQ_LENS), max(_SEQ_LENS))
+    slots_RK = torch.randint(shape[1] * _BLOCK_SIZE, chosen_RK, dtype=torch.int32, device=device, generator=numbers)
+    for heads in _HEADS:
+        shape_RHC = len(_SEQ_LENS), heads, _CHANNELS
+        q_RHC = torch.randn(shape_RHC, dtype=torch.bfloat16, device=device, generator=numbers)
+        plan, scale = _plan(heads, 2 * _NUM_WORKERS, device), _CHANNELS**-0.5
+        expected_RHL, out_RHL = torch.zeros(2, len(q_RHC), heads, _LATENT, dtype=torch.bfloat16, device=device)
+        expected_HR, lse_HR = torch.zeros(2, heads, len(q_RHC), device=device)
+        portable.launch(q_RHC, kv_layer, counts, slots_RK, plan, scale, None, expected_RHL, expected_HR, selected=True)
+        merge_splits(counts, plan, expected_RHL, expected_HR, None)
+        launch(q_RHC, kv_layer, counts=counts, slots=slots_RK, plan=plan, scale=scale, out=out_RHL, lse_HR=lse_HR)
+        merge_splits(counts, plan, out_RHL, lse_HR, None)
+        yield out_RHL, expected_RHL
+        yield lse_HR, expected_HR
 
 
 def _plan(heads: int, slots: int, device: torch.device, *, split_tiles: int = 0, tile_tokens: int = 1) -> MLADecodePlan:

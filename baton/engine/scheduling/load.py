@@ -33,8 +33,7 @@ def stream_blocks(roster: Roster, blocks: RequestBlocks, limits: EngineLimits, b
         return blocks.num_blocks
     if num_streams + 1 > share * roster.seats:
         return 0
-    held = blocks.num_blocks - blocks.num_free - roster.num_prompt_blocks
-    return int(share * blocks.num_blocks) - held
+    return int(share * blocks.num_blocks) - roster.num_stream_blocks
 
 
 def engine_load(

@@ -68,9 +68,9 @@ class Roster:
         return sum(1 for state in self._by_id.values() if not state.prefill_only)
 
     @property
-    def num_prompt_blocks(self) -> int:
-        """Number of blocks of `prefill_only` requests; a block that two of them share counts twice."""
-        return sum(len(state.blocks) for state in self._by_id.values() if state.prefill_only)
+    def num_stream_blocks(self) -> int:
+        """Number of distinct blocks of requests that decode here, now or later."""
+        return self._num_blocks(lambda state: not state.prefill_only)
 
     def last_decoder(self, pool: int) -> RequestState:
         """The running request of the pool that is preempted first: the one at the last place."""
@@ -79,11 +79,15 @@ class Roster:
     @property
     def num_leased(self) -> int:
         """Number of distinct blocks of requests whose KV is being received or sent."""
-        leased: defaultdict[int, set[int]] = defaultdict(set)
+        return self._num_blocks(lambda state: state.phase in (RequestPhase.RESERVED, RequestPhase.HELD))
+
+    def _num_blocks(self, counts: Callable[[RequestState], bool]) -> int:
+        """Number of distinct blocks of the requests that count."""
+        blocks: defaultdict[int, set[int]] = defaultdict(set)
         for state in self._by_id.values():
-            if state.phase in (RequestPhase.RESERVED, RequestPhase.HELD):
-                leased[state.pool].update(state.blocks)
-        return sum(map(len, leased.values()))
+            if counts(state):
+                blocks[state.pool].update(state.blocks)
+        return sum(map(len, blocks.values()))
 
     def decoding(self) -> list[RequestState]:
         """The running requests whose prompts are computed, except `prefill_only` ones."""

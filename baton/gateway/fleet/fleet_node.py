@@ -13,10 +13,8 @@ from typing import TypeAlias
 from baton.core.costs import StepCosts
 from baton.core.errors import shortened
 from baton.core.limits import TOPOLOGY_LABELS_MAX
-from baton.core.pools import blocks_for, take_from_roomiest
 from baton.core.types import AdapterRef
-from baton.gateway.core.shared_sends import NOTHING, NodeSends, SentWork
-from baton.gateway.fleet.backlog import Backlog
+from baton.gateway.core.shared_sends import NodeSends
 from baton.gateway.fleet.cache_position import CachePosition
 from baton.gateway.fleet.node_costs import DECODE_STEP, PROMPT_STEP, NodeCosts
 from baton.gateway.fleet.node_report import (
@@ -25,7 +23,6 @@ from baton.gateway.fleet.node_report import (
     kept_kind,
     load_of,
     refuses_for_good,
-    seconds_of,
     shared_store,
     to_view,
 )
@@ -33,6 +30,7 @@ from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.pair_choice import Candidate
 from baton.gateway.fleet.prediction import prompt_s
 from baton.gateway.fleet.second_token import SecondTokenDelay
+from baton.gateway.fleet.unreported_work import UnreportedWork
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert_node import costs_from_proto, describe_loading
 from baton.rpc.revisions import revision_of
@@ -91,16 +89,13 @@ class FleetNode:
         self._costs: StepCosts | None = None  # used to choose the node, see `use_costs`
         self._choices = choices
         self._sends = sends
-        self._sends_version = 0  # the last version of `_sends` that was counted
-        self._sent_by_others = NOTHING if sends is None else sends.by_others()  # as the view and the backlog have it
-        self._last_choice = self._requests_since = self._prompts_since = self._tokens_since = 0
+        self._work = UnreportedWork(sends, decodes=role == node_status_pb2.ROLE_DECODE)
+        self._last_choice = 0
         self._candidate_state: tuple[object, ...] = (None,) * 5
         self._candidate = Candidate(address, 0, "", open=False, reachable=False)
         # Answers to Connect calls since the last status, and whether `peers` has any that no status has.
         self._answers: dict[int, node_status_pb2.PeerState] = {}
         self._peers_answered = False
-        self._open_blocks = [0]  # open blocks of each pool, less those of requests sent since the status
-        self._backlog = Backlog()
 
     @property
     def name(self) -> str:
@@ -118,10 +113,6 @@ class FleetNode:
     def serves(self) -> bool:
         """Whether the node works on requests; a draining node still does."""
         return self.reachable and not self.detail
-
-    @property
-    def _block_size(self) -> int:
-        return max(1, self.status.info.cache_shape.block_size)
 
     @property
     def cache_kind(self) -> tuple[str, int]:
@@ -171,7 +162,7 @@ class FleetNode:
     @property
     def unconfirmed(self) -> bool:
         """Whether requests were sent to the node since its last status."""
-        return self._requests_since > 0
+        return self._work.requests > 0
 
     @property
     def never_connected(self) -> bool:
@@ -179,9 +170,9 @@ class FleetNode:
 
     def view(self) -> NodeView:
         """The view of the node in its role."""
-        if self._sends is not None and self._sends.version != self._sends_version:
-            self._sends_version = self._sends.version
-            self._note_others(self._sends.by_others())
+        work = self._work
+        if work.count_others():
+            self._view = None
         view = self._view
         if view is None or view.open != self.open:
             view = self._view = replace(
@@ -190,10 +181,10 @@ class FleetNode:
                 ready_peers=self.ready_peers,
                 peer_bytes_per_s=self._peer_bytes_per_s,
                 adapters=self.adapters,
-                requests_since=self._requests_since,
-                streams_since=self._requests_since - self._prompts_since,
-                tokens_since=self._tokens_since,
-                room_tokens=max(self._open_blocks) * self._block_size,
+                requests_since=work.requests,
+                streams_since=work.requests - work.prompts,
+                tokens_since=work.tokens,
+                room_tokens=work.room_tokens,
                 turn=self._last_choice,
                 name=self.name,
             )
@@ -213,14 +204,11 @@ class FleetNode:
 
     def queue_s(self, now_s: float) -> float:
         """Predicted wait of a prompt that is sent now."""
-        return self._backlog.at(now_s)
+        return self._work.queue_s(now_s)
 
     def note_prompt(self, start: int, stop: int, now_s: float) -> None:
         """Adds the prompt tokens from `start` to `stop`, which the node will compute, to its backlog."""
-        seconds = prompt_s(self.view(), start, stop)
-        self._backlog.add(seconds, now_s)
-        if self._sends is not None:
-            self._sends.add_prompt(seconds)
+        self._work.add_prompt(prompt_s(self.view(), start, stop), now_s)
 
     def note_sent(self, num_tokens: int, *, cached_tokens: int = 0, decodes: bool = True) -> None:
         """Records that a request was sent to the node, which has cached `cached_tokens` of its tokens.
@@ -229,29 +217,7 @@ class FleetNode:
             decodes: whether the request also decodes there.
         """
         self._last_choice = next(self._choices)
-        self._requests_since += 1
-        self._prompts_since += not decodes
-        self._tokens_since += num_tokens - cached_tokens
-        # The node counts one more token too: the first decoded one.
-        take_from_roomiest(self._open_blocks, blocks_for(num_tokens + 1 - cached_tokens, self._block_size))
-        self._view = None
-        if self._sends is not None:
-            self._sends.add_request(num_tokens - cached_tokens)
-
-    def _note_others(self, sent: SentWork) -> None:
-        """Counts what other processes of this gateway have sent to the node since its last status."""
-        before = self._sent_by_others
-        if sent == before:
-            return
-        self._sent_by_others = sent
-        requests, tokens = sent.requests - before.requests, sent.tokens - before.tokens
-        self._requests_since += requests
-        if self.role == node_status_pb2.ROLE_PREFILL:  # most of them decode elsewhere
-            self._prompts_since += requests
-        self._tokens_since += tokens
-        for _ in range(requests):  # in equal parts, because only their sum is known
-            take_from_roomiest(self._open_blocks, blocks_for(tokens // requests + 1, self._block_size))
-        self._backlog.add_earlier((sent.prompt_ns - before.prompt_ns) / 1e9)
+        self._work.add_request(num_tokens, cached_tokens=cached_tokens, decodes=decodes)
         self._view = None
 
     def use_costs(self, costs: StepCosts | None) -> None:
@@ -283,12 +249,8 @@ class FleetNode:
             self._take_peers(peers | newer)
             self._answers, self._peers_answered = {}, bool(newer)
         self.reachable, self.loading, self.detail = True, False, detail
-        self._requests_since = self._prompts_since = self._tokens_since = 0
-        if self._sends is not None:
-            self._sent_by_others = self._sends.by_others()
-        self._open_blocks = list(status.blocks_open) or [status.blocks_free]
+        self._work.reported(status, now_s)
         self._view = None
-        self._backlog.reported(seconds_of(status.backlog_s), now_s)
 
     def _forget_process(self, incarnation: int) -> None:
         """Forgets what another process of the node had or taught, at the first status of a new one."""
@@ -357,14 +319,10 @@ class FleetNode:
 
     def take_confirmation(self, now_s: float) -> None:
         """Records that the last status is true still: requests sent since have not changed the node's load."""
-        if self._sends is not None:
-            self._sent_by_others = self._sends.by_others()
-        if self._requests_since:
-            self._requests_since = self._prompts_since = self._tokens_since = 0
-            self._open_blocks = list(self.status.blocks_open) or [self.status.blocks_free]
+        if self._work.requests:
             self._view = None
+        self._work.reported(self.status, now_s)
         self.costs.still(works=has_requests(self.status), now_s=now_s)
-        self._backlog.reported(seconds_of(self.status.backlog_s), now_s)
 
 
 def settled(prefill: FleetNode, decode: FleetNode) -> bool:

@@ -102,7 +102,8 @@ class OutputRunner:
         machine = RequestMachine(request, self._rules, self._connections.fleet, detokenizer, self._meter)
         chat: ChatOutput | None = None
         if prepared.parser is not None:
-            chat = ChatOutput(prepared.parser(f"{request.request_id}/{index}"), tokens_last=skip is not None)
+            parser = prepared.parser(f"{request.request_id}/{index}")
+            chat = ChatOutput(parser, stops=request.sampling.stop, tokens_last=skip is not None)
             write = partial(_write_chat, chat, write)
         if request.output:
             await asyncio.to_thread(_resume, machine, request.output, chat, skip)
@@ -137,12 +138,14 @@ class ChatOutput:
     another order, further messages with only `chat` follow.
 
     Args:
+        stops: the output's stop strings.
         tokens_last: whether the last of these messages has the tokens instead of the first one, so that a client that
             has received tokens has also received all of their content.
     """
 
-    def __init__(self, parser: OutputParser, *, tokens_last: bool = False) -> None:
+    def __init__(self, parser: OutputParser, *, stops: Sequence[str] = (), tokens_last: bool = False) -> None:
         self._parser = parser
+        self._stops = stops
         self._tokens_last = tokens_last
 
     def messages(self, message: pb.GenerateResponse) -> list[pb.GenerateResponse]:
@@ -150,7 +153,7 @@ class ChatOutput:
         deltas = self._parser.push(message.text) if message.text else []
         if message.finish_reason:
             cut = message.finish_reason == common_pb2.FINISH_REASON_LENGTH
-            deltas = [*deltas, *self._parser.finish(cut=cut)]
+            deltas = [*deltas, *self._parser.finish(cut=cut, stopped=message.stop_reason in self._stops)]
         if not deltas:
             return [message]
         if len(deltas) == 1 and not (deltas[0].reasoning or deltas[0].tool_calls):  # nearly every message

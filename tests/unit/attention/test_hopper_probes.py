@@ -12,6 +12,7 @@ from attention.kernels.blocksparse.prefill import blocksparse_prefill, prefill_t
 from attention.kernels.blocksparse.probe import compare as compare_blocksparse
 from attention.kernels.mla import portable as portable_mla
 from attention.kernels.mla.probe import compare as compare_mla
+from attention.kernels.mla.probe import compare_selected
 from attention.kernels.paged import portable
 from attention.kernels.paged.call import AttentionCall
 from attention.kernels.paged.probe import compare as compare_paged
@@ -48,6 +49,17 @@ def mla(*, wrong: bool) -> HopperVerdict:
     return check(HopperKernels("mla", lambda device: compare_mla(device, launch)), DEVICE_)
 
 
+def selected(*, wrong: bool) -> HopperVerdict:
+    def launch(q_RHC: Tensor, kv_layer: Tensor, *, out: Tensor, **options: Any) -> None:
+        counts, slots, plan = options["counts"], options["slots"], options["plan"]
+        if wrong:
+            slots = slots.flip(0)
+        rest = plan, options["scale"], None, out, options["lse_HR"]
+        portable_mla.launch(q_RHC, kv_layer, counts, slots, *rest, selected=True)
+
+    return check(HopperKernels("selected", lambda device: compare_selected(device, launch)), DEVICE_)
+
+
 def blocksparse(*, wrong: bool) -> HopperVerdict:
     def launch(q_THD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, *, out: Tensor, **options: Any) -> bool:
         given = {name: options[name] for name in ("query_start_loc", "seq_lens", "block_table", "scale")}
@@ -65,12 +77,12 @@ def blocksparse(*, wrong: bool) -> HopperVerdict:
     return check(HopperKernels("sparse", lambda device: compare_blocksparse(device, launch)), DEVICE_)
 
 
-@pytest.mark.parametrize("probe", [paged, mla, blocksparse])
+@pytest.mark.parametrize("probe", [paged, mla, selected, blocksparse])
 def test_a_right_kernel_passes(probe: Any) -> None:
     assert probe(wrong=False) == HopperVerdict(0.0)
 
 
-@pytest.mark.parametrize("probe", [paged, mla, blocksparse])
+@pytest.mark.parametrize("probe", [paged, mla, selected, blocksparse])
 def test_a_wrong_kernel_is_refused(probe: Any) -> None:
     verdict = probe(wrong=True)
     assert not verdict.passed

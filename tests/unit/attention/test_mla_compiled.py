@@ -1,5 +1,6 @@
 """The latent kernels with rows in order compile for an H200 at the sizes of DeepSeek-V2-Lite and V3, fit its shared
-memory, and a decode has a prompt's additions: the compiler fused the same ones with products in both."""
+memory, and a decode has a prompt's additions: the compiler fused the same ones with products in both. The
+kernel for selected tokens compiles and fits, too."""
 
 import os
 import subprocess
@@ -16,7 +17,7 @@ import torch
 import triton
 from tests import compile_only
 from triton.runtime.jit import JITFunction
-from attention.kernels.mla import hopper, portable
+from attention.kernels.mla import gathered, hopper, portable
 from attention.kernels.mla.merge import merge_splits
 from attention.kernels.mla.plan import make_mla_decode_plan
 
@@ -41,6 +42,12 @@ def launch(kernels, heads, tiles):
     kv_layer = torch.zeros(1, 4, 64, 1, 576, dtype=torch.bfloat16)
     lens, table = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
     given = {"seq_lens": lens, "block_table": table, "plan": plan, "scale": 0.5, "out": out, "lse_HR": None}
+    if kernels == "gathered":
+        slots = torch.zeros(4, 64, dtype=torch.int32)
+        gathered.launch(
+            q_THC, kv_layer, counts=lens, slots=slots, plan=plan, scale=0.5, out=out, lse_HR=None
+        )
+        return
     if kernels == "hopper":
         hopper.launch(q_THC, kv_layer, tiles=tiles, **given)
     else:
@@ -62,6 +69,12 @@ for kernels in ("hopper", "portable"):
         assert additions(attend)["HGMMA"] > 0
         assert additions(attend) == additions(attend_tiles), (kernels, heads)
         assert additions(merge) == additions(merge_tiles), (kernels, heads)
+
+for heads in (16, 128):
+    compiled.clear()
+    launch("gathered", heads, None)
+    (attend,) = compiled
+    assert attend.metadata.shared <= SHARED_MAX and additions(attend)["HGMMA"] > 0, heads
 """
 
 

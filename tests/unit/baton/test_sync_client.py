@@ -13,7 +13,8 @@ import grpc
 import pytest
 
 import baton
-from baton.client.sync import Client, _Call, _Stream
+from baton.client.loop_thread import Call, Stream
+from baton.client.sync import Client
 from baton.core.errors import Cancelled, NoNode
 from baton.protos.v1 import common_pb2, generation_pb2_grpc
 from baton.protos.v1 import generation_pb2 as pb
@@ -162,7 +163,7 @@ async def test_a_stream_ends_whose_next_event_is_still_awaited() -> None:
     """A Ctrl-C between the submission of the read and the wait for it leaves the read running."""
 
     async def use(client: Client) -> None:
-        stream = _Stream(client._client.generate("endless"))
+        stream = Stream(client._client.generate("endless"))
         assert await stream.next() is not None
         reading = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
@@ -236,7 +237,7 @@ async def test_a_call_that_is_stopped_before_it_began_ends_at_once() -> None:
     async def work() -> None:
         begun.append(work)
 
-    never, early = _Call(work), _Call(work)
+    never, early = Call(work), Call(work)
     never.stop()
     assert never.done.get(timeout=BOUND_S) is None
     early.begin()

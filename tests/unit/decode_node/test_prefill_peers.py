@@ -44,7 +44,8 @@ class Peers:
         return asyncio.create_task(self.all.serve(stream.incoming, stream.write))
 
     def phases(self) -> list[str]:
-        return [node_status_pb2.PeerPhase.Name(state.phase).removeprefix("PEER_PHASE_") for state in self.all.states()]
+        names = [node_status_pb2.PeerPhase.Name(state.phase) for state in self.all.states({})]
+        return [name.removeprefix("PEER_PHASE_") for name in names]
 
 
 @asynccontextmanager
@@ -110,7 +111,7 @@ async def test_a_ready_peers_messages_are_delivered_until_its_stream_ends(built:
             QuietReceived(number, quiet, node.incarnation),
             PeerLost(number, node.name, ()),
         ]
-        (state,) = peers.all.states()
+        (state,) = peers.all.states({})
         assert (state.phase, state.detail) == (node_status_pb2.PEER_PHASE_LOST, "its stream broke")
 
 
@@ -127,7 +128,7 @@ async def test_a_broken_link_ends_the_stream_so_that_the_pair_is_made_again(
         transfer._link_failed(transfer._ranks[0], number, DataLoss("the peer is gone"))
         await ended(serving)
         assert peers.delivered == [PeerLost(number, node.name, ())]
-        (state,) = peers.all.states()
+        (state,) = peers.all.states({})
         assert (state.phase, state.detail) == (node_status_pb2.PEER_PHASE_LOST, "the peer is gone")
         await node.transfer.disconnect(1)
         again = PairStream()
@@ -249,7 +250,7 @@ async def test_a_stream_without_hello_is_refused(built: BuiltRunner) -> None:
         stream.send(pb.PairRequest(quiet=pb.Quiet(lease=1)))
         with pytest.raises(PeerRefused, match="not a hello"):
             await ended(peers.serve(stream))
-        assert (peers.all.states(), peers.delivered) == ([], [])
+        assert (peers.all.states({}), peers.delivered) == ([], [])
 
 
 async def test_a_peer_with_another_model_is_refused_with_the_reason(built: BuiltRunner) -> None:
@@ -261,7 +262,7 @@ async def test_a_peer_with_another_model_is_refused_with_the_reason(built: Built
         await ended(peers.serve(stream))
         (refused,) = stream.received()
         assert [mismatch.field for mismatch in refused.refused.mismatches] == ["weights_digest"]
-        (state,) = peers.all.states()
+        (state,) = peers.all.states({})
         assert (state.phase, list(state.mismatches)) == (
             node_status_pb2.PEER_PHASE_REFUSED,
             list(refused.refused.mismatches),
@@ -287,7 +288,7 @@ async def test_a_link_below_the_floor_is_refused_with_its_measurement(built: Bui
         (mismatch,) = (await stream.receive()).refused.mismatches
         assert mismatch.field == "link"
         await ended(serving)
-        (state,) = peers.all.states()
+        (state,) = peers.all.states({})
         assert state.phase == node_status_pb2.PEER_PHASE_REFUSED
         assert state.gigabytes_per_s > 0
 
@@ -300,7 +301,7 @@ async def test_a_peer_that_refuses_the_link_itself_is_kept_as_refused(built: Bui
         assert (await stream.receive()).HasField("ready")
         stream.send(pb.PairRequest(refused=pb.PairRefused(mismatches=[node_status_pb2.Mismatch(field="link")])))
         await ended(serving)
-        (state,) = peers.all.states()
+        (state,) = peers.all.states({})
         assert (state.phase, [each.field for each in state.mismatches]) == (
             node_status_pb2.PEER_PHASE_REFUSED,
             ["link"],
@@ -313,7 +314,7 @@ async def test_a_peer_that_sends_no_warm_up_is_lost(built: BuiltRunner, monkeypa
         stream = PairStream()
         stream.send(hello(node))
         await ended(peers.serve(stream))
-        (state,) = peers.all.states()
+        (state,) = peers.all.states({})
         assert (state.phase, state.detail) == (node_status_pb2.PEER_PHASE_LOST, "no warm-up within 0.05 s")
 
 
@@ -374,4 +375,4 @@ async def test_lost_peers_are_forgotten_when_there_are_many(
             serving.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await ended(serving)
-        assert [state.address for state in peers.all.states()] == ["127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4"]
+        assert [state.address for state in peers.all.states({})] == ["127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4"]

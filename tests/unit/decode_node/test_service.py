@@ -91,7 +91,7 @@ async def test_the_status_counts_requests_that_wait_for_blocks(built: BuiltRunne
             assert (await read(session)).HasField("reserved")
         status = node_status_pb2.NodeStatus(requests_waiting=2, blocks_open=[33, 31])
         await until(lambda: driver.machine.waiting == 10)
-        service.fill_status(status)
+        service.fill_status(status, {})
         assert status.requests_waiting == 12
         assert sum(status.blocks_open) == 64 - 10 * 6, "they get their blocks before those that come now"
         assert service.busy

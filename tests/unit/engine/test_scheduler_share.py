@@ -45,6 +45,17 @@ def test_streams_leave_blocks_for_prompts_but_blocks_of_prompts_are_not_theirs()
     decode(scheduler, "c", 11)
 
 
+def test_a_block_that_prompts_share_gives_streams_no_more_room() -> None:
+    scheduler = make(num_blocks=16, stream_share=0.5, tokens=64)
+    for name in "pq":
+        scheduler.submit(request(name, [7] * 16, prefill_only=True), 0.0)
+        run(scheduler)
+    decode(scheduler, "a", 19)  # 5 blocks of at most 8
+    assert scheduler.load().blocks_free == 6, "`q` shares 3 of the 4 blocks of `p`"
+    with pytest.raises(Overloaded, match="decode elsewhere"):
+        scheduler.reservations.reserve(request("b", 15), 0.0)  # 4 blocks
+
+
 def test_a_request_that_needs_more_than_the_share_runs_if_it_is_the_only_one() -> None:
     scheduler = make(num_blocks=16, requests=1, stream_share=0.75, tokens=64)
     decode(scheduler, "a", 55)

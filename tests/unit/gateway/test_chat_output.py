@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from baton.gateway.serving.output_run import ChatOutput
 from baton.gateway.text.chat.types import ParsedDelta, ToolCallDelta
 from baton.protos.v1 import common_pb2
@@ -22,8 +24,8 @@ class Scripted:
         self.texts.append(text)
         return list(self._pushed.pop(0))
 
-    def finish(self, *, cut: bool) -> list[ParsedDelta]:
-        self.cut = cut
+    def finish(self, *, cut: bool, stopped: bool = False) -> list[ParsedDelta]:
+        self.cut, self.stopped = cut, stopped
         return self._held
 
 
@@ -51,6 +53,13 @@ def test_the_last_message_has_what_was_held_back() -> None:
     (last,) = output.messages(message(finish_reason=STOP))
     assert last == message(finish_reason=STOP, chat=pb.ChatDelta(content="<tool"))
     assert parser.texts == ["<tool"]
+
+
+@pytest.mark.parametrize(("ended_by", "stopped"), [("END", True), ("7", False), ("", False)])
+def test_the_parser_gets_to_know_that_a_stop_string_ended_the_output(ended_by: str, stopped: bool) -> None:
+    parser = Scripted()
+    ChatOutput(parser, stops=["END"]).messages(message(finish_reason=STOP, stop_reason=ended_by))
+    assert (parser.cut, parser.stopped) == (False, stopped)
 
 
 def test_pieces_of_one_tool_call_are_joined() -> None:

@@ -145,7 +145,7 @@ async def test_a_request_that_waits_for_room_gets_what_a_prompt_has_left() -> No
 
         def waiting() -> int:
             status = node_status_pb2.NodeStatus()
-            both.service.fill_status(status)
+            both.service.fill_status(status, {})
             return status.requests_waiting
 
         await holds(lambda: waiting() == 1)

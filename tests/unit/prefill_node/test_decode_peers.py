@@ -66,7 +66,7 @@ async def test_connecting_again_gives_the_same_peer() -> None:
         first, second = await asyncio.gather(known.for_ticket(ticket), known.for_ticket(ticket))
         assert first is second
         assert await known.connect(decode.address) is first.state
-        assert len(known.states()) == 1
+        assert len(known.states({})) == 1
 
 
 async def test_a_ticket_of_an_earlier_incarnation_is_refused() -> None:
@@ -101,7 +101,7 @@ async def test_an_address_without_a_listener_is_a_lost_peer(caplog: pytest.LogCa
         ticket = await decode.ticket(1, 10)
         with closed_addresses(1) as (ticket.decode_address,), pytest.raises(NoNode, match="decode-0 cannot be reached"):
             await known.for_ticket(ticket)
-        (state,) = known.states()
+        (state,) = known.states({})
         assert state.phase == node_status_pb2.PEER_PHASE_LOST
         assert [type(event) for event in events] == [PeerLost]
     assert not [record for record in caplog.records if record.exc_info]
@@ -174,7 +174,7 @@ async def test_a_lost_peer_is_reported_once_and_connecting_again_makes_another()
 
         after = await known.for_ticket(ticket)
         assert after.number != before.number
-        assert [state.phase for state in known.states()] == [node_status_pb2.PEER_PHASE_READY]
+        assert [state.phase for state in known.states({})] == [node_status_pb2.PEER_PHASE_READY]
 
 
 async def test_a_stream_that_breaks_is_reported_with_its_cause() -> None:
@@ -206,7 +206,7 @@ async def test_the_latest_lost_peers_stay_in_the_status() -> None:
         async with peers() as (known, _):
             for address in addresses:
                 await known.connect(address)
-            assert [state.address for state in known.states()] == addresses[-33:]
+            assert [state.address for state in known.states({})] == addresses[-33:]
 
 
 async def test_after_the_close_no_connection_is_made() -> None:
@@ -216,4 +216,4 @@ async def test_after_the_close_no_connection_is_made() -> None:
         await known.close()
         with pytest.raises(Draining):
             await known.connect(decode.address)
-        assert [state.phase for state in known.states()] == [node_status_pb2.PEER_PHASE_LOST]
+        assert [state.phase for state in known.states({})] == [node_status_pb2.PEER_PHASE_LOST]

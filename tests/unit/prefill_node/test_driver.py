@@ -105,7 +105,7 @@ async def test_a_decode_node_that_hangs_up_ends_its_calls() -> None:
         written = Written("progress", decode.hang_up)
         with pytest.raises((NoNode, DataLoss)):  # the stream or the link ends first
             await driver.prefill(await decode.request(1), written)
-        (state,) = driver.peers.states()
+        (state,) = driver.peers.states({})
         assert await until(lambda: state.phase == node_status_pb2.PEER_PHASE_LOST, timeout_s=120.0)
 
 
@@ -139,7 +139,7 @@ async def test_a_draining_node_refuses_calls_before_it_connects_to_the_peer() ->
         driver.deliver(DrainStarted())
         with pytest.raises(Draining):
             await driver.prefill(request, Written())
-        assert driver.peers.states() == []
+        assert driver.peers.states({}) == []
 
 
 async def test_a_call_that_runs_when_draining_begins_is_completed() -> None:

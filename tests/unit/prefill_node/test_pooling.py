@@ -20,7 +20,7 @@ def prompt_of(length: int, start: int | None = None) -> pb.PoolPrompt:
 
 async def test_prompts_of_one_call_come_back_in_order_and_hold_nothing() -> None:
     lengths = (1, 7, 30, 2)
-    async with served() as (service, stub):
+    async with served() as (_, service, stub):
         response = await stub.Pool(pb.PoolRequest(request_id="a", prompts=map(prompt_of, lengths)))
         vectors = [np.frombuffer(each.values, "<f4") for each in response.pooled]
         for length, vector in zip(lengths, vectors, strict=True):
@@ -34,7 +34,7 @@ async def test_prompts_of_one_call_come_back_in_order_and_hold_nothing() -> None
 
 
 async def test_a_wrong_prompt_ends_the_call_with_its_reason() -> None:
-    async with served() as (_, stub):
+    async with served() as (*_, stub):
         for wrong in (pb.PoolPrompt(), prompt_of(3, 3), pb.PoolPrompt(token_ids=[1], token_stop=1, classify=True)):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Pool(pb.PoolRequest(prompts=[prompt_of(5), wrong]))
@@ -42,7 +42,7 @@ async def test_a_wrong_prompt_ends_the_call_with_its_reason() -> None:
 
 
 async def test_a_cancelled_call_frees_its_blocks_and_a_draining_node_refuses() -> None:
-    async with served() as (service, stub):
+    async with served() as (_, service, stub):
         call = stub.Pool(pb.PoolRequest(prompts=[prompt_of(300, 0)] * 20))
         assert await until(lambda: service.busy, timeout_s=120.0)
         call.cancel()

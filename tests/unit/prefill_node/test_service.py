@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from baton.core.errors import Draining, InvalidRequest
+from baton.node.assembly import Node
 from baton.node.role_services import RoleServices
 from baton.node.waiting import until
 from baton.protos.internal.v1 import prefill_pb2 as pb
@@ -22,8 +23,8 @@ from tests.unit.prefill_node.nodes import decode_node, pause_steps, prefill_node
 @asynccontextmanager
 async def served(
     *, steps: float = math.inf
-) -> AsyncIterator[tuple[PrefillService, "prefill_pb2_grpc.PrefillAsyncStub"]]:
-    """A service whose engine runs so many steps, and the others once the test is over."""
+) -> AsyncIterator[tuple[Node, PrefillService, "prefill_pb2_grpc.PrefillAsyncStub"]]:
+    """A node and its service, whose engine runs so many steps, and the others once the test is over."""
     settings = prefill_settings()
     node = prefill_node(settings)
     allow = pause_steps(node)
@@ -37,7 +38,7 @@ async def served(
     async with node, connect(f"127.0.0.1:{port}") as channel:
         await server.start()
         try:
-            yield service, prefill_pb2_grpc.PrefillStub(channel)
+            yield node, service, prefill_pb2_grpc.PrefillStub(channel)
         finally:
             allow(math.inf)
             await service.close()
@@ -51,7 +52,7 @@ async def read_all(call: "grpc.aio.UnaryStreamCall[pb.PrefillRequest, pb.Prefill
 
 
 async def test_a_gateway_connects_two_nodes_and_prefills() -> None:
-    async with decode_node() as decode, served() as (service, stub):
+    async with decode_node() as decode, served() as (node, service, stub):
         state = await stub.Connect(pb.ConnectRequest(decode_address=decode.address))
         assert state.phase == node_status_pb2.PEER_PHASE_READY
         events = [event async for event in stub.Prefill(await decode.request(1, 20))]
@@ -59,13 +60,13 @@ async def test_a_gateway_connects_two_nodes_and_prefills() -> None:
         assert not service.busy
 
         status = node_status_pb2.NodeStatus()
-        service.fill_status(status)
+        service.fill_status(status, node.transfer.counters().peers)
         (peer,) = status.peers
         assert peer.bytes_total == events[-1].sent.bytes_sent
 
 
 async def test_errors_reach_the_gateway_with_their_details() -> None:
-    async with decode_node() as decode, served() as (_, stub):
+    async with decode_node() as decode, served() as (*_, stub):
         request = await decode.request(1, 20)
         request.ticket.token_stop = 21
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -76,7 +77,7 @@ async def test_errors_reach_the_gateway_with_their_details() -> None:
 
 
 async def test_a_call_that_the_gateway_cancels_is_given_up() -> None:
-    async with decode_node() as decode, served(steps=2) as (service, stub):
+    async with decode_node() as decode, served(steps=2) as (_, service, stub):
         call = stub.Prefill(await decode.request(1))
         assert isinstance(await call.read(), pb.PrefillEvent)
         assert service.busy
@@ -86,7 +87,7 @@ async def test_a_call_that_the_gateway_cancels_is_given_up() -> None:
 
 
 async def test_after_admission_has_stopped_calls_are_refused() -> None:
-    async with decode_node() as decode, served() as (service, stub):
+    async with decode_node() as decode, served() as (_, service, stub):
         service.stop_admission()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             [event async for event in stub.Prefill(await decode.request(1, 20))]
@@ -94,7 +95,7 @@ async def test_after_admission_has_stopped_calls_are_refused() -> None:
 
 
 async def test_closing_ends_the_calls_that_run() -> None:
-    async with decode_node() as decode, served(steps=2) as (service, stub):
+    async with decode_node() as decode, served(steps=2) as (_, service, stub):
         call = stub.Prefill(await decode.request(1))
         assert isinstance(await call.read(), pb.PrefillEvent)
         await service.close()

@@ -79,11 +79,12 @@ class OutputParser(Protocol):
         """Takes the next piece of text, and returns what it adds."""
         ...
 
-    def finish(self, *, cut: bool) -> list[ParsedDelta]:
+    def finish(self, *, cut: bool, stopped: bool = False) -> list[ParsedDelta]:
         """Ends the text, and returns what was held back.
 
         Args:
             cut: whether the output reached its limit. If so, an open call stays open; else it is closed as valid JSON.
+            stopped: whether a stop string ended the output, which may have come before anything of a call.
         """
         ...
 

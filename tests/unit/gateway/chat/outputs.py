@@ -29,12 +29,12 @@ class Answer:
                 self.calls[call.index] = (name, arguments + call.arguments)
 
 
-def answer_of(parser: OutputParser, pieces: Sequence[str], *, cut: bool = False) -> Answer:
-    """`cut`: the output reached its limit."""
+def answer_of(parser: OutputParser, pieces: Sequence[str], *, cut: bool = False, stopped: bool = False) -> Answer:
+    """`cut`: the output reached its limit. `stopped`: a stop string ended it."""
     answer = Answer()
     for piece in pieces:
         answer.add(parser.push(piece))
-    answer.add(parser.finish(cut=cut))
+    answer.add(parser.finish(cut=cut, stopped=stopped))
     return answer
 
 

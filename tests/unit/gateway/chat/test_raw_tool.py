@@ -19,9 +19,9 @@ REQUEST = ChatRequest(
 )
 
 
-def answer(directory: Path, family: str, *pieces: str, cut: bool = False, request: ChatRequest = REQUEST) -> Answer:
+def answer(directory: Path, family: str, *pieces: str, cut: bool = False, stopped: bool = False) -> Answer:
     model = chat_model(directory, family)
-    return answer_of(model.parser(request, model.prepare(request), "seed"), pieces, cut=cut)
+    return answer_of(model.parser(REQUEST, model.prepare(REQUEST), "seed"), pieces, cut=cut, stopped=stopped)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,14 @@ def test_an_empty_input_is_a_call_unless_the_output_was_cut_before_it(
 @pytest.mark.parametrize(
     ("family", "text"), [("r1", "Hm."), ("harmony", "<|channel|>analysis<|message|>Hm."), ("harmony", "")]
 )
-def test_an_output_that_a_stop_string_ends_before_its_input_is_no_call(family: str, text: str, tmp_path: Path) -> None:
+def test_an_output_that_ends_in_its_reasoning_is_no_call(family: str, text: str, tmp_path: Path) -> None:
     assert answer(tmp_path, family, text).calls == []
+
+
+@pytest.mark.parametrize(("family", "text"), [("hermes", ""), ("r1", "Hm.</think>"), ("unknown", "")])
+def test_a_stop_string_before_the_input_leaves_no_call(family: str, text: str, tmp_path: Path) -> None:
+    assert answer(tmp_path, family, text, stopped=True).calls == []
+    assert answer(tmp_path, family, text + "aa", stopped=True).calls == [("patch", "aa")]
 
 
 def test_ids_have_the_form_that_the_template_takes(tmp_path: Path) -> None:

@@ -79,17 +79,18 @@ class Collector:
         if text and self._wanted:
             self._deltas.append(ParsedDelta(tool_calls=(ToolCallDelta(index=self._calls - 1, arguments=text),)))
 
-    def finish(self, *, cut: bool = False) -> None:
+    def finish(self, *, whole: bool = True) -> None:
         """Ends the text. What was held back is the model's, unless it follows a call.
 
         Args:
-            cut: whether the output reached its limit. If not, an input that had begun is a call, even if it is empty.
+            whole: whether the model ended the output itself. If so, an input that had begun is a call, even if it is
+                empty.
         """
         if self._dropped is not None:
             self._content_delta(self._content.pass_on(self._dropped.flush()))
         self._reasoning_delta(self._reasoning.flush())
         self._content_delta(self._content.flush())
-        if self._input_of and self._content_began and not self._calls and not cut:
+        if self._input_of and self._content_began and not self._calls and whole:
             self._begin_call(self._input_of)
 
     @property

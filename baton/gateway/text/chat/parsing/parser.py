@@ -36,10 +36,10 @@ class FormatParser:
         self._cursor.push(text)
         return self._go_on()
 
-    def finish(self, *, cut: bool) -> list[ParsedDelta]:
+    def finish(self, *, cut: bool, stopped: bool = False) -> list[ParsedDelta]:
         self._cursor.ended, self._cursor.cut = True, cut
         deltas = self._go_on()
-        self._out.finish(cut=cut)
+        self._out.finish(whole=not cut and not stopped)
         return deltas + self._out.take()
 
     def _go_on(self) -> list[ParsedDelta]:

@@ -5,7 +5,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from operator import attrgetter
 
-from baton.engine.request import QueuePlace
+import numpy as np
+
+from baton.engine.request import IntArray, QueuePlace
 from baton.engine.scheduling.slices import StreamBound
 from baton.engine.scheduling.state import RequestPhase, RequestState
 
@@ -83,11 +85,11 @@ class Roster:
 
     def _num_blocks(self, counts: Callable[[RequestState], bool]) -> int:
         """Number of distinct blocks of the requests that count."""
-        blocks: defaultdict[int, set[int]] = defaultdict(set)
+        blocks: defaultdict[int, list[IntArray]] = defaultdict(list)
         for state in self._by_id.values():
             if counts(state):
-                blocks[state.pool].update(state.blocks)
-        return sum(map(len, blocks.values()))
+                blocks[state.pool].append(state.blocks)
+        return sum(int(np.count_nonzero(np.bincount(np.concatenate(each)))) for each in blocks.values())
 
     def decoding(self) -> list[RequestState]:
         """The running requests whose prompts are computed, except `prefill_only` ones."""

@@ -38,6 +38,8 @@ class FormatParser:
 
     def finish(self, *, cut: bool) -> list[ParsedDelta]:
         self._cursor.ended, self._cursor.cut = True, cut
+        if cut:
+            self._out.cut_off()
         deltas = self._go_on()
         self._out.finish(cut=cut)
         return deltas + self._out.take()

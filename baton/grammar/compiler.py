@@ -327,9 +327,9 @@ def _refused(grammar: Grammar, message: str) -> InvalidRequest:
         why = why.removeprefix("failed to compile JSON schema: ").removeprefix(": ")
         named = (name for part, name in _KEYWORDS_OF_MESSAGES if part in why and f'"{name}"' in grammar.text)
         keyword = next(named, "")
-        if keyword == "oneOf":
+        if "oneOf constraints" in why:
             about = 'the JSON Schema keyword "oneOf" has alternatives that may overlap'
-            return refusal(about, value=keyword, cure='give each its own type or constant, or use "anyOf"')
+            return refusal(about, value="oneOf", cure='give each its own type or constant, or use "anyOf"')
         if why.startswith("Unsatisfiable"):
             return refusal(f"no output satisfies the JSON Schema: {why}", value=keyword or grammar.text)
         about = (

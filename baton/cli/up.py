@@ -137,7 +137,7 @@ def up(
     try:
         with stop_on_signals(), local_cluster(replace(options, http=http_listen(http_port)), log) as cluster:
             print(json.dumps(cluster.describe()) if log is None else welcome(cluster, certs), flush=True)
-            _wait_until_the_gateway_ends(cluster.processes)
+            wait_until_it_cannot_serve(cluster.processes)
     except Stopped:
         _report("stopped")
     except BatonError as error:
@@ -188,10 +188,11 @@ def program_name() -> str:
     return path
 
 
-def _wait_until_the_gateway_ends(processes: Processes) -> None:
-    """Waits for the gateway's end, and drops nodes that end before it. Never returns.
+def wait_until_it_cannot_serve(processes: Processes) -> None:
+    """Waits for the end of the gateway or of the last node, and reports nodes that end before. Never returns.
+
     Raises:
-        ConfigError: the gateway ended.
+        ConfigError: the gateway ended, or no node is left.
     """
     while True:
         ended = processes.first_ended()
@@ -203,8 +204,10 @@ def _wait_until_the_gateway_ends(processes: Processes) -> None:
         line += f": {ended.error}" if ended.error else ""
         if ended.program == "gateway":
             raise ConfigError(line)
-        _report(f"{line}; the cluster continues without it")
         processes.running.remove(ended)
+        if all(left.program == "gateway" for left in processes.running):
+            raise ConfigError(f"{line}; no node is left")
+        _report(f"{line}; the cluster continues without it")
 
 
 def _report(line: str) -> None:

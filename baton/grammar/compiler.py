@@ -324,9 +324,12 @@ def _refused(grammar: Grammar, message: str) -> InvalidRequest:
     if why.endswith(_REGEX_HEAD) and (mistake := _REGEX_MISTAKE.search(message)):  # its first line only names the regex
         why = f"{why.removesuffix(_REGEX_HEAD).removesuffix(' (in regex): ')}: {mistake[1][:300]}".removeprefix(": ")
     if grammar.kind is GrammarKind.JSON_SCHEMA:
-        why = why.removeprefix("failed to compile JSON schema: ")
+        why = why.removeprefix("failed to compile JSON schema: ").removeprefix(": ")
         named = (name for part, name in _KEYWORDS_OF_MESSAGES if part in why and f'"{name}"' in grammar.text)
         keyword = next(named, "")
+        if "oneOf constraints" in why:
+            about = 'the JSON Schema keyword "oneOf" has alternatives that may overlap'
+            return refusal(about, value="oneOf", cure='give each its own type or constant, or use "anyOf"')
         if why.startswith("Unsatisfiable"):
             return refusal(f"no output satisfies the JSON Schema: {why}", value=keyword or grammar.text)
         about = (

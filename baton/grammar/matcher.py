@@ -21,6 +21,7 @@ _WORD_BITS = 32
 # More than a step's guesses. Only so far back are states kept.
 _TAKEN_BACK_MAX = 64
 _BROKEN = "doesn't satisfy the grammar"  # a part of the library's message
+_DEAD_END = "NoExtensionBias"  # the library's word for a grammar that allows no token, not even the end
 # After masks that take longer together, the next ones are timed one by one. Of 64 outputs on 2 cores, they take 1 ms.
 _SLOW_S = 0.004
 _TIMED_FILLS = 256
@@ -131,10 +132,13 @@ class Matcher:
         """Checks that the grammar can still be followed.
 
         Raises:
-            InvalidRequest: the grammar became too complex to be followed, or too expensive.
+            InvalidRequest: the grammar allows nothing more, or became too complex to be followed, or too expensive.
         """
         if self._state.is_error():
             why = str(self._state.get_error()).splitlines()[0]
+            if why == _DEAD_END:
+                cure = "let every rule and $ref come to an end, and every character class have a character"
+                raise refusal("the grammar allows nothing here, not even an end", cure=cure)
             raise refusal(f"the grammar became too complex to be followed: {why}", cure=CURE)
         self.budget.check()
 

@@ -43,6 +43,7 @@ _CAUSES = {
     "Hostname Verification Check failed": "its certificate is for another host or another role",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that is trusted here, or has expired",
     "Tls handshake failed": "the TLS handshake failed; the server may not use TLS",
+    "http1.x server": "what answers there speaks HTTP/1; gRPC has a port of its own, by default 7000",
 }
 
 

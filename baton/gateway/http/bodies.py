@@ -265,7 +265,7 @@ class TokenizeBody(Model):
     @model_validator(mode="after")
     def _has_one(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("prompt and messages exclude each other, and one is needed")
         return self
 
 

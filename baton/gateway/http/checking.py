@@ -278,8 +278,8 @@ def _unknown(field: str, _value: str, context: dict[str, Any]) -> InvalidRequest
 
 
 def _of_models(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
-    """Converts an error of a model's own validator, which checks combinations of fields."""
-    return InvalidRequest(str(context["error"]), field=field, value=value)
+    """Converts an error of a model's own validator, which checks several fields and names the wrong one first."""
+    return InvalidRequest(str(context["error"]), field=field or str(context["error"]).split()[0], value=value)
 
 
 def _too_long(field: str, _value: str, context: dict[str, Any]) -> InvalidRequest:

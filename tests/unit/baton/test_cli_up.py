@@ -9,8 +9,9 @@ import pytest
 from baton.cli.cluster_log import HEADER
 from baton.cli.local_cluster import LocalCluster
 from baton.cli.processes import Process, Processes
-from baton.cli.up import EXAMPLE_PROMPT, program_name, welcome
+from baton.cli.up import EXAMPLE_PROMPT, program_name, wait_until_it_cannot_serve, welcome
 from baton.client.client import DEFAULT_TARGET
+from baton.core.errors import ConfigError
 
 
 def shown(address: str, http: str | None, certs: Path | None = None) -> str:
@@ -56,3 +57,16 @@ def test_the_example_is_short_if_the_program_is_on_the_path(monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [str(program)])
     assert program_name() == "baton"
+
+
+def test_it_continues_without_a_node_and_ends_without_the_last_one(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with waiting as runs, Processes(print) as processes:
+        nodes = [Process(f"{role}_node", f"{role}-0", ended, "host:1") for role in ("prefill", "decode")]
+        processes.running += [*nodes, Process("gateway", "gateway", runs)]
+        with pytest.raises(ConfigError, match=r"^decode-0 at host:1 .* with exit code 0; no node is left$"):
+            wait_until_it_cannot_serve(processes)
+    output = capsys.readouterr()
+    assert (output.out + output.err).endswith("ended with exit code 0; the cluster continues without it\n")

@@ -279,6 +279,21 @@ async def test_an_error_before_any_gateway_answered_has_the_id() -> None:
         assert caught.value.request_id == "mine"
 
 
+async def test_an_http_port_is_named_as_one() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+        await reader.read()  # until the client hangs up, so that no reset overtakes the answer
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        async with AsyncClient(f"{host}:{port}", retry_s=0.0) as client:
+            with pytest.raises(
+                NoNode, match=rf"cannot reach {host}:{port}: what answers there speaks HTTP/1; gRPC has"
+            ):
+                await client.complete("x")
+
+
 async def test_a_call_that_generates_nothing_has_a_timeout() -> None:
     async with refusing() as (address, _), AsyncClient(address, unary_timeout_s=0.05) as client:
         with pytest.raises(DeadlineExceeded):

@@ -82,6 +82,15 @@ REFUSED = [
     (GrammarKind.GBNF, 'x ::= "a"', "root"),
     (GrammarKind.GBNF, 'root = "a"', "line 1 of the grammar is not GBNF"),
     (GrammarKind.GBNF, "root ::= " + "(" * 20000 + '"a"' + ")" * 20000, "nested"),
+    (GrammarKind.GBNF, "root ::= root", "no output can follow the grammar: the grammar allows nothing here"),
+    (GrammarKind.REGEX, r"[^\s\S]", "allows nothing here"),
+    (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "allows nothing here"),
+    (
+        GrammarKind.JSON_SCHEMA,
+        '{"oneOf": [{"type": "integer"}, {"type": "number"}]}',
+        '"oneOf" .* may overlap; .*"anyOf"',
+    ),
+    (GrammarKind.JSON_SCHEMA, '{"pattern": "^a{$", "type": "string"}', "is refused: repetition quantifier"),
     (GrammarKind.JSON_SCHEMA, "[" * 100_000, "JSON"),
     (GrammarKind.JSON_SCHEMA, '{"description": "' + "a" * MOST_BYTES + '"}', "bytes"),
 ]

@@ -90,9 +90,16 @@ def name_of(tool: Json) -> str:
 
 
 def arguments_schema(tool: Json) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments. It forbids members that it does not name, unless it says otherwise."""
+    """Returns the schema of a tool's arguments. It forbids members that it does not name, unless it says otherwise.
+
+    Raises:
+        InvalidRequest: it forbids objects. Whatever the model called the tool with would not be read as a call.
+    """
     schema = dict(tool["function"].get("parameters") or {})
-    schema.setdefault("type", "object")
+    kind = schema.setdefault("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        about = f"the schema of the arguments of {name_of(tool)} has the type {json.dumps(kind)[:100]}"
+        raise InvalidRequest(about, field="tools", value=name_of(tool), allowed=("object",))
     if not OPEN_SCHEMA & schema.keys():
         schema.setdefault("properties", {})
         schema["additionalProperties"] = False

@@ -122,6 +122,16 @@ def test_a_required_call_admits_no_plain_answer_no_wrong_argument_and_no_unknown
 
 
 @pytest.mark.parametrize("family", CALLS)
+def test_a_call_whose_arguments_could_be_no_object_is_not_forced(family: str, tmp_path: Path) -> None:
+    model = chat_model(tmp_path, family)
+    for schema in ({"type": "string"}, {"type": ["array", "null"]}):
+        request = ChatRequest(USER, tools=[tool("f", schema)], tool_choice="required")
+        with pytest.raises(InvalidRequest, match=r"arguments of f has the type .* allowed: object"):
+            model.prepare(request)
+    assert grammar(model, ChatRequest(USER, tools=[tool("f", {"type": ["object", "null"]})], tool_choice="required"))
+
+
+@pytest.mark.parametrize("family", CALLS)
 def test_a_named_tool_is_the_only_one(family: str, tmp_path: Path) -> None:
     model = chat_model(tmp_path, family)
     made = grammar(model, ChatRequest(USER, tools=[WEATHER, CLOCK], tool_choice=NamedTool("clock")))

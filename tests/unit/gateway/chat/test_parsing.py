@@ -312,6 +312,29 @@ def test_a_call_that_the_limit_of_tokens_cut_off_stays_open(form: str, text: str
     assert parse(FORMATS[form], list(text), cut=True).calls == [("f", arguments)]
 
 
+@pytest.mark.parametrize(
+    ("form", "call"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"n": 1}'),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {"n": 1}}'),
+        ("qwen-xml", "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>"),
+        ("deepseek", CALLS_BEGIN + V3_CALL.format("f", '{"n": 1}') + CALLS_END),
+    ],
+    ids=("hermes", "mistral", "llama", "qwen-xml", "deepseek"),
+)
+def test_no_piece_of_a_tag_that_the_limit_cut_off_is_content(form: str, call: str) -> None:
+    text = f"{call}\n{call}"
+    for end in range(len(text)):
+        answer = parse(FORMATS[form], [text[:end]], cut=True)
+        assert not (answer.calls and answer.content), (text[:end], answer)
+
+
+def test_what_follows_a_call_and_its_content_stays_when_the_limit_cuts_it_off() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\nNow 1 <'
+    assert parse(FORMATS["hermes"], list(text), cut=True).content == "Now 1 <"
+
+
 @settings(max_examples=250, deadline=None)
 @given(st.sampled_from(EXAMPLES), st.lists(st.integers(0, 400), max_size=30))
 def test_cuts_change_nothing(example: tuple[str, str, Answer], places: list[int]) -> None:

@@ -29,6 +29,8 @@ class Collector:
         self._content_began = False  # it may be empty
         self._deltas: list[ParsedDelta] = []
         self._calls = 0
+        self._after_call = False  # nothing but white space has come since the last call
+        self._cut_off = False
         self._reasoning = _Trimmed(leading="\n", trailing="\n")
         self._content = _Trimmed()
         self._dropped: _Dropped | None = None
@@ -65,6 +67,7 @@ class Collector:
             self._content_delta(self._content.pass_on(self._dropped.flush()))
         self._content.drop()
         self._content.leading = SPACE
+        self._after_call = True
         self._begin_call(name)
 
     def _begin_call(self, name: str) -> None:
@@ -78,6 +81,10 @@ class Collector:
         """Takes a piece of the arguments' JSON of the call that was started last."""
         if text and self._wanted:
             self._deltas.append(ParsedDelta(tool_calls=(ToolCallDelta(index=self._calls - 1, arguments=text),)))
+
+    def cut_off(self) -> None:
+        """Drops content that would follow a call directly: the limit cut off the tag or call that it begins."""
+        self._cut_off = True
 
     def finish(self, *, whole: bool = True) -> None:
         """Ends the text. What was held back is the model's, unless it follows a call.
@@ -102,8 +109,9 @@ class Collector:
             self._deltas.append(ParsedDelta(reasoning=text))
 
     def _content_delta(self, text: str) -> None:
-        if not text:
+        if not text or (self._cut_off and self._after_call):
             return
+        self._after_call = False
         if not self._input_of:
             self._deltas.append(ParsedDelta(content=text))
             return

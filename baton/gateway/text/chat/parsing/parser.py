@@ -38,6 +38,8 @@ class FormatParser:
 
     def finish(self, *, cut: bool, stopped: bool = False) -> list[ParsedDelta]:
         self._cursor.ended, self._cursor.cut = True, cut
+        if cut:
+            self._out.cut_off()
         deltas = self._go_on()
         self._out.finish(whole=not cut and not stopped)
         return deltas + self._out.take()

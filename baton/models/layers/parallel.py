@@ -49,7 +49,7 @@ class TensorParallel:
         placement: of whole experts; None: consecutive ones, without copies.
         in_order: sums over ranks add in the order of the ranks, in float32, so that a number's bits do not depend on
             the size of the tensor.
-        share_memory: `build_runner` gives the ranks `peers` if it can. No node asks for it: it has not run on GPUs.
+        share_memory: `build_runner` gives the ranks `peers` if they can map each other's memory.
         peers: memory for sums of rows of the model's width.
     """
 

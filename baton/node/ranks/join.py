@@ -1,6 +1,7 @@
 """Makes a process a rank: chooses its device, and joins the group of torch.distributed."""
 
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -43,7 +44,8 @@ def join(rank: int, settings: NodeSettings, *, meeting: Meeting) -> TensorParall
         device_id=place if on_gpu else None,
         **how,
     )
-    return as_rank(rank, settings)
+    # With attention data parallelism ranks add up no rows of the whole model.
+    return replace(as_rank(rank, settings), share_memory=on_gpu and not settings.attention_data_parallel)
 
 
 def as_rank(rank: int, settings: NodeSettings) -> TensorParallel:

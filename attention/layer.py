@@ -172,6 +172,7 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         *,
         norms: HeadNorms | None = None,
+        gated: bool = False,
     ) -> Tensor:
         """Norms and turns the batch's queries and keys, writes keys and values to the cache, and attends. On a GPU one
         kernel does everything before the attention.
@@ -180,10 +181,11 @@ class Attention(nn.Module):
             qkv_TX: the heads of queries, keys and values, one after another. Overwritten.
             rotation: angles for the first channels of each head, or for all; None: nothing turns.
             norms: the norms of each head of queries and keys.
+            gated: a gate follows each head of queries. It is not read.
         """
         in_torch = rotation is None or (norms is not None and norms.turned)  # the kernel supports neither case
         if in_torch or not qkv_TX.is_cuda:
-            return self.forward(*self._rotated(qkv_TX, rotation, norms), kv_cache, metadata)
+            return self.forward(*self._rotated(qkv_TX, rotation, norms, gated=gated), kv_cache, metadata)
         assert rotation is not None
         calculates = self.scales is not None and self.scales.calculate  # from turned, unstored keys
         writes = self.uses_cache and not self.shares_kv and not calculates
@@ -195,12 +197,13 @@ class Attention(nn.Module):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             norms=norms,
+            gated=gated,
             kv_layer=kv_layer if writes else None,
             slot_mapping=metadata.new_tokens.slot_mapping if writes else None,
             k_scale=None if self.scales is None else self.scales.k_scale,
             v_scale=None if self.scales is None else self.scales.v_scale,
         )
-        q_THD, k_TKD, v_TKD = self._split(qkv_TX)
+        q_THD, k_TKD, v_TKD = self._split(qkv_TX, gated=gated)
         if not writes:
             return self.forward(q_THD, k_TKD, v_TKD, kv_cache, metadata)
         return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=None)
@@ -213,11 +216,12 @@ class Attention(nn.Module):
         return tuple(kv_layer[:, :, :, first::times, : self.head_dim] for first in range(times))
 
     def _rotated(
-        self, qkv_TX: Tensor, rotation: Rotation | None, norms: HeadNorms | None
+        self, qkv_TX: Tensor, rotation: Rotation | None, norms: HeadNorms | None, *, gated: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norms and turns queries and keys in plain torch, as the kernel does; returns them and the values."""
-        qkv_TXD = qkv_TX.unflatten(-1, (-1, self.head_dim))
-        qk_TXD, v_TKD = qkv_TXD.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        q_THD, k_TKD, v_TKD = self._split(qkv_TX, gated=gated)
+        num_heads = self.num_heads + self.num_kv_heads
+        qk_TXD = torch.cat((q_THD, k_TKD), dim=1) if gated else qkv_TX.unflatten(-1, (-1, self.head_dim))[:, :num_heads]
         heads = [self.num_heads, self.num_kv_heads]
         if norms is not None and not norms.turned:
             qk_TXD = norms.apply(*qk_TXD.split(heads, dim=1))
@@ -229,10 +233,11 @@ class Attention(nn.Module):
         q_THD, k_TKD = qk_TXD.split(heads, dim=1)
         return q_THD, k_TKD, v_TKD
 
-    def _split(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+    def _split(self, qkv_TX: Tensor, *, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
+        step = 2 if gated else 1
+        heads = [step * self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q_THD, k_TKD, v_TKD = qkv_TX.unflatten(-1, (-1, self.head_dim)).split(heads, dim=1)
-        return q_THD, k_TKD, v_TKD
+        return q_THD[:, ::step], k_TKD, v_TKD
 
     def _attend_stored(
         self,

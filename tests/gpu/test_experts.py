@@ -118,15 +118,20 @@ def test_few_experts_take_all_tokens(layer: MoE) -> None:
 
 
 @pytest.mark.parametrize("moe", [V2_LITE, V3_ROUTING], ids=["v2-lite", "v3"])
-@pytest.mark.parametrize("num_tokens", [1, 33, 2000])
-def test_the_router_chooses_as_on_a_cpu(moe: MoEConfig, num_tokens: int) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 33, 2000, 5000])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_the_router_chooses_as_on_a_cpu(moe: MoEConfig, num_tokens: int, rounded: bool) -> None:
     torch.manual_seed(0)
     router = Router(SIZE, moe).requires_grad_(False)
     for parameter in router.parameters():
         nn.init.normal_(parameter, std=0.02)
+    if rounded:
+        router.weight.copy_(router.weight.bfloat16())
     x_TD = tokens(num_tokens)
     weights_TK, experts_TK = router(x_TD.cpu())
-    actual_TK, actual_experts_TK = router.to("cuda")(x_TD)
+    router.to("cuda").process_weights_after_loading()
+    assert (router.exact_ED is not None) == rounded
+    actual_TK, actual_experts_TK = router(x_TD)
     same_T = (actual_experts_TK.cpu().sort(1).values == experts_TK.sort(1).values).all(1)
     assert same_T.float().mean() > 0.998  # scores may be closer than float32 can resolve
     torch.testing.assert_close(actual_TK.cpu().sum(1)[same_T], weights_TK.sum(1)[same_T], rtol=1e-4, atol=1e-5)

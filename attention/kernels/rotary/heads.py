@@ -31,6 +31,7 @@ def rotate_qkv(
     num_heads: int,
     num_kv_heads: int,
     norms: HeadNorms | None = None,
+    gated: bool = False,
     kv_layer: Tensor | None = None,
     slot_mapping: Tensor | None = None,
     k_scale: Tensor | None = None,
@@ -42,12 +43,13 @@ def rotate_qkv(
 
     Args:
         qkv_TX: the heads of queries, keys and values, one after another; rows at any stride.
+        gated: a gate follows each head of queries, which stays as it is.
         kv_layer: [2, B, N, H, C], of any dtype that caches have.
         slot_mapping: int64; a negative slot is not written, nor is a token past the last slot.
         k_scale, v_scale: float32 scalars, for an fp8 cache, which stores numbers divided by their scale. None is 1.
     """
     num_tokens, channels = qkv_TX.shape
-    head_dim = channels // (num_heads + 2 * num_kv_heads)
+    head_dim = channels // (num_heads * (2 if gated else 1) + 2 * num_kv_heads)
     pairs = rotation.cos_TP.shape[1]
     block_d = triton.next_power_of_2(head_dim)
     rows = max(1, 2 * TILE_PAIRS // block_d)
@@ -74,6 +76,7 @@ def rotate_qkv(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        QUERY_STEP=2 if gated else 1,
         PAIRS=pairs,
         INTERLEAVED=rotation.interleaved,
         BLOCK_SIZE=1 if kv_layer is None else kv_layer.shape[2],
@@ -110,6 +113,7 @@ def _rotate_qkv(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    QUERY_STEP: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -119,8 +123,10 @@ def _rotate_qkv(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Handles ROWS heads of queries, of keys or of values; heads are counted through all tokens."""
+    """Handles ROWS heads of queries, of keys or of values; heads are counted through all tokens. Queries are at every
+    QUERY_STEP-th head, keys after them."""
     start_dependents(OVERLAP)
+    KEYS_AT: tl.constexpr = QUERY_STEP * NUM_HEADS
     program = tl.program_id(0)
     first_of_k = tl.cdiv(num_tokens * NUM_HEADS, ROWS)
     first_of_v = first_of_k + tl.cdiv(num_tokens * NUM_KV_HEADS, ROWS)
@@ -128,7 +134,7 @@ def _rotate_qkv(
         rows_R = program * ROWS + tl.arange(0, ROWS)
         tokens_R = rows_R // NUM_HEADS
         mask_R = tokens_R < num_tokens
-        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (rows_R % NUM_HEADS) * HEAD_DIM
+        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (rows_R % NUM_HEADS) * (QUERY_STEP * HEAD_DIM)
         norm_and_turn(
             ptrs_R, q_weight_ptr, cos_ptr, sin_ptr, None, None, None, tokens_R, mask_R, q_eps,
             WEIGHT_OFFSET, HEAD_DIM, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
@@ -137,7 +143,7 @@ def _rotate_qkv(
         rows_R = (program - first_of_k) * ROWS + tl.arange(0, ROWS)
         tokens_R, heads_R = rows_R // NUM_KV_HEADS, rows_R % NUM_KV_HEADS
         mask_R = tokens_R < num_tokens
-        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (NUM_HEADS + heads_R) * HEAD_DIM
+        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (KEYS_AT + heads_R) * HEAD_DIM
         if layer_ptr is not None:
             into_R, written_R = cache_places(slots_ptr, tokens_R, mask_R, num_slots, stride_B, stride_N, BLOCK_SIZE)
             into_ptrs_R = layer_ptr + into_R + heads_R * stride_H
@@ -153,7 +159,7 @@ def _rotate_qkv(
         into_R, written_R = cache_places(
             slots_ptr, tokens_R, tokens_R < num_tokens, num_slots, stride_B, stride_N, BLOCK_SIZE
         )
-        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (NUM_HEADS + NUM_KV_HEADS + heads_R) * HEAD_DIM
+        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (KEYS_AT + NUM_KV_HEADS + heads_R) * HEAD_DIM
         channels_D = tl.arange(0, BLOCK_D)
         mask_RD = written_R[:, None] & (channels_D < HEAD_DIM)[None, :]
         await_predecessors(OVERLAP)

@@ -31,7 +31,8 @@ def warm_up(run: Callable[[Batch], object], facts: ModelFacts, device: torch.dev
 
 def _batches(facts: ModelFacts, *, guesses: int) -> list[Batch]:
     """Prompts without and with context, which use different kernels; each alone and after a decode, where the alignment
-    of their inputs differs. They cover drawn and greedy sampling, prompt logprobs and pooling."""
+    of their inputs differs; and two at once, which have larger tiles in recurrent layers. They cover drawn and greedy
+    sampling, prompt logprobs and pooling."""
     length = min(2 * facts.block_size, facts.max_context_tokens, facts.num_blocks * facts.block_size) - 1
     blocks = int_array(list(range(-(-(length + 1) // facts.block_size))))
     drawn = ResolvedSampling(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1)
@@ -39,6 +40,7 @@ def _batches(facts: ModelFacts, *, guesses: int) -> list[Batch]:
     prompt = BatchRow("", int_array([0] * length), 0, blocks, SampleRow(drawn, 0, (), int_array(), 0))
     prompts = (prompt, prompt._replace(token_start=1))
     batches = [Batch(0, (*decodes, each), guesses=guesses) for each in prompts for decodes in ((), (decode,))]
+    batches += [Batch(0, (*decodes, prompt, prompt)) for decodes in ((), (decode,))]
     scored = Batch(0, (prompt,), scores=((0, ScoreRow(prompt.token_ids, 1)),))
     pooled = Batch(0, (prompt._replace(sample=None),), pools=((0, PoolRow(0, length)),))
     return [*batches, scored, pooled]

@@ -34,6 +34,7 @@ from baton.models.layers.causal_lm import CausalLM, ModelClass
 from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import FusedLinear, InputsFirstLinear
 from baton.models.layers.moe.experts import Experts, RoutedExperts
+from baton.models.layers.moe.router import Router
 from baton.models.layers.moe.ungated_experts import SquaredReluExperts
 from baton.models.layers.norms import NormOfEachHead
 from baton.models.layers.parallel import SINGLE, TensorParallel
@@ -162,7 +163,7 @@ def load_model(
             check_tied_head(tied_head, model.model.embed_tokens.weight, shares.of(embedding))
     finish_quantized(model, weight_scales)
     for module in model.modules():
-        if isinstance(module, MLAAttention | DeltaMixer):
+        if isinstance(module, MLAAttention | DeltaMixer | Router):
             module.process_weights_after_loading()
     if batch_invariant:
         make_batch_invariant(model)

@@ -5,6 +5,7 @@ Legend: T tokens, H query heads, K kv heads, X channels of all heads, D channels
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -168,6 +169,29 @@ def test_slots_past_the_rows_are_left_alone() -> None:
     k_TKD, v_TKD = heads_of(ours_TX.cpu()).split([HEADS, KV_HEADS, KV_HEADS], dim=1)[1:]
     store_kv(expected.layer(0), k_TKD, v_TKD, WriteIndex(slots[:2], 4))
     assert_same(stored, expected)
+
+
+def test_gates_after_queries_stay_as_they_are_and_change_nothing() -> None:
+    torch.manual_seed(0)
+    norm, rotation = norm_of(8, torch.float32, 0).on_device(), to_device(rotation_of(4, 3, interleaved=False))
+    plain_TX = torch.randn(4, (HEADS + 2 * KV_HEADS) * 8, device=DEVICE)
+    gates_THD = torch.randn(4, HEADS, 8, device=DEVICE)
+    q_TX, kv_TX = plain_TX.split([HEADS * 8, 2 * KV_HEADS * 8], dim=1)
+    q_and_gate_THX = torch.cat((q_TX.unflatten(1, (HEADS, 8)), gates_THD), dim=2)
+    gated_TX = torch.cat((q_and_gate_THX.flatten(1), kv_TX), dim=1)
+    caches = [new_cache(spec_of(KVCacheLayout.HND, "float32"), KVCacheLayout.HND, 4, NUM_BLOCKS) for _ in range(2)]
+    ours, expected = (copy_of(cache, DEVICE) for cache in caches)
+    slots = torch.tensor([3, 9, 1, 2], device=DEVICE)
+    rotate = partial(
+        rotate_qkv, num_heads=HEADS, num_kv_heads=KV_HEADS, norms=HeadNorms(norm, norm), slot_mapping=slots
+    )
+    rotate(plain_TX, rotation, kv_layer=expected.layer(0))
+    rotate(gated_TX, rotation, kv_layer=ours.layer(0), gated=True)
+    q_and_gate_THX = gated_TX[:, : 2 * HEADS * 8].unflatten(1, (HEADS, 16))
+    assert torch.equal(q_and_gate_THX[..., :8].flatten(1), plain_TX[:, : HEADS * 8])
+    assert torch.equal(q_and_gate_THX[..., 8:], gates_THD)
+    assert torch.equal(gated_TX[:, 2 * HEADS * 8 :], plain_TX[:, HEADS * 8 :])
+    assert_same(ours, expected)
 
 
 def test_a_heads_norm_does_not_depend_on_how_many_tokens_there_are() -> None:

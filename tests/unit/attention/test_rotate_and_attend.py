@@ -122,9 +122,10 @@ def latent_layer(backend: MLABackend, projection: nn.Linear, scales: KVScales | 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("pairs", [DIM // 2, 3], ids=["all channels turn", "some channels turn"])
 @pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("kv_dtype", "calculate"), [("", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])
 def test_outputs_and_caches_of_keys_and_values_are_equal(
-    interleaved: bool, pairs: int, with_norms: bool, kv_dtype: str, calculate: bool
+    interleaved: bool, pairs: int, with_norms: bool, gated: bool, kv_dtype: str, calculate: bool
 ) -> None:
     torch.manual_seed(0)
     backend = gqa_backend(kv_dtype)
@@ -145,7 +146,12 @@ def test_outputs_and_caches_of_keys_and_values_are_equal(
         if norms is not None:
             q_THD, k_TKD = norms.q(q_THD), norms.k(k_TKD)
         expected = layers[0](rotation.apply(q_THD), rotation.apply(k_TKD), v_TKD, caches[0], metadata)
-        ours = layers[1].rotate_and_attend(qkv_TX, rotation, caches[1], metadata, norms=norms)
+        if gated:
+            q_TX, kv_TX = qkv_TX.split([HEADS * DIM, 2 * KV_HEADS * DIM], dim=1)
+            gates_THD = torch.full((num_tokens, HEADS, DIM), torch.nan, device=DEVICE)
+            q_and_gate_TX = torch.cat((q_TX.unflatten(-1, (HEADS, DIM)), gates_THD), dim=-1).flatten(1)
+            qkv_TX = torch.cat((q_and_gate_TX, kv_TX), dim=1)
+        ours = layers[1].rotate_and_attend(qkv_TX, rotation, caches[1], metadata, norms=norms, gated=gated)
         assert_near(ours, expected, kv_dtype)
         assert_near(caches[1].view, caches[0].view, kv_dtype)
 

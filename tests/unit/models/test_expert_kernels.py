@@ -161,12 +161,24 @@ def test_the_same_experts_are_chosen(
     torch.testing.assert_close(actual_TK.cpu(), weights_TK, rtol=1e-5, atol=1e-6)
 
 
-def test_half_precision_inputs_lose_nothing() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_half_precision_inputs_lose_nothing(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x_TD, weight_ED = torch.randn(5, 300).bfloat16(), torch.randn(20, 300)
+    x_TD, weight_ED = torch.randn(5, 300).bfloat16(), torch.randn(20, 300).to(dtype)
     for short_parts in (False, True):
         logits_TE = router_logits(x_TD.to(DEVICE), weight_ED.to(DEVICE), short_parts=short_parts).sum(0)
         assert error(logits_TE, x_TD.double() @ weight_ED.double().t()) < 1e-6
+
+
+def test_a_router_is_read_in_16_bits_only_if_that_loses_nothing() -> None:
+    router = Router(300, moe(48, 3)).requires_grad_(requires_grad=False)
+    router.weight.copy_(torch.randn(48, 300).bfloat16())
+    router.process_weights_after_loading()
+    assert router.exact_ED is not None
+    assert torch.equal(router.exact_ED.float(), router.weight)
+    router.weight[7, 11] = 1 + 2.0**-12
+    router.process_weights_after_loading()
+    assert router.exact_ED is None
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])

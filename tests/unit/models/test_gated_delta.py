@@ -221,6 +221,19 @@ def test_kernels_equal_the_rule_token_by_token_for_any_decay(by_channel: bool, d
 
 
 @by_decay
+@pytest.mark.parametrize("power", [-60, 60])
+def test_values_of_any_size_have_the_same_digits(by_channel: bool, power: int) -> None:
+    """Prompts are computed with numbers in float16, which are 0 below 2 ** -24 and infinite from 2 ** 16 on."""
+    tokens = tokens_of(100, by_channel=by_channel, dtype=torch.bfloat16).on_device()
+    larger = replace(tokens, v=tokens.v * 2.0**power)
+    ours, theirs = states().to(DEVICE), states().to(DEVICE) * 2.0**power
+    rows = on_device(state_rows([2], [100], [37], decodes=0))
+    out, expected = kernels.gated_delta(*larger.all, theirs, rows), kernels.gated_delta(*tokens.all, ours, rows)
+    assert torch.equal(out, expected * 2.0**power)
+    assert torch.equal(theirs[2], ours[2] * 2.0**power)
+
+
+@by_decay
 @by_rule
 def test_a_request_has_the_same_bits_alone_and_next_to_others(by_channel: bool, rule: Rule) -> None:
     """Two decodes and two prompts, in one step and in four."""

@@ -3,6 +3,8 @@
 Legend: T token, X channel, W tap, S slot, H head, C channel of a head.
 """
 
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
 from baton.models.kernels.recurrent.short_conv import short_conv as in_triton
-from baton.models.kernels.recurrent.state_rows import StateRows
+from baton.models.kernels.recurrent.state_rows import StateRows, continuing
 from baton.models.layers.recurrent.short_conv import short_conv_in_torch
 from tests.device import DEVICE
 
@@ -178,6 +180,18 @@ def test_rows_of_padding_read_and_write_nothing(twin: Twin) -> None:
         assert torch.equal(state[slot].nan_to_num(), untouched[slot].nan_to_num())
     assert state[0].isfinite().all()
     assert state[4].isfinite().all()
+
+
+def test_only_padding_gets_zeros_in_a_step_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last row continues the first one, whose program computes it."""
+    rows = replace(rows_of([(1, 5), (-1, 9), (continuing(3), 6)], []), decode_next_N=ints([2, -1, -1]))
+    size = HEADS * CHANNELS
+    operands = numbers(3, size, seed=1), numbers(size, 4, seed=2), None, states(4).zero_(), rows
+    monkeypatch.setattr(torch, "empty", partial(torch.full, fill_value=torch.nan))
+    out = convolve("triton", *operands, act=False)
+    assert not out[1].any()
+    assert out[[0, 2]].isfinite().all()
+    assert out[[0, 2]].abs().min() > 0
 
 
 @by_twin

@@ -87,34 +87,26 @@ class LlamaAttention(ParallelModule, RowReader):
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        qkv_TX, gate_THC = self.qkv_proj(x_TD), None
-        if self.output_gate:
-            qkv_TX, gate_THC = self._without_gate(qkv_TX)
+        qkv_TX = self.qkv_proj(x_TD)
         if rotation.query_scale_T1 is not None:
+            assert not self.output_gate, "no family has both"
             qkv_TX[:, : self.q_size].mul_(rotation.query_scale_T1)
         out_THC = self._attended(qkv_TX, rotation if self.turns else None, kv_cache, metadata)
-        if gate_THC is not None:
-            out_THC = _gated(out_THC, gate_THC)
+        if self.output_gate:
+            q_and_gate_TX = qkv_TX[:, : 2 * self.q_size]
+            out_THC = _gated(out_THC, q_and_gate_TX.unflatten(-1, (self.num_heads, 2, -1))[:, :, 1])
         out_TD: Tensor = self.o_proj(out_THC.flatten(1))
         return out_TD
 
     def row_format(self, num_tokens: int) -> RowFormat | None:
         return self.qkv_proj.row_format(num_tokens)
 
-    def _without_gate(self, x_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """Splits the projection into queries, keys and values, and the gate, which follows each head's queries."""
-        q_and_gate_TX, kv_TX = x_TX.split([2 * self.q_size, 2 * self.kv_size], dim=-1)
-        q_and_gate_TH2C = q_and_gate_TX.unflatten(-1, (self.num_heads, 2, self.head_dim))
-        q_THC, gate_THC = q_and_gate_TH2C.unbind(2)
-        kv_THC = kv_TX.unflatten(-1, (2 * self.num_kv_heads, self.head_dim))
-        return torch.cat((q_THC, kv_THC), dim=1).flatten(1), gate_THC
-
     def _attended(
         self, qkv_TX: Tensor, rotation: Rotation | None, kv_cache: PagedKVCache, metadata: AttentionMetadata
     ) -> Tensor:
         """Norms, turns and attends, on a GPU in one kernel if it supports the norms."""
         q_norm, k_norm = self.q_norm or self.query_layernorm, self.k_norm or self.key_layernorm
-        q_TX, k_TX, _ = qkv_TX.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q_TX, k_TX = qkv_TX[:, : self.q_size], qkv_TX[:, self.q_size :][:, : self.kv_size]  # of rows without gates
         norms = None
         match q_norm, k_norm:
             case OwnWeightsNorm(), OwnWeightsNorm():
@@ -124,7 +116,7 @@ class LlamaAttention(ParallelModule, RowReader):
                 norm_rows(q_TX, k_TX, q_norm, k_norm, self.parallel)
             case RMSNorm(), RMSNorm():
                 norms = HeadNorms(q_norm, k_norm, turned=self.qk_norm_of is QKNorm.TURNED_HEAD)
-        return self.attend.rotate_and_attend(qkv_TX, rotation, kv_cache, metadata, norms=norms)
+        return self.attend.rotate_and_attend(qkv_TX, rotation, kv_cache, metadata, norms=norms, gated=self.output_gate)
 
 
 def _gated(x_THC: Tensor, gate_THC: Tensor) -> Tensor:

@@ -39,9 +39,9 @@ class DeltaMixer(nn.Module):
         """Returns the convolution's weights of queries, keys and values, [channels, 1, W] each, head by head."""
 
     def process_weights_after_loading(self) -> None:
-        """Orders the convolution's weights by head."""
+        """Orders the convolution's weights by head, and has the channels of each tap side by side."""
         parts = [part.detach().squeeze(1).unflatten(0, (self.num_heads, -1)) for part in self.conv_weights()]
-        self.conv_weight_XW = torch.cat(parts, dim=1).flatten(0, 1)
+        self.conv_weight_XW = torch.cat(parts, dim=1).flatten(0, 1).t().contiguous().t()
 
     def mix(
         self, qkv_THX: Tensor, log_decay: Tensor, beta_THR: Tensor, kv_cache: PagedKVCache, rows: StateRows

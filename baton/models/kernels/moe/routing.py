@@ -35,7 +35,7 @@ def route(
     """Returns (weights [T,K] float32, experts [T,K] int32), the best first. Among equal scores the first expert wins.
 
     Args:
-        weight_ED: float32, as are the biases.
+        weight_ED: float32, or bfloat16 if x is; biases are float32.
         batch_invariant: channels are always added up in the same parts.
     """
     logits_PTE = router_logits(x_TD, weight_ED, short_parts=batch_invariant or len(x_TD) < _MANY_TOKENS)
@@ -83,9 +83,7 @@ def router_logits(
     logits_PTE = torch.empty(num_parts, num_tokens, num_experts, dtype=torch.float32, device=x_TD.device)
     if not num_tokens:
         return logits_PTE
-    block_t, block_e, block_d = (16, 32, _SHORT_PART) if short_parts else (64, 64, 64)
-    if not short_parts and num_tokens >= _VERY_MANY_TOKENS:
-        block_t = 256
+    block_t, block_e, block_d, num_warps = _block(num_tokens, short_parts=short_parts, dtype=weight_ED.dtype)
     blocks = triton.cdiv(num_experts, block_e) + (gate_1D is not None)
     _logits[(triton.cdiv(num_tokens, block_t), blocks, num_parts)](
         x_TD,
@@ -104,10 +102,19 @@ def router_logits(
         BLOCK_D=block_d,
         INTERPRETED=interpreted(),
         **overlap(x_TD.device, rows=num_tokens),
-        num_warps=4 if block_t < 256 else 8,
+        num_warps=num_warps,
         num_stages=3,
     )
     return logits_PTE
+
+
+def _block(num_tokens: int, *, short_parts: bool, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Returns tokens, experts, channels and warps of a block."""
+    if short_parts:
+        return 16, 32, _SHORT_PART, 4
+    if dtype == torch.bfloat16:
+        return (128, 128, 64, 8) if num_tokens >= _VERY_MANY_TOKENS else (64, 64, 64, 4)
+    return (256, 64, 64, 8) if num_tokens >= _VERY_MANY_TOKENS else (64, 64, 64, 4)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -167,7 +174,9 @@ def _add_product(logits_TE, rest_TE, x_TD, weight_DE, INTERPRETED: tl.constexpr)
     """Adds a product in float32 precision as three products on the tensor cores: bfloat16 holds x exactly, and three
     bfloat16 numbers hold a float32 weight. The cores round every sum towards zero, so the small products are summed
     separately, where they lose hardly anything."""
-    if x_TD.dtype == tl.bfloat16 and not INTERPRETED:
+    if weight_DE.dtype == tl.bfloat16 and not INTERPRETED:
+        logits_TE = tl.dot(x_TD, weight_DE, logits_TE)
+    elif x_TD.dtype == tl.bfloat16 and not INTERPRETED:
         high_DE = weight_DE.to(tl.bfloat16)
         below_DE = weight_DE - high_DE.to(tl.float32)
         middle_DE = below_DE.to(tl.bfloat16)
@@ -176,5 +185,5 @@ def _add_product(logits_TE, rest_TE, x_TD, weight_DE, INTERPRETED: tl.constexpr)
         rest_TE = tl.dot(x_TD, middle_DE, rest_TE)
         logits_TE = tl.dot(x_TD, high_DE, logits_TE)
     else:
-        logits_TE = tl.dot(x_TD.to(tl.float32), weight_DE, logits_TE, input_precision="ieee")
+        logits_TE = tl.dot(x_TD.to(tl.float32), weight_DE.to(tl.float32), logits_TE, input_precision="ieee")
     return logits_TE, rest_TE

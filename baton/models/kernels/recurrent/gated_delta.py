@@ -40,21 +40,23 @@ def gated_delta(
     rows: StateRows,
 ) -> Tensor:
     """Implements `baton.models.layers.recurrent.gated_delta.gated_delta`."""
-    num_decodes = min(len(rows.decode_slots_N), len(v_THRV))
+    num_decodes, num_prompts = min(len(rows.decode_slots_N), len(v_THRV)), len(rows.prompt_slots_P)
+    has_prompts = num_prompts > 0 and rows.max_prompt_tokens > 0
+    by_chunks = has_prompts and not rows.in_order
     # Without prompts every token has a row of its own, whose program writes zeros if the row is padding.
-    has_prompts = len(rows.prompt_slots_P) > 0 and rows.max_prompt_tokens > 0
     only_decodes = num_decodes == len(v_THRV) and not has_prompts
-    out_THRV = (torch.empty_like if only_decodes else torch.zeros_like)(v_THRV, memory_format=torch.contiguous_format)
+    out_THRV = torch.empty_like(v_THRV, memory_format=torch.contiguous_format)
+    if not only_decodes:
+        # Padding of decodes may stand where tokens of prompts are. Prompts' programs write zeros after the last prompt.
+        (out_THRV[:num_decodes] if by_chunks else out_THRV).zero_()
     operands = (q_THK, k_THK, v_THRV, log_decay.contiguous(), beta_THR.contiguous(), out_THRV, states_SHRKV)
     if num_decodes:
         walk, may_overlap = decodes_of(rows), not rows.in_order
         _token_by_token(*operands, walk, num_rows=num_decodes, clears=only_decodes, may_overlap=may_overlap)
-    if has_prompts:
-        if rows.in_order:
-            num_prompts = len(rows.prompt_slots_P)
-            _token_by_token(*operands, prompts_in_order(rows), num_rows=num_prompts, clears=False, may_overlap=False)
-        else:
-            prompts(*operands, rows)
+    if by_chunks:
+        prompts(*operands, rows)
+    elif has_prompts:
+        _token_by_token(*operands, prompts_in_order(rows), num_rows=num_prompts, clears=False, may_overlap=False)
     return out_THRV
 
 

@@ -38,3 +38,16 @@ def find_tile(index, starts_ptr, context_ptr, num_prompts, TILE: tl.constexpr, A
         tiles += tl.sum(tiles_P, axis=0)
         base += BLOCK
     return prompt, index - tiles_before
+
+
+@triton.jit
+def find_sub_chunk(slots_ptr, starts_ptr, context_ptr, num_prompts, CHUNK: tl.constexpr):
+    """Returns first token and number of tokens of this program's sub-chunk; 0 tokens if there is none."""
+    prompt, place = find_tile(tl.program_id(0), starts_ptr, context_ptr, num_prompts, TILE=CHUNK, ALIGN=CHUNK)
+    is_one = prompt < num_prompts
+    start = tl.load(starts_ptr + prompt)
+    stop = tl.load(starts_ptr + prompt + 1, mask=is_one, other=0)
+    aligned = start - tl.load(context_ptr + prompt, mask=is_one, other=0) % CHUNK + place * CHUNK
+    first = tl.maximum(aligned, start)
+    count = tl.minimum(aligned + CHUNK, stop) - first
+    return first, tl.where(tl.load(slots_ptr + prompt, mask=is_one, other=-1) >= 0, count, 0)

@@ -24,7 +24,10 @@ class Router(nn.Module):
         choice: the config's rule, as the kernels take it.
         multiply: on a CPU, as in `baton.models.layers.linear.Linear`.
         batch_invariant: on a GPU, a token's weights have the same bits in every batch.
+        exact_ED: the weight in bfloat16, if that is what the checkpoint has: a third of the products of float32.
     """
+
+    exact_ED: Tensor | None
 
     def __init__(self, size: int, moe: MoEConfig) -> None:
         super().__init__()
@@ -44,6 +47,7 @@ class Router(nn.Module):
         self.batch_invariant = False
         num_experts = moe.num_experts + moe.zero_experts
         self.weight = nn.Parameter(torch.empty(num_experts, size, dtype=torch.float32))
+        self.register_buffer("exact_ED", None, persistent=False)
         self.bias: nn.Parameter | None = None
         if moe.router_bias:
             self.bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
@@ -51,12 +55,17 @@ class Router(nn.Module):
         if moe.method is TopKMethod.NOAUX_TC:
             self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
 
+    def process_weights_after_loading(self) -> None:
+        """Keeps the weight in bfloat16 too, if it loses nothing."""
+        rounded_ED = self.weight.detach().bfloat16()
+        self.exact_ED = rounded_ED if torch.equal(rounded_ED.float(), self.weight) else None
+
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (weights [T,K] float32, experts [T,K] integers), the best first."""
         if x_TD.is_cuda:
             return route(
                 x_TD,
-                self.weight,
+                self._weight_for(x_TD),
                 self.choice,
                 bias_E=self.bias,
                 correction_E=self.e_score_correction_bias,
@@ -76,8 +85,16 @@ class Router(nn.Module):
     def with_gate(self, x_TD: Tensor, gate_1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Runs `forward` on a GPU, for few tokens, and also returns sigmoids [T] of their products with `gate_1D`."""
         return route_with_gate(
-            x_TD, self.weight, self.choice, gate_1D, bias_E=self.bias, correction_E=self.e_score_correction_bias
+            x_TD,
+            self._weight_for(x_TD),
+            self.choice,
+            gate_1D,
+            bias_E=self.bias,
+            correction_E=self.e_score_correction_bias,
         )
+
+    def _weight_for(self, x_TD: Tensor) -> Tensor:
+        return self.weight if self.exact_ED is None or x_TD.dtype != torch.bfloat16 else self.exact_ED
 
     def _best(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Returns scores and experts [T,K]."""

@@ -160,6 +160,7 @@ def _quantize_experts(experts: Experts, quantization: Quantization, name: str, d
         raise _refuse(f"{name} is in int8", allowed="experts in fp8 with blocks of 128 by 128, or in packed integers")
     if quantization.weights is not Granularity.BLOCK:
         raise _refuse(f"{name} has one scale per {quantization.weights}", allowed="experts with blocks of 128 by 128")
+    experts.power_of_two_inputs = quantization.power_of_two_inputs
     num_experts, rows, size = experts.gate_up_proj.shape
     blocks, blocks_of_size = -(-rows // 2 // FP8_BLOCK), -(-size // FP8_BLOCK)
     for parameter, scales in (("gate_up_proj", (2 * blocks, blocks_of_size)), ("down_proj", (blocks_of_size, blocks))):

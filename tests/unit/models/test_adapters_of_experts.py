@@ -12,7 +12,8 @@ from torch import Tensor
 from baton.core.errors import ConfigError
 from baton.models.adapters.adapter import Adapter, has_experts, read_adapter
 from baton.models.kernels import adapter_products
-from baton.models.kernels.moe.grouped_gemm import ExpertWeights, multiply_by_expert
+from baton.models.kernels.moe.expert_weights import ExpertWeights
+from baton.models.kernels.moe.grouped_gemm import multiply_by_expert
 from baton.models.layers.parallel import TensorParallel
 from tests.device import DEVICE
 from tests.ranks import run_ranks

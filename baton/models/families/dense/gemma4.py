@@ -26,7 +26,8 @@ from baton.models.families.dense.gemma_parts import (
     norm_without_weight,
     rounded,
 )
-from baton.models.kernels.moe.grouped_gemm import ExpertWeights, GroupedActivation, run_gated_experts
+from baton.models.kernels.moe.expert_weights import ExpertWeights
+from baton.models.kernels.moe.grouped_gemm import GroupedActivation, run_gated_experts
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.linear import Multiply
 from baton.models.layers.mlp import GatedMLP, gelu_tanh_and_multiply

@@ -18,7 +18,8 @@ from baton.models.families.moe.gpt_oss_config import GptOssSwitches
 from baton.models.formats import mxfp4
 from baton.models.formats.mxfp4_tiles import tile_
 from baton.models.kernels.activation import clamp_and_gate
-from baton.models.kernels.moe.grouped_gemm import ExpertWeights, GroupedActivation, run_gated_experts
+from baton.models.kernels.moe.expert_weights import ExpertWeights
+from baton.models.kernels.moe.grouped_gemm import GroupedActivation, run_gated_experts
 from baton.models.kernels.quantized.mxfp4_experts import ClampedGate, reads_tiles, run_tiled_experts
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, run_packed_experts
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer

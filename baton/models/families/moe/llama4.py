@@ -18,7 +18,8 @@ from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig, MoEConfig
 from baton.models.families.moe.llama4_config import Llama4Switches, TemperatureTuning
-from baton.models.kernels.moe.grouped_gemm import ExpertWeights, run_gated_experts
+from baton.models.kernels.moe.expert_weights import ExpertWeights
+from baton.models.kernels.moe.grouped_gemm import run_gated_experts
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.linear import FusedLinear, Linear, Multiply
 from baton.models.layers.mlp import GatedMLP, silu_and_multiply

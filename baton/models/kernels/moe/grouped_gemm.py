@@ -7,6 +7,7 @@ assignments' rows. Tiles depend on shapes alone, which the host knows: the route
 
 An expert's weights are read once per tile of its tokens, from memory the first time and then from L2. Few tokens per
 expert get small tiles, so that many programs stream weights at once; many tokens get large tiles, for the tensor cores.
+On Hopper, `grouped_prompts` computes both products of many tokens.
 
 Legend: T token, D hidden channel, E expert, K chosen expert of a token, X shared expert, I intermediate channel, R row:
 T*K assignments and X*T shared ones, N output channel, C input channel.
@@ -19,8 +20,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.models.kernels.moe import grouped_prompts
 from baton.models.kernels.moe.expert_order import ExpertOrder, order_by_expert
 from baton.models.kernels.moe.expert_sum import sum_choices
+from baton.models.kernels.moe.expert_weights import ExpertWeights
 from baton.models.kernels.moe.grouped_gemm_kernel import grouped_down, grouped_gate_up
 from baton.models.kernels.moe.grouped_tiles import GroupedTiles, tiles_for
 from baton.tritonlib.launch import interpreted, overlap
@@ -32,27 +35,6 @@ _ROWS_BY_MAP = 128
 # soon as these are known, takes longer too.
 _GATE_UP_PREFETCHED = 1024
 _DOWN_PREFETCHED = 512
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """One of the two layers of all experts.
-
-    Attributes:
-        weights_ENC: either of the last axes may be the contiguous one.
-        bias_EN: in the model's dtype, contiguous.
-        scales: float32 [E, rows, columns], contiguous, where the weights are fp8: a weight is number * scale. One row
-            covers all of N (of gate and up: of each half) or 128 channels of it; one column, all of C or 128.
-    """
-
-    weights_ENC: Tensor
-    bias_EN: Tensor | None = None
-    scales: Tensor | None = None
-
-    @property
-    def inputs_first(self) -> bool:
-        """Whether weights lie in memory as [E, C, N]."""
-        return self.weights_ENC.stride(2) != 1
 
 
 @dataclass(frozen=True)
@@ -122,6 +104,11 @@ def run_gated_experts(
     if not num_tokens:
         return out_TD
     num_experts, channels, intermediate = down.weights_ENC.shape
+    if shared is None and activation == SILU and not (batch_invariant or weights_on_input):
+        parts_SD = grouped_prompts.run(x_TD, weights_TK, experts_TK, gate_up, down, of=of)
+        if parts_SD is not None:
+            _launch_sum(parts_SD, plus_TD, None if of is None else experts_TK, out_TD, choices=choices)
+            return out_TD
     tiles = tiles_for(
         num_assignments=num_tokens * choices,
         num_experts=num_experts if of is None else of,

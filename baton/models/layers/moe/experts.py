@@ -13,7 +13,8 @@ from torch.nn.functional import linear
 from baton.models.config.expert_places import LayerPlaces
 from baton.models.formats.fp8 import dequantize_blocks
 from baton.models.kernels.moe.expert_places import find_places
-from baton.models.kernels.moe.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
+from baton.models.kernels.moe.expert_weights import ExpertWeights
+from baton.models.kernels.moe.grouped_gemm import SharedWeights, run_gated_experts
 from baton.models.layers.elementwise import widened
 from baton.models.layers.expert_counts import LayerCounts
 from baton.models.layers.linear import Multiply
@@ -104,6 +105,7 @@ class Experts(RoutedExperts):
     Attributes:
         gate_up_proj_scale_inv: scales of an fp8 `gate_up_proj`, float32 [E, rows, columns], one per block of 128x128
             numbers, the gate's rows before the up's; a weight is number * scale. `down_proj_scale_inv` is alike.
+        power_of_two_inputs: on a GPU, inputs that are rounded to fp8 have powers of two as scales.
         multiply: on a CPU, as in `baton.models.layers.linear.Linear`.
         batch_invariant: on a GPU, a token's result has the same bits in every batch.
     """
@@ -128,6 +130,7 @@ class Experts(RoutedExperts):
         self.register_parameter("gate_up_proj_scale_inv", None)
         self.register_parameter("down_proj_scale_inv", None)
         self.multiply: Multiply = linear
+        self.power_of_two_inputs = False
         self.batch_invariant = False
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
@@ -167,8 +170,8 @@ class Experts(RoutedExperts):
             x_TD,
             weights_TK,
             self.places(experts_TK),
-            ExpertWeights(self.gate_up_proj, scales=self.gate_up_proj_scale_inv),
-            ExpertWeights(self.down_proj, scales=self.down_proj_scale_inv),
+            ExpertWeights(self.gate_up_proj, None, self.gate_up_proj_scale_inv, self.power_of_two_inputs),
+            ExpertWeights(self.down_proj, None, self.down_proj_scale_inv, self.power_of_two_inputs),
             batch_invariant=self.batch_invariant,
             shared=shared,
             plus_TD=plus_TD,

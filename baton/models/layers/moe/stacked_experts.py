@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from baton.models.kernels.moe.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
+from baton.models.kernels.moe.expert_weights import ExpertWeights
+from baton.models.kernels.moe.grouped_gemm import SharedWeights, run_gated_experts
 from baton.models.layers.mlp import silu_and_multiply
 from baton.models.layers.moe.experts import Experts
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, relu
 
-from baton.models.kernels.moe.grouped_gemm import ExpertWeights, GroupedActivation, run_gated_experts
+from baton.models.kernels.moe.expert_weights import ExpertWeights
+from baton.models.kernels.moe.grouped_gemm import GroupedActivation, run_gated_experts
 from baton.models.layers.linear import Linear, Multiply
 from baton.models.layers.moe.experts import RoutedExperts, run_experts, weighted_sum
 

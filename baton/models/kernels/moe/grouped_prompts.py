@@ -134,8 +134,6 @@ def multiply(
         launch(gated_SI, down, order, weights_TK, parts_SD, tile, choices=1, gated=False)
         return parts_SD
     stored_TD, scales_TB = quantize_blocks(x_TD, power_of_two=gate_up.power_of_two_inputs)
-    # A row's scales are next to each other, because a program reads some rows' scales of all steps.
-    scales_TB = scales_TB.contiguous()
     gated_SI = x_TD.new_empty(rows, intermediate, dtype=fp8.E4M3)
     gated_scales_SB = x_TD.new_empty(rows, intermediate // FP8_BLOCK, dtype=torch.float32)
     # A row's scales are next to each other, because a program reads some rows' scales of all steps.

@@ -32,10 +32,10 @@ _MOST_RANKS_AT_ONCE = 64
 _ADDED_OUTPUTS = 2048
 # Columns of A of a program.
 _SHRINK_COLUMNS = 16
-# Inputs of a program, 32 KiB of A; more if there would be more splits than this. A warp has 256 of them.
-FEWEST_INPUTS = 1024
+# Inputs of a program, 16 KiB of A; more if there would be more splits than this. A warp has 128 of them.
+FEWEST_INPUTS = 512
 MOST_SPLITS = 16
-_WARP_INPUTS = 256
+_WARP_INPUTS = 128
 _MANY_TOKENS_INPUTS = 64
 
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 RANK = 8
 # Of six requests; -1: none.
 ADAPTERS = (-1, 0, 1, 2, 0, -1)
+LENGTHS = tuple(9 + 7 * place for place in range(len(ADAPTERS)))
 GREEDY = ResolvedSampling(temperature=0.0, max_tokens=64, ignore_eos=True)
 BLOCKS_EACH = 8
 
@@ -31,6 +32,7 @@ def built(model: str, *, cuda_graphs: bool) -> BuiltRunner:
         DEMO_MODELS / model,
         dtype="float32",
         cuda_graphs=cuda_graphs,
+        max_batch_requests=64,
         max_adapters=3,
         max_adapter_rank=RANK,
         adapter_experts=True,
@@ -55,11 +57,13 @@ def random_adapter(bank: AdapterBank, seed: int) -> Adapter:
     return Adapter(f"seed-{seed}", RANK, layers)
 
 
-def tokens_of(runner: ModelRunner, adapters: Sequence[int], *, steps: int = 16) -> list[list[int]]:
+def tokens_of(
+    runner: ModelRunner, adapters: Sequence[int], *, steps: int = 16, lengths: Sequence[int] = LENGTHS
+) -> list[list[int]]:
     """Greedy tokens of requests with these adapters: their prompts in one step, then decodes."""
     block_size = runner.facts.block_size
     generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(3, 4000, (9 + 7 * place,), generator=generator).tolist() for place in range(len(adapters))]
+    tokens = [torch.randint(3, 4000, (length,), generator=generator).tolist() for length in lengths]
     outputs: list[list[int]] = [[] for _ in adapters]
     for step in range(steps):
         rows = []
@@ -99,3 +103,14 @@ def test_a_request_with_an_adapter_is_the_same_alone_and_in_a_batch() -> None:
     for place, adapter in enumerate(ADAPTERS):
         others = [adapter if index == place else -1 for index in range(len(ADAPTERS))]
         assert tokens_of(runner, others)[place] == together[place]
+
+
+def test_few_requests_with_adapters_are_the_same_among_many() -> None:
+    """In steps of many rows the products of adapters are other launches than in steps of few rows."""
+    captured, eager = (built("llama", cuda_graphs=graphs).runner for graphs in (True, False))
+    adapters, lengths = ADAPTERS * 8, (5, 3, 4, 2, 6, 5) * 8
+    together = tokens_of(captured, adapters, steps=8, lengths=lengths)
+    assert captured.launches["decode_graph"] >= 7
+    assert together == tokens_of(eager, adapters, steps=8, lengths=lengths)
+    few = len(ADAPTERS)
+    assert together[:few] == tokens_of(captured, ADAPTERS, steps=8, lengths=lengths[:few])

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from attention.mla import MLAAttention
 from baton.models.adapters.adapter import Adapter, LayerDelta, LayerShape
 from baton.models.adapters.experts import AdaptedExperts
-from baton.models.adapters.layer import AdaptedLayer
+from baton.models.adapters.layer import AdaptedLayer, SideStream
 from baton.models.checkpoint.names import renamed
 from baton.models.checkpoint.share import Share
 from baton.models.config.model_config import ModelConfig
-from baton.models.kernels.adapter_products import AdapterRows, group_by_adapter
+from baton.models.kernels.adapter_rows import AdapterRows, group_by_adapter
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.linear import FusedLinear, Linear
 from baton.models.layers.moe.experts import Experts
@@ -88,10 +88,13 @@ class AdapterBank:
         dtype = model.model.embed_tokens.weight.dtype
         self._adapted: list[AdaptedLayer] = []
         self._parts: dict[str, list[_Part]] = {}
+        device = model.model.embed_tokens.weight.device
+        side = SideStream(device) if device.type == "cuda" else None
         for path, module in _adaptable(model):
             sizes = [rows for _, rows in module.parts] if isinstance(module, FusedLinear) else [module.out_features]
-            device = module.weight.device
-            layer = AdaptedLayer(module.in_features, sizes, slots=count, rank=padded, dtype=dtype, device=device)
+            layer = AdaptedLayer(
+                module.in_features, sizes, slots=count, rank=padded, dtype=dtype, device=device, side=side
+            )
             self._adapted.append(layer)
             start = 0
             for index, (name, outputs) in enumerate(zip(_names(model, path, module), layer.sizes, strict=True)):

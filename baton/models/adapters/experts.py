@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.models.adapters.layer import AdaptedLayer
-from baton.models.kernels.adapter_products import AdapterRows, group_by_adapter
+from baton.models.kernels.adapter_rows import AdapterRows, group_by_adapter
 from baton.models.kernels.moe.expert_weights import ExpertWeights
 from baton.models.kernels.moe.grouped_gemm import multiply_by_expert
 from baton.models.layers.mlp import silu_and_multiply

@@ -6,14 +6,13 @@ are neither read nor written. The twin is `baton.models.adapters.layer.add_in_to
 
 With few tokens, as in decodes, reading A and B takes most of the time. So several programs share a token's sum, each
 reads its whole part of A at once before it waits for the layer's input, and expand reads B while shrink runs. The
-layer's shape alone says which parts a sum has, so a token's bits depend neither on the number of tokens nor on the
-others.
+layer's shape alone says which parts a sum has, so a token's bits do not depend on the other tokens. Expand adds to the
+layer's result, or writes products that `add_rows` adds later.
 
 Legend: T token, K input, N output, S slot, P part of a fused layer, R rank of a slot, Q = P * R, C split of K, W warp.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,21 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.models.kernels.moe.expert_order import sort_assignments
+from baton.models.kernels.adapter_rows import AdapterRows
 from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from baton.tritonlib.rounding import round_to
 
-# Up to this many tokens, programs share a token's sum.
-MOST_SHARED_TOKENS = 256
-# The kernel that sorts by slot supports up to this many; there may be more pairs of experts and adapters.
-_MOST_COUNTED_SLOTS = 1024
-# Tokens of a program: columns of a product, which come in 8s.
-FEW_TOKENS = 8
-MANY_TOKENS = 64
 # Numbers of B that a program reads at once: 16 KiB, and several programs share a multiprocessor.
 FEW_TOKENS_NUMBERS = 8192
 _MANY_TOKENS_NUMBERS = 2048
 _MOST_RANKS_AT_ONCE = 64
+# Numbers of one token's result that a program adds.
+_ADDED_OUTPUTS = 2048
 # Columns of A of a program.
 _SHRINK_COLUMNS = 16
 # Inputs of a program, 16 KiB of A; more if there would be more splits than this. A warp has 128 of them.
@@ -65,68 +59,39 @@ class SlotWeights(NamedTuple):
         return self.b_SNR.shape[2]
 
 
-@dataclass(frozen=True)
-class AdapterRows:
-    """The adapters of a step's tokens.
-
-    Attributes:
-        slots_T: int32; negative: the token has no adapter.
-        order_T, groups_3G: tokens sorted by slot, and the groups of them, as in `ExpertOrder`; None on a CPU.
-        group_tokens: largest number of tokens of a group.
-    """
-
-    slots_T: Tensor
-    order_T: Tensor | None
-    groups_3G: Tensor | None
-    group_tokens: int
-
-
-def group_by_adapter(slots_T: Tensor, *, num_slots: int, batch_invariant: bool = False) -> AdapterRows:
-    """Launches the sorting. The products read its result before they wait for the previous kernel, so a launch that
-    does not overlap must come in between.
-
-    Args:
-        batch_invariant: a token's bits must not depend on the number of tokens, however many there are.
-    """
-    few = len(slots_T) <= MOST_SHARED_TOKENS and not batch_invariant
-    group_tokens = FEW_TOKENS if few else MANY_TOKENS
-    if num_slots > _MOST_COUNTED_SLOTS:
-        return _group_by_sorting(slots_T, group_tokens)
-    order = sort_assignments(slots_T[:, None], num_experts=num_slots, tile_tokens=group_tokens, partial=True)
-    return AdapterRows(slots_T, order.order_P, order.tiles_3L, group_tokens)
-
-
-def _group_by_sorting(slots_T: Tensor, group_tokens: int) -> AdapterRows:
-    """Groups tokens by sorting, for more slots than a program can count. A group may begin at any token, so most groups
-    are unused."""
-    sorted_T, order_T = slots_T.sort(stable=True)
-    places_T = torch.arange(len(slots_T), dtype=torch.int32, device=slots_T.device)
-    starts_T = torch.searchsorted(sorted_T, sorted_T, out_int32=True)
-    stops_T = torch.searchsorted(sorted_T, sorted_T, out_int32=True, right=True)
-    begins_T = (places_T - starts_T) % group_tokens == 0
-    groups_3T = torch.stack((torch.where(begins_T, sorted_T, -1), places_T, stops_T))
-    return AdapterRows(slots_T, order_T.to(torch.int32), groups_3T, group_tokens)
-
-
 def add_products(x_TK: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotWeights) -> None:
     """Adds the products to `out_TN` in place, rounding each sum once.
 
     Args:
         x_TK, out_TN: channels adjacent; rows at any stride.
     """
-    expand(shrink(x_TK, rows, weights), out_TN, rows, weights)
+    sums_TQC = new_sums(x_TK, rows, weights)
+    shrink(x_TK, rows, weights, sums_TQC)
+    expand(sums_TQC, out_TN, rows, weights)
 
 
-def shrink(x_TK: Tensor, rows: AdapterRows, weights: SlotWeights) -> Tensor:
-    """Returns x A^T as sums [T, Q, C] over the splits of K. Sums of tokens without an adapter are not written."""
+def new_sums(x_TK: Tensor, rows: AdapterRows, weights: SlotWeights) -> Tensor:
+    """Returns memory [T, Q, C] for the result of `shrink`, float32."""
+    num_tokens, inputs = x_TK.shape
+    splits = triton.cdiv(inputs, _inputs_of_program(inputs, x_TK.dtype)) if rows.are_few else 1
+    shape = (num_tokens, weights.a_SQK.shape[1], triton.next_power_of_2(splits))
+    return torch.empty(shape, dtype=torch.float32, device=x_TK.device)
+
+
+def shrink(
+    x_TK: Tensor, rows: AdapterRows, weights: SlotWeights, sums_TQC: Tensor, *, overlapping: bool = True
+) -> None:
+    """Writes x A^T as sums over the splits of K. Sums of tokens without an adapter are not written.
+
+    Args:
+        overlapping: with few tokens, the kernel starts while the previous one runs.
+    """
     assert rows.order_T is not None
     assert rows.groups_3G is not None
     inputs, columns, num_groups = x_TK.shape[1], weights.a_SQK.shape[1], rows.groups_3G.shape[1]
-    few = rows.group_tokens == FEW_TOKENS
-    span = _inputs_of_program(inputs, x_TK.dtype) if few else inputs
-    warps = max(1, span // _WARP_INPUTS) if few else 0
-    splits = triton.next_power_of_2(triton.cdiv(inputs, span))
-    sums_TQC = torch.empty(len(x_TK), columns, splits, dtype=torch.float32, device=x_TK.device)
+    splits = sums_TQC.shape[2]
+    span = _inputs_of_program(inputs, x_TK.dtype)
+    warps = max(1, span // _WARP_INPUTS) if rows.are_few else 0
     _shrink[(num_groups, splits, columns // _SHRINK_COLUMNS)](
         x_TK,
         weights.a_SQK,
@@ -139,19 +104,22 @@ def shrink(x_TK: Tensor, rows: AdapterRows, weights: SlotWeights) -> Tensor:
         COLUMNS=columns,
         SPLITS=splits,
         TILE_R=_SHRINK_COLUMNS,
-        TILE_K=span if few else _MANY_TOKENS_INPUTS,
+        TILE_K=span if rows.are_few else _MANY_TOKENS_INPUTS,
         WARPS=warps,
         num_warps=warps or 4,
-        **_common(rows, x_TK.device),
+        **_common(rows, x_TK.device, overlapping=overlapping),
     )
-    return sums_TQC
 
 
-def expand(sums_TQC: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotWeights) -> None:
-    """Adds (x A^T) B^T * scale, given the result of `shrink`."""
+def expand(sums_TQC: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotWeights, *, adds: bool = True) -> None:
+    """Adds (x A^T) B^T * scale to `out_TN`, given the result of `shrink`.
+
+    Args:
+        adds: else it overwrites the rows of tokens with an adapter.
+    """
     assert rows.order_T is not None
     assert rows.groups_3G is not None
-    few, num_groups = rows.group_tokens == FEW_TOKENS, rows.groups_3G.shape[1]
+    few, num_groups = rows.are_few, rows.groups_3G.shape[1]
     tile_r = math.gcd(weights.rank, _MOST_RANKS_AT_ONCE)
     tile_n = (FEW_TOKENS_NUMBERS if few else _MANY_TOKENS_NUMBERS) // tile_r
     _expand[(num_groups, sum(triton.cdiv(size, tile_n) for size in weights.sizes))](
@@ -168,18 +136,37 @@ def expand(sums_TQC: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotWei
         COLUMNS=sums_TQC.shape[1],
         RANK=weights.rank,
         SPLITS=sums_TQC.shape[2],
+        ADDS=adds,
         TILE_N=tile_n,
         TILE_R=tile_r,
         ALIGNED=math.gcd(16, *weights.sizes),
         num_warps=4 if few else 8,
-        **_common(rows, out_TN.device),
+        **_common(rows, out_TN.device, overlapping=True),
     )
 
 
-def _common(rows: AdapterRows, device: torch.device) -> dict[str, Any]:
+def add_rows(products_TN: Tensor, out_TN: Tensor, rows: AdapterRows) -> None:
+    """Adds the rows of tokens with an adapter.
+
+    Args:
+        products_TN: contiguous, as `expand` overwrites it.
+    """
+    num_tokens, outputs = out_TN.shape
+    _add_rows[(num_tokens, triton.cdiv(outputs, _ADDED_OUTPUTS))](
+        products_TN,
+        out_TN,
+        rows.slots_T,
+        out_TN.stride(0),
+        OUTPUTS=outputs,
+        TILE_N=_ADDED_OUTPUTS,
+        INTERPRETED=interpreted(),
+    )
+
+
+def _common(rows: AdapterRows, device: torch.device, *, overlapping: bool) -> dict[str, Any]:
     # Expand follows shrink, so overlapping helps at any number of tokens.
-    overlapping = overlap(device, rows=1) if rows.group_tokens == FEW_TOKENS else {"OVERLAP": False}
-    return {"TILE_T": rows.group_tokens, "INTERPRETED": interpreted(), **overlapping}
+    options = overlap(device, rows=1) if rows.are_few and overlapping else {"OVERLAP": False}
+    return {"TILE_T": rows.group_tokens, "INTERPRETED": interpreted(), **options}
 
 
 def _inputs_of_program(inputs: int, dtype: torch.dtype) -> int:
@@ -214,9 +201,9 @@ def _shrink(
     """
     start_dependents(OVERLAP)
     group, split = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(groups_ptr + group).to(tl.int64)
+    slot, first, stop = _group(group, groups_ptr, num_groups)
     if slot >= 0:
-        tokens_T, exists_T = _tokens(group, order_ptr, groups_ptr, num_groups, TILE_T)
+        tokens_T, exists_T = _tokens(first, stop, order_ptr, TILE_T)
         columns_R = tl.program_id(2) * TILE_R + tl.arange(0, TILE_R)
         inputs_K = split * TILE_K + tl.arange(0, TILE_K)
         a_ptrs = a_ptr + (slot * COLUMNS + columns_R[:, None]) * INPUTS + inputs_K[None, :]
@@ -256,6 +243,7 @@ def _expand(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
+    ADDS: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_R: tl.constexpr,
@@ -265,10 +253,9 @@ def _expand(
 ):
     """Computes TILE_N outputs of one part for a group's tokens. ALIGNED divides the SIZES of the parts."""
     start_dependents(OVERLAP)
-    group = tl.program_id(0)
-    slot = tl.load(groups_ptr + group).to(tl.int64)
+    slot, place, end = _group(tl.program_id(0), groups_ptr, num_groups)
     if slot >= 0:
-        tokens_T, exists_T = _tokens(group, order_ptr, groups_ptr, num_groups, TILE_T)
+        tokens_T, exists_T = _tokens(place, end, order_ptr, TILE_T)
         first, stop, part = _outputs(tl.program_id(1), SIZES, TILE_N)
         outputs_N = tl.multiple_of(first, ALIGNED) + tl.arange(0, TILE_N)
         exists_N = outputs_N < tl.multiple_of(stop, ALIGNED)
@@ -280,11 +267,12 @@ def _expand(
         out_ptrs = out_ptr + tokens_T[None, :] * out_stride_T + outputs_N[:, None]
         mask_NT = exists_N[:, None] & exists_T[None, :]
         sums_NT = tl.zeros((TILE_N, TILE_T), tl.float32)
+        out_NT = tl.zeros((TILE_N, TILE_T), tl.float32)
         for start in tl.static_range(0, RANK, TILE_R):
             columns_R = part * RANK + start + ranks_R
             sums_ptrs = sums_ptr + (tokens_T[:, None] * COLUMNS + columns_R[None, :])[:, :, None] * SPLITS
             sums_TRC = tl.load(sums_ptrs + tl.arange(0, SPLITS), mask=exists_T[:, None, None], other=0.0)
-            if start == 0:  # both loads are in flight at once
+            if ADDS and start == 0:  # both loads are in flight at once
                 out_NT = tl.load(out_ptrs, mask=mask_NT, other=0.0).to(tl.float32)
             h_TR = tl.sum(sums_TRC, axis=2)
             h_TR = round_to(h_TR, out_ptr.dtype.element_ty, INTERPRETED)
@@ -297,10 +285,38 @@ def _expand(
 
 
 @triton.jit
-def _tokens(group, order_ptr, groups_ptr, num_groups, TILE_T: tl.constexpr):
-    """Returns the group's tokens, and which of them exist."""
-    places_T = tl.load(groups_ptr + num_groups + group) + tl.arange(0, TILE_T)
-    exists_T = places_T < tl.load(groups_ptr + 2 * num_groups + group)
+def _add_rows(
+    products_ptr,
+    out_ptr,
+    slots_ptr,
+    out_stride_T,
+    OUTPUTS: tl.constexpr,
+    TILE_N: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Adds TILE_N numbers of a token's products."""
+    token = tl.program_id(0).to(tl.int64)
+    if tl.load(slots_ptr + token) >= 0:
+        outputs_N = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+        exists_N = outputs_N < OUTPUTS
+        products_N = tl.load(products_ptr + token * OUTPUTS + outputs_N, mask=exists_N, other=0.0)
+        out_ptrs = out_ptr + token * out_stride_T + outputs_N
+        sums_N = tl.load(out_ptrs, mask=exists_N, other=0.0).to(tl.float32) + products_N.to(tl.float32)
+        tl.store(out_ptrs, round_to(sums_N, out_ptr.dtype.element_ty, INTERPRETED), mask=exists_N)
+
+
+@triton.jit
+def _group(group, groups_ptr, num_groups):
+    """Returns the group's slot, its first place, and the end of its slot's places."""
+    slot = tl.load(groups_ptr + group).to(tl.int64)
+    return slot, tl.load(groups_ptr + num_groups + group), tl.load(groups_ptr + 2 * num_groups + group)
+
+
+@triton.jit
+def _tokens(first, stop, order_ptr, TILE_T: tl.constexpr):
+    """Returns a group's tokens, and which of them exist."""
+    places_T = first + tl.arange(0, TILE_T)
+    exists_T = places_T < stop
     return tl.load(order_ptr + places_T, mask=exists_T, other=0).to(tl.int64), exists_T
 
 

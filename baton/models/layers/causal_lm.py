@@ -18,7 +18,7 @@ from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import ModelConfig
 from baton.models.config.mtp import mtp_form
-from baton.models.kernels.adapter_products import AdapterRows
+from baton.models.kernels.adapter_rows import AdapterRows
 from baton.models.layers.eagle import EagleHead, ReadStates
 from baton.models.layers.embedding import Embedding
 from baton.models.layers.expert_counts import ExpertCounts

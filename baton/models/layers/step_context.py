@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attention.metadata import AttentionMetadata
-from baton.models.kernels.adapter_products import AdapterRows
+from baton.models.kernels.adapter_rows import AdapterRows
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.layers.token_exchange import TokenShares
 

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from baton.models.adapters.layer import add_in_torch
-from baton.models.kernels import adapter_products
-from baton.models.kernels.adapter_products import FEW_TOKENS, MANY_TOKENS, SlotWeights, add_products, group_by_adapter
+from baton.models.kernels import adapter_rows
+from baton.models.kernels.adapter_products import SlotWeights, add_products, add_rows, expand, new_sums, shrink
+from baton.models.kernels.adapter_rows import FEW_TOKENS, MANY_TOKENS, group_by_adapter
 from tests.device import DEVICE
 
 SLOTS = 3
@@ -75,6 +76,25 @@ def test_a_token_has_the_same_bits_alone_and_next_to_others(batch_invariant: boo
 
 
 def test_steps_of_many_tokens_have_larger_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_products, "MOST_SHARED_TOKENS", 8)
+    monkeypatch.setattr(adapter_rows, "MOST_SHARED_TOKENS", 8)
     for num_tokens, expected in ((8, FEW_TOKENS), (9, MANY_TOKENS)):
         assert group_by_adapter(slots_of(num_tokens).to(DEVICE), num_slots=SLOTS).group_tokens == expected
+
+
+@pytest.mark.parametrize(("sizes", "inputs", "rank"), SHAPES)
+def test_products_that_are_added_later_equal_products_that_are_added_at_once(
+    sizes: tuple[int, ...], inputs: int, rank: int
+) -> None:
+    cpu, slots_T = random_weights(sizes, inputs, rank, torch.float32), slots_of(18)
+    weights = SlotWeights(cpu.a_SQK.to(DEVICE), cpu.b_SNR.to(DEVICE), cpu.scale_SP.to(DEVICE), sizes)
+    x_TK = random_inputs(18, inputs, torch.float32).to(DEVICE)
+    at_once_TN = torch.randn(18, sum(sizes), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    later_TN, products_TN = at_once_TN.clone(), torch.full_like(at_once_TN, torch.nan)
+    rows = group_by_adapter(slots_T.to(DEVICE), num_slots=SLOTS)
+    sums_TQC = new_sums(x_TK, rows, weights)
+    shrink(x_TK, rows, weights, sums_TQC)
+    expand(sums_TQC, at_once_TN, rows, weights)
+    expand(sums_TQC, products_TN, rows, weights, adds=False)
+    add_rows(products_TN, later_TN, rows)
+    torch.testing.assert_close(later_TN, at_once_TN, rtol=1e-6, atol=1e-5)
+    assert products_TN[slots_T < 0].isnan().all()  # not written

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.core.errors import ConfigError
 from baton.models.adapters.adapter import Adapter, has_experts, read_adapter
-from baton.models.kernels import adapter_products
+from baton.models.kernels import adapter_rows
 from baton.models.kernels.moe.expert_weights import ExpertWeights
 from baton.models.kernels.moe.grouped_gemm import multiply_by_expert
 from baton.models.layers.parallel import TensorParallel
@@ -160,5 +160,5 @@ def test_more_pairs_than_the_kernel_counts_are_sorted_otherwise(monkeypatch: pyt
     weights, x_TK = random_weights(sizes, inputs, rank, torch.float32), random_inputs(40, inputs, torch.float32)
     out_TN = torch.zeros(40, sum(sizes))
     counted_TN = products(x_TK, out_TN, slots_of(40), weights)
-    monkeypatch.setattr(adapter_products, "_MOST_COUNTED_SLOTS", 2)
+    monkeypatch.setattr(adapter_rows, "_MOST_COUNTED_SLOTS", 2)
     assert products(x_TK, out_TN, slots_of(40), weights).equal(counted_TN)

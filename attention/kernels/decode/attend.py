@@ -10,13 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.decode.loads import in_half, prefetch_keys
-from attention.kernels.decode.plan import NO_LIMIT, DecodePlan, keys_of_units, units_per_worker
-from attention.kernels.decode.results import (
-    leave_partial,
+from attention.kernels.decode.merge import (
+    Output,
+    launch_merge,
     merge_partials,
     merged_at_once,
+    merges_within,
+    store_partial,
     store_result,
 )
+from attention.kernels.decode.plan import NO_LIMIT, DecodePlan, keys_of_units, units_per_worker
 from attention.quantized_output import QuantizedOutput
 from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 from baton.tritonlib.math import tanh
@@ -68,21 +71,17 @@ def decode_attention(
     group_blocks = triton.cdiv(group * queries_per_request, block_group)
     keys, values = kv_layer.unbind(0)
     block_channels = max(16, triton.next_power_of_2(head_size))
+    merges = merges_within(num_reqs, plan.num_workers)
     merged_heads = min(block_group, triton.next_power_of_2(group * queries_per_request))
     tiling, partials = plan.tiling, plan.partials
     num_warps = tiling.num_warps * (2 if block_group == MAX_ROWS else 1)
-    scale_CR, rounded, power_of_two = None, None, False
-    if isinstance(out, QuantizedOutput):
-        scale_CR, power_of_two = out.scale_CT, out.power_of_two
-        rounded = getattr(tl, str(out.dtype).removeprefix("torch."))
-        out = out.stored_THD
-    grid = (num_kv_heads * group_blocks, plan.num_workers)
-    _decode_kernel[grid](
+    output = Output.of(out)
+    _decode_kernel[(num_kv_heads * group_blocks, plan.num_workers)](
         q_RHD,
         keys,
         values,
-        out,
-        scale_CR,
+        output.rows,
+        output.scales,
         lse_HR,
         partials.out,
         partials.lse2,
@@ -110,9 +109,7 @@ def decode_attention(
         kv_layer.stride(1),
         kv_layer.stride(2),
         kv_layer.stride(3),
-        out.stride(0),
-        out.stride(1),
-        0 if scale_CR is None else scale_CR.stride(0),
+        *output.strides,
         0 if lse_HR is None else lse_HR.stride(0),
         block_table.stride(0),
         HEAD_SIZE=head_size,
@@ -123,16 +120,19 @@ def decode_attention(
         TILE_KEYS=tiling.tile_keys,
         UNITS=plan.units,
         SOFT_CAP=bool(logits_soft_cap),
+        MERGES=merges,
         MERGED_HEADS=merged_heads,
         MERGED_PARTIALS=merged_at_once(merged_heads, block_channels, num_warps=num_warps),
-        ROUNDED=rounded,
-        POWER_OF_TWO=power_of_two,
+        ROUNDED=output.rounded,
+        POWER_OF_TWO=output.power_of_two,
         INTERPRETED=interpreted(),
-        **overlap(out.device, rows=num_rows),
+        **overlap(q_RHD.device, rows=num_rows),
         num_warps=num_warps,
         num_stages=tiling.num_stages,
         maxnreg=tiling.max_registers,
     )
+    if not merges:
+        launch_merge(plan, queries_per_request=queries_per_request, sinks_H=sinks_H, out=output, lse_HR=lse_HR)
 
 
 @triton.jit(
@@ -185,6 +185,7 @@ def _decode_kernel(
     TILE_KEYS: tl.constexpr,
     UNITS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    MERGES: tl.constexpr,
     MERGED_HEADS: tl.constexpr,
     MERGED_PARTIALS: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -313,28 +314,32 @@ def _decode_kernel(
                 HEAD_SIZE, ROUNDED, POWER_OF_TWO, INTERPRETED,
             )  # fmt: skip
         else:
-            first_worker = first_unit // share
-            num_partials = (last_unit - 1) // share - first_worker + 1
-            counter_ptr = arrived_ptr + request * tl.num_programs(0) + tl.program_id(0)
-            arrived = leave_partial(
+            store_partial(
                 acc_GD * (v_scale / sum_G)[:, None], max_G + tl.log2(sum_G), request + worker, queries_G, heads_G,
-                in_group_G, partial_out_ptr, partial_lse2_ptr, counter_ptr, num_queries, num_heads, HEAD_SIZE,
+                in_group_G, partial_out_ptr, partial_lse2_ptr, num_queries, num_heads, HEAD_SIZE,
             )  # fmt: skip
-            if arrived == num_partials - 1:
-                members_M = tl.program_id(0) % group_blocks * BLOCK_G + tl.arange(0, MERGED_HEADS)
-                in_group_M = members_M < GROUP * num_queries
-                queries_M = members_M // GROUP
-                heads_M = kv_head * GROUP + members_M % GROUP
-                out_MD, lse2_M = merge_partials(
-                    request + first_worker, num_partials, queries_M, heads_M, in_group_M,
-                    partial_out_ptr, partial_lse2_ptr, counter_ptr, sinks_ptr, num_queries, num_heads,
-                    HEAD_SIZE, BLOCK_D, MERGED_PARTIALS, INTERPRETED,
-                )  # fmt: skip
-                store_result(
-                    out_MD, lse2_M, request.to(tl.int64) * num_queries + queries_M, heads_M, in_group_M,
-                    out_ptr, out_scale_ptr, lse_ptr, stride_out_r, stride_out_h, stride_scale, stride_lse_h,
-                    HEAD_SIZE, ROUNDED, POWER_OF_TWO, INTERPRETED,
-                )  # fmt: skip
+            if MERGES:
+                first_worker = first_unit // share
+                num_partials = (last_unit - 1) // share - first_worker + 1
+                counter_ptr = arrived_ptr + request * tl.num_programs(0) + tl.program_id(0)
+                # NOTE: all threads' stores come before the one thread's count; else partial results get lost.
+                tl.debug_barrier()
+                if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == num_partials - 1:
+                    tl.store(counter_ptr, 0)
+                    members_M = tl.program_id(0) % group_blocks * BLOCK_G + tl.arange(0, MERGED_HEADS)
+                    in_group_M = members_M < GROUP * num_queries
+                    queries_M = members_M // GROUP
+                    heads_M = kv_head * GROUP + members_M % GROUP
+                    out_MD, lse2_M = merge_partials(
+                        request + first_worker, num_partials, queries_M, heads_M, in_group_M,
+                        partial_out_ptr, partial_lse2_ptr, sinks_ptr, num_queries, num_heads,
+                        HEAD_SIZE, BLOCK_D, MERGED_PARTIALS, INTERPRETED,
+                    )  # fmt: skip
+                    store_result(
+                        out_MD, lse2_M, request.to(tl.int64) * num_queries + queries_M, heads_M, in_group_M,
+                        out_ptr, out_scale_ptr, lse_ptr, stride_out_r, stride_out_h, stride_scale, stride_lse_h,
+                        HEAD_SIZE, ROUNDED, POWER_OF_TWO, INTERPRETED,
+                    )  # fmt: skip
         unit = run_stop
         if unit == last_unit:
             request += 1

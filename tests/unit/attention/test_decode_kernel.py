@@ -34,6 +34,20 @@ ASKED = {
 }
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that the test launches."""
+    names: list[str] = []
+    launch = KernelInterface.__getitem__
+
+    def recorded(kernel: Any, grid: Any) -> Any:
+        names.append(kernel.fn.__name__)
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", recorded)
+    return names
+
+
 def plan_of(
     batch: Decodes,
     asked: Asked,
@@ -233,7 +247,7 @@ def test_queries_and_output_may_be_slices_of_wider_tensors() -> None:
     assert around[:, :2].isnan().all()
 
 
-@pytest.mark.parametrize("num_workers", [1, 5])
+@pytest.mark.parametrize("num_workers", [1, 5, 20])
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("head_size", [128, 256])
 def test_a_quantized_output_has_the_bits_of_one_that_is_quantized_afterwards(
@@ -250,22 +264,22 @@ def test_a_quantized_output_has_the_bits_of_one_that_is_quantized_afterwards(
     assert torch.equal(stored.flatten(1).view(torch.uint8), expected_TK.view(torch.uint8))
 
 
-def test_one_kernel_computes_split_requests_and_is_ready_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_worker_merges_what_few_share_and_counts_from_zero_in_the_next_call(
+    launched: list[str],
+) -> None:
     batch = decodes([90, 70, 3])
     plan = plan_of(batch, Asked(), num_workers=7)
     expected, _ = attend(batch, Asked(), plan)
-    launched = []
-    launch = KernelInterface.__getitem__
-
-    def recorded(kernel: Any, grid: Any) -> Any:
-        launched.append(kernel.fn.__name__)
-        return launch(kernel, grid)
-
-    monkeypatch.setattr(KernelInterface, "__getitem__", recorded)
     again, _ = attend(batch, Asked(), plan)
-    assert launched == ["_decode_kernel"]
+    assert launched.count("_decode_kernel") == 2
+    assert "_merge_kernel" not in launched
     assert torch.equal(again, expected)
     assert not plan.partials.arrived.any()
+
+
+def test_a_second_kernel_merges_what_many_workers_share(launched: list[str]) -> None:
+    check(decodes([90, 0, 3]), num_workers=20)
+    assert launched[-2:] == ["_decode_kernel", "_merge_kernel"]
 
 
 def test_a_refilled_plan_forgets_the_batch_before() -> None:

@@ -1,30 +1,147 @@
-"""How the decode kernel ends a request: its workers leave partial results, and the last to arrive merges them.
+"""How results of a request's workers become one: the last worker merges them, or a kernel of its own does.
 
 The order of a merge is the plan's, whoever arrives last, so a row's bits are the same in every run. Legend: R requests,
 G query heads of a program, M those and as few others as fill a power of two, P partial results, C blocks of channels, D
 channels.
 """
 
+from typing import NamedTuple, Self
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from attention.quantized_output import BLOCK
+from attention.kernels.decode.plan import DecodePlan, units_per_worker
+from attention.quantized_output import BLOCK, QuantizedOutput
 from baton.tritonlib.fp8 import scales_of, to_fp8
-from baton.tritonlib.launch import bound
+from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 from baton.tritonlib.rounding import round_to
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK = tl.constexpr(BLOCK)
-_MERGED_PER_WARP = 1024  # numbers of partial results that a warp loads at once: 64 registers
+# Numbers of partial results that a warp loads at once.
+_MERGED_PER_WARP = 512
+# Partial results that a program of the merging kernel loads at once.
+_KERNEL_PARTIALS = 32
+
+
+class Output(NamedTuple):
+    """The kernels' arguments for a result.
+
+    Attributes:
+        strides: of rows, of heads, and of the scales' blocks.
+        rounded: the dtype before the result is quantized, as Triton's; None: it is not quantized.
+    """
+
+    rows: Tensor
+    scales: Tensor | None
+    strides: tuple[int, int, int]
+    rounded: tl.dtype | None
+    power_of_two: bool
+
+    @classmethod
+    def of(cls, out: Tensor | QuantizedOutput) -> Self:
+        if isinstance(out, Tensor):
+            return cls(out, None, (out.stride(0), out.stride(1), 0), None, power_of_two=False)
+        rows, scales = out.stored_THD, out.scale_CT
+        rounded = getattr(tl, str(out.dtype).removeprefix("torch."))
+        return cls(rows, scales, (rows.stride(0), rows.stride(1), scales.stride(0)), rounded, out.power_of_two)
+
+
+def merges_within(num_reqs: int, num_workers: int) -> bool:
+    """Whether the last worker of a request merges. Where many share one, a kernel of its own is faster: its programs
+    merge one head each."""
+    return 5 * num_reqs > num_workers
 
 
 def merged_at_once(num_heads: int, channels: int, *, num_warps: int) -> int:
-    """Returns how many partial results of this shape a program loads at once."""
+    """Returns how many partial results of this shape a worker loads at once."""
     return max(1, min(32, _MERGED_PER_WARP * num_warps // (num_heads * channels)))
 
 
+def launch_merge(
+    plan: DecodePlan, *, queries_per_request: int, sinks_H: Tensor | None, out: Output, lse_HR: Tensor | None
+) -> None:
+    """Merges the partial results of all requests that several workers shared."""
+    num_rows, num_heads, head_size = out.rows.shape
+    _merge_kernel[(num_heads, num_rows)](
+        plan.partials.out,
+        plan.partials.lse2,
+        plan.unit_starts,
+        sinks_H,
+        out.rows,
+        out.scales,
+        lse_HR,
+        num_rows // queries_per_request,
+        plan.num_workers,
+        queries_per_request,
+        *out.strides,
+        0 if lse_HR is None else lse_HR.stride(0),
+        HEAD_SIZE=head_size,
+        BLOCK_D=max(16, triton.next_power_of_2(head_size)),
+        BLOCK_P=_KERNEL_PARTIALS,
+        ROUNDED=out.rounded,
+        POWER_OF_TWO=out.power_of_two,
+        INTERPRETED=interpreted(),
+        **overlap(out.rows.device, rows=num_rows),
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_workers", "stride_scale", "stride_lse_h"])
+def _merge_kernel(
+    partial_out_ptr,
+    partial_lse2_ptr,
+    unit_starts_ptr,
+    sinks_ptr,
+    out_ptr,
+    out_scale_ptr,
+    lse_ptr,
+    num_reqs,
+    num_workers,
+    num_queries,
+    stride_out_r,
+    stride_out_h,
+    stride_scale,
+    stride_lse_h,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Merges one head of one query."""
+    start_dependents(OVERLAP)
+    num_heads = tl.num_programs(0)
+    row = tl.program_id(1)
+    request = row // num_queries
+    first_unit = tl.load(unit_starts_ptr + request)
+    last_unit = tl.load(unit_starts_ptr + request + 1)
+    share = units_per_worker(tl.load(unit_starts_ptr + num_reqs), num_workers)
+    first_worker = first_unit // share
+    num_partials = (last_unit - 1) // share - first_worker + 1
+    await_predecessors(OVERLAP)
+    if num_partials == 1:  # the only worker has written the result
+        return
+
+    heads_M = tl.program_id(0) + tl.arange(0, 1)
+    queries_M, exists_M = row % num_queries + tl.zeros_like(heads_M), heads_M < num_heads
+    out_MD, lse2_M = merge_partials(
+        request + first_worker, num_partials, queries_M, heads_M, exists_M,
+        partial_out_ptr, partial_lse2_ptr, sinks_ptr, num_queries, num_heads,
+        HEAD_SIZE, BLOCK_D, BLOCK_P, INTERPRETED,
+    )  # fmt: skip
+    store_result(
+        out_MD, lse2_M, row.to(tl.int64) + tl.zeros_like(heads_M), heads_M, exists_M,
+        out_ptr, out_scale_ptr, lse_ptr, stride_out_r, stride_out_h, stride_scale, stride_lse_h,
+        HEAD_SIZE, ROUNDED, POWER_OF_TWO, INTERPRETED,
+    )  # fmt: skip
+
+
 @triton.jit
-def leave_partial(
+def store_partial(
     out_GD,
     lse2_G,
     place,
@@ -33,20 +150,16 @@ def leave_partial(
     mask_G,
     partial_out_ptr,
     partial_lse2_ptr,
-    counter_ptr,
     num_queries,
     num_heads,
     HEAD_SIZE: tl.constexpr,
 ):
-    """Stores a worker's result; returns how many workers of the request arrived before."""
+    """Stores a worker's result of a request."""
     channels_D = tl.arange(0, out_GD.shape[1])
     places_G = (place.to(tl.int64) * num_queries + queries_G) * num_heads + heads_G
     mask_GD = mask_G[:, None] & (channels_D < HEAD_SIZE)[None, :]
     tl.store(partial_out_ptr + places_G[:, None] * HEAD_SIZE + channels_D[None, :], out_GD, mask=mask_GD)
     tl.store(partial_lse2_ptr + places_G, lse2_G, mask=mask_G)
-    # NOTE: all threads' stores come before the one thread's count; without the barrier, partial results get lost.
-    tl.debug_barrier()
-    return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
@@ -58,7 +171,6 @@ def merge_partials(
     mask_M,
     partial_out_ptr,
     partial_lse2_ptr,
-    counter_ptr,
     sinks_ptr,
     num_queries,
     num_heads,
@@ -68,7 +180,7 @@ def merge_partials(
     INTERPRETED: tl.constexpr,
 ):
     """Merges the partial results of a request, in order. Returns the results and the binary logarithms of the sums of
-    exponentials. The last worker calls it."""
+    exponentials."""
     channels_D = tl.arange(0, BLOCK_D)
     in_head_D = channels_D < HEAD_SIZE
     acc_MD = tl.zeros([heads_M.shape[0], BLOCK_D], tl.float32)
@@ -97,7 +209,6 @@ def merge_partials(
         total_M = total_M * rescale_M + tl.sum(weights_PM, 0)
         acc_MD = acc_MD * rescale_M[:, None] + tl.sum(out_PMD * weights_PM[:, :, None], 0)
         max_M = new_max_M
-    tl.store(counter_ptr, 0)
     total_M = tl.where(mask_M, total_M, 1.0)
     return acc_MD / total_M[:, None], max_M + tl.log2(total_M)
 

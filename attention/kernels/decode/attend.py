@@ -325,7 +325,6 @@ def _decode_kernel(
                 # NOTE: all threads' stores come before the one thread's count; else partial results get lost.
                 tl.debug_barrier()
                 if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == num_partials - 1:
-                    tl.store(counter_ptr, 0)
                     members_M = tl.program_id(0) % group_blocks * BLOCK_G + tl.arange(0, MERGED_HEADS)
                     in_group_M = members_M < GROUP * num_queries
                     queries_M = members_M // GROUP
@@ -340,6 +339,7 @@ def _decode_kernel(
                         out_ptr, out_scale_ptr, lse_ptr, stride_out_r, stride_out_h, stride_scale, stride_lse_h,
                         HEAD_SIZE, ROUNDED, POWER_OF_TWO, INTERPRETED,
                     )  # fmt: skip
+                    tl.store(counter_ptr, 0)
         unit = run_stop
         if unit == last_unit:
             request += 1

@@ -21,8 +21,6 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK = tl.constexpr(BLOCK)
 # Numbers of partial results that a warp loads at once.
 _MERGED_PER_WARP = 512
-# Partial results that a program of the merging kernel loads at once.
-_KERNEL_PARTIALS = 32
 
 
 class Output(NamedTuple):
@@ -49,9 +47,9 @@ class Output(NamedTuple):
 
 
 def merges_within(num_reqs: int, num_workers: int) -> bool:
-    """Whether the last worker of a request merges. Where many share one, a kernel of its own is faster: its programs
-    merge one head each."""
-    return 5 * num_reqs > num_workers
+    """Whether the last worker of a request merges. Where several share most requests, a kernel of its own is faster,
+    because more programs merge; where few requests are shared, its launch costs more than it does."""
+    return 2 * num_reqs > num_workers
 
 
 def merged_at_once(num_heads: int, channels: int, *, num_warps: int) -> int:
@@ -64,7 +62,10 @@ def launch_merge(
 ) -> None:
     """Merges the partial results of all requests that several workers shared."""
     num_rows, num_heads, head_size = out.rows.shape
-    _merge_kernel[(num_heads, num_rows)](
+    # In large batches most requests have one worker and the rest few, so few programs suffice.
+    many = 4 * num_rows > plan.num_workers
+    block_m, block_p = (min(8, triton.next_power_of_2(num_heads)), 4) if many else (1, 32)
+    _merge_kernel[(triton.cdiv(num_heads, block_m), num_rows)](
         plan.partials.out,
         plan.partials.lse2,
         plan.unit_starts,
@@ -74,12 +75,14 @@ def launch_merge(
         lse_HR,
         num_rows // queries_per_request,
         plan.num_workers,
+        num_heads,
         queries_per_request,
         *out.strides,
         0 if lse_HR is None else lse_HR.stride(0),
         HEAD_SIZE=head_size,
         BLOCK_D=max(16, triton.next_power_of_2(head_size)),
-        BLOCK_P=_KERNEL_PARTIALS,
+        BLOCK_M=block_m,
+        BLOCK_P=block_p,
         ROUNDED=out.rounded,
         POWER_OF_TWO=out.power_of_two,
         INTERPRETED=interpreted(),
@@ -99,6 +102,7 @@ def _merge_kernel(
     lse_ptr,
     num_reqs,
     num_workers,
+    num_heads,
     num_queries,
     stride_out_r,
     stride_out_h,
@@ -106,15 +110,15 @@ def _merge_kernel(
     stride_lse_h,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     ROUNDED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Merges one head of one query."""
+    """Merges BLOCK_M heads of one query."""
     start_dependents(OVERLAP)
-    num_heads = tl.num_programs(0)
     row = tl.program_id(1)
     request = row // num_queries
     first_unit = tl.load(unit_starts_ptr + request)
@@ -126,7 +130,7 @@ def _merge_kernel(
     if num_partials == 1:  # the only worker has written the result
         return
 
-    heads_M = tl.program_id(0) + tl.arange(0, 1)
+    heads_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     queries_M, exists_M = row % num_queries + tl.zeros_like(heads_M), heads_M < num_heads
     out_MD, lse2_M = merge_partials(
         request + first_worker, num_partials, queries_M, heads_M, exists_M,

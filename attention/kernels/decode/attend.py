@@ -1,8 +1,8 @@
-"""Attention of few queries per request over the paged cache, in one kernel. A plan splits keys among workers.
+"""Attention of few queries per request over the paged cache. A plan splits keys among workers.
 
 Its time is the time to read the cache. The query heads of a kv head share its keys, padded to the 16 rows of a tensor
 core's product, while the loads of the next tiles are in flight. Legend: R requests, H query heads, G query heads per kv
-head, N keys of a tile, D channels, L lines of L2.
+head, M those that a worker merges, N keys of a tile, D channels.
 """
 
 import triton

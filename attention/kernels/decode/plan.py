@@ -62,7 +62,7 @@ def decode_tiling(head_size: int, cache_dtype: torch.dtype) -> DecodeTiling:
         three = channels <= 64
     else:
         three = cache_dtype.itemsize == 2 and channels <= 128 and head_size * 8 <= channels * 5
-    if three:
+    if three:  # the limit, because merging would take the third program's registers
         return DecodeTiling(tile_keys, num_warps=4, num_stages=3, programs_per_sm=3, max_registers=168)
     return DecodeTiling(tile_keys, num_warps=4, num_stages=3, programs_per_sm=2)
 

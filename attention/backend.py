@@ -18,6 +18,7 @@ from attention.metadata import AttentionMetadata
 from attention.metadata_builder import AttentionMetadataBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
+from attention.quantized_output import QuantizedOutput
 from attention.sparse import SparseQueries
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVKind
@@ -159,6 +160,27 @@ class AttentionBackend(Protocol):
         MLA: computes only the decodes, or one run of `absorbed_prefills`. Their queries are latent, [T, H, C], the
         values are the first `out.shape[-1]` channels of the latent, and k and v are None.
         """
+        ...
+
+
+@runtime_checkable
+class QuantizingBackend(AttentionBackend, Protocol):
+    """A backend whose kernels can quantize their output for the layer that reads it."""
+
+    def quantizes(self, metadata: AttentionMetadata, *, num_tokens: int, head_size: int) -> bool:
+        """Whether `forward_quantized` takes this batch of a layer. `num_tokens` counts padding too."""
+        ...
+
+    def forward_quantized(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        layer: AttentionParameters,
+        out: QuantizedOutput,
+    ) -> None:
+        """Does what `forward` does, and quantizes the result."""
         ...
 
 

@@ -10,12 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from attention.backend import AttentionBackend, AttentionFeature
+from attention.backend import AttentionBackend, AttentionFeature, QuantizingBackend
 from attention.blocksparse import BlocksparseParams
 from attention.kernels.rotary.heads import rotate_qkv
 from attention.layer_checks import check_backend, check_out, check_parameters, refused
 from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
+from attention.quantized_output import QuantizedOutput
 from attention.rotation import HeadNorms, Rotation
 from baton.core.errors import InternalError
 from baton.kvcache.access import store_kv
@@ -95,6 +96,7 @@ class Attention(nn.Module):
         check_backend(backend.capabilities, self.parameters_now, layer_index=layer_index)
         if kv_sharing_target is not None:
             self._share(kv_sharing_target)
+        self._quantizing = backend if isinstance(backend, QuantizingBackend) else None
         self._quantizes_query = AttentionFeature.QUANTIZED_QUERY in backend.capabilities.features
 
     @property
@@ -134,6 +136,18 @@ class Attention(nn.Module):
             return self._quantized_output(q_THD, k_TKD, v_TKD, kv_cache, metadata, out=out, scale=output_scale)
         if out is not None:
             check_out(out, q_THD)
+        return self._store_and_attend(q_THD, k_TKD, v_TKD, kv_cache, metadata, out=out)
+
+    def _store_and_attend(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        *,
+        out: Tensor | QuantizedOutput | None,
+    ) -> Tensor:
         kv_layer, *copies = self._own_heads(kv_cache.layer(self.kv_layer_index))
         if self.shares_kv:
             k_TKD = v_TKD = None
@@ -146,6 +160,11 @@ class Attention(nn.Module):
         elif self.attn_type is not AttentionType.ENCODER_DECODER or k_TKD is not v_TKD:
             raise InternalError(f"attention layer {self.layer_index} got no keys or no values", field="k_TKD")
         return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=out)
+
+    def quantizes(self, metadata: AttentionMetadata, num_tokens: int) -> bool:
+        """Whether the backend's kernels can quantize the output of this batch. `num_tokens` counts padding too."""
+        backend = self._quantizing
+        return backend is not None and backend.quantizes(metadata, num_tokens=num_tokens, head_size=self.head_dim)
 
     def _quantized_output(
         self,
@@ -173,6 +192,7 @@ class Attention(nn.Module):
         *,
         norms: HeadNorms | None = None,
         gated: bool = False,
+        out: QuantizedOutput | None = None,
     ) -> Tensor:
         """Norms and turns the batch's queries and keys, writes keys and values to the cache, and attends. On a GPU one
         kernel does everything before the attention.
@@ -182,10 +202,14 @@ class Attention(nn.Module):
             rotation: angles for the first channels of each head, or for all; None: nothing turns.
             norms: the norms of each head of queries and keys.
             gated: a gate follows each head of queries. It is not read.
+            out: memory for a quantized result, for batches that the layer `quantizes`; None: the result is in the
+                queries' dtype.
         """
         in_torch = rotation is None or (norms is not None and norms.turned)  # the kernel supports neither case
         if in_torch or not qkv_TX.is_cuda:
-            return self.forward(*self._rotated(qkv_TX, rotation, norms, gated=gated), kv_cache, metadata)
+            return self._store_and_attend(
+                *self._rotated(qkv_TX, rotation, norms, gated=gated), kv_cache, metadata, out=out
+            )
         assert rotation is not None
         calculates = self.scales is not None and self.scales.calculate  # from turned, unstored keys
         writes = self.uses_cache and not self.shares_kv and not calculates
@@ -205,8 +229,8 @@ class Attention(nn.Module):
         )
         q_THD, k_TKD, v_TKD = self._split(qkv_TX, gated=gated)
         if not writes:
-            return self.forward(q_THD, k_TKD, v_TKD, kv_cache, metadata)
-        return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=None)
+            return self._store_and_attend(q_THD, k_TKD, v_TKD, kv_cache, metadata, out=out)
+        return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=out)
 
     def _own_heads(self, kv_layer: Tensor) -> tuple[Tensor, ...]:
         """Returns one view of [K, B, N, H, C] for each copy of this layer's heads in the cache."""
@@ -247,12 +271,16 @@ class Attention(nn.Module):
         kv_layer: Tensor,
         metadata: AttentionMetadata,
         *,
-        out: Tensor | None,
+        out: Tensor | QuantizedOutput | None,
     ) -> Tensor:
         """Attends after the batch's keys and values are in the cache."""
         if out is None:
             out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         q_THD = self._quantized(q_THD, kv_layer)
+        if isinstance(out, QuantizedOutput):
+            assert self._quantizing is not None
+            self._quantizing.forward_quantized(q_THD, kv_layer, metadata, layer=self.parameters_now, out=out)
+            return out.stored_THD
         self.backend.forward(q_THD, k_TKD, v_TKD, kv_layer, metadata, layer=self.parameters_now, out=out)
         return out
 

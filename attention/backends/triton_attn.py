@@ -29,6 +29,7 @@ from attention.layer_checks import check_heads
 from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
+from attention.quantized_output import BLOCK, QuantizedOutput
 from baton.kvcache.fp8 import is_fp8
 from baton.kvcache.layout import GQA_LAYOUTS
 from baton.kvcache.scales import KVScales
@@ -113,6 +114,40 @@ class TritonAttention:
                 scales=scales,
                 out=out,
             )
+
+    def quantizes(self, metadata: AttentionMetadata, *, num_tokens: int, head_size: int) -> bool:
+        assert isinstance(metadata, TritonAttentionMetadata)
+        whole_blocks = head_size % BLOCK == 0 and head_size.bit_count() == 1
+        only_decodes = len(metadata.decodes.seq_lens) == num_tokens and metadata.prefix is None
+        return whole_blocks and only_decodes and not metadata.in_order
+
+    def forward_quantized(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        layer: AttentionParameters,
+        out: QuantizedOutput,
+    ) -> None:
+        assert isinstance(metadata, TritonAttentionMetadata)
+        check_heads(q_THD, num_heads=self._num_heads, head_size=self._head_size)
+        scales = _Scales.of(layer.scales, q_THD, kv_layer)
+        decode_attention(
+            q_THD,
+            kv_layer,
+            seq_lens=metadata.decodes.seq_lens,
+            block_table=metadata.decodes.block_table,
+            plan=metadata.plans.of(layer),
+            scale=layer.scale,
+            logits_soft_cap=layer.logits_soft_cap,
+            alibi_slopes_H=layer.alibi_slopes_H,
+            sinks_H=layer.sinks_H,
+            q_scale=scales.q,
+            k_scale=scales.k,
+            v_scale=scales.v,
+            out=out,
+        )
 
 
 @dataclass(frozen=True)

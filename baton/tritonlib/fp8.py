@@ -8,6 +8,8 @@ computed.
 import triton
 import triton.language as tl
 
+_SMALLEST = tl.constexpr(1e-10)  # as in `baton.models.formats.fp8`
+
 
 @triton.jit
 def to_fp8(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
@@ -27,6 +29,19 @@ def from_fp8(stored, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         return _from_bits(stored.to(tl.uint8, bitcast=True), stored.dtype == tl.float8e4nv)
     return stored.to(tl.float32)
+
+
+@triton.jit
+def scales_of(largest, POWER_OF_TWO: tl.constexpr):
+    """Returns scales that map the largest numbers to e4m3's largest, 448, and their reciprocals, in float32 with exact
+    division."""
+    largest = tl.maximum(largest, _SMALLEST)
+    scale = tl.div_rn(largest, 448.0)
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = (((bits + 0x7FFFFF) >> 23) << 23).to(tl.float32, bitcast=True)
+        return scale, tl.div_rn(1.0, scale)
+    return scale, tl.div_rn(448.0, largest)
 
 
 @triton.jit

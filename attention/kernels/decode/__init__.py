@@ -1,1 +1,1 @@
-"""Decode attention over the paged cache: workers share the keys, and a second kernel merges their results."""
+"""Decode attention over the paged cache: workers share the keys, and the last one or a second kernel merges results."""

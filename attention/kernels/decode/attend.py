@@ -1,24 +1,32 @@
-"""Attention of few queries per request over the paged cache. A plan splits keys among workers; a kernel merges results.
+"""Attention of few queries per request over the paged cache. A plan splits keys among workers.
 
 Its time is the time to read the cache. The query heads of a kv head share its keys, padded to the 16 rows of a tensor
 core's product, while the loads of the next tiles are in flight. Legend: R requests, H query heads, G query heads per kv
-head, N keys of a tile, D channels, L lines of L2.
+head, M those that a worker merges, N keys of a tile, D channels.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.decode.merge import merge_partials
+from attention.kernels.decode.loads import in_half, prefetch_keys
+from attention.kernels.decode.merge import (
+    Output,
+    launch_merge,
+    merge_partials,
+    merged_at_once,
+    merges_within,
+    store_partial,
+    store_result,
+)
 from attention.kernels.decode.plan import NO_LIMIT, DecodePlan, keys_of_units, units_per_worker
-from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, prefetch, start_dependents
+from attention.quantized_output import QuantizedOutput
+from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 from baton.tritonlib.math import tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Rows of one program, one per query head. More would not fit into its registers, so larger groups read keys again.
 MAX_ROWS = 64
-# Number of tiles prefetched while the previous kernel runs: as many as the loop has in flight.
-_TILES_AHEAD = tl.constexpr(2)
 
 
 def decode_attention(
@@ -36,7 +44,7 @@ def decode_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     queries_per_request: int = 1,
-    out: Tensor,
+    out: Tensor | QuantizedOutput,
     lse_HR: Tensor | None = None,
 ) -> None:
     """Attends with the last token of each request to the keys in the plan's window and chunk.
@@ -50,6 +58,7 @@ def decode_attention(
         seq_lens: [R] int32, the lengths that the plan was filled with.
         block_table: [R, blocks] int32. Plan, lengths and table are read before the previous kernel has ended, so they
             must be complete before that kernel starts.
+        out: quantized only if heads have 128 channels, or a power of two times as many.
         lse_HR: float32, natural log-sum-exp, sinks included.
     """
     assert not plan.units.in_order
@@ -62,16 +71,21 @@ def decode_attention(
     group_blocks = triton.cdiv(group * queries_per_request, block_group)
     keys, values = kv_layer.unbind(0)
     block_channels = max(16, triton.next_power_of_2(head_size))
+    merges = merges_within(num_reqs, plan.num_workers)
+    merged_heads = min(block_group, triton.next_power_of_2(group * queries_per_request))
     tiling, partials = plan.tiling, plan.partials
-    grid = (num_kv_heads * group_blocks, plan.num_workers)
-    _decode_kernel[grid](
+    num_warps = tiling.num_warps * (2 if block_group == MAX_ROWS else 1)
+    output = Output.of(out)
+    _decode_kernel[(num_kv_heads * group_blocks, plan.num_workers)](
         q_RHD,
         keys,
         values,
-        out,
+        output.rows,
+        output.scales,
         lse_HR,
         partials.out,
         partials.lse2,
+        partials.arrived,
         plan.unit_starts,
         plan.first_requests,
         seq_lens,
@@ -95,8 +109,7 @@ def decode_attention(
         kv_layer.stride(1),
         kv_layer.stride(2),
         kv_layer.stride(3),
-        out.stride(0),
-        out.stride(1),
+        *output.strides,
         0 if lse_HR is None else lse_HR.stride(0),
         block_table.stride(0),
         HEAD_SIZE=head_size,
@@ -107,33 +120,23 @@ def decode_attention(
         TILE_KEYS=tiling.tile_keys,
         UNITS=plan.units,
         SOFT_CAP=bool(logits_soft_cap),
+        MERGES=merges,
+        MERGED_HEADS=merged_heads,
+        MERGED_PARTIALS=merged_at_once(merged_heads, block_channels, num_warps=num_warps),
+        ROUNDED=output.rounded,
+        POWER_OF_TWO=output.power_of_two,
         INTERPRETED=interpreted(),
-        **overlap(out.device, rows=num_rows),
-        num_warps=tiling.num_warps * (2 if block_group == MAX_ROWS else 1),
+        **overlap(q_RHD.device, rows=num_rows),
+        num_warps=num_warps,
         num_stages=tiling.num_stages,
         maxnreg=tiling.max_registers,
     )
-    merge_partials(plan, queries_per_request=queries_per_request, sinks_H=sinks_H, out=out, lse_HR=lse_HR)
-
-
-@triton.jit
-def in_half(values):
-    """Converts 8-bit numbers to float16, four per pair of instructions."""
-    # NOTE: declared impure, so that the compiler does not move it after the conversion to a product's layout. It would
-    # load byte by byte there, because a column's numbers are not adjacent. The kernel takes 178 us instead of 271.
-    CONVERT: tl.constexpr = "cvt.rn.f16x2.e4m3x2" if values.dtype == tl.float8e4nv else "cvt.rn.f16x2.e5m2x2"
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; " + CONVERT + " $0, low; " + CONVERT + " $1, high; }",
-        "=r,=r,r",
-        [values],
-        dtype=tl.float16,
-        is_pure=False,
-        pack=4,
-    )
+    if not merges:
+        launch_merge(plan, queries_per_request=queries_per_request, sinks_H=sinks_H, out=output, lse_HR=lse_HR)
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_workers", "window", "chunk", "stride_lse_h", "stride_table_r"],
+    do_not_specialize=["num_reqs", "num_workers", "window", "chunk", "stride_scale", "stride_lse_h", "stride_table_r"],
     do_not_specialize_on_alignment=["block_table_ptr"],  # a cascade's rest begins anywhere
 )
 def _decode_kernel(
@@ -141,9 +144,11 @@ def _decode_kernel(
     k_ptr,
     v_ptr,
     out_ptr,
+    out_scale_ptr,
     lse_ptr,
     partial_out_ptr,
     partial_lse2_ptr,
+    arrived_ptr,
     unit_starts_ptr,
     first_requests_ptr,
     seq_lens_ptr,
@@ -169,6 +174,7 @@ def _decode_kernel(
     stride_kv_h,
     stride_out_r,
     stride_out_h,
+    stride_scale,
     stride_lse_h,
     stride_table_r,
     HEAD_SIZE: tl.constexpr,
@@ -179,6 +185,11 @@ def _decode_kernel(
     TILE_KEYS: tl.constexpr,
     UNITS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    MERGES: tl.constexpr,
+    MERGED_HEADS: tl.constexpr,
+    MERGED_PARTIALS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -215,7 +226,7 @@ def _decode_kernel(
             k_ptr + kv_head.to(tl.int64) * stride_kv_h,
             v_ptr + kv_head.to(tl.int64) * stride_kv_h,
             block_table_ptr + request.to(tl.int64) * stride_table_r,
-            start, key_stop, unit < stop, stride_kv_b, stride_kv_n, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS,
+            start, key_stop, (unit < stop) & (seq_len > 0), stride_kv_b, stride_kv_n, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS,
         )  # fmt: skip
     await_predecessors(OVERLAP)
 
@@ -234,112 +245,102 @@ def _decode_kernel(
         # Loaded early for the next request: most programs reach it with no other load in flight.
         next_last_unit = tl.load(unit_starts_ptr + request + 2, mask=request + 1 < num_reqs, other=0)
         next_seq_len = tl.load(seq_lens_ptr + request + 1, mask=request + 1 < num_reqs, other=0)
-        if unit < run_stop:
-            first_key, start, key_stop = keys_of_units(
-                unit, run_stop, first_unit, seq_len, window, chunk, TILE_KEYS, UNITS
-            )
-            rows_G = request.to(tl.int64) * num_queries + queries_G
-            q_GD = tl.load(
-                q_ptr + (rows_G * stride_q_r + heads_G * stride_q_h)[:, None] + channels_D[None, :],
-                mask=in_group_G[:, None] & in_head_D[None, :],
-                other=0.0,
-            )
-            scale_G = tl.full([BLOCK_G], 1.0, tl.float32) * scale
-            if IN_HALF and q_type == tl.bfloat16:
-                # Powers of two scale a query to about 1, so that it stays in float16's range.
-                q_GD = q_GD.to(tl.float32)
-                size_G = tl.exp2(tl.floor(tl.log2(tl.maximum(tl.max(tl.abs(q_GD), 1), 2.0**-100))))
-                q_GD = q_GD / size_G[:, None]
-                scale_G *= size_G
-            q_GD = q_GD.to(product_type)
-            table_ptr = block_table_ptr + request.to(tl.int64) * stride_table_r
-            offset_D = kv_head.to(tl.int64) * stride_kv_h + channels_D
-            acc_GD = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-            max_G = tl.full([BLOCK_G], float("-inf"), tl.float32)
-            sum_G = tl.zeros([BLOCK_G], tl.float32)
-            keys_N = start + tl.arange(0, TILE_KEYS)
-            seen_N = (keys_N >= first_key) & (keys_N < key_stop)
-            blocks_N = tl.load(table_ptr + keys_N // BLOCK_SIZE, mask=seen_N, other=0)
-            for tile in tl.range(bound(start, INTERPRETED), bound(key_stop, INTERPRETED), TILE_KEYS):
-                keys_N = tile + tl.arange(0, TILE_KEYS)
-                seen_N = (keys_N >= first_key) & (keys_N < seq_len)
-                rows_N = blocks_N.to(tl.int64) * stride_kv_b + keys_N % BLOCK_SIZE * stride_kv_n
-                # Loaded one tile ahead: loading the address in the same iteration would halve the loads in flight.
-                next_N = keys_N + TILE_KEYS
-                blocks_N = tl.load(table_ptr + next_N // BLOCK_SIZE, mask=next_N < key_stop, other=0)
-                places_ND = rows_N[:, None] + offset_D[None, :]
-                mask_ND = seen_N[:, None] & in_head_D[None, :]
-                # NOTE: unwritten memory may hold NaN, and 0 * NaN is NaN, so both loads are masked to 0.
-                k_ND = tl.load(k_ptr + places_ND, mask=mask_ND, other=0.0).to(product_type)
-                scores_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale_G[:, None]
-                if SOFT_CAP:
-                    scores_GN = soft_cap * tanh(scores_GN / soft_cap)
-                scores_GN *= _LOG2_E
-                if alibi_slopes_ptr is not None:
-                    scores_GN += slopes_G[:, None] * (keys_N - (seq_len - 1))[None, :].to(tl.float32)
-                scores_GN = tl.where(seen_N[None, :], scores_GN, float("-inf"))
-                new_max_G = tl.maximum(max_G, tl.max(scores_GN, 1))
-                weights_GN = tl.exp2(scores_GN - new_max_G[:, None])
-                rescale_G = tl.exp2(max_G - new_max_G)
-                sum_G = sum_G * rescale_G + tl.sum(weights_GN, 1)
-                v_ND = tl.load(v_ptr + places_ND, mask=mask_ND, other=0.0)
-                if IN_HALF and tl.target_info.cuda_capability_geq(8, 9) and not INTERPRETED:
-                    v_ND = in_half(v_ND)
-                else:
-                    v_ND = v_ND.to(product_type)
-                acc_GD = acc_GD * rescale_G[:, None]
-                acc_GD = tl.dot(weights_GN.to(product_type), v_ND, acc_GD, input_precision="ieee")
-                max_G = new_max_G
-
-            mask_GD = in_group_G[:, None] & in_head_D[None, :]
-            if (unit == first_unit) & (run_stop == last_unit):
-                if sinks_ptr is not None:
-                    sinks_G = tl.load(sinks_ptr + heads_G, mask=in_group_G, other=0.0).to(tl.float32)
-                    sinks_G *= _LOG2_E
-                    new_max_G = tl.maximum(max_G, sinks_G)
-                    rescale_G = tl.exp2(max_G - new_max_G)
-                    sum_G = sum_G * rescale_G + tl.exp2(sinks_G - new_max_G)
-                    acc_GD *= rescale_G[:, None]
-                    max_G = new_max_G
-                out_GD = acc_GD * (v_scale / sum_G)[:, None]
-                places_GD = (rows_G * stride_out_r + heads_G * stride_out_h)[:, None] + channels_D[None, :]
-                tl.store(out_ptr + places_GD, out_GD.to(out_ptr.dtype.element_ty), mask=mask_GD)
-                if lse_ptr is not None:
-                    lse_G = (max_G + tl.log2(sum_G)) / _LOG2_E
-                    tl.store(lse_ptr + heads_G * stride_lse_h + rows_G, lse_G, mask=in_group_G)
+        first_key, start, key_stop = keys_of_units(unit, run_stop, first_unit, seq_len, window, chunk, TILE_KEYS, UNITS)
+        rows_G = request.to(tl.int64) * num_queries + queries_G
+        q_GD = tl.load(
+            q_ptr + (rows_G * stride_q_r + heads_G * stride_q_h)[:, None] + channels_D[None, :],
+            mask=in_group_G[:, None] & in_head_D[None, :],
+            other=0.0,
+        )
+        scale_G = tl.full([BLOCK_G], 1.0, tl.float32) * scale
+        if IN_HALF and q_type == tl.bfloat16:
+            # Powers of two scale a query to about 1, so that it stays in float16's range.
+            q_GD = q_GD.to(tl.float32)
+            size_G = tl.exp2(tl.floor(tl.log2(tl.maximum(tl.max(tl.abs(q_GD), 1), 2.0**-100))))
+            q_GD = q_GD / size_G[:, None]
+            scale_G *= size_G
+        q_GD = q_GD.to(product_type)
+        table_ptr = block_table_ptr + request.to(tl.int64) * stride_table_r
+        offset_D = kv_head.to(tl.int64) * stride_kv_h + channels_D
+        acc_GD = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        max_G = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        sum_G = tl.zeros([BLOCK_G], tl.float32)
+        keys_N = start + tl.arange(0, TILE_KEYS)
+        seen_N = (keys_N >= first_key) & (keys_N < key_stop)
+        blocks_N = tl.load(table_ptr + keys_N // BLOCK_SIZE, mask=seen_N, other=0)
+        for tile in tl.range(bound(start, INTERPRETED), bound(key_stop, INTERPRETED), TILE_KEYS):
+            keys_N = tile + tl.arange(0, TILE_KEYS)
+            seen_N = (keys_N >= first_key) & (keys_N < seq_len)
+            rows_N = blocks_N.to(tl.int64) * stride_kv_b + keys_N % BLOCK_SIZE * stride_kv_n
+            # Loaded one tile ahead: loading the address in the same iteration would halve the loads in flight.
+            next_N = keys_N + TILE_KEYS
+            blocks_N = tl.load(table_ptr + next_N // BLOCK_SIZE, mask=next_N < key_stop, other=0)
+            places_ND = rows_N[:, None] + offset_D[None, :]
+            mask_ND = seen_N[:, None] & in_head_D[None, :]
+            # NOTE: unwritten memory may hold NaN, and 0 * NaN is NaN, so both loads are masked to 0.
+            k_ND = tl.load(k_ptr + places_ND, mask=mask_ND, other=0.0).to(product_type)
+            scores_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale_G[:, None]
+            if SOFT_CAP:
+                scores_GN = soft_cap * tanh(scores_GN / soft_cap)
+            scores_GN *= _LOG2_E
+            if alibi_slopes_ptr is not None:
+                scores_GN += slopes_G[:, None] * (keys_N - (seq_len - 1))[None, :].to(tl.float32)
+            scores_GN = tl.where(seen_N[None, :], scores_GN, float("-inf"))
+            new_max_G = tl.maximum(max_G, tl.max(scores_GN, 1))
+            weights_GN = tl.exp2(scores_GN - new_max_G[:, None])
+            rescale_G = tl.exp2(max_G - new_max_G)
+            sum_G = sum_G * rescale_G + tl.sum(weights_GN, 1)
+            v_ND = tl.load(v_ptr + places_ND, mask=mask_ND, other=0.0)
+            if IN_HALF and tl.target_info.cuda_capability_geq(8, 9) and not INTERPRETED:
+                v_ND = in_half(v_ND)
             else:
-                place = (request + worker).to(tl.int64)
-                places_G = (place * num_queries + queries_G) * num_heads + heads_G
-                out_GD = acc_GD * (v_scale / sum_G)[:, None]
-                tl.store(partial_out_ptr + places_G[:, None] * HEAD_SIZE + channels_D[None, :], out_GD, mask=mask_GD)
-                tl.store(partial_lse2_ptr + places_G, max_G + tl.log2(sum_G), mask=in_group_G)
-            unit = run_stop
+                v_ND = v_ND.to(product_type)
+            acc_GD = acc_GD * rescale_G[:, None]
+            acc_GD = tl.dot(weights_GN.to(product_type), v_ND, acc_GD, input_precision="ieee")
+            max_G = new_max_G
+
+        if (unit == first_unit) & (run_stop == last_unit):
+            if sinks_ptr is not None:
+                sinks_G = tl.load(sinks_ptr + heads_G, mask=in_group_G, other=0.0).to(tl.float32) * _LOG2_E
+                new_max_G = tl.maximum(max_G, sinks_G)
+                rescale_G = tl.exp2(max_G - new_max_G)
+                sum_G = sum_G * rescale_G + tl.exp2(sinks_G - new_max_G)
+                acc_GD *= rescale_G[:, None]
+                max_G = new_max_G
+            sum_G = tl.where(seq_len > 0, sum_G, 1.0) if sinks_ptr is None else sum_G
+            store_result(
+                acc_GD * (v_scale / sum_G)[:, None], max_G + tl.log2(sum_G), rows_G, heads_G, in_group_G,
+                out_ptr, out_scale_ptr, lse_ptr, stride_out_r, stride_out_h, stride_scale, stride_lse_h,
+                HEAD_SIZE, ROUNDED, POWER_OF_TWO, INTERPRETED,
+            )  # fmt: skip
+        else:
+            store_partial(
+                acc_GD * (v_scale / sum_G)[:, None], max_G + tl.log2(sum_G), request + worker, queries_G, heads_G,
+                in_group_G, partial_out_ptr, partial_lse2_ptr, num_queries, num_heads, HEAD_SIZE,
+            )  # fmt: skip
+            if MERGES:
+                first_worker = first_unit // share
+                num_partials = (last_unit - 1) // share - first_worker + 1
+                counter_ptr = arrived_ptr + request * tl.num_programs(0) + tl.program_id(0)
+                # NOTE: all threads' stores come before the one thread's count; else partial results get lost.
+                tl.debug_barrier()
+                if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == num_partials - 1:
+                    members_M = tl.program_id(0) % group_blocks * BLOCK_G + tl.arange(0, MERGED_HEADS)
+                    in_group_M = members_M < GROUP * num_queries
+                    queries_M = members_M // GROUP
+                    heads_M = kv_head * GROUP + members_M % GROUP
+                    out_MD, lse2_M = merge_partials(
+                        request + first_worker, num_partials, queries_M, heads_M, in_group_M,
+                        partial_out_ptr, partial_lse2_ptr, sinks_ptr, num_queries, num_heads,
+                        HEAD_SIZE, BLOCK_D, MERGED_PARTIALS, INTERPRETED,
+                    )  # fmt: skip
+                    store_result(
+                        out_MD, lse2_M, request.to(tl.int64) * num_queries + queries_M, heads_M, in_group_M,
+                        out_ptr, out_scale_ptr, lse_ptr, stride_out_r, stride_out_h, stride_scale, stride_lse_h,
+                        HEAD_SIZE, ROUNDED, POWER_OF_TWO, INTERPRETED,
+                    )  # fmt: skip
+                    tl.store(counter_ptr, 0)
+        unit = run_stop
         if unit == last_unit:
             request += 1
             first_unit, last_unit, seq_len = last_unit, next_last_unit, next_seq_len
-
-
-@triton.jit
-def prefetch_keys(
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    start,
-    key_stop,
-    any_keys,
-    stride_kv_b,
-    stride_kv_n,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-):
-    """Loads the first tiles' keys and values into L2. The newest token's may not be written yet."""
-    LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_SIZE, LINE))
-    lines_L = tl.arange(0, _TILES_AHEAD * TILE_KEYS * LINES)
-    keys_L = tl.where(any_keys, tl.minimum(start + lines_L // LINES, key_stop - 1), 0)
-    blocks_L = tl.load(table_ptr + keys_L // BLOCK_SIZE, mask=any_keys, other=0)
-    places_L = blocks_L.to(tl.int64) * stride_kv_b + keys_L % BLOCK_SIZE * stride_kv_n
-    places_L += tl.minimum(lines_L % LINES * LINE, HEAD_SIZE - 1)
-    prefetch(k_ptr + places_L)
-    prefetch(v_ptr + places_L)

@@ -6,8 +6,9 @@ requests, W workers, U units, P partial results.
 Each request's keys are cut into units of one length, counted from the sequence's start; units are longer where the plan
 bounds their number, and units that the query cannot see are left out. All units of the batch, request after
 request, are divided among the workers in equal runs, so that a worker's share does not depend on how ragged the batch
-is. A request in several runs leaves a partial result in each, and these are merged afterwards. One worker is as many
-programs as there are kv heads: they read the same blocks at the same time.
+is. A request in several runs leaves a partial result in each, and these are merged afterwards. A request without keys
+has a unit too, whose worker writes its result, unless units are in order. One worker is as many programs as there are
+kv heads: they read the same blocks at the same time.
 """
 
 from dataclasses import dataclass, replace
@@ -61,7 +62,9 @@ def decode_tiling(head_size: int, cache_dtype: torch.dtype) -> DecodeTiling:
         three = channels <= 64
     else:
         three = cache_dtype.itemsize == 2 and channels <= 128 and head_size * 8 <= channels * 5
-    return DecodeTiling(tile_keys, num_warps=4, num_stages=3, programs_per_sm=3 if three else 2)
+    if three:  # the limit, because merging would take the third program's registers
+        return DecodeTiling(tile_keys, num_warps=4, num_stages=3, programs_per_sm=3, max_registers=168)
+    return DecodeTiling(tile_keys, num_warps=4, num_stages=3, programs_per_sm=2)
 
 
 def in_order_tiling(head_size: int, cache_dtype: torch.dtype, *, hopper: bool) -> DecodeTiling:
@@ -75,7 +78,9 @@ def in_order_tiling(head_size: int, cache_dtype: torch.dtype, *, hopper: bool) -
     if not hopper or cache_dtype.itemsize == 4:
         tile_keys = min(plain.tile_keys, 64 if channels <= 128 else 32)
         rows = 128 if channels <= 128 else 64
-        return replace(plain, tile_keys=tile_keys, programs_per_sm=2, prompt_rows=rows, prompt_stages=2)
+        return replace(
+            plain, tile_keys=tile_keys, programs_per_sm=2, max_registers=None, prompt_rows=rows, prompt_stages=2
+        )
     tile_bytes = 64 * channels * cache_dtype.itemsize
     if tile_bytes < _TILE_BYTES:
         return DecodeTiling(64, num_warps=4, num_stages=4, programs_per_sm=3, max_registers=168)
@@ -91,10 +96,13 @@ class DecodePartials:
     Attributes:
         out: [P, H, D] float32, normalised.
         lse2: [P, H] float32, the binary logarithm of the sum of exponentials.
+        arrived: int32, how many of a request's workers have left their results, for each program of a worker. Every
+            launch leaves zeros.
     """
 
     out: Tensor
     lse2: Tensor
+    arrived: Tensor
 
 
 class Units(NamedTuple):
@@ -181,6 +189,7 @@ def new_partials(
     return DecodePartials(
         out=torch.empty(places, num_heads, head_size, dtype=torch.float32, device=device),
         lse2=torch.empty(places, num_heads, dtype=torch.float32, device=device),
+        arrived=torch.zeros(max_num_reqs * num_heads, dtype=torch.int32, device=device),
     )
 
 
@@ -275,7 +284,10 @@ def _plan_kernel(
     seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_reqs, other=0)
     first_keys = first_visible_key(seq_lens, window, chunk)
     unit_keys = unit_keys_of(seq_lens, window, chunk, UNITS)
-    units = tl.where(seq_lens > 0, (seq_lens + unit_keys - 1) // unit_keys - first_keys // unit_keys, 0)
+    units = (seq_lens + unit_keys - 1) // unit_keys - first_keys // unit_keys
+    units = (
+        tl.where(seq_lens > 0, units, 0) if UNITS.in_order else tl.where(requests < num_reqs, tl.maximum(units, 1), 0)
+    )
     stops = tl.cumsum(units, 0)
     start = worker * units_per_worker(tl.sum(units, 0), num_workers)
     before = (stops <= start) & (requests < num_reqs)

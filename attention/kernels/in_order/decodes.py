@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.decode.attend import prefetch_keys
+from attention.kernels.decode.loads import prefetch_keys
 from attention.kernels.decode.plan import NO_LIMIT, DecodePlan, keys_of_units, unit_keys_of, units_per_worker
 from attention.kernels.in_order.fold import fold, fold_partials, no_partials, result
 from attention.kernels.in_order.tile import (

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.decode.attend import in_half
+from attention.kernels.decode.loads import in_half
 from baton.tritonlib.launch import interpreted
 from baton.tritonlib.math import tanh
 

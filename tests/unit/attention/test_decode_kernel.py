@@ -1,12 +1,17 @@
-"""The decode kernels equal attention by its definition for any split, layout and features; padding has no effect."""
+"""The decode kernel equals attention by its definition for any split, layout and features; padding has no effect."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.jit import KernelInterface
 
 from attention.kernels.decode.attend import decode_attention
 from attention.kernels.decode.plan import DecodePlan, DecodeTiling, decode_tiling, new_decode_plan, new_partials
+from attention.quantized_output import QuantizedOutput
 from baton.core.errors import InternalError
+from baton.models.formats.fp8 import quantize_blocks
 from tests.device import DEVICE
 from tests.unit.attention.paged import ORDERS, SCALE, Asked, Decodes, decodes
 
@@ -27,6 +32,20 @@ ASKED = {
     "sinks": Asked(sinks_H=SINKS_H),
     "all": Asked(18, 32, 1.5, SLOPES_H, SINKS_H),
 }
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that the test launches."""
+    names: list[str] = []
+    launch = KernelInterface.__getitem__
+
+    def recorded(kernel: Any, grid: Any) -> Any:
+        names.append(kernel.fn.__name__)
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", recorded)
+    return names
 
 
 def plan_of(
@@ -61,7 +80,7 @@ def attend(
     asked: Asked,
     plan: DecodePlan,
     *,
-    out: Tensor | None = None,
+    out: Tensor | QuantizedOutput | None = None,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -86,7 +105,7 @@ def attend(
         out=out,
         lse_HR=lse_HR,
     )
-    return out, lse_HR
+    return out.stored_THD if isinstance(out, QuantizedOutput) else out, lse_HR
 
 
 def check(batch: Decodes, asked: Asked | None = None, *, num_workers: int = 3) -> None:
@@ -228,6 +247,42 @@ def test_queries_and_output_may_be_slices_of_wider_tensors() -> None:
     assert around[:, :2].isnan().all()
 
 
+@pytest.mark.parametrize("num_workers", [1, 5, 8, 20])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_a_quantized_output_has_the_bits_of_one_that_is_quantized_afterwards(
+    num_workers: int, power_of_two: bool, head_size: int
+) -> None:
+    batch = decodes([70, 0, 3], num_heads=4, num_kv_heads=2, head_size=head_size, dtype=torch.bfloat16)
+    plan = plan_of(batch, Asked(), num_workers=num_workers)
+    plain, _ = attend(batch, Asked(), plan)
+    expected_TK, expected_TC = quantize_blocks(plain.flatten(1), power_of_two=power_of_two)
+    scale_CT = torch.full(expected_TC.T.shape, torch.nan, device=DEVICE)
+    stored = torch.full_like(plain, torch.nan, dtype=torch.float8_e4m3fn)
+    attend(batch, Asked(), plan, out=QuantizedOutput(stored, scale_CT, power_of_two, torch.bfloat16))
+    assert torch.equal(scale_CT.T, expected_TC)
+    assert torch.equal(stored.flatten(1).view(torch.uint8), expected_TK.view(torch.uint8))
+
+
+def test_the_last_worker_merges_what_few_share_and_counts_from_zero_in_the_next_call(
+    launched: list[str],
+) -> None:
+    batch = decodes([90, 70, 3])
+    plan = plan_of(batch, Asked(), num_workers=5)
+    expected, _ = attend(batch, Asked(), plan)
+    again, _ = attend(batch, Asked(), plan)
+    assert launched.count("_decode_kernel") == 2
+    assert "_merge_kernel" not in launched
+    assert torch.equal(again, expected)
+    assert not plan.partials.arrived.any()
+
+
+@pytest.mark.parametrize("num_workers", [8, 20])
+def test_a_second_kernel_merges_what_more_workers_share(num_workers: int, launched: list[str]) -> None:
+    check(decodes([90, 0, 3]), num_workers=num_workers)
+    assert launched[-2:] == ["_decode_kernel", "_merge_kernel"]
+
+
 def test_a_refilled_plan_forgets_the_batch_before() -> None:
     before, after = decodes([90, 70, 3, 4, 5]), decodes([5, 21])
     plan = plan_of(before, Asked())
@@ -247,14 +302,14 @@ def test_a_batch_beyond_the_plans_buffers_is_refused_before_anything_is_written(
 def test_workers_share_the_units_equally_however_ragged_the_batch() -> None:
     batch = decodes([16 * 9, 1, 0, 40, 16 * 5])
     plan = plan_of(batch, Asked(), num_workers=4)
-    assert plan.unit_starts[:6].tolist() == [0, 9, 10, 10, 13, 18]
-    assert plan.first_requests.tolist() == [0, 0, 3, 4]  # units 0, 5, 10 and 15
+    assert plan.unit_starts[:6].tolist() == [0, 9, 10, 11, 14, 19]  # the request without keys has one too
+    assert plan.first_requests.tolist() == [0, 0, 2, 4]  # units 0, 5, 10 and 15
 
 
 def test_only_units_that_are_seen_are_dealt_out() -> None:
     asked = Asked(sliding_window=17)
     plan = plan_of(decodes([16 * 9, 1, 0, 40], asked=asked), asked)
-    assert plan.unit_starts[:5].tolist() == [0, 2, 3, 3, 5]
+    assert plan.unit_starts[:5].tolist() == [0, 2, 3, 4, 6]
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32])

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from attention.backend import AttentionBackend
 from attention.layer import Attention
 from attention.metadata import AttentionMetadata
+from attention.quantized_output import QuantizedOutput
 from attention.rotation import HeadNorms, Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig, QKNorm
 from baton.models.config.mtp import mtp_config
 from baton.models.families.dense.llama_switches import LlamaSwitches, Norms, QueryGrowth
 from baton.models.kernels.activation import multiply_by_sigmoid
-from baton.models.kernels.quantized.rows import RowFormat
+from baton.models.kernels.quantized.rows import QuantizedRows, RowFormat, allocate
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.decoder_layers import NormsAfter, NormsAround, ParallelHalves
 from baton.models.layers.elementwise import sigmoid
@@ -91,18 +92,39 @@ class LlamaAttention(ParallelModule, RowReader):
         if rotation.query_scale_T1 is not None:
             assert not self.output_gate, "no family has both"
             qkv_TX[:, : self.q_size].mul_(rotation.query_scale_T1)
-        out_THC = self._attended(qkv_TX, rotation if self.turns else None, kv_cache, metadata)
+        rows, out = (None, None) if self.output_gate else self._quantized_output(qkv_TX, metadata)
+        out_THC = self._attended(qkv_TX, rotation if self.turns else None, kv_cache, metadata, out)
         if self.output_gate:
             q_and_gate_TX = qkv_TX[:, : 2 * self.q_size]
             out_THC = _gated(out_THC, q_and_gate_TX.unflatten(-1, (self.num_heads, 2, -1))[:, :, 1])
-        out_TD: Tensor = self.o_proj(out_THC.flatten(1))
+        out_TD: Tensor = self.o_proj(rows or out_THC.flatten(1))
         return out_TD
 
     def row_format(self, num_tokens: int) -> RowFormat | None:
         return self.qkv_proj.row_format(num_tokens)
 
+    def _quantized_output(
+        self, qkv_TX: Tensor, metadata: AttentionMetadata
+    ) -> tuple[QuantizedRows, QuantizedOutput] | tuple[None, None]:
+        """Returns memory for the attention's output, as the output projection reads it and as the attention writes it;
+        None where the projection needs a tensor or the attention cannot quantize this batch."""
+        num_tokens = len(qkv_TX)
+        row_format = self.o_proj.row_format(num_tokens)
+        if row_format is None or not row_format.blocked or num_tokens % row_format.multiple_of:
+            return None, None
+        if not self.attend.quantizes(metadata, num_tokens):
+            return None, None
+        rows = allocate(num_tokens, self.q_size, row_format, like=qkv_TX)
+        stored_THC = rows.stored_PK.view(num_tokens, self.num_heads, self.head_dim)
+        return rows, QuantizedOutput(stored_THC, rows.scale_PC.T, row_format.power_of_two, rows.dtype)
+
     def _attended(
-        self, qkv_TX: Tensor, rotation: Rotation | None, kv_cache: PagedKVCache, metadata: AttentionMetadata
+        self,
+        qkv_TX: Tensor,
+        rotation: Rotation | None,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        out: QuantizedOutput | None = None,
     ) -> Tensor:
         """Norms, turns and attends, on a GPU in one kernel if it supports the norms."""
         q_norm, k_norm = self.q_norm or self.query_layernorm, self.k_norm or self.key_layernorm
@@ -116,7 +138,9 @@ class LlamaAttention(ParallelModule, RowReader):
                 norm_rows(q_TX, k_TX, q_norm, k_norm, self.parallel)
             case RMSNorm(), RMSNorm():
                 norms = HeadNorms(q_norm, k_norm, turned=self.qk_norm_of is QKNorm.TURNED_HEAD)
-        return self.attend.rotate_and_attend(qkv_TX, rotation, kv_cache, metadata, norms=norms, gated=self.output_gate)
+        return self.attend.rotate_and_attend(
+            qkv_TX, rotation, kv_cache, metadata, norms=norms, gated=self.output_gate, out=out
+        )
 
 
 def _gated(x_THC: Tensor, gate_THC: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.models.config.quantization.config import FP8_BLOCK
 from baton.models.formats import fp8
-from baton.tritonlib.fp8 import to_fp8
+from baton.tritonlib.fp8 import scales_of, to_fp8
 from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 
 # Blocks of 128 channels in one program: 16 bytes of bf16 in each thread of four warps.
@@ -65,7 +65,6 @@ def launch_blocks(x_TK: Tensor, *, power_of_two: bool, multiple_of: int = 1) -> 
             K=channels,
             COLUMNS=_COLUMNS,
             BLOCK=FP8_BLOCK,
-            SMALLEST=fp8.SMALLEST,
             POWER_OF_TWO=power_of_two,
             INTERPRETED=interpreted(),
             **overlap(x_TK.device, rows=num_tokens),
@@ -89,7 +88,6 @@ def launch_tokens(x_TK: Tensor, scale: Tensor | None, *, power_of_two: bool) -> 
             x_TK.stride(0),
             K=channels,
             WIDTH=width,
-            SMALLEST=fp8.SMALLEST,
             POWER_OF_TWO=power_of_two,
             INTERPRETED=interpreted(),
             **overlap(x_TK.device, rows=tokens),
@@ -108,7 +106,6 @@ def _quantize_blocks_kernel(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-    SMALLEST: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -121,7 +118,7 @@ def _quantize_blocks_kernel(
     in_CB = channels_CB < K
     read_CB = in_CB & (token < num_tokens)
     x_CB = tl.load(x_ptr + token * stride_T + channels_CB, mask=read_CB, other=0.0).to(tl.float32)
-    scale_C, inverse_C = scales_of(tl.max(tl.abs(x_CB), axis=1), SMALLEST, POWER_OF_TWO)
+    scale_C, inverse_C = scales_of(tl.max(tl.abs(x_CB), axis=1), POWER_OF_TWO)
     stored_CB = to_fp8(x_CB * inverse_C[:, None], tl.float8e4nv, INTERPRETED)
     tl.store(stored_ptr + token * K + channels_CB, stored_CB, mask=in_CB)
     scale_ptrs = scale_ptr + columns_C.to(tl.int64) * tl.num_programs(0) + token
@@ -137,7 +134,6 @@ def _quantize_tokens_kernel(
     stride_T,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
-    SMALLEST: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -148,7 +144,7 @@ def _quantize_tokens_kernel(
     channels_K = tl.arange(0, WIDTH)
     x_K = tl.load(x_ptr + token * stride_T + channels_K, mask=channels_K < K, other=0.0).to(tl.float32)
     if static_scale_ptr is None:
-        scale, inverse = scales_of(tl.max(tl.abs(x_K), axis=0), SMALLEST, POWER_OF_TWO)
+        scale, inverse = scales_of(tl.max(tl.abs(x_K), axis=0), POWER_OF_TWO)
     else:
         scale = tl.load(static_scale_ptr)
         inverse = tl.div_rn(1.0, scale)
@@ -156,16 +152,3 @@ def _quantize_tokens_kernel(
         stored_ptr + token * K + channels_K, to_fp8(x_K * inverse, tl.float8e4nv, INTERPRETED), mask=channels_K < K
     )
     tl.store(scale_ptr + token, scale)
-
-
-@triton.jit
-def scales_of(largest, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Returns scales that map the largest numbers to e4m3's largest, 448, and their reciprocals, in float32 with exact
-    division."""
-    largest = tl.maximum(largest, SMALLEST)
-    scale = tl.div_rn(largest, 448.0)
-    if POWER_OF_TWO:
-        bits = scale.to(tl.int32, bitcast=True)
-        scale = (((bits + 0x7FFFFF) >> 23) << 23).to(tl.float32, bitcast=True)
-        return scale, tl.div_rn(1.0, scale)
-    return scale, tl.div_rn(448.0, largest)

@@ -15,14 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.models.config.quantization.config import FP8_BLOCK
-from baton.models.formats import fp8
 from baton.models.kernels.quantized import fp8_quantize, int8_gemm
-from baton.models.kernels.quantized.fp8_quantize import scales_of
 from baton.models.kernels.quantized.int8_gemm import scale_of, to_int8
-from baton.tritonlib.fp8 import to_fp8
+from baton.tritonlib.fp8 import scales_of, to_fp8
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
-_SMALLEST = tl.constexpr(fp8.SMALLEST)
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ def store_quantized(
     channels_CB = columns_C[:, None] * COLUMN + tl.arange(0, COLUMN)[None, :]
     stored_ptrs = stored_ptr + row * SIZE + channels_CB
     if BLOCKED:
-        scale_C, inverse_C = scales_of(tl.max(tl.abs(x_CB), axis=1), _SMALLEST, POWER_OF_TWO)
+        scale_C, inverse_C = scales_of(tl.max(tl.abs(x_CB), axis=1), POWER_OF_TWO)
         stored_CB = to_fp8(x_CB * inverse_C[:, None], tl.float8e4nv, INTERPRETED)
         scale_ptrs = scale_ptr + columns_C.to(tl.int64) * num_rows + row
         tl.store(scale_ptrs, scale_C, mask=columns_C * COLUMN < SIZE)
@@ -137,7 +134,7 @@ def store_quantized(
             stored_CB = to_int8(x_CB, scale)
         else:
             if given_scale_ptr is None:
-                scale, inverse = scales_of(largest, _SMALLEST, POWER_OF_TWO)
+                scale, inverse = scales_of(largest, POWER_OF_TWO)
             else:
                 scale = tl.load(given_scale_ptr)
                 inverse = tl.div_rn(1.0, scale)

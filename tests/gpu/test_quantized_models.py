@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.models.families.reader import read_config
-from baton.models.kernels.quantized import mxfp4_experts, packed_experts, packed_gemm, packed_tma
+from baton.models.kernels.quantized import mxfp4_experts, packed_experts, packed_few, packed_gemm, packed_tma
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.loading.loader import load_model
 from baton.models.quantization.fp8_linear import Fp8Linear, multiplies_fp8
@@ -160,16 +160,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     seen: set[str] = set()
     for kernels in (packed_gemm._HOPPER, packed_experts._HOPPER, mxfp4_experts._HOPPER):
         has_hopper_kernels(torch.device(DEVICE), kernels)  # with an unmeasured Triton, this launches them
-    copies, few = packed_tma.multiply, packed_gemm.Product.launch_on_hopper
+    copies, few = packed_tma.multiply, packed_few.multiply
     step_of, tiled = packed_experts.hopper_step, mxfp4_experts.multiply_tiled
 
     def multiply(*args: Any, **options: Any) -> Tensor:
         seen.add("copies")
         return copies(*args, **options)
 
-    def launch_on_hopper(*args: Any, **options: Any) -> None:
+    def multiply_few(*args: Any, **options: Any) -> Tensor:
         seen.add("few rows")
-        few(*args, **options)
+        return few(*args, **options)
 
     def hopper_step(*args: Any) -> int | None:
         step = step_of(*args)
@@ -182,7 +182,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(mxfp4_experts, "multiply_tiled", multiply_tiled)
     monkeypatch.setattr(packed_tma, "multiply", multiply)
-    monkeypatch.setattr(packed_gemm.Product, "launch_on_hopper", launch_on_hopper)
+    monkeypatch.setattr(packed_few, "multiply", multiply_few)
     monkeypatch.setattr(packed_experts, "hopper_step", hopper_step)
     return seen
 

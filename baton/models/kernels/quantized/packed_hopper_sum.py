@@ -1,4 +1,4 @@
-"""The sum that the Hopper kernels of weights of 4 bits share: a tile of outputs, step after step of inputs.
+"""The sum of the Hopper kernel of experts with weights of 4 bits: a tile of outputs, step after step of inputs.
 
 Stages of weights are copied to shared memory ahead of their use. From there each thread loads the bytes of just those
 numbers that it multiplies, and unpacks four of them at once. The low and the high halves of a tile's bytes are the
@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from baton.models.kernels.quantized.packed_hopper_unpack import less_zeros
-from baton.tritonlib.gluon_launch import await_predecessors
 
 RUN = gl.constexpr(16)  # that of `baton.models.formats.packed`
 
@@ -41,7 +40,6 @@ def packed_sum(
     AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr,
     STAGED_X: gl.constexpr,
-    OVERLAP: gl.constexpr,
 ):
     """Returns float32 [ROWS, TOKENS], `_C`: the products over steps [first, stop) of the rows from `row` on. Rows past
     the end repeat the last row.
@@ -53,7 +51,6 @@ def packed_sum(
         AT_ONCE: steps of a stage.
         STAGES: stages whose weights are in shared memory or in flight.
         STAGED_X: the activations of a stage are in shared memory too; else each thread loads those that it multiplies.
-        OVERLAP: copying weights starts before the previous kernels have ended.
     """
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, C, 8)
@@ -83,7 +80,6 @@ def packed_sum(
     # A step's scales and zeros are loaded one turn before.
     scales = load_scales(scales_ptr, row, num_rows, first, stop, GROUP, ROWS, STEP, AT_ONCE)
     zeros = load_zeros(zeros_ptr, row, num_rows, first, stop, GROUP, ROWS, STEP, AT_ONCE)
-    await_predecessors(OVERLAP)
     if STAGED_X:
         for stage in gl.static_range(STAGES - 1):
             copy_x(halves, x, stage, first + stage * AT_ONCE, stop, BYTES, AT_ONCE)

@@ -29,13 +29,14 @@ class PackedWeight:
     """The weight of one layer, or of all experts with a leading axis [E, ...] in every tensor.
 
     Attributes:
-        stored_NB: uint8, contiguous, inputs padded with zeros to a multiple of 32; the same bytes where it is in strips.
+        stored_NB: uint8, contiguous, inputs padded with zeros to a multiple of 32.
         scales_GN: (number - zero) * scale is the weight.
         zeros_GN: uint8; None: the zero is the middle of the numbers.
         columns: K.
         group_size: inputs that share a scale.
         order_K: the input that each column of `stored_NB` multiplies; None: they are in order.
         groups_K: each column's group; None: groups are runs of `group_size` columns.
+        in_strips: the bytes of `stored_NB` lie in strips, in which its rows have no meaning of their own.
     """
 
     stored_NB: Tensor

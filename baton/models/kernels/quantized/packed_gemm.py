@@ -100,15 +100,17 @@ class Product:
 
     def _by_strips(self, x_TK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:
         x_TK = x_TK if packed_tma.can_be_copied(x_TK) else x_TK.clone(memory_format=torch.contiguous_format)
-        num_tokens, step = x_TK.shape[0], self.strips_step
+        num_tokens, step, arrived, num_sms = x_TK.shape[0], self.strips_step, self.arrived, self.num_sms
         assert step is not None
-        if num_tokens > packed_tma.MOST_TOKENS and not batch_invariant:
+        if batch_invariant:
+            tile = packed_tma.TILE_OF_ANY
+            return packed_tma.multiply(
+                x_TK, self.weight, bias_N, step=step, arrived=arrived, num_sms=num_sms, tile=tile, splits=1
+            )
+        if num_tokens > packed_tma.MOST_TOKENS:
             return self._by_library(x_TK, bias_N, batch_invariant=False)
-        sizes = {"step": step, "num_sms": self.num_sms}
-        if num_tokens <= packed_few.MOST_TOKENS and not batch_invariant:
-            return packed_few.multiply(x_TK, self.weight, bias_N, arrived=self.arrived, **sizes)
-        tile, splits = (packed_tma.TILE_OF_ANY, 1) if batch_invariant else (None, None)
-        return packed_tma.multiply(x_TK, self.weight, bias_N, arrived=self.arrived, **sizes, tile=tile, splits=splits)
+        multiply = packed_few.multiply if num_tokens <= packed_few.MOST_TOKENS else packed_tma.multiply
+        return multiply(x_TK, self.weight, bias_N, step=step, arrived=arrived, num_sms=num_sms)
 
     def by_kernel(self, x_TK: Tensor, bias_N: Tensor | None, *, splits: int | None = None) -> Tensor:
         """Multiplies any number of tokens by the kernel; their inputs must be in the weight's order.

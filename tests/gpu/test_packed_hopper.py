@@ -89,8 +89,9 @@ def test_products_are_those_of_the_dequantized_weight(
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 64, 65, 300, 1500])
-def test_every_number_of_tokens_has_a_product(tokens: int) -> None:
-    weight = packed(1024, 2048, group=128, zeros=True)
+@pytest.mark.parametrize("rows", [1024, 20480])
+def test_every_number_of_tokens_has_a_product(tokens: int, rows: int) -> None:
+    weight = packed(rows, 2048, group=128, zeros=True)
     whole_NK = weight.dequantized(torch.float32)
     product = Product.for_inputs(weight, torch.bfloat16)
     wide_TK = torch.randn(tokens, 2049, device=DEVICE).bfloat16()

@@ -109,8 +109,10 @@ class Product:
             )
         if num_tokens > packed_tma.MOST_TOKENS:
             return self._by_library(x_TK, bias_N, batch_invariant=False)
-        multiply = packed_few.multiply if num_tokens <= packed_few.MOST_TOKENS else packed_tma.multiply
-        return multiply(x_TK, self.weight, bias_N, step=step, arrived=arrived, num_sms=num_sms)
+        few = packed_few.choose_tile(num_tokens, self.weight, num_sms)
+        if few is not None:
+            return packed_few.multiply(x_TK, self.weight, bias_N, step=step, arrived=arrived, num_sms=num_sms, tile=few)
+        return packed_tma.multiply(x_TK, self.weight, bias_N, step=step, arrived=arrived, num_sms=num_sms)
 
     def by_kernel(self, x_TK: Tensor, bias_N: Tensor | None, *, splits: int | None = None) -> Tensor:
         """Multiplies any number of tokens by the kernel; their inputs must be in the weight's order.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +25,21 @@ _MXFP4_SCALES = (113, 121)  # of results that are mostly within the clamped gate
 
 
 def compare_products_on_hopper(device: torch.device) -> Iterator[Pair]:
-    for kernels in (packed_few, packed_tma):
+    def multiply_few(product: Product, x_TK: Tensor, bias_N: Tensor, splits: int) -> Tensor:
+        tile = next(tile for tile in packed_few.TILES if len(x_TK) <= tile.tokens)
+        arrived, num_sms = product.arrived, product.num_sms
+        return packed_few.multiply(
+            x_TK, product.weight, bias_N, step=_STEP, arrived=arrived, num_sms=num_sms, tile=tile, splits=splits
+        )
 
-        def multiply(
-            product: Product, x_TK: Tensor, bias_N: Tensor, splits: int, multiply: Any = kernels.multiply
-        ) -> Tensor:
-            sizes = {"step": _STEP, "arrived": product.arrived, "num_sms": product.num_sms}
-            out_TN: Tensor = multiply(x_TK, product.weight, bias_N, **sizes, splits=splits)
-            return out_TN
+    def multiply_by_copies(product: Product, x_TK: Tensor, bias_N: Tensor, splits: int) -> Tensor:
+        arrived, num_sms = product.arrived, product.num_sms
+        return packed_tma.multiply(
+            x_TK, product.weight, bias_N, step=_STEP, arrived=arrived, num_sms=num_sms, splits=splits
+        )
 
-        yield from compare_products(device, multiply, in_strips=True)
+    yield from compare_products(device, multiply_few, in_strips=True)
+    yield from compare_products(device, multiply_by_copies, in_strips=True)
 
 
 def compare_products(

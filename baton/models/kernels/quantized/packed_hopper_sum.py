@@ -17,8 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from baton.models.kernels.quantized.packed_hopper_unpack import less_zeros
-
 RUN = gl.constexpr(16)  # that of `baton.models.formats.packed`
 
 
@@ -112,7 +110,7 @@ def packed_sum(
                 less_A = gl.zeros([ROWS, BYTES], gl.bfloat16, A) + halves_A[:, None]
             else:
                 less_A = gl.full([ROWS, BYTES], 136.0, gl.bfloat16, A)
-            low_A, high_A = less_zeros(stored_bytes[one], less_A)
+            low_A, high_A = _less_zeros(stored_bytes[one], less_A)
             product_C = mma_v2(low_A, low[one], nothing_C)
             product_C = mma_v2(high_A, high[one], product_C)
             sum_C += product_C * gl.where(exists, scales[one], 0.0)[:, None]
@@ -192,3 +190,34 @@ def copy_x(halves, x, stage, step, stop, BYTES: gl.constexpr, AT_ONCE: gl.conste
         place, start = 2 * (stage * AT_ONCE + one), gl.minimum(step + one, stop - 1) * (2 * BYTES)
         async_copy.async_copy_global_to_shared(halves.index(place), x + start)
         async_copy.async_copy_global_to_shared(halves.index(place + 1), x + (start + RUN))
+
+
+@gluon.jit
+def _less_zeros(bytes_A, zeros_A):
+    """(low halves, high halves) of bytes less zeros, which are 128 more than they are; bfloat16, exact.
+
+    A number is the last bits of 128 + number.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 high;
+        shr.u32 high, $4, 4;
+        prmt.b32 $0, $4, 0x43434343, 0x4140;
+        prmt.b32 $1, $4, 0x43434343, 0x4342;
+        prmt.b32 $2, high, 0x43434343, 0x4140;
+        prmt.b32 $3, high, 0x43434343, 0x4342;
+        and.b32 $0, $0, 0xff0fff0f;
+        and.b32 $1, $1, 0xff0fff0f;
+        and.b32 $2, $2, 0xff0fff0f;
+        and.b32 $3, $3, 0xff0fff0f;
+        sub.rn.bf16x2 $0, $0, $5;
+        sub.rn.bf16x2 $1, $1, $6;
+        sub.rn.bf16x2 $2, $2, $5;
+        sub.rn.bf16x2 $3, $3, $6;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [bytes_A, zeros_A],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )

@@ -62,8 +62,8 @@ class Work(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Shared memory: steps that are there or in flight, and BLOCKs of steps' scales and zeros. The barrier of a BLOCK's
-    first step waits for its scales and zeros too."""
+    """Shared memory: steps that are there or in flight, and BLOCKs of steps' scales and zeros, for which the BLOCK's
+    first step waits too. Where there are no zeros, scales take their place."""
 
     weights: gl.shared_memory_descriptor
     inputs: gl.shared_memory_descriptor
@@ -123,11 +123,10 @@ def multiply_by_copies(
     operands = Operands(x, stored, scales, zeros)
     results = Results(bias_ptr, out_ptr, partial_ptr, arrived_ptr, num_tokens, num_rows)
     stages = _new_stages(operands, STAGES)
-    HAS_ZEROS: gl.constexpr = zeros is not None
     gl.warp_specialize(
         [
-            (_multiply, (0, stages, work, results, GROUP, HAS_ZEROS, SCALED, OVERLAP)),
-            (_multiply, (1, stages, work, results, GROUP, HAS_ZEROS, SCALED, OVERLAP)),
+            (_multiply, (0, stages, work, results, GROUP, SCALED, OVERLAP)),
+            (_multiply, (1, stages, work, results, GROUP, SCALED, OVERLAP)),
             (_copy, (operands, stages, work, GROUP, OVERLAP)),
         ],
         [4, 1],
@@ -211,7 +210,6 @@ def _multiply(
     work,
     results,
     GROUP: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
     SCALED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
@@ -222,28 +220,19 @@ def _multiply(
     sum_C = gl.zeros([_HALF, TOKENS], gl.float32, C)
     mbarrier.wait(stages.full.index(0), 0)
     first = work.first
-    numbers = _unpacked(HALF, stages, first, 0, GROUP, HAS_ZEROS, SCALED)
+    numbers = _unpacked(HALF, stages, first, 0, GROUP, SCALED)
     scales = _scales(HALF, stages, first, 0, GROUP, C)
     # Two turns at once: after one, numbers would have to move to the registers that the next one reads.
     turns = work.stop - first - 1
-    for pair in range(0, turns // 2):
-        turn = 2 * pair
-        others, others_scales, sum_C = _turn(
-            numbers, scales, sum_C, turn, HALF, stages, first, results, GROUP, HAS_ZEROS, SCALED
-        )
-        numbers, scales, sum_C = _turn(
-            others, others_scales, sum_C, turn + 1, HALF, stages, first, results, GROUP, HAS_ZEROS, SCALED
-        )
+    for turn in range(0, turns // 2 * 2, 2):
+        others, factors, sum_C = _turn(numbers, scales, sum_C, turn, HALF, stages, first, results, GROUP, SCALED)
+        numbers, scales, sum_C = _turn(others, factors, sum_C, turn + 1, HALF, stages, first, results, GROUP, SCALED)
     if turns % 2 == 1:
-        numbers, scales, sum_C = _turn(
-            numbers, scales, sum_C, turns - 1, HALF, stages, first, results, GROUP, HAS_ZEROS, SCALED
-        )
-    product_C = warpgroup_mma_wait(0, deps=(_product(numbers, sum_C, stages, turns, SCALED),))
+        numbers, scales, sum_C = _turn(numbers, scales, sum_C, turns - 1, HALF, stages, first, results, GROUP, SCALED)
+    product_C = _product(numbers, sum_C, stages, turns, SCALED, False)
     sum_C = product_C if SCALED else sum_C + product_C * scales[:, None]
-    half = 2 * work.tile + HALF
-    is_last, sum_C = sum_of_tile(
-        sum_C, results.partial, results.arrived, half, work.split, work.splits, _HALF, TOKENS, C
-    )
+    half, partial = 2 * work.tile + HALF, results.partial
+    is_last, sum_C = sum_of_tile(sum_C, partial, results.arrived, half, work.split, work.splits, _HALF, TOKENS, C)
     if is_last:
         _store(sum_C * LESS, HALF, work, results)
 
@@ -259,16 +248,15 @@ def _turn(
     first,
     results,
     GROUP: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
     SCALED: gl.constexpr,
 ):
     """Multiplies a step's numbers while it unpacks the next step's; returns those, their scales and the sum."""
     STAGES: gl.constexpr = stages.inputs.shape[0]
     C: gl.constexpr = sum_C.type.layout
-    product = _product(numbers, sum_C, stages, turn, SCALED)
+    product = _product(numbers, sum_C, stages, turn, SCALED, True)
     mbarrier.wait(stages.full.index((turn + 1) % STAGES), ((turn + 1) // STAGES) & 1)
     next_scales = _scales(HALF, stages, first, turn + 1, GROUP, C)
-    next_numbers = _unpacked(HALF, stages, first, turn + 1, GROUP, HAS_ZEROS, SCALED)
+    next_numbers = _unpacked(HALF, stages, first, turn + 1, GROUP, SCALED)
     _keep(next_numbers, results)
     product_C, numbers = warpgroup_mma_wait(0, deps=(product, numbers))
     _keep(numbers, results)
@@ -278,22 +266,20 @@ def _turn(
 
 
 @gluon.jit
-def _product(numbers, sum_C, stages, turn, SCALED: gl.constexpr):
-    """Begins a step's product, which SCALED adds to the sum."""
+def _product(numbers, sum_C, stages, turn, SCALED: gl.constexpr, IS_ASYNC: gl.constexpr):
+    """A step's product, which SCALED adds to the sum; IS_ASYNC only begins it."""
     inputs_KT = stages.inputs.index(turn % stages.inputs.shape[0]).permute((1, 0))
     if SCALED:
-        product = warpgroup_mma(numbers, inputs_KT, sum_C, is_async=True)
+        product = warpgroup_mma(numbers, inputs_KT, sum_C, is_async=IS_ASYNC)
     else:
         C: gl.constexpr = sum_C.type.layout
         nothing_C = gl.zeros([sum_C.shape[0], sum_C.shape[1]], gl.float32, C)
-        product = warpgroup_mma(numbers, inputs_KT, nothing_C, use_acc=False, is_async=True)
+        product = warpgroup_mma(numbers, inputs_KT, nothing_C, use_acc=False, is_async=IS_ASYNC)
     return product
 
 
 @gluon.jit
-def _unpacked(
-    HALF: gl.constexpr, stages, first, turn, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALED: gl.constexpr
-):
+def _unpacked(HALF: gl.constexpr, stages, first, turn, GROUP: gl.constexpr, SCALED: gl.constexpr):
     """[_HALF, STEP]: a step's numbers less their zeros, as the operand of a product."""
     WORDS: gl.constexpr = stages.weights.shape[2]
     LOADS: gl.constexpr = WORDS // 128
@@ -302,7 +288,7 @@ def _unpacked(
     halves = stages.weights.index(turn % stages.weights.shape[0])._reinterpret(gl.int32, [2, 4, WORDS], _flat(2))
     words_W = halves.index(HALF).load(words_layout(4, LOADS))
     zeros_P = None
-    if HAS_ZEROS:
+    if stages.zeros.dtype == gl.uint8:
         zeros = _of_half(stages.zeros, HALF, stages, first, turn, GROUP)
         zeros_P = zeros._reinterpret(gl.uint16, [4, 8], _flat(2)).load(P)
     scales_P = None

@@ -42,14 +42,13 @@ class PackedTile(NamedTuple):
 
 
 TILES = (
-    PackedTile(16, stages=8),
     PackedTile(32, stages=8),
     PackedTile(64, stages=6, registers=232, launched=168),
     PackedTile(128, stages=5, scaled=True, registers=232, launched=168),
 )
 
 # Of products whose bits do not depend on the number of tokens.
-TILE_OF_ANY = TILES[2]
+TILE_OF_ANY = TILES[1]
 
 
 def choose_tile(num_tokens: int) -> PackedTile:

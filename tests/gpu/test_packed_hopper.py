@@ -1,7 +1,9 @@
 """The kernels for weights of 4 bits on Hopper, against the dequantized weights, at the shapes of real models."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.nn.functional import linear
 from baton.models.formats import mxfp4
 from baton.models.formats.mxfp4_tiles import tile_
 from baton.models.formats.packed import PackedWeight, pack_halves, stacked
-from baton.models.kernels.quantized import packed_tma
+from baton.models.kernels.quantized import packed_few, packed_tma
 from baton.models.kernels.quantized.mxfp4_experts import ClampedGate, reads_tiles, run_tiled_experts
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, hopper_step, run_packed_experts
 from baton.models.kernels.quantized.packed_gemm import Product
@@ -50,64 +52,67 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8, 16, 17, 64, 200])
+TILES = [(packed_few.multiply, tile) for tile in packed_few.TILES] + [
+    (packed_tma.multiply, tile) for tile in packed_tma.TILES
+]
+
+
+@pytest.mark.parametrize(("multiply", "tile"), TILES)
 @pytest.mark.parametrize(
-    ("rows", "columns", "group", "zeros"),
-    [(6144, 4096, 128, False), (4096, 14336, 128, True), (1000, 2880, 64, True), (130, 512, 512, False)],
+    ("rows", "columns", "group", "zeros", "dtype"),
+    [
+        (6144, 4096, 128, False, torch.float16),
+        (4096, 14336, 128, True, torch.bfloat16),
+        (1008, 2880, 64, True, torch.float16),
+        (144, 512, 512, False, torch.bfloat16),
+    ],
 )
 def test_products_are_those_of_the_dequantized_weight(
-    tokens: int, rows: int, columns: int, group: int, zeros: bool
+    multiply: Callable[..., Tensor], tile: Any, rows: int, columns: int, group: int, zeros: bool, dtype: torch.dtype
 ) -> None:
     weight = packed(rows, columns, group=group, zeros=zeros)
-    product = Product.of(weight)
-    assert product.hopper_step(torch.bfloat16) is not None
-    x_TK = torch.randn(tokens, columns, device=DEVICE).bfloat16()
+    weight = replace(weight, scales_GN=weight.scales_GN.to(dtype))
+    whole_NK = weight.dequantized(torch.float32)
+    product = Product.for_inputs(weight, torch.bfloat16)
+    assert product.weight.in_strips
     bias_N = torch.randn(rows, device=DEVICE).bfloat16()
-    expected = linear(x_TK.float(), weight.dequantized(torch.float32), bias_N.float())
-    for splits in (None, 1, 3):
-        for _ in range(3):
-            assert error(product.by_kernel(x_TK, bias_N, splits=splits), expected) < BOUND
+    sizes = {"step": product.strips_step, "arrived": product.arrived, "num_sms": product.num_sms}
+    most = tile.tokens if multiply is packed_few.multiply else 300
+    for tokens in sorted({1, min(33, most), tile.tokens, most}):
+        x_TK = torch.randn(tokens, columns, device=DEVICE).bfloat16()
+        expected = linear(x_TK.float(), whole_NK, bias_N.float())
+        for splits in (None, 1, 3):
+            for _ in range(3):
+                actual = multiply(x_TK, product.weight, bias_N, **sizes, tile=tile, splits=splits)
+                assert error(actual, expected) < BOUND, (tokens, splits)
     assert not product.arrived.any()
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 33, 64, 129, 300])
-@pytest.mark.parametrize(
-    ("rows", "columns", "group", "zeros"),
-    [(6144, 4096, 128, False), (4096, 14336, 128, True), (1008, 2880, 64, True), (144, 512, 512, False)],
-)
-def test_products_by_copies_are_those_of_the_dequantized_weight(
-    tokens: int, rows: int, columns: int, group: int, zeros: bool
-) -> None:
-    weight = packed(rows, columns, group=group, zeros=zeros)
-    product = Product.of(weight)
-    step = product.hopper_step(torch.bfloat16)
-    assert step is not None
-    x_TK = torch.randn(tokens, columns, device=DEVICE).bfloat16()
-    bias_N = torch.randn(rows, device=DEVICE).bfloat16()
-    assert packed_tma.can_be_copied(x_TK, weight)
-    expected = linear(x_TK.float(), weight.dequantized(torch.float32), bias_N.float())
-    arrived, num_sms = product.arrived, product.num_sms
-    for tile in packed_tma.TILES:
-        for splits in (None, 1, 3):
-            for _ in range(3):
-                actual = packed_tma.multiply(
-                    x_TK, weight, bias_N, step=step, arrived=arrived, num_sms=num_sms, tile=tile, splits=splits
-                )
-                assert error(actual, expected) < BOUND, (tile, splits)
-    assert not arrived.any()
+@pytest.mark.parametrize("tokens", [1, 9, 64, 65, 300, 1500])
+@pytest.mark.parametrize("rows", [1024, 20480])
+def test_every_number_of_tokens_has_a_product(tokens: int, rows: int) -> None:
+    weight = packed(rows, 2048, group=128, zeros=True)
+    whole_NK = weight.dequantized(torch.float32)
+    product = Product.for_inputs(weight, torch.bfloat16)
+    wide_TK = torch.randn(tokens, 2049, device=DEVICE).bfloat16()
+    for x_TK in (wide_TK[:, :2048].contiguous(), wide_TK[:, 1:]):  # rows of the other begin anywhere
+        for batch_invariant in (False, True):
+            actual = product(x_TK, None, batch_invariant=batch_invariant)
+            assert error(actual, linear(x_TK.float(), whole_NK)) < BOUND
 
 
 def test_products_read_inputs_in_the_order_of_a_reordered_weight() -> None:
     order_K = torch.randperm(4096, device=DEVICE)
     weight = replace(packed(4096, 4096, group=128, zeros=True), order_K=order_K)
+    whole_NK = weight.dequantized(torch.float32)
+    product = Product.for_inputs(weight, torch.bfloat16)
     for tokens in (1, 40):
         x_TK = torch.randn(tokens, 4096, device=DEVICE).bfloat16()
-        expected = linear(x_TK.float(), weight.dequantized(torch.float32))
-        assert error(Product.of(weight)(x_TK, None, batch_invariant=False), expected) < BOUND
+        assert error(product(x_TK, None, batch_invariant=False), linear(x_TK.float(), whole_NK)) < BOUND
 
 
 def test_a_token_has_the_same_bits_in_every_batch() -> None:
-    product = Product.of(packed(4096, 4096, group=128, zeros=True))
+    product = Product.for_inputs(packed(4096, 4096, group=128, zeros=True), torch.bfloat16)
     x_TK = torch.randn(70, 4096, device=DEVICE).bfloat16()
     together = product(x_TK, None, batch_invariant=True)
     for some in (slice(0, 1), slice(3, 12), slice(9, 30)):

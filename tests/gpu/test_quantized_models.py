@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from baton.models.families.reader import read_config
-from baton.models.kernels.quantized import few_tokens, mxfp4_experts, packed_experts, packed_gemm, packed_tma
+from baton.models.kernels.quantized import (
+    few_tokens,
+    mxfp4_experts,
+    packed_experts,
+    packed_few,
+    packed_gemm,
+    packed_tma,
+)
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.loading.loader import load_model
 from baton.models.quantization.fp8_linear import Fp8Linear, multiplies_fp8
@@ -161,7 +168,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     seen: set[str] = set()
     for kernels in (packed_gemm._HOPPER, packed_experts._HOPPER, mxfp4_experts._HOPPER, few_tokens.HOPPER):
         has_hopper_kernels(torch.device(DEVICE), kernels)  # with an unmeasured Triton, this launches them
-    copies, few = packed_tma.multiply, packed_gemm.Product.launch_on_hopper
+    copies, few = packed_tma.multiply, packed_few.multiply
     step_of, tiled = packed_experts.hopper_step, mxfp4_experts.multiply_tiled
     of_8_bits = few_tokens.multiply
 
@@ -169,9 +176,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         seen.add("copies")
         return copies(*args, **options)
 
-    def launch_on_hopper(*args: Any, **options: Any) -> None:
+    def multiply_few(*args: Any, **options: Any) -> Tensor:
         seen.add("few rows")
-        few(*args, **options)
+        return few(*args, **options)
 
     def hopper_step(*args: Any) -> int | None:
         step = step_of(*args)
@@ -189,7 +196,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(few_tokens, "multiply", multiply_few_tokens)
     monkeypatch.setattr(mxfp4_experts, "multiply_tiled", multiply_tiled)
     monkeypatch.setattr(packed_tma, "multiply", multiply)
-    monkeypatch.setattr(packed_gemm.Product, "launch_on_hopper", launch_on_hopper)
+    monkeypatch.setattr(packed_few, "multiply", multiply_few)
     monkeypatch.setattr(packed_experts, "hopper_step", hopper_step)
     return seen
 

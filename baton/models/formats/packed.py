@@ -3,7 +3,12 @@
 That form has two numbers of 4 bits in a byte. Of every 32 inputs, the low halves of 16 bytes hold the first 16 and the
 high halves the others, so a kernel reads whole runs of activations for each half.
 
-Legend: N output channel, K input channel, G group of inputs, B byte, E expert.
+Kernels for Hopper read strips of 16 outputs. Each thread of a warp loads 16 bytes of a strip, which have 64 inputs, and
+multiplies just these numbers. A number's place counts pairs of outputs (g), threads with the same pair (t), products of
+16 inputs (j), inputs of a pair (p), halves of the 16 inputs (h) and outputs of a pair (r): output 2 g + r of the strip,
+input 16 j + 8 h + 2 t + p.
+
+Legend: N output channel, K input channel, G group of inputs, B byte, E expert, S strip.
 """
 
 from collections.abc import Mapping
@@ -15,6 +20,8 @@ from torch import Tensor
 from baton.models.config.quantization.packed_config import WORD_BITS, PackedConfig, StoredPart, TensorRole
 
 RUN = 16  # inputs in the low halves of adjacent bytes, before those in the high halves
+# Outputs of a strip, and the inputs of one warp's load of it.
+STRIP, STRIP_INPUTS = 16, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +36,7 @@ class PackedWeight:
         group_size: inputs that share a scale.
         order_K: the input that each column of `stored_NB` multiplies; None: they are in order.
         groups_K: each column's group; None: groups are runs of `group_size` columns.
+        in_strips: the bytes of `stored_NB` lie in strips, in which its rows have no meaning of their own.
     """
 
     stored_NB: Tensor
@@ -39,6 +47,7 @@ class PackedWeight:
     group_size: int
     order_K: Tensor | None = None
     groups_K: Tensor | None = None
+    in_strips: bool = False
 
     def expert(self, index: int) -> "PackedWeight":
         tensors = {name: getattr(self, name) for name in ("stored_NB", "scales_GN", "zeros_GN", "order_K", "groups_K")}
@@ -46,13 +55,23 @@ class PackedWeight:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Returns [N, K] with inputs in their own order, each product rounded once."""
-        numbers_NK = unpack_halves(self.stored_NB, self.bits)[:, : self.columns]
-        groups_K = self.groups_K
+        numbers_NK = unpack_strips(self.stored_NB) if self.in_strips else unpack_halves(self.stored_NB, self.bits)
+        numbers_NK, groups_K = numbers_NK[:, : self.columns], self.groups_K
         if groups_K is None:
             groups_K = torch.arange(self.columns, device=numbers_NK.device) // self.group_size
         zeros = 1 << (self.bits - 1) if self.zeros_GN is None else self.zeros_GN.T.float()[:, groups_K]
         weight_NK = ((numbers_NK.float() - zeros) * self.scales_GN.T.float()[:, groups_K]).to(dtype)
         return weight_NK if self.order_K is None else weight_NK[:, self.order_K.argsort()]
+
+    def into_strips(self) -> "PackedWeight":
+        """Converts numbers of 4 bits in place, whole strips of them."""
+        numbers_NK = unpack_halves(self.stored_NB, self.bits)
+        rows, columns = numbers_NK.shape
+        # From [S, g, r, 64 inputs, j, h, t, p] to [S, 64 inputs, g, t, j, p, h, r].
+        numbers = numbers_NK.view(rows // STRIP, 8, 2, columns // STRIP_INPUTS, 4, 2, 4, 2)
+        first, second = numbers.permute(0, 3, 1, 6, 4, 7, 5, 2).unbind(-1)
+        self.stored_NB.copy_((first | second << 4).reshape(self.stored_NB.shape))
+        return replace(self, in_strips=True)
 
 
 def numbers_of(tensors: Mapping[TensorRole, Tensor], config: PackedConfig, rows: int, columns: int) -> PackedWeight:
@@ -113,6 +132,14 @@ def unpack_halves(stored_NB: Tensor, bits: int) -> Tensor:
         return stored_NB
     runs = stored_NB.unflatten(-1, (-1, RUN))
     return torch.stack([runs & 15, runs >> 4], dim=-2).flatten(-3)
+
+
+def unpack_strips(stored_NB: Tensor) -> Tensor:
+    """Unpacks [N, B] in strips to uint8 [N, K]."""
+    rows, columns = stored_NB.shape[0], 2 * stored_NB.shape[1]
+    pairs = stored_NB.view(rows // STRIP, columns // STRIP_INPUTS, 8, 4, 4, 2, 2)
+    numbers = torch.stack([pairs & 15, pairs >> 4], dim=-1)
+    return numbers.permute(0, 2, 7, 1, 4, 6, 3, 5).reshape(rows, columns)
 
 
 def stacked(weights: list[PackedWeight]) -> PackedWeight:

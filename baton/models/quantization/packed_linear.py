@@ -169,11 +169,12 @@ class PackedLinear(FusedLinear):
                 weight = joined([weights.pop(), weight])
             weights.append(weight)
         self._layers = []
+        if self.weight.is_cuda:
+            self._products = tuple(packed_gemm.Product.for_inputs(weight, self.dtype) for weight in weights)
+            weights = [product.weight for product in self._products]
         self.weights = tuple(weights)
         if len(weights) == 1:
             self.weight = nn.Parameter(weights[0].stored_NB, requires_grad=False)
-        if self.weight.is_cuda:
-            self._products = tuple(packed_gemm.Product.of(weight) for weight in weights)
 
     def dequantize_(self) -> None:
         """Becomes a layer in the model's dtype, for code that reads its weights other than by products."""

@@ -91,6 +91,14 @@ def test_many_rows_multiply_pieces_with_the_bits_of_the_dequantized_weight(bits:
     assert error(product(x_TK, None, batch_invariant=False), expected(weight, x_TK)) < BOUNDS[dtype]
 
 
+def test_pieces_of_a_weight_in_strips_are_the_same() -> None:
+    weight = packed(144, 192, group=64)
+    whole = weight.dequantized(torch.float32)
+    strips = weight.into_strips()
+    assert torch.equal(strips.dequantized(torch.float32), whole)
+    assert torch.equal(Product.of(strips).dequantized_piece(slice(64, 144), torch.float32), whole[64:])
+
+
 def test_groups_that_no_step_fits_are_dequantized() -> None:
     for weight in (packed(32, 96, group=24), packed(32, 96, group=48)):
         x_TK = torch.randn(5, 96, device=DEVICE)
@@ -211,7 +219,19 @@ def test_int8_tiles_fit_the_shared_memory(tokens: int, shared: int) -> None:
 
 def test_copies_need_rows_at_multiples_of_16_bytes() -> None:
     x_TK = torch.zeros(3, 520, dtype=torch.bfloat16, device=DEVICE)
-    assert can_be_copied(x_TK[:, :512], packed(144, 512))
-    assert not can_be_copied(x_TK[:, 1:513], packed(144, 512))
-    assert not can_be_copied(x_TK[:, :512], packed(136, 512))  # of zeros, rows of 136 bytes
-    assert can_be_copied(x_TK[:, :512], packed(136, 512, zeros=False))
+    assert can_be_copied(x_TK[:, :512])
+    assert not can_be_copied(x_TK[:, 1:513])
+    assert not can_be_copied(torch.zeros(3, 516, dtype=torch.bfloat16, device=DEVICE)[:, :512])
+
+
+def test_weights_for_strips_have_whole_strips_and_a_scale_for_each_step() -> None:
+    def step(rows: int, columns: int, **options: Any) -> int | None:
+        return Product.of(packed(rows, columns, **options)).strips_step
+
+    assert step(144, 512) == 128
+    assert step(144, 512, group=512) == 128
+    assert step(144, 320, group=320) == step(144, 512, group=64) == 64
+    assert step(136, 512) is None
+    assert step(144, 512, group=32) is None
+    assert step(144, 544, group=544) is None
+    assert step(144, 512, bits=8) is None

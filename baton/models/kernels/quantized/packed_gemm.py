@@ -2,25 +2,24 @@
 inputs.
 
 Few rows: a kernel reads the packed weight once and multiplies whole numbers less their zeros, exact in 16 bits; each
-group's sum is scaled in float32. On Hopper, from 65 rows on, numbers are scaled in bfloat16 before they are multiplied.
-Programs that share a tile add up in a fixed order. Many rows: pieces of the weight
-are written in the activations' dtype, as `PackedWeight.dequantized` has them, and the library multiplies these.
+group's sum is scaled in float32. On Hopper, where weights are in strips, `packed_few` multiplies few rows and
+`packed_tma` more, which from 65 rows on scales numbers in bfloat16 before it multiplies them. Many rows: pieces of the
+weight are written in the activations' dtype, as `PackedWeight.dequantized` has them, and the library multiplies these.
 
 Legend: T token, N output channel, K input channel, B byte of packed numbers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 from torch.nn.functional import linear
 
-from baton.models.formats.packed import RUN, PackedWeight
+from baton.models.formats.packed import RUN, STRIP, STRIP_INPUTS, PackedWeight
 from baton.models.kernels.matmul.matmul import multiply_invariant
-from baton.models.kernels.quantized import packed_tma
+from baton.models.kernels.quantized import packed_few, packed_tma
 from baton.models.kernels.quantized.packed_portable import dequantize_kernel, multiply_kernel
-from baton.models.kernels.quantized.packed_tiles import HOPPER_STEP_MIN, can_be_staged, choose_tile
 from baton.tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 from baton.tritonlib.launch import interpreted, overlap
 
@@ -60,6 +59,24 @@ class Product:
     def rows(self) -> int:
         return self.weight.stored_NB.shape[0]
 
+    @classmethod
+    def for_inputs(cls, weight: PackedWeight, dtype: torch.dtype) -> "Product":
+        """Of a weight whose bytes this lays in strips if Hopper's kernels can multiply activations of this dtype."""
+        product = cls.of(weight)
+        is_fit = dtype == torch.bfloat16 and product.strips_step is not None
+        if is_fit and has_hopper_kernels(weight.stored_NB.device, _HOPPER):
+            return replace(product, weight=weight.into_strips())
+        return product
+
+    @property
+    def strips_step(self) -> int | None:
+        """The inputs of one step of Hopper's kernels, with one scale; None: they cannot read the weight."""
+        weight, depth = self.weight, self.depth
+        if weight.bits != 4 or weight.scales_GN.itemsize != 2 or depth is None or self.rows % STRIP:
+            return None
+        step = min(depth, weight.columns & -weight.columns)
+        return step if step >= STRIP_INPUTS else None
+
     @property
     def depth(self) -> int | None:
         """The inputs of one step, which share one scale; None: the kernel cannot read the groups."""
@@ -71,38 +88,31 @@ class Product:
         depth = min(_DEPTH, weight.group_size & -weight.group_size)
         return depth if depth >= _LEAST_DEPTH else None
 
-    def hopper_step(self, dtype: torch.dtype) -> int | None:
-        """Returns the inputs of one step of the Hopper kernel; None if it cannot read the weight or the GPU is
-        another."""
-        weight = self.weight
-        if weight.bits != 4 or self.depth is None or dtype != torch.bfloat16:
-            return None
-        if not has_hopper_kernels(weight.stored_NB.device, _HOPPER):
-            return None
-        step = min(_DEPTH, self.depth, weight.columns & -weight.columns)
-        return step if step >= HOPPER_STEP_MIN else None
-
     def __call__(self, x_TK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:
         x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
         if self.weight.order_K is not None and self.depth is not None:
             x_TK = x_TK.index_select(1, self.weight.order_K)
-        if not batch_invariant:
-            if (step := self.copied_step(x_TK)) is not None:
-                arrived, num_sms = self.arrived, self.num_sms
-                return packed_tma.multiply(x_TK, self.weight, bias_N, step=step, arrived=arrived, num_sms=num_sms)
-            if x_TK.shape[0] > MAX_TOKENS:
-                return self._by_library(x_TK, bias_N, batch_invariant=False)
-        if self.depth is None:
+        if self.weight.in_strips:
+            return self._by_strips(x_TK, bias_N, batch_invariant=batch_invariant)
+        if self.depth is None or (x_TK.shape[0] > MAX_TOKENS and not batch_invariant):
             return self._by_library(x_TK, bias_N, batch_invariant=batch_invariant)
         return self.by_kernel(x_TK, bias_N, splits=1 if batch_invariant else None)
 
-    def copied_step(self, x_TK: Tensor) -> int | None:
-        """The inputs of one step of `packed_tma`; None where another product is faster or that one cannot be used."""
-        if not packed_tma.LEAST_TOKENS <= x_TK.shape[0] <= packed_tma.MOST_TOKENS:
-            return None
-        if not packed_tma.can_be_copied(x_TK, self.weight):
-            return None
-        return self.hopper_step(x_TK.dtype)
+    def _by_strips(self, x_TK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:
+        x_TK = x_TK if packed_tma.can_be_copied(x_TK) else x_TK.clone(memory_format=torch.contiguous_format)
+        num_tokens, step, arrived, num_sms = x_TK.shape[0], self.strips_step, self.arrived, self.num_sms
+        assert step is not None
+        if batch_invariant:
+            tile = packed_tma.TILE_OF_ANY
+            return packed_tma.multiply(
+                x_TK, self.weight, bias_N, step=step, arrived=arrived, num_sms=num_sms, tile=tile, splits=1
+            )
+        if num_tokens > packed_tma.MOST_TOKENS:
+            return self._by_library(x_TK, bias_N, batch_invariant=False)
+        few = packed_few.choose_tile(num_tokens, self.weight, num_sms)
+        if few is not None:
+            return packed_few.multiply(x_TK, self.weight, bias_N, step=step, arrived=arrived, num_sms=num_sms, tile=few)
+        return packed_tma.multiply(x_TK, self.weight, bias_N, step=step, arrived=arrived, num_sms=num_sms)
 
     def by_kernel(self, x_TK: Tensor, bias_N: Tensor | None, *, splits: int | None = None) -> Tensor:
         """Multiplies any number of tokens by the kernel; their inputs must be in the weight's order.
@@ -115,9 +125,6 @@ class Product:
         num_tokens, columns = x_TK.shape
         out_TN = torch.empty(num_tokens, rows, dtype=x_TK.dtype, device=x_TK.device)
         if not num_tokens:
-            return out_TN
-        if (step := self.hopper_step(x_TK.dtype)) is not None:
-            self.launch_on_hopper(x_TK, bias_N, out_TN, step, splits=splits)
             return out_TN
         tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
         tiles_N, tiles_T = triton.cdiv(rows, _ROWS), triton.cdiv(num_tokens, tokens)
@@ -154,50 +161,6 @@ class Product:
         )
         return out_TN
 
-    def launch_on_hopper(
-        self, x_TK: Tensor, bias_N: Tensor | None, out_TN: Tensor, step: int, *, splits: int | None
-    ) -> None:
-        """Writes `out_TN` by the Hopper kernel without asking `hopper_step`; arguments are as in `by_kernel`."""
-        # NOTE: imported here because Gluon is experimental: with another Triton the import may fail.
-        from baton.models.kernels.quantized.packed_hopper import WARPS, multiply_packed
-
-        weight, (num_tokens, columns), rows = self.weight, x_TK.shape, self.rows
-        tile = choose_tile(num_tokens)
-        tiles_N, tiles_T = triton.cdiv(rows, tile.rows), triton.cdiv(num_tokens, tile.tokens)
-        steps = columns // step
-        if splits is None:
-            wanted = tile.programs_per_sm * self.num_sms // tiles_N
-            splits = max(1, min(wanted, steps // tile.least_steps))
-        splits = 1 if tiles_T > 1 else min(splits, steps)
-        partial = None
-        if splits > 1:
-            shape = tiles_N * splits, tile.rows, tile.tokens
-            partial = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
-        multiply_packed[(tiles_N * splits, tiles_T)](
-            x_TK,
-            weight.stored_NB,
-            weight.scales_GN,
-            weight.zeros_GN,
-            bias_N,
-            out_TN,
-            partial,
-            self.arrived,
-            num_tokens,
-            rows,
-            x_TK.stride(0),
-            splits,
-            COLUMNS=columns,
-            GROUP=weight.group_size,
-            ROWS=tile.rows,
-            TOKENS=tile.tokens,
-            STEP=step,
-            AT_ONCE=tile.at_once,
-            STAGES=tile.stages,
-            STAGED_X=tile.staged_x and can_be_staged(x_TK),
-            **overlap(x_TK.device, rows=num_tokens),
-            num_warps=WARPS,
-        )
-
     def _by_library(self, x_TK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:
         if self.depth is None:
             return _multiply_plain(x_TK, self.weight.dequantized(x_TK.dtype), bias_N, batch_invariant=batch_invariant)
@@ -225,6 +188,7 @@ class Product:
             weight.columns,
             weight.group_size,
             BITS=weight.bits,
+            STRIPS=weight.in_strips,
             ROWS=_ROWS,
             RUNS=4,
             INTERPRETED=interpreted(),

@@ -1,7 +1,6 @@
-"""Products of few rows with weights of 4 bits on Hopper, in Gluon: integers less their zeros.
+"""Products of experts with weights of integers of 4 bits on Hopper, in Gluon.
 
-One kernel multiplies by one weight, and one by the weights of experts. Legend: `_X` and `_C` are in the layouts of the
-activations and the result.
+Legend: `_X` and `_C` are in the layouts of the activations and the result.
 """
 
 from __future__ import annotations
@@ -9,73 +8,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from baton.models.kernels.quantized.packed_hopper_split import sum_of_tile
 from baton.models.kernels.quantized.packed_hopper_sum import packed_sum
 from baton.tritonlib.gluon_launch import await_predecessors, start_dependents
 
 WARPS = 4
-
-
-@gluon.jit(do_not_specialize=["num_tokens", "splits"])
-def multiply_packed(
-    x_ptr,
-    stored_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    out_ptr,
-    partial_ptr,
-    arrived_ptr,
-    num_tokens,
-    num_rows,
-    x_stride,
-    splits,
-    COLUMNS: gl.constexpr,
-    GROUP: gl.constexpr,
-    ROWS: gl.constexpr,
-    TOKENS: gl.constexpr,
-    STEP: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    STAGES: gl.constexpr,
-    STAGED_X: gl.constexpr,
-    OVERLAP: gl.constexpr,
-):
-    """Computes ROWS outputs of TOKENS tokens, or a program's share of their steps."""
-    C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    X: gl.constexpr = gl.DotOperandLayout(1, C, 8)
-    tile, split = gl.program_id(0) // splits, gl.program_id(0) % splits
-    steps = COLUMNS // STEP
-    tokens_X = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, X))
-    x_rows_X = x_ptr + gl.minimum(tokens_X, num_tokens - 1).to(gl.int64) * x_stride
-    first, stop = split * steps // splits, (split + 1) * steps // splits
-    start_dependents(OVERLAP)
-    sum_C = packed_sum(
-        stored_ptr,
-        scales_ptr,
-        zeros_ptr,
-        x_rows_X,
-        tile * ROWS,
-        num_rows,
-        first,
-        stop,
-        COLUMNS,
-        GROUP,
-        ROWS,
-        TOKENS,
-        STEP,
-        AT_ONCE,
-        STAGES,
-        STAGED_X,
-        OVERLAP,
-    )
-    is_last, sum_C = sum_of_tile(sum_C, partial_ptr, arrived_ptr, tile, split, splits, ROWS, TOKENS, C)
-    if is_last:
-        rows_C = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, C))
-        tokens_C = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, C))
-        if bias_ptr is not None:
-            sum_C += gl.load(bias_ptr + gl.minimum(rows_C, num_rows - 1)).to(gl.float32)[:, None]
-        out_C = out_ptr + tokens_C.to(gl.int64)[None, :] * num_rows + rows_C[:, None]
-        gl.store(out_C, sum_C.to(gl.bfloat16), mask=(tokens_C < num_tokens)[None, :] & (rows_C < num_rows)[:, None])
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])
@@ -144,7 +80,6 @@ def multiply_packed_experts(
             AT_ONCE,
             STAGES,
             STAGED_X,
-            False,
         )
         rows_C = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, C))
         places_C = first + gl.arange(0, TOKENS, gl.SliceLayout(0, C))

@@ -1,4 +1,4 @@
-"""The sum that the Hopper kernels of weights of 4 bits share: a tile of outputs, step after step of inputs.
+"""The sum of the Hopper kernel of experts with weights of 4 bits: a tile of outputs, step after step of inputs.
 
 Stages of weights are copied to shared memory ahead of their use. From there each thread loads the bytes of just those
 numbers that it multiplies, and unpacks four of them at once. The low and the high halves of a tile's bytes are the
@@ -16,9 +16,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-
-from baton.models.kernels.quantized.packed_hopper_unpack import less_zeros
-from baton.tritonlib.gluon_launch import await_predecessors
 
 RUN = gl.constexpr(16)  # that of `baton.models.formats.packed`
 
@@ -41,7 +38,6 @@ def packed_sum(
     AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr,
     STAGED_X: gl.constexpr,
-    OVERLAP: gl.constexpr,
 ):
     """Returns float32 [ROWS, TOKENS], `_C`: the products over steps [first, stop) of the rows from `row` on. Rows past
     the end repeat the last row.
@@ -53,7 +49,6 @@ def packed_sum(
         AT_ONCE: steps of a stage.
         STAGES: stages whose weights are in shared memory or in flight.
         STAGED_X: the activations of a stage are in shared memory too; else each thread loads those that it multiplies.
-        OVERLAP: copying weights starts before the previous kernels have ended.
     """
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, C, 8)
@@ -83,7 +78,6 @@ def packed_sum(
     # A step's scales and zeros are loaded one turn before.
     scales = load_scales(scales_ptr, row, num_rows, first, stop, GROUP, ROWS, STEP, AT_ONCE)
     zeros = load_zeros(zeros_ptr, row, num_rows, first, stop, GROUP, ROWS, STEP, AT_ONCE)
-    await_predecessors(OVERLAP)
     if STAGED_X:
         for stage in gl.static_range(STAGES - 1):
             copy_x(halves, x, stage, first + stage * AT_ONCE, stop, BYTES, AT_ONCE)
@@ -116,7 +110,7 @@ def packed_sum(
                 less_A = gl.zeros([ROWS, BYTES], gl.bfloat16, A) + halves_A[:, None]
             else:
                 less_A = gl.full([ROWS, BYTES], 136.0, gl.bfloat16, A)
-            low_A, high_A = less_zeros(stored_bytes[one], less_A)
+            low_A, high_A = _less_zeros(stored_bytes[one], less_A)
             product_C = mma_v2(low_A, low[one], nothing_C)
             product_C = mma_v2(high_A, high[one], product_C)
             sum_C += product_C * gl.where(exists, scales[one], 0.0)[:, None]
@@ -196,3 +190,34 @@ def copy_x(halves, x, stage, step, stop, BYTES: gl.constexpr, AT_ONCE: gl.conste
         place, start = 2 * (stage * AT_ONCE + one), gl.minimum(step + one, stop - 1) * (2 * BYTES)
         async_copy.async_copy_global_to_shared(halves.index(place), x + start)
         async_copy.async_copy_global_to_shared(halves.index(place + 1), x + (start + RUN))
+
+
+@gluon.jit
+def _less_zeros(bytes_A, zeros_A):
+    """(low halves, high halves) of bytes less zeros, which are 128 more than they are; bfloat16, exact.
+
+    A number is the last bits of 128 + number.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 high;
+        shr.u32 high, $4, 4;
+        prmt.b32 $0, $4, 0x43434343, 0x4140;
+        prmt.b32 $1, $4, 0x43434343, 0x4342;
+        prmt.b32 $2, high, 0x43434343, 0x4140;
+        prmt.b32 $3, high, 0x43434343, 0x4342;
+        and.b32 $0, $0, 0xff0fff0f;
+        and.b32 $1, $1, 0xff0fff0f;
+        and.b32 $2, $2, 0xff0fff0f;
+        and.b32 $3, $3, 0xff0fff0f;
+        sub.rn.bf16x2 $0, $0, $5;
+        sub.rn.bf16x2 $1, $1, $6;
+        sub.rn.bf16x2 $2, $2, $5;
+        sub.rn.bf16x2 $3, $3, $6;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [bytes_A, zeros_A],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )

@@ -1,12 +1,10 @@
 """Products with integers of 4 bits on Hopper, in Gluon: the copy engine (TMA) brings weights and activations to shared
 memory, and two warpgroups unpack the next step's weights while the tensor cores multiply this step's.
 
-A warp of its own begins the copies, because each copy takes it as long as a product takes the tensor cores. Of every
-16 bytes of a row, which hold 32 inputs, each of four threads reads two neighbours and the two 8 bytes further: the
-numbers that its registers of two products need, so that the activations stay in their own order.
+A warp of its own begins the copies, because each copy takes it as long as a product takes the tensor cores.
 
-Legend: N output channel, T token, K input channel, P pair of bytes of packed numbers; `_W`, `_A` and `_C` are in the
-layouts of the stored weight, of the multiplied one and of the result.
+Legend: N output channel, T token, K input channel; `_W` and `_C` are in the layouts of a weight in strips
+(`packed_hopper_strips`) and of the result.
 """
 
 # mypy: disable-error-code="assignment,attr-defined,union-attr"
@@ -20,7 +18,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from baton.models.kernels.quantized.packed_hopper_split import sum_of_tile
-from baton.models.kernels.quantized.packed_hopper_unpack import pairs_less_zeros, scaled_pairs_less_zeros
+from baton.models.kernels.quantized.packed_hopper_strips import (
+    LESS,
+    STRIP_ROWS,
+    as_operand,
+    in_bfloat16,
+    of_rows,
+    output_of,
+    pairs_layout,
+    rows_layout,
+    words_layout,
+)
 from baton.tritonlib.gluon_launch import await_predecessors, start_dependents
 
 # Rows of a tile, one half for each warpgroup.
@@ -33,7 +41,7 @@ BLOCK = gl.constexpr(4)
 
 class Operands(NamedTuple):
     """Descriptors of matrices in memory: the activations in boxes of [TOKENS, STEP], the weight in boxes of
-    [ROWS, STEP / 2], its scales and zeros in boxes of [BLOCK, ROWS]. Zeros may be missing."""
+    [ROWS / 16, 2 STEP] words, its scales and zeros in boxes of [BLOCK, ROWS]. Zeros may be missing."""
 
     x: gl.tensor
     stored: gl.tensor
@@ -54,8 +62,8 @@ class Work(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Shared memory: steps that are there or in flight, and BLOCKs of steps' scales and zeros. The barrier of a BLOCK's
-    first step waits for its scales and zeros too."""
+    """Shared memory: steps that are there or in flight, and BLOCKs of steps' scales and zeros, for which the BLOCK's
+    first step waits too. Where there are no zeros, scales take their place."""
 
     weights: gl.shared_memory_descriptor
     inputs: gl.shared_memory_descriptor
@@ -115,11 +123,10 @@ def multiply_by_copies(
     operands = Operands(x, stored, scales, zeros)
     results = Results(bias_ptr, out_ptr, partial_ptr, arrived_ptr, num_tokens, num_rows)
     stages = _new_stages(operands, STAGES)
-    HAS_ZEROS: gl.constexpr = zeros is not None
     gl.warp_specialize(
         [
-            (_multiply, (0, stages, work, results, GROUP, HAS_ZEROS, SCALED, OVERLAP)),
-            (_multiply, (1, stages, work, results, GROUP, HAS_ZEROS, SCALED, OVERLAP)),
+            (_multiply, (0, stages, work, results, GROUP, SCALED, OVERLAP)),
+            (_multiply, (1, stages, work, results, GROUP, SCALED, OVERLAP)),
             (_copy, (operands, stages, work, GROUP, OVERLAP)),
         ],
         [4, 1],
@@ -132,7 +139,9 @@ def _new_stages(operands, STAGES: gl.constexpr):
     x, stored, scales = operands.x, operands.stored, operands.scales
     # So many that all steps of a block have left their stages before the block is overwritten.
     BLOCKS: gl.constexpr = (STAGES + 2 * BLOCK - 2) // BLOCK
-    weights = gl.allocate_shared_memory(gl.uint8, [STAGES, ROWS, stored.block_type.shape[1]], stored.layout)
+    weights = gl.allocate_shared_memory(
+        gl.int32, [STAGES, ROWS // STRIP_ROWS, stored.block_type.shape[1]], stored.layout
+    )
     inputs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
     factors = gl.allocate_shared_memory(scales.dtype, [BLOCKS, BLOCK, ROWS], scales.layout)
     offsets = factors
@@ -182,8 +191,8 @@ def _copy_weights(operands, stages, work, turn, GROUP: gl.constexpr):
         tma.async_copy_global_to_shared(scales, [step * STEP // GROUP, work.row], full, stages.scales.index(block))
     else:
         mbarrier.expect(full, num_bytes)
-    start = step * (STEP // 2)
-    tma.async_copy_global_to_shared(operands.stored, [work.row, start], full, stages.weights.index(place))
+    start = [work.row // STRIP_ROWS, step * (2 * STEP)]
+    tma.async_copy_global_to_shared(operands.stored, start, full, stages.weights.index(place))
 
 
 @gluon.jit
@@ -201,98 +210,115 @@ def _multiply(
     work,
     results,
     GROUP: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
     SCALED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Computes one half of the tile's rows: the work of one warpgroup."""
-    STAGES: gl.constexpr = stages.inputs.shape[0]
     TOKENS: gl.constexpr = stages.inputs.shape[1]
     C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    OF_C: gl.constexpr = gl.SliceLayout(1, C)
     start_dependents(OVERLAP)
-    first, full = work.first, stages.full
     sum_C = gl.zeros([_HALF, TOKENS], gl.float32, C)
-    nothing_C = gl.zeros([_HALF, TOKENS], gl.float32, C)
-    mbarrier.wait(full.index(0), 0)
-    numbers = _unpacked(HALF, stages, first, 0, GROUP, HAS_ZEROS, SCALED)
-    scales = _of_half(stages.scales, HALF, stages, first, 0, GROUP, OF_C)
-    for turn in range(0, work.stop - first - 1):
-        inputs_KT = stages.inputs.index(turn % STAGES).permute((1, 0))
-        if SCALED:
-            product = warpgroup_mma(numbers, inputs_KT, sum_C, is_async=True)
-        else:
-            product = warpgroup_mma(numbers, inputs_KT, nothing_C, use_acc=False, is_async=True)
-        mbarrier.wait(full.index((turn + 1) % STAGES), ((turn + 1) // STAGES) & 1)
-        next_scales = _of_half(stages.scales, HALF, stages, first, turn + 1, GROUP, OF_C)
-        next_numbers = _unpacked(HALF, stages, first, turn + 1, GROUP, HAS_ZEROS, SCALED)
-        _keep(next_numbers, results)
-        product_C, numbers = warpgroup_mma_wait(0, deps=(product, numbers))
-        _keep(numbers, results)
-        mbarrier.arrive(stages.empty.index(turn % STAGES), count=1)
-        sum_C = product_C if SCALED else sum_C + product_C * scales[:, None]
-        numbers, scales = next_numbers, next_scales
-    inputs_KT = stages.inputs.index((work.stop - 1 - first) % STAGES).permute((1, 0))
-    if SCALED:
-        sum_C = warpgroup_mma(numbers, inputs_KT, sum_C)
-    else:
-        sum_C += warpgroup_mma(numbers, inputs_KT, nothing_C, use_acc=False) * scales[:, None]
-    half = 2 * work.tile + HALF
-    is_last, sum_C = sum_of_tile(
-        sum_C, results.partial, results.arrived, half, work.split, work.splits, _HALF, TOKENS, C
-    )
+    mbarrier.wait(stages.full.index(0), 0)
+    first = work.first
+    numbers = _unpacked(HALF, stages, first, 0, GROUP, SCALED)
+    scales = _scales(HALF, stages, first, 0, GROUP, C)
+    # Two turns at once: after one, numbers would have to move to the registers that the next one reads.
+    turns = work.stop - first - 1
+    for turn in range(0, turns // 2 * 2, 2):
+        others, factors, sum_C = _turn(numbers, scales, sum_C, turn, HALF, stages, first, results, GROUP, SCALED)
+        numbers, scales, sum_C = _turn(others, factors, sum_C, turn + 1, HALF, stages, first, results, GROUP, SCALED)
+    if turns % 2 == 1:
+        numbers, scales, sum_C = _turn(numbers, scales, sum_C, turns - 1, HALF, stages, first, results, GROUP, SCALED)
+    product_C = _product(numbers, sum_C, stages, turns, SCALED, False)
+    sum_C = product_C if SCALED else sum_C + product_C * scales[:, None]
+    half, partial = 2 * work.tile + HALF, results.partial
+    is_last, sum_C = sum_of_tile(sum_C, partial, results.arrived, half, work.split, work.splits, _HALF, TOKENS, C)
     if is_last:
-        _store(sum_C, HALF, work, results)
+        _store(sum_C * LESS, HALF, work, results)
 
 
 @gluon.jit
-def _unpacked(
-    HALF: gl.constexpr, stages, first, turn, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALED: gl.constexpr
+def _turn(
+    numbers,
+    scales,
+    sum_C,
+    turn,
+    HALF: gl.constexpr,
+    stages,
+    first,
+    results,
+    GROUP: gl.constexpr,
+    SCALED: gl.constexpr,
 ):
-    """[_HALF, STEP]: a step's numbers less their zeros, as the operand of a product."""
-    PAIRS: gl.constexpr = stages.weights.shape[2] // 2
-    W: gl.constexpr = _stored(PAIRS)
-    OF_W: gl.constexpr = gl.SliceLayout(1, W)
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF, PAIRS], gl.uint16)
-    nothing_W = gl.zeros([_HALF, PAIRS], gl.bfloat16, W)
-    if HAS_ZEROS:
-        zeros_W = _of_half(stages.zeros, HALF, stages, first, turn, GROUP, OF_W)
-        less_W = nothing_W + (zeros_W + 128.0).to(gl.bfloat16)[:, None]
-    else:
-        less_W = nothing_W + 136.0
-    halves = stages.weights.index(turn % stages.weights.shape[0])._reinterpret(gl.uint16, [2, _HALF, PAIRS], SWIZZLED)
-    stored_W = halves.index(HALF).load(W)
+    """Multiplies a step's numbers while it unpacks the next step's; returns those, their scales and the sum."""
+    STAGES: gl.constexpr = stages.inputs.shape[0]
+    C: gl.constexpr = sum_C.type.layout
+    product = _product(numbers, sum_C, stages, turn, SCALED, True)
+    mbarrier.wait(stages.full.index((turn + 1) % STAGES), ((turn + 1) // STAGES) & 1)
+    next_scales = _scales(HALF, stages, first, turn + 1, GROUP, C)
+    next_numbers = _unpacked(HALF, stages, first, turn + 1, GROUP, SCALED)
+    _keep(next_numbers, results)
+    product_C, numbers = warpgroup_mma_wait(0, deps=(product, numbers))
+    _keep(numbers, results)
+    mbarrier.arrive(stages.empty.index(turn % STAGES), count=1)
+    sum_C = product_C if SCALED else sum_C + product_C * scales[:, None]
+    return next_numbers, next_scales, sum_C
+
+
+@gluon.jit
+def _product(numbers, sum_C, stages, turn, SCALED: gl.constexpr, IS_ASYNC: gl.constexpr):
+    """A step's product, which SCALED adds to the sum; IS_ASYNC only begins it."""
+    inputs_KT = stages.inputs.index(turn % stages.inputs.shape[0]).permute((1, 0))
     if SCALED:
-        by_W = nothing_W + _of_half(stages.scales, HALF, stages, first, turn, GROUP, OF_W).to(gl.bfloat16)[:, None]
-        low0_W, low1_W, high0_W, high1_W = scaled_pairs_less_zeros(stored_W, less_W, by_W)
+        product = warpgroup_mma(numbers, inputs_KT, sum_C, is_async=IS_ASYNC)
     else:
-        low0_W, low1_W, high0_W, high1_W = pairs_less_zeros(stored_W, less_W)
-    # [.., run, eight, pair, half, one] holds the numbers of [.., run, half, one, pair, eight].
-    both = gl.join(gl.join(low0_W, high0_W), gl.join(low1_W, high1_W))
-    both = both.reshape([_HALF, PAIRS // 8, 2, 4, 2, 2]).permute((0, 1, 4, 5, 3, 2))
-    TOKENS: gl.constexpr = stages.inputs.shape[1]
-    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16]), 2)
-    return gl.convert_layout(both.reshape([_HALF, 4 * PAIRS]), A)
+        C: gl.constexpr = sum_C.type.layout
+        nothing_C = gl.zeros([sum_C.shape[0], sum_C.shape[1]], gl.float32, C)
+        product = warpgroup_mma(numbers, inputs_KT, nothing_C, use_acc=False, is_async=IS_ASYNC)
+    return product
+
+
+@gluon.jit
+def _unpacked(HALF: gl.constexpr, stages, first, turn, GROUP: gl.constexpr, SCALED: gl.constexpr):
+    """[_HALF, STEP]: a step's numbers less their zeros, as the operand of a product."""
+    WORDS: gl.constexpr = stages.weights.shape[2]
+    LOADS: gl.constexpr = WORDS // 128
+    P: gl.constexpr = pairs_layout(4, LOADS)
+    C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, stages.inputs.shape[1], 16])
+    halves = stages.weights.index(turn % stages.weights.shape[0])._reinterpret(gl.int32, [2, 4, WORDS], _flat(2))
+    words_W = halves.index(HALF).load(words_layout(4, LOADS))
+    zeros_P = None
+    if stages.zeros.dtype == gl.uint8:
+        zeros = _of_half(stages.zeros, HALF, stages, first, turn, GROUP)
+        zeros_P = zeros._reinterpret(gl.uint16, [4, 8], _flat(2)).load(P)
+    scales_P = None
+    if SCALED:
+        scales = _of_half(stages.scales, HALF, stages, first, turn, GROUP)
+        scales_P = scales._reinterpret(gl.int32, [4, 8], _flat(2)).load(P)
+        if scales.dtype == gl.float16:
+            scales_P = in_bfloat16(scales_P)
+    return as_operand(words_W, zeros_P, scales_P, 4, LOADS, C)
 
 
 @gluon.constexpr_function
-def _stored(pairs: int) -> gl.DistributedLinearLayout:
-    """Pairs of bytes of a warpgroup's rows: of every eight pairs, four threads have two each, four apart."""
-    of_registers = [[0, 4], [8, 0], [0, 8]]
-    if pairs == 32:
-        of_registers.append([0, 16])
-    of_lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(of_registers, of_lanes, [[16, 0], [32, 0]], [], [64, pairs])
+def _flat(rank: int) -> gl.SwizzledSharedLayout:
+    return gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=list(range(rank))[::-1])
 
 
 @gluon.jit
-def _of_half(blocks, HALF: gl.constexpr, stages, first, turn, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """float32 [_HALF]: the scales or zeros of a warpgroup's rows in a step."""
+def _of_half(blocks, HALF: gl.constexpr, stages, first, turn, GROUP: gl.constexpr):
+    """[_HALF]: the scales or zeros of a warpgroup's rows in a step."""
     STEP: gl.constexpr = stages.inputs.shape[2]
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     group = (first + turn) * STEP // GROUP - (first + turn // BLOCK * BLOCK) * STEP // GROUP
-    block = blocks.index(turn // BLOCK % blocks.shape[0])._reinterpret(blocks.dtype, [2 * BLOCK, _HALF], FLAT)
-    return block.index(2 * group + HALF).load(LAYOUT).to(gl.float32)
+    block = blocks.index(turn // BLOCK % blocks.shape[0])._reinterpret(blocks.dtype, [2 * BLOCK, _HALF], _flat(1))
+    return block.index(2 * group + HALF)
+
+
+@gluon.jit
+def _scales(HALF: gl.constexpr, stages, first, turn, GROUP: gl.constexpr, C: gl.constexpr):
+    """float32 [_HALF], in the order of the result's rows."""
+    scales = _of_half(stages.scales, HALF, stages, first, turn, GROUP)
+    return of_rows(scales._reinterpret(scales.dtype, [4, 8, 2], _flat(3)).load(rows_layout(4)), C)
 
 
 @gluon.jit
@@ -312,7 +338,7 @@ def _keep(numbers, results):
 @gluon.jit
 def _store(sum_C, HALF: gl.constexpr, work, results):
     C: gl.constexpr = sum_C.type.layout
-    rows_C = work.row + _HALF * HALF + gl.arange(0, _HALF, gl.SliceLayout(1, C))
+    rows_C = work.row + _HALF * HALF + output_of(gl.arange(0, _HALF, gl.SliceLayout(1, C)))
     tokens_C = work.token + gl.arange(0, sum_C.shape[1], gl.SliceLayout(0, C))
     num_rows = results.num_rows
     if results.bias is not None:

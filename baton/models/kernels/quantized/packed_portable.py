@@ -6,12 +6,13 @@ Legend: T token, N output channel, B byte of packed numbers.
 import triton
 import triton.language as tl
 
-from baton.models.formats.packed import RUN
+from baton.models.formats.packed import RUN, STRIP, STRIP_INPUTS
 from baton.models.kernels.matmul.split_sums import add_parts, leave_part
 from baton.tritonlib.launch import await_predecessors, bound, start_dependents
 from baton.tritonlib.rounding import round_to
 
 _RUN = tl.constexpr(RUN)
+_STRIP, _STRIP_INPUTS = tl.constexpr(STRIP), tl.constexpr(STRIP_INPUTS)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "splits"])
@@ -102,6 +103,7 @@ def dequantize_kernel(
     num_columns,
     group_size,
     BITS: tl.constexpr,
+    STRIPS: tl.constexpr,
     ROWS: tl.constexpr,
     RUNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -113,8 +115,9 @@ def dequantize_kernel(
     BYTES: tl.constexpr = RUNS * 2 * _RUN * BITS // 8
     bytes_B = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
     row_bytes = tl.cdiv(num_columns, 2 * _RUN) * (2 * _RUN * BITS // 8)
-    stored_NB = stored_ptr + read_N.to(tl.int64)[:, None] * row_bytes + bytes_B[None, :]
-    numbers_NB = tl.load(stored_NB, mask=(bytes_B < row_bytes)[None, :], other=0)
+    if not STRIPS:
+        stored_NB = stored_ptr + read_N.to(tl.int64)[:, None] * row_bytes + bytes_B[None, :]
+        numbers_NB = tl.load(stored_NB, mask=(bytes_B < row_bytes)[None, :], other=0)
     inputs_B = bytes_B // _RUN * (2 * _RUN) + bytes_B % _RUN if BITS == 4 else bytes_B
     for half in tl.static_range(2 if BITS == 4 else 1):
         columns_B = inputs_B + half * _RUN
@@ -125,10 +128,25 @@ def dequantize_kernel(
             zero_NB = tl.load(zeros_ptr + groups_NB, mask=in_B[None, :], other=0).to(tl.float32)
         else:
             zero_NB = tl.full([ROWS, BYTES], 1 << (BITS - 1), tl.float32)
-        part_NB = (numbers_NB >> (4 * half)) & 15 if BITS == 4 else numbers_NB
+        if STRIPS:
+            part_NB = _of_strips(stored_ptr, read_N, columns_B, num_columns)
+        else:
+            part_NB = (numbers_NB >> (4 * half)) & 15 if BITS == 4 else numbers_NB
         weight_NB = (part_NB.to(tl.float32) - zero_NB) * scale_NB
         out_NB = out_ptr + rows_N.to(tl.int64)[:, None] * num_columns + columns_B[None, :]
         tl.store(out_NB, round_to(weight_NB, out_ptr.dtype.element_ty, INTERPRETED), mask=in_N[:, None] & in_B[None, :])
+
+
+@triton.jit
+def _of_strips(stored_ptr, rows_N, columns_B, num_columns):
+    """Loads the numbers of these outputs and inputs from a weight in strips; past the last input, those of another."""
+    columns_B = tl.minimum(columns_B, num_columns - 1)
+    within_B = columns_B % _STRIP_INPUTS
+    word_B = within_B // 2 % 4 * 16 + within_B // 16 * 4
+    bytes_B = columns_B // _STRIP_INPUTS * (_STRIP * _STRIP_INPUTS // 2) + word_B + within_B % 2 * 2 + within_B // 8 % 2
+    strips_N = (rows_N // _STRIP).to(tl.int64) * (_STRIP * num_columns // 2)
+    places_NB = (strips_N + rows_N % _STRIP // 2 * 64)[:, None] + bytes_B[None, :]
+    return (tl.load(stored_ptr + places_NB) >> (rows_N % 2 * 4)[:, None].to(tl.uint8)) & 15
 
 
 @triton.jit

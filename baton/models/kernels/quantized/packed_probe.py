@@ -11,7 +11,7 @@ from baton.models.formats.mxfp4_tiles import TILE, tile_
 from baton.models.formats.packed import PackedWeight
 from baton.models.kernels.activation import clamp_and_gate
 from baton.models.kernels.moe.expert_order import order_by_expert
-from baton.models.kernels.quantized import packed_tma
+from baton.models.kernels.quantized import packed_few, packed_tma
 from baton.models.kernels.quantized.mxfp4_experts import ClampedGate, Mxfp4Tile, multiply_tiled
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, multiply_experts
 from baton.models.kernels.quantized.packed_gemm import Product
@@ -25,10 +25,12 @@ _MXFP4_SCALES = (113, 121)  # of results that are mostly within the clamped gate
 
 
 def compare_products_on_hopper(device: torch.device) -> Iterator[Pair]:
-    def multiply(product: Product, x_TK: Tensor, bias_N: Tensor, splits: int) -> Tensor:
-        out_TN = x_TK.new_empty(len(x_TK), product.rows)
-        product.launch_on_hopper(x_TK, bias_N, out_TN, _STEP, splits=splits)
-        return out_TN
+    def multiply_few(product: Product, x_TK: Tensor, bias_N: Tensor, splits: int) -> Tensor:
+        tile = next(tile for tile in packed_few.TILES if len(x_TK) <= tile.tokens)
+        arrived, num_sms = product.arrived, product.num_sms
+        return packed_few.multiply(
+            x_TK, product.weight, bias_N, step=_STEP, arrived=arrived, num_sms=num_sms, tile=tile, splits=splits
+        )
 
     def multiply_by_copies(product: Product, x_TK: Tensor, bias_N: Tensor, splits: int) -> Tensor:
         arrived, num_sms = product.arrived, product.num_sms
@@ -36,20 +38,20 @@ def compare_products_on_hopper(device: torch.device) -> Iterator[Pair]:
             x_TK, product.weight, bias_N, step=_STEP, arrived=arrived, num_sms=num_sms, splits=splits
         )
 
-    yield from compare_products(device, multiply)
-    yield from compare_products(device, multiply_by_copies)
+    yield from compare_products(device, multiply_few, in_strips=True)
+    yield from compare_products(device, multiply_by_copies, in_strips=True)
 
 
 def compare_products(
-    device: torch.device, multiply: Callable[[Product, Tensor, Tensor, int], Tensor]
+    device: torch.device, multiply: Callable[[Product, Tensor, Tensor, int], Tensor], *, in_strips: bool = False
 ) -> Iterator[Pair]:
     """Results of `multiply`, whose last argument is the number of programs that share a tile, and the dequantized
     weight's."""
     numbers = torch.Generator(device).manual_seed(0)
     for zeros in (False, True):
         weight = _packed(numbers, (), zeros=zeros)
-        product = Product.of(weight)
         weight_NK = weight.dequantized(torch.float32)
+        product = Product.of(weight.into_strips() if in_strips else weight)
         bias_N = _normal(numbers, _ROWS)
         for tokens, splits in ((1, 3), (_TOKENS, 1)):
             x_TK = _normal(numbers, tokens, _COLUMNS)

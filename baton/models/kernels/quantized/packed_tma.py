@@ -10,14 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.models.formats.packed import PackedWeight
+from baton.models.formats.packed import STRIP, PackedWeight
 from baton.tritonlib.launch import overlap
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# Other kernels multiply fewer tokens than the first number, and the library more than the second.
-LEAST_TOKENS, MOST_TOKENS = 9, 1024
+MOST_TOKENS = 1024  # the library multiplies more
 # Rows of a tile, and steps whose scales are copied at once.
 _ROWS, _BLOCK = 128, 4
 _LEAST_STEPS = 4  # of a program that shares a tile
@@ -43,11 +42,13 @@ class PackedTile(NamedTuple):
 
 
 TILES = (
-    PackedTile(16, stages=8),
     PackedTile(32, stages=8),
     PackedTile(64, stages=6, registers=232, launched=168),
     PackedTile(128, stages=5, scaled=True, registers=232, launched=168),
 )
+
+# Of products whose bits do not depend on the number of tokens.
+TILE_OF_ANY = TILES[1]
 
 
 def choose_tile(num_tokens: int) -> PackedTile:
@@ -55,13 +56,9 @@ def choose_tile(num_tokens: int) -> PackedTile:
     return next((tile for tile in TILES if num_tokens <= tile.tokens), TILES[-1])
 
 
-def can_be_copied(x_TK: Tensor, weight: PackedWeight) -> bool:
-    """Whether the copy engine can read all operands: rows begin at multiples of 16 bytes."""
-    operands = x_TK, weight.stored_NB, weight.scales_GN, weight.zeros_GN
-    return all(
-        each is None or (each.stride(0) * each.element_size() % _ALIGNMENT == 0 and each.data_ptr() % _ALIGNMENT == 0)
-        for each in operands
-    )
+def can_be_copied(x_TK: Tensor) -> bool:
+    """Whether the copy engine can read activations: rows begin at multiples of 16 bytes."""
+    return x_TK.stride(0) * x_TK.element_size() % _ALIGNMENT == 0 and x_TK.data_ptr() % _ALIGNMENT == 0
 
 
 def multiply(
@@ -75,11 +72,11 @@ def multiply(
     tile: PackedTile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias` for operands that `can_be_copied`. Sums are in float32 and rounded once; a `scaled` tile
-    rounds numbers before.
+    """`x @ weight.T + bias`. Sums are in float32 and rounded once; a `scaled` tile rounds numbers before.
 
     Args:
-        x_TK: bfloat16, inputs in the weight's order; a row's are next to each other.
+        x_TK: bfloat16 that `can_be_copied`, inputs in the weight's order; a row's are next to each other.
+        weight: in strips.
         step: inputs of one step, 64 or 128, which have one scale; a divisor of K.
         arrived: int32 zeros, which the launch leaves, for halves of tiles that programs share.
         tile, splits: programs that share a tile; None: chosen by the shapes. Tests pass others.
@@ -129,15 +126,14 @@ def _descriptors(
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    def in_boxes(matrix: Tensor, rows: int, columns: int, *, is_product: bool) -> TensorDescriptor:
-        bits = 8 * matrix.element_size()
-        swizzle = min(columns * bits // 8, 128) if is_product else 0
-        return TensorDescriptor.from_tensor(matrix, [rows, columns], gl.NVMMASharedLayout(swizzle, bits, 2))
+    def in_boxes(matrix: Tensor, rows: int, columns: int, *, swizzle: int = 0) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout(swizzle, 8 * matrix.element_size(), 2)
+        return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
-    zeros = weight.zeros_GN
+    strips, zeros = weight.stored_NB.view(torch.int32).view(-1, 2 * weight.columns), weight.zeros_GN
     return (
-        in_boxes(x_TK, tokens, step, is_product=True),
-        in_boxes(weight.stored_NB, _ROWS, step // 2, is_product=True),
-        in_boxes(weight.scales_GN, _BLOCK, _ROWS, is_product=False),
-        None if zeros is None else in_boxes(zeros, _BLOCK, _ROWS, is_product=False),
+        in_boxes(x_TK, tokens, step, swizzle=128),
+        in_boxes(strips, _ROWS // STRIP, 2 * step),
+        in_boxes(weight.scales_GN, _BLOCK, _ROWS),
+        None if zeros is None else in_boxes(zeros, _BLOCK, _ROWS),
     )

@@ -118,8 +118,9 @@ class TritonAttention:
     def quantizes(self, metadata: AttentionMetadata, *, num_tokens: int, head_size: int) -> bool:
         assert isinstance(metadata, TritonAttentionMetadata)
         whole_blocks = head_size % BLOCK == 0 and head_size.bit_count() == 1
-        only_decodes = len(metadata.decodes.seq_lens) == num_tokens and metadata.prefix is None
-        return whole_blocks and only_decodes and not metadata.in_order
+        # A captured step with prompts has a row of decodes for each of its first tokens, whatever they are.
+        only_decodes = len(metadata.decodes.seq_lens) == num_tokens and not len(metadata.prefills.seq_lens)
+        return whole_blocks and only_decodes and metadata.prefix is None and not metadata.in_order
 
     def forward_quantized(
         self,

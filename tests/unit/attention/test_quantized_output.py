@@ -11,7 +11,7 @@ from attention.backend import AttentionNeeds
 from attention.backends.torch_sdpa import TorchSDPA
 from attention.backends.triton_attn import TritonAttention
 from attention.layer import Attention
-from attention.metadata import AttentionMetadata, build_common_metadata
+from attention.metadata import AttentionMetadata, PaddedBatch, build_common_metadata
 from attention.platform import Platform
 from attention.quantized_output import QuantizedOutput
 from attention.rotation import Rotation
@@ -79,6 +79,15 @@ def bits(stored: Tensor) -> Tensor:
 def test_batches_with_prompts_are_not_quantized() -> None:
     layer = layer_of()
     assert not layer.quantizes(planned(layer, [(1, 40), (2, 3)]), 3)
+
+
+def test_captured_steps_with_prompts_are_not_quantized() -> None:
+    layer, numbers = layer_of(), torch.ones(4, dtype=torch.int32, device=DEVICE)
+    table, slots = numbers[:, None].expand(4, 3), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    starts = torch.tensor([0, 4, 4], dtype=torch.int32, device=DEVICE)
+    # As many rows of decodes as tokens: none of them need be a decode.
+    batch = PaddedBatch(numbers, table, starts, numbers[:2], table[:2], 4, slots)
+    assert not layer.quantizes(layer.backend.builder.build_padded(batch), 4)
 
 
 @pytest.mark.parametrize("options", [{"head_size": 64}, {"batch_invariant": True}, {"kind": TorchSDPA}])

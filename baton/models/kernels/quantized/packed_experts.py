@@ -18,7 +18,7 @@ from baton.models.formats.packed import RUN, PackedWeight
 from baton.models.kernels.moe.expert_order import ExpertOrder, order_by_expert
 from baton.models.kernels.moe.expert_sum import sum_choices
 from baton.models.kernels.moe.expert_tiles import assignments, places, store, tile_and_block
-from baton.models.kernels.quantized.packed_tiles import HOPPER_STEP_MIN, HopperTile, can_be_staged
+from baton.models.kernels.quantized.packed_tiles import HOPPER_STEP_MIN, HopperTile
 from baton.tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from baton.tritonlib.rounding import round_to
@@ -206,7 +206,6 @@ def multiply_experts(
             STEP=step,
             AT_ONCE=tile.at_once,
             STAGES=tile.stages,
-            STAGED_X=tile.staged_x and can_be_staged(x_RC),
             **overlap(x_RC.device, rows=num_tokens),
             num_warps=WARPS,
         )

@@ -19,7 +19,7 @@ class FewTile(NamedTuple):
 
     Attributes:
         strips: of 16 outputs, one for each warp; 4 or 8.
-        at_once: steps whose weights are loaded together; 2 where more would not divide a program's.
+        at_once: steps whose weights are loaded together; 2 where these do not divide a program's steps.
         stages: turns of as many steps whose activations are in shared memory or in flight.
         programs_per_sm: programs that share tiles until each multiprocessor has as many.
         least_steps: of a program that shares a tile.

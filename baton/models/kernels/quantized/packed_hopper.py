@@ -37,7 +37,6 @@ def multiply_packed_experts(
     STEP: gl.constexpr,
     AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr,
-    STAGED_X: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Computes a tile of an expert's outputs, like the kernel in `baton.models.kernels.quantized.packed_experts`; tiles
@@ -79,7 +78,6 @@ def multiply_packed_experts(
             STEP,
             AT_ONCE,
             STAGES,
-            STAGED_X,
         )
         rows_C = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, C))
         places_C = first + gl.arange(0, TOKENS, gl.SliceLayout(0, C))

@@ -37,7 +37,6 @@ def packed_sum(
     STEP: gl.constexpr,
     AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr,
-    STAGED_X: gl.constexpr,
 ):
     """Returns float32 [ROWS, TOKENS], `_C`: the products over steps [first, stop) of the rows from `row` on. Rows past
     the end repeat the last row.
@@ -48,7 +47,6 @@ def packed_sum(
         STEP: inputs of one step, a divisor of COLUMNS.
         AT_ONCE: steps of a stage.
         STAGES: stages whose weights are in shared memory or in flight.
-        STAGED_X: the activations of a stage are in shared memory too; else each thread loads those that it multiplies.
     """
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, C, 8)
@@ -62,46 +60,27 @@ def packed_sum(
     stored += gl.arange(0, BYTES, gl.SliceLayout(0, COPY))[None, :]
     for stage in gl.static_range(STAGES - 1):
         copy_weights(stages, stored, stage, first + stage * AT_ONCE, stop, BYTES, AT_ONCE)
-        if not STAGED_X:
-            async_copy.commit_group()
-    halves = None
-    if STAGED_X:
-        COPY_X: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BYTES, BYTES // 8], [4, 1], [1, 0])
-        SWIZZLED_X: gl.constexpr = gl.SwizzledSharedLayout(vec=32, per_phase=1, max_phase=BYTES // 32, order=[1, 0])
-        halves = gl.allocate_shared_memory(gl.bfloat16, [STAGES * AT_ONCE * 2, TOKENS, BYTES], SWIZZLED_X)
-        x_rows_T = gl.convert_layout(x_rows_X, gl.SliceLayout(1, COPY_X))
-        x = x_rows_T[:, None] + inputs_of_halves(BYTES, gl.SliceLayout(0, COPY_X))[None, :]
-    else:
-        x = x_rows_X[None, :] + inputs_of_halves(BYTES, gl.SliceLayout(1, X))[:, None]
+        async_copy.commit_group()
+    x = x_rows_X[None, :] + inputs_of_halves(BYTES, gl.SliceLayout(1, X))[:, None]
     sum_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
     nothing_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
     # A step's scales and zeros are loaded one turn before.
     scales = load_scales(scales_ptr, row, num_rows, first, stop, GROUP, ROWS, STEP, AT_ONCE)
     zeros = load_zeros(zeros_ptr, row, num_rows, first, stop, GROUP, ROWS, STEP, AT_ONCE)
-    if STAGED_X:
-        for stage in gl.static_range(STAGES - 1):
-            copy_x(halves, x, stage, first + stage * AT_ONCE, stop, BYTES, AT_ONCE)
-            async_copy.commit_group()  # the first one has all weights so far
     for some in range(first, stop, AT_ONCE):
         turn = (some - first) // AT_ONCE
         low, high = (), ()
-        if not STAGED_X:
-            for one in gl.static_range(AT_ONCE):
-                start = gl.minimum(some + one, stop - 1) * STEP
-                low = low + (gl.load(x + start),)
-                high = high + (gl.load(x + (start + RUN)),)
+        for one in gl.static_range(AT_ONCE):
+            start = gl.minimum(some + one, stop - 1) * STEP
+            low = low + (gl.load(x + start),)
+            high = high + (gl.load(x + (start + RUN)),)
         async_copy.wait_group(STAGES - 2)
         stored_bytes = ()
         for one in gl.static_range(AT_ONCE):
             place = turn % STAGES * AT_ONCE + one
             stored_bytes = stored_bytes + (stages.index(place).load(A),)
-            if STAGED_X:
-                low = low + (halves.index(2 * place).permute((1, 0)).load(X),)
-                high = high + (halves.index(2 * place + 1).permute((1, 0)).load(X),)
         ahead = STAGES - 1
         copy_weights(stages, stored, (turn + ahead) % STAGES, some + ahead * AT_ONCE, stop, BYTES, AT_ONCE)
-        if STAGED_X:
-            copy_x(halves, x, (turn + ahead) % STAGES, some + ahead * AT_ONCE, stop, BYTES, AT_ONCE)
         async_copy.commit_group()
         for one in gl.static_range(AT_ONCE):
             exists = some + one < stop
@@ -181,15 +160,6 @@ def copy_weights(stages, stored, stage, step, stop, BYTES: gl.constexpr, AT_ONCE
         async_copy.async_copy_global_to_shared(
             stages.index(stage * AT_ONCE + one), stored + gl.minimum(step + one, stop - 1) * BYTES
         )
-
-
-@gluon.jit
-def copy_x(halves, x, stage, step, stop, BYTES: gl.constexpr, AT_ONCE: gl.constexpr):
-    """Starts copying the activations of a stage, low and high halves separately."""
-    for one in gl.static_range(AT_ONCE):
-        place, start = 2 * (stage * AT_ONCE + one), gl.minimum(step + one, stop - 1) * (2 * BYTES)
-        async_copy.async_copy_global_to_shared(halves.index(place), x + start)
-        async_copy.async_copy_global_to_shared(halves.index(place + 1), x + (start + RUN))
 
 
 @gluon.jit

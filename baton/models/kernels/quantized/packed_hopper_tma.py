@@ -105,7 +105,7 @@ def multiply_by_copies(
     REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Computes ROWS outputs of some tokens, or a program's share of their steps, like `packed_hopper.multiply_packed`.
+    """Computes ROWS outputs of some tokens, or a program's share of their steps, like `packed_hopper_few`.
 
     Args:
         x, stored, scales, zeros: `Operands`.

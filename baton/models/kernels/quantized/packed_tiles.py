@@ -16,14 +16,12 @@ class HopperTile(NamedTuple):
     Attributes:
         at_once: steps of a stage.
         stages: number of stages whose weights are in shared memory or in flight, a power of two.
-        staged_x: activations go through shared memory like weights.
     """
 
     tokens: int
     rows: int
     at_once: int = 1
     stages: int = 4
-    staged_x: bool = False
 
 
 def can_be_staged(x_TK: Tensor) -> bool:

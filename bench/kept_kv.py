@@ -37,8 +37,6 @@ _READ_SHARE = 0.7
 # How many times as fast as computing host memory should be, on a GPU, by tokens of the prompt.
 _GOALS = {8192: 5.0, 32768: 10.0, 131072 - 64: 15.0}
 _GIB = 1 << 30
-# So that all is saved, though nothing comes back before the end.
-_KEEP_S = 3600.0
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -139,7 +137,7 @@ async def _from_files(gateway: str, prompts: list[list[int]]) -> list[float]:
 
 async def _ttft(client: AsyncClient, prompt: list[int]) -> tuple[float, Receipt]:
     started_s = time.perf_counter()
-    completion = await client.complete(prompt, _ONE_TOKEN, timeout_s=_TIMEOUT_S, kv_keep_s=_KEEP_S)
+    completion = await client.complete(prompt, _ONE_TOKEN, timeout_s=_TIMEOUT_S)
     return time.perf_counter() - started_s, completion.receipt
 
 

@@ -75,7 +75,6 @@ class Engine:
             meter,
             is_pending=grammars.is_pending,
             offloads=tier is not None,
-            saves_all=tier is None or tier.has_stores,
             speculator=speculator,
         )
         self._prefixes = (

@@ -282,9 +282,7 @@ class TieredPrefixes:
         finally:
             added = self._offload.loads.end(plan, len(sources))
             if sources:
-                tokens = min(len(sources), len(plan.entries.keys)) * ENTRY_TOKENS
-                self._offload.saves.loaded(tokens)
-                self.loaded_tokens += tokens
+                self.loaded_tokens += min(len(sources), len(plan.entries.keys)) * ENTRY_TOKENS
                 self.load_s += monotonic() - began_s
             self._on_room()
         return loaded_tokens(sources, added)

@@ -8,8 +8,8 @@ Followers of the cache fetch its changes from time to time. They see only blocks
 that has KV without the recurrent state that a computation needs.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.core.block_keys import BlockKey, IntArray, KeyChain
 
@@ -22,12 +22,10 @@ class BlockManager:
 
     Attributes:
         num_references: the sum of all reference counts.
-        aged: free blocks that are among the oldest now, see `watch_oldest`.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_references = 0
-        self.aged: deque[int] = deque()
         self._references = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._roots = [b""] * num_blocks  # of the blocks that have keys
@@ -38,9 +36,6 @@ class BlockManager:
         self._changes: CacheChanges | None = None
         # NOTE: an OrderedDict, because taking the first key of a plain dict gets slower with every key that was taken.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        # The free blocks that are taken before those; only if they are watched.
-        self._oldest: OrderedDict[int, None] = OrderedDict()
-        self._num_oldest = self._most_taken = 0
 
     @property
     def num_blocks(self) -> int:
@@ -48,7 +43,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + len(self._oldest)
+        return len(self._free)
 
     def match(
         self,
@@ -99,63 +94,34 @@ class BlockManager:
 
     def num_free_without(self, cached: Iterable[int]) -> int:
         """How many blocks are free, not counting the given cached blocks."""
-        return self.num_free - list(map(self._references.__getitem__, cached)).count(0)
+        return len(self._free) - list(map(self._references.__getitem__, cached)).count(0)
 
     def take(self, cached: Sequence[int], num_fresh: int) -> list[int]:
         """Holds the `cached` blocks and `num_fresh` free ones; returns all of them in this order."""
         assert self.num_free_without(cached) >= num_fresh, "the caller checks num_free_without first"
         for block_id in cached:
             if self._references[block_id] == 0:
-                del (self._oldest if block_id in self._oldest else self._free)[block_id]
+                del self._free[block_id]
             self._references[block_id] += 1
         self.num_references += len(cached) + num_fresh
-        self._most_taken = max(self._most_taken, num_fresh)
         return [*cached, *[self._take_free() for _ in range(num_fresh)]]
 
-    def give_back(self, block_ids: Sequence[int], *, old: Container[int] = ()) -> None:
-        """Drops one reference of each block. The last blocks of a sequence are taken again before its first ones.
-
-        Args:
-            old: those that were among the oldest and are the last of these again, because nothing has used them since.
-        """
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Drops one reference of each block. The last blocks of a sequence are taken again before its first ones."""
         self.num_references -= len(block_ids)
         for block_id in reversed(block_ids):
             assert self._references[block_id] > 0, f"block {block_id} is not held"
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
-                has_content = self._keys[block_id] is not None
-                free = self._oldest if self._num_oldest and (not has_content or block_id in old) else self._free
-                free[block_id] = None
-                if not has_content:
-                    free.move_to_end(block_id, last=False)
-
-    def watch_oldest(self, num_blocks: int) -> None:
-        """From now on collects blocks in `aged` when they become one of so many free blocks that are taken next."""
-        self._num_oldest = num_blocks
-        self._age()
-
-    def oldest_of(self, block_ids: Iterable[int]) -> frozenset[int]:
-        """Those of the blocks that are among the oldest, or would be the next ones, and now are."""
-        wanted = frozenset(block_ids)
-        while self._num_oldest and self._free and next(iter(self._free)) in wanted:
-            self._age_one()
-        return frozenset(filter(self._oldest.__contains__, wanted))
-
-    def take_most_taken(self) -> int:
-        """The most fresh blocks that one call has taken since the last call of this."""
-        most, self._most_taken = self._most_taken, 0
-        return most
-
-    def take_aged(self, most: int) -> list[BlockKey]:
-        """The keys of the next ones of the aged blocks, some of which may be held, or be taken already."""
-        taken = [self._keys[self.aged.popleft()] for _ in range(min(most, len(self.aged)))]
-        return [key for key in taken if key is not None]
+                self._free[block_id] = None
+                if self._keys[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
 
     def replace(self, block_ids: Sequence[int]) -> list[int] | None:
         """Drops one reference of each block and holds as many free ones, which it returns. Returns None and changes
         nothing if too few would be free."""
         freed = sum(1 for block_id in block_ids if self._references[block_id] == 1)
-        if self.num_free + freed < len(block_ids):
+        if len(self._free) + freed < len(block_ids):
             return None
         self.give_back(block_ids)
         return self.take((), len(block_ids))
@@ -274,22 +240,10 @@ class BlockManager:
             self._changes = None
 
     def _take_free(self) -> int:
-        block_id, _ = (self._oldest or self._free).popitem(last=False)
+        block_id, _ = self._free.popitem(last=False)
         self._references[block_id] = 1
         self._forget(block_id)
-        if self._num_oldest:
-            self._age()
         return block_id
-
-    def _age(self) -> None:
-        while self._free and len(self._oldest) < self._num_oldest:
-            self._age_one()
-
-    def _age_one(self) -> None:
-        block_id, _ = self._free.popitem(last=False)
-        self._oldest[block_id] = None
-        if self._keys[block_id] is not None:
-            self.aged.append(block_id)
 
     def _forget(self, block_id: int) -> None:
         key = self._keys[block_id]

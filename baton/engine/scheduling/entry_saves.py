@@ -12,11 +12,8 @@ from baton.engine.request import EngineRequest
 from baton.engine.scheduling.block_manager import BlockManager
 from baton.engine.scheduling.entry_plans import entries_of
 from baton.engine.scheduling.kept_blocks import KeptBlocks
-from baton.engine.scheduling.late_saves import LateSaves
-from baton.engine.scheduling.save_credit import SaveCredit
 from baton.engine.scheduling.state import RequestState
 from baton.engine.scheduling.state_slots import NO_SLOT, StateSlots
-from baton.engine.scheduling.unsaved_entries import UnsavedEntries
 
 # The share of a pool's blocks that saves may hold, for some milliseconds each. Entries that need more are not saved.
 _SAVING_SHARE = 0.5
@@ -27,8 +24,6 @@ _WAITING_SHARE = 1 / 16
 _ENTRIES_AT_ONCE = 16
 # But no more than this share of a pool's: in a small one, what is offered together would not find room.
 _AT_ONCE_SHARE = 1 / 16
-# Tokens that even a small cache may save before one comes back.
-_CREDIT_MIN = 1 << 16
 
 
 class EntrySaves:
@@ -39,10 +34,8 @@ class EntrySaves:
         kept: the blocks of saved entries; followers of the cache see them.
         has_owners: whether each pool belongs to one rank.
         entry_keys: the chain of a request's entries.
-        saves_all: whether all is saved at once, because some store outlives the node; else what pays, and late.
 
     Attributes:
-        credit: for saving what no client has asked to keep; None: all is saved.
         num_held: references to blocks that saves hold.
         skipped: entries that were not saved, because saves held too many blocks.
     """
@@ -56,7 +49,6 @@ class EntrySaves:
         block_size: int,
         has_owners: bool,
         entry_keys: Callable[[EngineRequest], KeyChain],
-        saves_all: bool = True,
     ) -> None:
         self.num_held = self.skipped = 0
         self._pools = pools
@@ -70,61 +62,42 @@ class EntrySaves:
         self._has_state = False  # among what was offered; there are few slots
         self._forgotten: list[EntryKey] = []
         self._to_keep: list[tuple[tuple[EntryKey, ...], KeepTime]] = []
-        most_entries = sum(pool.num_blocks for pool in pools) * block_size // ENTRY_TOKENS
-        self._unsaved = UnsavedEntries(most_entries, block_size)
-        self.credit: SaveCredit | None = None
-        self._late: LateSaves | None = None
-        self._old: dict[EntryKey, frozenset[int]] = {}  # of `begin_again`, by the first entry
-        if not saves_all:
-            self.credit = SaveCredit(max(most_entries * ENTRY_TOKENS, _CREDIT_MIN), block_size)
-            if slots is None and LateSaves.suits(pools, block_size=block_size):
-                self._late = LateSaves(pools, kept, block_size=block_size)
+        # Entries that were not offered though the cache has, or had, their blocks: the oldest first.
+        self._unsaved: dict[bytes, None] = {}
         self._shown: dict[EntryKey, tuple[bytes, ...]] = {}  # entries that followers see because of a state
-
-    def arrived(self, state: RequestState, *, cached_blocks: int) -> None:
-        """Counts what a new request asks for again that the cache has lost."""
-        if self.credit is not None:
-            self.credit.began(state.keys, state.tokens, cached_blocks=cached_blocks)
-
-    def loaded(self, tokens: int) -> None:
-        """Counts tokens that the stores have given back."""
-        if self.credit is not None:
-            self.credit.returned(tokens)
 
     def registered(self, state: RequestState) -> None:
         """Offers the entries that are complete by now and holds their blocks, if they are enough for a call."""
-        if self._waits(state) or not self._pays(state):
-            return
         entries = self._pools[state.pool].num_blocks * self._block_size // ENTRY_TOKENS
         self._offer(state, at_least=max(1, min(_ENTRIES_AT_ONCE, int(entries * _AT_ONCE_SHARE))))
 
     def began(self, state: RequestState) -> None:
         """Lets a request that has got cached blocks offer those of their entries that nobody has offered. Without them
         nothing that comes after them would be of use."""
-        first = self._unsaved.first_of(state, state.num_offered)
-        if self._late is not None and not self._waits(state):
-            first = min(first, self._late.first_of(state, self._unsaved))
-        state.num_offered = first
+        if not self._unsaved:
+            return
+        chain = self._chain_of(state)
+        cached = range(state.num_offered)
+        lacking = (index for index in cached if chain.key(index, state.tokens).digest in self._unsaved)
+        state.num_offered = next(lacking, state.num_offered)
 
     def preempted(self, state: RequestState) -> None:
         """Offers nothing of a request whose blocks are needed now, but remembers what its cached blocks would need."""
         if state.is_shared:
-            self._unsaved.add(state, state.num_offered, self._num_complete(state))
+            self._remember(state, state.num_offered, self._num_complete(state))
 
     def _num_complete(self, state: RequestState) -> int:
         return state.num_registered * self._block_size // ENTRY_TOKENS
 
-    def _is_wanted(self, state: RequestState) -> bool:
-        """Whether the client asked to keep its KV."""
-        keep = state.request.keep
-        return keep is not None and keep.seconds > 0
-
-    def _pays(self, state: RequestState) -> bool:
-        return self.credit is None or self.credit.pays or self._is_wanted(state)
-
-    def _waits(self, state: RequestState) -> bool:
-        """Whether a request's entries are saved only when their blocks will soon be taken."""
-        return self._late is not None and state.num_tokens <= self._late.most_tokens and not self._is_wanted(state)
+    def _remember(self, state: RequestState, first: int, stop: int) -> list[bytes]:
+        """Remembers that entries are not offered. Returns their digests."""
+        chain = self._chain_of(state)
+        digests = [chain.key(index, state.tokens).digest for index in range(first, stop)]
+        self._unsaved |= dict.fromkeys(digests)
+        most = sum(pool.num_blocks for pool in self._pools) * self._block_size // ENTRY_TOKENS
+        while len(self._unsaved) > most:  # the cache has lost some of them
+            del self._unsaved[next(iter(self._unsaved))]
+        return digests
 
     def _offer(self, state: RequestState, *, at_least: int, is_last: bool = False) -> None:
         """Offers entries as far as there is room; the others with the next call, unless it is the last one."""
@@ -137,10 +110,9 @@ class EntrySaves:
         state.num_offered = stop
         if is_last and stop < complete:
             self.skipped += complete - stop
-            self._unsaved.add(state, stop, complete)
-            if self._slots is not None:  # followers saw them with a state
-                chain = self._chain_of(state)
-                self._kept.lost(chain.key(index, state.tokens).digest for index in range(stop, complete))
+            skipped = self._remember(state, stop, complete)
+            if self._slots is not None:
+                self._kept.lost(skipped)  # followers saw them with a state
         if stop <= first:
             return
         chain = self._chain_of(state)
@@ -148,9 +120,8 @@ class EntrySaves:
         owner = state.pool if self._has_owners else None
         blocks = tuple(state.blocks[: blocks_for(stop * ENTRY_TOKENS, self._block_size)])
         entries = EntryBlocks(entries_of(chain, state.tokens, first, stop), blocks, owner)
-        self._unsaved.offered(self._unsaved.last_block(state, index) for index in range(first, stop))
-        if self.credit is not None and not self._is_wanted(state):
-            self.credit.saved((stop - first) * ENTRY_TOKENS)
+        for key in entries.keys if self._unsaved else ():
+            self._unsaved.pop(key.block.digest, None)
         held = self._blocks_of(entries)
         self._pools[state.pool].take(held, 0)
         self._count(state.pool, len(held))
@@ -164,7 +135,7 @@ class EntrySaves:
         assert self._slots is not None
         count = num_tokens // ENTRY_TOKENS
         slot = self._slots.pin(state.keys.key(num_tokens // self._block_size - 1, state.tokens)) if count else NO_SLOT
-        if slot == NO_SLOT or not state.is_shared or not self._pays(state):
+        if slot == NO_SLOT or not state.is_shared:
             if slot != NO_SLOT:
                 self._slots.unpin(slot)
             return
@@ -188,10 +159,9 @@ class EntrySaves:
         self._kept.lost(key.block.digest for key in forgotten)
 
     def ended(self, state: RequestState) -> None:
-        """Offers the rest of an ending request's entries, or lets them wait, and asks for its keep time if there is
-        one."""
+        """Offers the rest of an ending request's entries, and asks for its keep time if it has one."""
         if state.is_shared:
-            self._end_offers(state)
+            self._offer(state, at_least=1, is_last=True)
         keep = state.request.keep
         if keep is not None and state.num_offered and state.is_shared:
             stop = state.num_offered
@@ -203,46 +173,15 @@ class EntrySaves:
             # Without tokens, because a long sequence has 2,000 entries, and each rank gets all of them.
             self._to_keep.append((tuple(key._replace(block=key.block._replace(tokens=b"")) for key in keys), keep))
 
-    def _end_offers(self, state: RequestState) -> None:
-        if self.credit is not None:
-            self.credit.ended(state.keys, state.tokens, num_blocks=state.num_registered)
-        if self._pays(state) and not self._waits(state):
-            self._offer(state, at_least=1, is_last=True)
-            return
-        first, complete = state.num_offered, self._num_complete(state)
-        first = max(first, -(-state.windows_from // ENTRY_TOKENS))
-        if self._late is None or not self._pays(state):
-            self._unsaved.add(state, first, complete)
-        elif first < complete:
-            entries = entries_of(self._chain_of(state), state.tokens, first, complete)
-            self._late.add(entries, state.keys, state.tokens, pool=state.pool)
-
-    def _offer_due(self) -> None:
-        """Offers entries that have waited and whose blocks will soon be taken."""
-        if self._late is None:
-            return
-        for pool in range(len(self._pools)):
-            for run in self._late.take_due(pool):
-                assert self.credit is not None
-                if not self.credit.pays:
-                    continue
-                entries = self.begin_again(run, pool)
-                if entries is not None:
-                    self.credit.saved(len(entries) * ENTRY_TOKENS)
-                    self._finished.append(entries)
-                self.skipped += len(run) - len(entries or ())
-
     def begin_again(self, wanted: Sequence[EntryKey], pool: int) -> EntryBlocks | None:
-        """Holds the blocks of the first wanted entries in a pool that its cache has and the stores do not, as far as
+        """Holds the blocks of the first wanted entries in a pool that its cache has and the stores have lost, as far as
         there is room. It ends with `saved`. Returns None if there are none, if the model has recurrent states, or if
         entries can end within a block."""
         run, held = self._lost(wanted, pool)
         if not run:
             return None
-        self._old[run[0]] = self._pools[pool].oldest_of(held)
         self._pools[pool].take(held, 0)
         self._count(pool, len(held))
-        self._unsaved.offered(self._kept.blocks_of_lost(key)[-1].digest for key in run)
         self._kept.kept_again(run)
         before = run[0].token_start // self._block_size
         return EntryBlocks(tuple(run), (*[0] * before, *held), pool if self._has_owners else None)
@@ -282,8 +221,7 @@ class EntrySaves:
     @property
     def has_calls(self) -> bool:
         """Whether anything waits to be saved, kept or dropped."""
-        is_due = self._late is not None and self._late.has_due
-        return bool(is_due or self._finished or self._to_keep or self._forgotten)
+        return bool(self._finished or self._to_keep or self._forgotten)
 
     @property
     def is_pressing(self) -> bool:
@@ -297,8 +235,7 @@ class EntrySaves:
         return False
 
     def take_finished(self) -> list[EntryBlocks]:
-        """The entries offered since the last call, and some that have waited; their blocks stay held until `saved`."""
-        self._offer_due()
+        """The entries offered since the last call; their blocks stay held until `saved`."""
         finished, self._finished, self._has_state = self._finished, [], False
         return finished
 
@@ -317,8 +254,7 @@ class EntrySaves:
             if num_kept < len(entries):
                 self._kept.lost(shown)
         pool, held = entries.owner or 0, self._blocks_of(entries)
-        old = self._old.pop(entries.keys[0], ()) if self._old and entries.keys else ()
-        self._pools[pool].give_back(held, old=old)
+        self._pools[pool].give_back(held)
         self._count(pool, -len(held))
 
     def _chain_of(self, state: RequestState) -> KeyChain:

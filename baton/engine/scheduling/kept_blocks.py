@@ -14,8 +14,8 @@ _CHANGES_MIN = 1024
 # Entries that are in a store below host memory alone, and that followers see: a file store may have millions. The
 # latest ones.
 _BELOW_MAX = 1 << 14
-# Entries that the stores have lost or have not got yet, and that the cache may have still; the latest ones.
-_LEFT_MAX = 1 << 16
+# Entries that the stores have lost, and that the cache may have still; the latest ones.
+_LEFT_MAX = 1 << 14
 _TOKEN_BYTES = 4
 
 
@@ -34,8 +34,7 @@ class KeptBlocks:
         self._names: dict[bytes, BlockKey] = {}  # the same keys by digest
         self._by_entry: dict[bytes, tuple[BlockKey, ...]] = {}
         self._entries: dict[bytes, EntryKey] = {}  # the same ones by digest
-        # Lost by the stores, or not saved yet, the oldest first.
-        self._left: dict[bytes, tuple[EntryKey, tuple[BlockKey, ...]]] = {}
+        self._left: dict[bytes, tuple[EntryKey, tuple[BlockKey, ...]]] = {}  # lost by the stores, the oldest first
         self._below: dict[bytes, None] = {}  # entries that host memory does not have, the oldest first
         self._ends: dict[bytes, bytes] = {}  # by block, the entry that ends it
         self._lost_since: list[set[bytes]] = []  # what has been lost since each call of `found` began
@@ -52,20 +51,6 @@ class KeptBlocks:
                 continue
             start = entry.number * ENTRY_TOKENS
             self._add(entry, tuple(keys.run(start // size, (start + ENTRY_TOKENS) // size, tokens)))
-
-    def computed(self, entries: Iterable[EntryKey], keys: KeyChain, tokens: IntArray) -> Iterator[EntryKey]:
-        """These entries of a sequence are not saved, and the cache has their blocks, whose keys are `keys`. Yields
-        them, without those that a store has or will have soon."""
-        size = self._block_size
-        for entry in entries:
-            digest = entry.block.digest
-            if digest in self._by_entry:
-                continue
-            start = entry.number * ENTRY_TOKENS
-            self._left.pop(digest, None)
-            self._left[digest] = entry, tuple(keys.run(start // size, (start + ENTRY_TOKENS) // size, tokens))
-            yield entry
-        self._limit_left()
 
     def below(self, digests: Iterable[bytes]) -> None:
         """Host memory no longer has the entries with these digests, but a store below it does."""
@@ -109,7 +94,7 @@ class KeptBlocks:
         return entry.block.digest in self._by_entry
 
     def blocks_of_lost(self, entry: EntryKey) -> tuple[BlockKey, ...]:
-        """The blocks of an entry that this node has computed, and that the stores do not have. Empty: it is not one of
+        """The blocks of an entry that this node has computed, and that the stores have lost. Empty: it is not one of
         the latest ones, or the key is not the one that was computed."""
         key, blocks = self._left.get(entry.block.digest, (None, ()))
         return blocks if key == entry else ()
@@ -139,7 +124,8 @@ class KeptBlocks:
                 if self._ends.get(key.digest) == digest:  # files may give a block two names
                     del self._ends[key.digest]
                     gone.append(key.digest)
-        self._limit_left()
+        while len(self._left) > _LEFT_MAX:
+            del self._left[next(iter(self._left))]
         if gone and self._changes is not None:
             self._changes.update(dict.fromkeys(gone))
             self._check_changes()
@@ -190,10 +176,6 @@ class KeptBlocks:
         named = {key.digest: key for key in blocks}
         self._ends.update(dict.fromkeys(named, digest))
         self._note(named)
-
-    def _limit_left(self) -> None:
-        while len(self._left) > _LEFT_MAX:
-            del self._left[next(iter(self._left))]
 
     def _move(self, digest: bytes, *, is_below: bool) -> None:
         """Records where a known entry is now; does nothing for others."""

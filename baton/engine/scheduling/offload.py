@@ -19,7 +19,6 @@ class Offload:
     Args:
         slots: of recurrent states; None: the model has none.
         has_owners: whether each pool belongs to one rank.
-        saves_all: see `EntrySaves`.
 
     Attributes:
         kept: the blocks of saved entries.
@@ -34,18 +33,11 @@ class Offload:
         identity: str,
         block_size: int,
         has_owners: bool,
-        saves_all: bool = True,
     ) -> None:
         self.has_states = slots is not None
         self.kept = KeptBlocks(block_size)
         self.saves = EntrySaves(
-            pools,
-            slots,
-            self.kept,
-            block_size=block_size,
-            has_owners=has_owners,
-            entry_keys=self.entry_keys,
-            saves_all=saves_all,
+            pools, slots, self.kept, block_size=block_size, has_owners=has_owners, entry_keys=self.entry_keys
         )
         self.loads = EntryLoads(pools, slots, self.kept, block_size=block_size, has_owners=has_owners)
         self._identity = identity

@@ -38,7 +38,6 @@ class RequestBlocks:
 
     Args:
         offloads: whether there are stores outside of the cache. Not with recurrent states and several owners.
-        saves_all: see `EntrySaves`.
 
     Attributes:
         search: finds what the cache has of a sequence.
@@ -47,9 +46,7 @@ class RequestBlocks:
         queried_tokens, hit_tokens: tokens looked up in the prefix cache so far, and tokens found there.
     """
 
-    def __init__(
-        self, facts: ModelFacts, *, prefix_cache: bool, offloads: bool = False, saves_all: bool = True
-    ) -> None:
+    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, offloads: bool = False) -> None:
         self._block_size = facts.block_size
         self._prefix_cache = prefix_cache
         self._window_tokens = facts.window_tokens
@@ -69,7 +66,6 @@ class RequestBlocks:
                 identity=facts.identity,
                 block_size=facts.block_size,
                 has_owners=facts.num_owners > 1,
-                saves_all=saves_all,
             )
         self.search = PrefixSearch(
             facts,
@@ -194,8 +190,6 @@ class RequestBlocks:
             restart_at=place.resumed * self._block_size,
             block_size=self._block_size,
         )
-        if self.offload is not None and not state.started:
-            self.offload.saves.arrived(state, cached_blocks=len(cached))
         self._began(state)
         self.states.take(state, place.resumed, known_blocks)
         if self._prefix_cache:
@@ -252,10 +246,7 @@ class RequestBlocks:
             return
         # In a model with states, later blocks serve only requests whose state arrives.
         reported_tokens = state.state_tokens if self.states.unit else state.num_computed
-        first, stop = state.num_registered, state.num_computed // self._block_size
-        if first >= stop:
-            return
-        for index in range(first, stop):
+        for index in range(state.num_registered, state.num_computed // self._block_size):
             self._pools[state.pool].register(
                 state.blocks[index],
                 state.keys.key(index, state.tokens),

@@ -33,7 +33,7 @@ class RequestTable:
     Args:
         is_pending: whether a grammar is still being compiled. A reserved request gets no seat until its grammar is
             compiled, because a step that draws its token would wait for that.
-        offloads, saves_all: see `RequestBlocks`.
+        offloads: see `RequestBlocks`.
 
     Attributes:
         void: ended requests that still have a row in a step in flight.
@@ -48,7 +48,6 @@ class RequestTable:
         *,
         is_pending: Callable[[Grammar], bool],
         offloads: bool = False,
-        saves_all: bool = True,
     ) -> None:
         self.max_context_tokens = context_limit(limits, facts)
         self._limits = limits
@@ -59,7 +58,6 @@ class RequestTable:
             facts,
             prefix_cache=limits.prefix_cache,
             offloads=offloads,
-            saves_all=saves_all,
         )
         self.roster = Roster(seats=limits.seats, may_run=self._may_run, num_pools=facts.num_owners)
         self.in_flight = StepsInFlight()

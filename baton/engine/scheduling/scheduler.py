@@ -59,14 +59,13 @@ class Scheduler:
         *,
         is_pending: Callable[[Grammar], bool] = lambda _: False,
         offloads: bool = False,
-        saves_all: bool = True,
         speculator: Speculator | None = None,
     ) -> None:
         self._limits = limits
         self._facts = facts
         self._meter = meter or NoCosts()
         self._block_size = facts.block_size
-        self._requests = RequestTable(limits, facts, is_pending=is_pending, offloads=offloads, saves_all=saves_all)
+        self._requests = RequestTable(limits, facts, is_pending=is_pending, offloads=offloads)
         self.max_context_tokens = self._requests.max_context_tokens
         self._roster = self._requests.roster
         self._blocks = self._requests.blocks

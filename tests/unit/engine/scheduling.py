@@ -42,7 +42,6 @@ def make(
     scan_tokens: int = 64,
     context: int = 100,
     offloads: bool = False,
-    saves_all: bool = True,
 ) -> Scheduler:
     limits = EngineLimits(
         max_batch_tokens=tokens,
@@ -63,7 +62,7 @@ def make(
         scan_tokens=scan_tokens,
         num_owners=owners,
     )
-    return Scheduler(limits, facts, Meter(costs), offloads=offloads, saves_all=saves_all)
+    return Scheduler(limits, facts, Meter(costs), offloads=offloads)
 
 
 def request(

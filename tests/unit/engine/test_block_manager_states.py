@@ -26,14 +26,9 @@ class Holder:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    num_oldest = 0
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = BlockManager(NUM_BLOCKS)
-        if self.num_oldest:
-            self.blocks.watch_oldest(self.num_oldest)
-        self.aged: set[int] = set()  # since they were given back
         self.holders: list[Holder] = []
         # The registered content of each block: the salt, and the whole sequence up to the block's end.
         self.content: dict[int, tuple[str, bytes]] = {}
@@ -90,15 +85,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
         holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
-        self.aged.difference_update(holder.blocks)
         self.blocks.give_back(holder.blocks)
-
-    @invariant()
-    def each_block_with_content_ages_before_it_is_taken(self) -> None:
-        self.aged.update(self.blocks.aged)
-        self.blocks.aged.clear()
-        with_content = {block_id for block_id in self.blocks._oldest if self.blocks._keys[block_id] is not None}
-        assert with_content <= self.aged
 
     @invariant()
     def references_equal_holders(self) -> None:
@@ -125,12 +112,5 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.blocks.num_free == NUM_BLOCKS
 
 
-class WatchedMachine(BlockManagerMachine):
-    num_oldest = 3
-
-
-_SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestBlockManagerMachine = BlockManagerMachine.TestCase
-TestBlockManagerMachine.settings = _SETTINGS
-TestWatchedMachine = WatchedMachine.TestCase
-TestWatchedMachine.settings = _SETTINGS
+TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

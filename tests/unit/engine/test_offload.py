@@ -215,7 +215,7 @@ def test_a_request_that_follows_a_preempted_one_offers_no_block_that_came_withou
     while scheduler.load().requests_running:
         step(scheduler)
     assert [key.number for entries in save_all(scheduler) for key in entries.keys] == [2]
-    offload(scheduler).saves._unsaved.add(state, 0, 3)  # as a preemption does
+    offload(scheduler).saves._remember(state, 0, 3)  # as a preemption does
     decode_all(scheduler, "b", (*state.tokens, *range(70)))
     assert [key.number for entries in save_all(scheduler) for key in entries.keys] == [2, 3]
 

@@ -24,7 +24,6 @@ def tiered(
     num_blocks: int = 256,
     scan_tokens: int = 16,
     costs: StepCosts | None = None,
-    saves_all: bool = True,
 ) -> Scheduler:
     return make(
         costs=costs,
@@ -34,7 +33,6 @@ def tiered(
         state_slots=slots,
         scan_tokens=scan_tokens,
         offloads=True,
-        saves_all=saves_all,
     )
 
 
@@ -78,22 +76,6 @@ def test_the_state_before_the_end_of_a_prompt_is_offered_and_held() -> None:
         offload(scheduler).saves.saved(entries, len(entries))
     assert pinned(scheduler) == 0
     assert free_blocks(scheduler) == 256
-    assert scheduler.leaked_blocks(lambda _: True) == 0
-
-
-def test_where_saving_does_not_pay_no_state_is_offered_or_held_until_it_does() -> None:
-    scheduler = tiered(saves_all=False)
-    credit = offload(scheduler).saves.credit
-    assert credit is not None
-    credit.saved(credit.tokens)
-    run(scheduler, "a")
-    assert save_all(scheduler) == []
-    assert pinned(scheduler) == 0
-    credit.returned(1 << 20)
-    run(scheduler, "b", (*PROMPT, *range(ENTRY_TOKENS)))
-    saves = save_all(scheduler)
-    assert states_of(saves)[-1] == 4 * ENTRY_TOKENS
-    assert sorted(key.number for entries in saves for key in entries.keys) == [0, 1, 2, 3]
     assert scheduler.leaked_blocks(lambda _: True) == 0
 
 

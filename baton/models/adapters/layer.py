@@ -80,8 +80,8 @@ class AdaptedLayer:
         self._begun: _Begun | None = None
 
     def begin(self, x_TK: Tensor, rows: AdapterRows) -> None:
-        """Launches on the side stream what needs only the layer's input: shrink, and for more tokens expand as well. For
-        few tokens expand follows later, and overlaps: it reads B before the layer's own product ends."""
+        """Launches on the side stream what needs only the layer's input: shrink, and for more tokens expand as well.
+        For few tokens expand follows later, and overlaps: it reads B before the layer's own product ends."""
         self._begun = None  # what a step that failed has left
         if self._side is None or len(x_TK) > MOST_SHARED_TOKENS:
             return

@@ -142,6 +142,9 @@ def _multiply(
                 else:
                     row_scales_C = scales.rows + places_C.to(gl.int64) * scales.stride
                 left_scales = scales.weights + (expert * SCALE_ROWS + channel // _STEP) * COLUMNS
+                # The last box of an odd number has no neighbour, and what is computed for it is not stored.
+                right = gl.minimum(channel // _STEP + HALF, SCALE_ROWS - 1)
+                right_scales = scales.weights + (expert * SCALE_ROWS + right) * COLUMNS
                 left_C = gl.zeros([_ROWS, _BOX], gl.float32, C)
                 right_C = gl.zeros([_ROWS, _BOX], gl.float32, C)
                 nothing_C = gl.zeros([_ROWS, _BOX], gl.float32, C)
@@ -149,7 +152,7 @@ def _multiply(
                     stage = turn % STAGES
                     scale_C = gl.load(row_scales_C + step, mask=exists_C, other=0.0)
                     left_scale = gl.load(left_scales + step)
-                    right_scale = gl.load(left_scales + HALF * COLUMNS + step)
+                    right_scale = gl.load(right_scales + step)
                     mbarrier.wait(stages.full.index(stage), (turn // STAGES) & 1)
                     if GATED:
                         fence_async_shared()

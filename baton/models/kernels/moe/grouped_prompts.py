@@ -87,7 +87,7 @@ def run(
 
 def _are_taken(x_TD: Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> bool:
     """Whether the kernels support the sizes and dtypes, and rows begin at multiples of 16 bytes."""
-    half = x_TD.dtype in (torch.bfloat16, torch.float16)
+    half = x_TD.dtype == torch.bfloat16 or (x_TD.dtype == torch.float16 and gate_up.scales is None)
     short = x_TD.shape[0] * x_TD.stride(0) < 2**31
     aligned = x_TD.data_ptr() % _ALIGNMENT == 0 and x_TD.stride(0) * x_TD.element_size() % _ALIGNMENT == 0
     return half and short and aligned and _can_be_copied(gate_up, x_TD.dtype) and _can_be_copied(down, x_TD.dtype)

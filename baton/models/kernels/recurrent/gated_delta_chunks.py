@@ -2,8 +2,9 @@
 
 Within a sub-chunk, the corrections that tokens make to one another are the solution of a triangular system. What needs
 no state is computed for all sub-chunks side by side, in `gated_delta_systems`. Then one program for a tile of a state's
-values goes through the sub-chunks of a prompt. Sub-chunks are cut at absolute positions, so the bits do not depend on
-cuts of prompts at multiples of CHUNK. The twin is in `baton.models.layers.recurrent.gated_delta`. Legend: as there.
+values goes through the sub-chunks of a prompt. Sub-chunks are cut at absolute positions, so in steps of equal tiles the
+bits do not depend on cuts of prompts at multiples of CHUNK. The twin is in
+`baton.models.layers.recurrent.gated_delta`. Legend: as there.
 """
 
 import torch

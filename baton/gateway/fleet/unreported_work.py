@@ -46,9 +46,10 @@ class UnreportedWork:
             self._sends.add_prompt(seconds)
 
     def add_request(self, num_tokens: int, *, cached_tokens: int, decodes: bool) -> None:
-        """Adds a request, of which the node has cached `cached_tokens`.
+        """Adds a request.
 
         Args:
+            cached_tokens: how many of its tokens the node has in its cache.
             decodes: whether the request also decodes there.
         """
         self.requests += 1

@@ -26,7 +26,7 @@ what a model's directory must contain, and [Notes on model families](model-notes
 ## Served
 
 The first entry of `architectures` in `config.json` decides which file of `baton/models/families/` computes the model.
-[EAGLE-3 heads](speculation.md#eagle-3-heads) guess for those of `llama.py`, `gpt_oss.py`, `llama4.py` and `mimo.py`.
+[EAGLE-3 heads](speculation.md#eagle-3-heads) work with those of `llama.py`, `gpt_oss.py`, `llama4.py` and `mimo.py`.
 """
 
 _NOT_SERVED = "Baton serves {served} of the causal language models of transformers {version}. It does not serve these:"

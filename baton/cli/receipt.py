@@ -33,7 +33,7 @@ def receipt_lines(usage: Usage, receipt: Receipt) -> Iterator[tuple[str, str]]:
     else:
         yield "KV moved", "nothing: one node served the whole request"
     if receipt.drafted_tokens:
-        yield "guessed", f"{receipt.accepted_tokens} of {receipt.drafted_tokens} guessed tokens were right"
+        yield "drafts", f"{receipt.accepted_tokens} of {receipt.drafted_tokens} draft tokens accepted"
     if receipt.layer_groups > 1:
         yield "overlap", f"each chunk was sent in {receipt.layer_groups} groups of layers, while later layers computed"
     if receipt.kv_converted:

@@ -224,7 +224,7 @@ def _work(status: node_status_pb2.NodeStatus) -> str:
 
 def _guesses(status: node_status_pb2.NodeStatus) -> str:
     share = status.accepted_tokens_total / status.drafted_tokens_total
-    return f"{100 * share:.0f} % of {status.drafted_tokens_total:,} guessed tokens kept"
+    return f"{100 * share:.0f} % of {status.drafted_tokens_total:,} draft tokens accepted"
 
 
 def _pairs_table(

@@ -1,4 +1,4 @@
-"""What guessed tokens make of a node's decode steps. Pure: nodes measure it, and gateways predict by it."""
+"""How draft tokens change the time and the tokens of a node's decode steps. Pure: nodes measure it, gateways use it to predict."""
 
 from typing import NamedTuple
 

@@ -267,9 +267,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_num_preemptions_total", C, "preemptions",
            "How often a request gave its blocks back to be computed again", NODES),
     Metric("baton_spec_decode_num_draft_tokens_total", C, "tokens",
-           "Tokens that speculation guessed and a step computed", NODES),
+           "Draft tokens that a step verified", NODES),
     Metric("baton_spec_decode_num_accepted_tokens_total", C, "tokens",
-           "Guessed tokens that were kept. Divided by the guessed ones, this is the acceptance", NODES),
+           "Draft tokens that were accepted. Divided by the draft tokens, this is the acceptance rate", NODES),
     # ---- experts
     Metric("baton_expert_tokens_total", C, "tokens",
            "Tokens that each rank's experts computed, over all layers; a token counts once for each of its experts. "

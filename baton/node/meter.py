@@ -34,7 +34,7 @@ class NodeMeter:
 
     @property
     def drafts(self) -> tuple[int, int]:
-        """Guessed tokens so far, and those of them that were kept."""
+        """Draft tokens so far, and those that were accepted."""
         return self._drafted.value, self._accepted.value
 
     @property

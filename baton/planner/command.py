@@ -95,7 +95,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="KEPT/TAKEN",
-            help="Mean guessed tokens that a step keeps and takes of a request, such as 0.9/1.4. Default: "
+            help="Mean draft tokens of a request that a step accepts and verifies, such as 0.9/1.4. Default: "
             "what the nodes of --costs-from have counted, and none otherwise.",
             show_default=False,
         ),

@@ -1,4 +1,4 @@
-"""What guessed tokens bring a simulated node, and what they cost its steps. Pure."""
+"""What draft tokens gain a simulated node, and what they cost its steps. Pure."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,25 +28,25 @@ class GuessedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Guesses:
-    """Mean guesses of a request in a step that gives it tokens.
+    """Mean draft tokens of a request in a step that gives it tokens.
 
     Args:
-        kept: those that are right.
-        taken: all that the step computes; 0: nothing is guessed.
+        kept: draft tokens accepted.
+        taken: draft tokens verified; 0: no speculation.
     """
 
     kept: float = 0.0
     taken: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.kept:.2f} of {self.taken:.2f} guesses of a step are kept"
+        return f"{self.kept:.2f} of {self.taken:.2f} draft tokens accepted per step"
 
     def step(self, costs: StepCosts, work: StepWork, *, seats: int) -> GuessedStep:
-        """The step without prompts that gives most tokens a second, as nodes choose it: with guesses or without.
+        """The step without prompts that gives most tokens a second, as nodes choose it: with drafts or without.
 
         Args:
             work: one token of each request.
-            seats: most rows of a step; each guess takes one.
+            seats: most rows of a step; each draft token takes one.
         """
         best = GuessedStep(costs.seconds(work), 1.0, costs.key_s * work.decode_rows)
         least = LEAST_GAIN / best.seconds
@@ -66,7 +66,7 @@ NO_GUESSES = Guesses()
 
 
 def parse_guesses(text: str) -> Guesses:
-    """The guesses in a text of the form KEPT/TAKEN.
+    """Parse mean draft tokens in the form KEPT/TAKEN.
 
     Raises:
         InvalidRequest: it has another form, or more are kept than taken.
@@ -80,12 +80,12 @@ def parse_guesses(text: str) -> Guesses:
         raise InvalidRequest(
             f"--guesses {text!r} is not {_FORM}", field="guesses", value=text, allowed=(_FORM,),
             cure="`baton status --json` of a node has accepted_tokens_total and drafted_tokens_total; divide both by "
-            "the generated tokens that were not accepted guesses",
+            "the generated tokens that were not accepted draft tokens",
         )  # fmt: skip
     return guesses
 
 
 def measured_guesses(*, generated: int, drafted: int, accepted: int) -> Guesses:
-    """The guesses of a node, from its counts."""
+    """Mean draft tokens of a node, from its counters."""
     rows = generated - accepted
     return Guesses(accepted / rows, drafted / rows) if rows > 0 and 0 < accepted <= drafted else NO_GUESSES

@@ -144,14 +144,14 @@ class NodeSettings(CommonSettings):
     batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
     speculation: Literal["off", "text", "auto", "always"] = Field(
         "auto",
-        description="guess next tokens and compute several of them in one step, where the measured times of steps say "
-        "that it is faster; no token changes. text: from a request's own text, from what its tenant's requests were "
-        "answered lately and from its grammar; auto: also with the checkpoint's layer for multi-token prediction, "
-        "if it has one that fits, or with draft_head; always: as auto, wherever something can be guessed",
+        description="propose draft tokens and verify several of them in one step, where measured step times say that this "
+        "is faster; no token changes. text: drafts from the request's own text, recent answers of its tenant and its "
+        "grammar; auto: also from the checkpoint's layer for multi-token prediction, if it has one that fits, or from "
+        "draft_head; always: as auto, wherever there is anything to draft",
     )
     draft_head: Path | None = Field(
         None,
-        description="directory of an EAGLE-3 head for the model, which guesses next tokens, instead of the "
+        description="directory of an EAGLE-3 head for the model, which proposes draft tokens in place of the "
         "checkpoint's own layer; the same on prefill and decode nodes. Needs speculation auto or always",
     )
     max_context_tokens: int | None = Field(

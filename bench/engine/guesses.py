@@ -309,4 +309,4 @@ if __name__ == "__main__":
 
     from bench.table import print_rows
 
-    print_rows("Guessed tokens on recorded outputs", list(run(print, tuple(sys.argv[1:]) or MODELS)))
+    print_rows("Speculative decoding on recorded outputs", list(run(print, tuple(sys.argv[1:]) or MODELS)))

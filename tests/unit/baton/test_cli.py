@@ -391,4 +391,4 @@ def test_a_receipt_says_from_where_cached_tokens_were_read() -> None:
 
 def test_a_receipt_says_how_many_guessed_tokens_were_right() -> None:
     guessed = replace(RECEIPT, drafted_tokens=20, accepted_tokens=15)
-    assert dict(receipt_lines(USAGE, guessed))["guessed"] == "15 of 20 guessed tokens were right"
+    assert dict(receipt_lines(USAGE, guessed))["drafts"] == "15 of 20 draft tokens accepted"

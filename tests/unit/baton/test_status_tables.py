@@ -78,7 +78,7 @@ def test_the_share_of_guessed_tokens_that_were_kept_is_shown() -> None:
     console = Console(width=160, force_terminal=False, color_system=None)
     with console.capture() as captured:
         console.print(render(cluster))
-    assert "75 % of 1,200 guessed tokens kept" in " ".join(captured.get().split())
+    assert "75 % of 1,200 draft tokens accepted" in " ".join(captured.get().split())
     nodes = to_json(cluster)["nodes"]
     assert isinstance(nodes, list)
     assert (nodes[0]["drafted_tokens_total"], nodes[0]["accepted_tokens_total"]) == (1200, 900)

@@ -113,7 +113,7 @@ function detail(request, nowS) {
     ["prefill", chunks.length ? `${plural(chunks.length, "chunk")}, up to token ${chunks.at(-1)[1]}` : null],
     ["transfer", receipt.segments ? moved(receipt) : null],
     ["cached", receipt.path && `${count(request.cached_tokens)} tokens not computed; ${count(receipt.prefill_cached_tokens)} on the prefill node, ${count(receipt.decode_cached_tokens)} on the decode node${readFrom(receipt)}`],
-    ["guessed", receipt.drafted_tokens ? `${count(receipt.accepted_tokens)} of ${count(receipt.drafted_tokens)} guessed tokens were right` : null],
+    ["drafts", receipt.drafted_tokens ? `${count(receipt.accepted_tokens)} of ${count(receipt.drafted_tokens)} draft tokens accepted` : null],
     ["predicted", Number.isFinite(receipt.predicted_ttft_s) ? `first token after ${seconds(receipt.predicted_ttft_s)}; it came after ${seconds(request.ttft_s)}` : null],
     ["attempts", receipt.attempts],
     ["error", request.error],

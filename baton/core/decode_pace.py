@@ -1,4 +1,4 @@
-"""How draft tokens change the time and the tokens of a node's decode steps. Pure: nodes measure it, gateways use it to predict."""
+"""How draft tokens change the time and the tokens of decode steps. Pure: nodes measure it, gateways predict by it."""
 
 from typing import NamedTuple
 

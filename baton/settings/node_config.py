@@ -144,10 +144,10 @@ class NodeSettings(CommonSettings):
     batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
     speculation: Literal["off", "text", "auto", "always"] = Field(
         "auto",
-        description="propose draft tokens and verify several of them in one step, where measured step times say that this "
-        "is faster; no token changes. text: drafts from the request's own text, recent answers of its tenant and its "
-        "grammar; auto: also from the checkpoint's layer for multi-token prediction, if it has one that fits, or from "
-        "draft_head; always: as auto, wherever there is anything to draft",
+        description="propose draft tokens and verify several of them in one step, where measured step times say that "
+        "this is faster; no token changes. text: drafts from the request's own text, its tenant's recent answers and "
+        "its grammar; auto: also from the checkpoint's layer for multi-token prediction, if it has one that fits, or "
+        "from draft_head; always: as auto, wherever there is anything to draft",
     )
     draft_head: Path | None = Field(
         None,

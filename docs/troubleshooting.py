@@ -7,20 +7,19 @@ from baton.core.error_codes import code_of
 
 PAGE = Path(__file__).resolve().parent / "troubleshooting.md"
 
-# Of each error: what causes it, and what to do.
+# For each error: its cause, and what to do.
 CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
     errors.ConfigError: (
-        "A setting, flag, variable, file or model directory is wrong. A process ends with exit code 2, a command with 1"
-        " or 2.",
+        "A setting, flag, variable, file or model directory is wrong. A process exits with code 2, a command with 1 or 2.",
         "The line on stderr names the setting, its value and the allowed values. [Configuration](configuration.md)"
         " lists all settings.",
     ),
     errors.InvalidRequest: (
         "A value of the request is wrong: an unknown parameter or a number out of range.",
-        "Change the field that the error names. Trying again unchanged does not help.",
+        "Change the field that the error names. A retry without a change does not help.",
     ),
     errors.ContextOverflow: (
-        "The prompt fills the context, so there is no room for an output.",
+        "The prompt fills the model's context, so there is no room for output.",
         "Shorten the prompt, or keep its last tokens with `truncate_prompt_tokens`.",
     ),
     errors.Unauthenticated: (
@@ -43,49 +42,49 @@ CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
         "Try again after the time in `retry-after`. If the error persists, add nodes: [Sizing](planning.md).",
     ),
     errors.NoNode: (
-        "No node can take the request: none is reachable, has loaded or is paired, too many nodes failed it, or none "
-        "has the weights that began its answer.",
+        "No node can serve the request: no node is reachable, loaded and paired, or too many nodes failed while serving it, "
+        "or no node has the weights that began its answer.",
         "The error says which nodes are loading or unreachable, and which pairs were refused, with the values that "
-        "differ and what to change. `baton status` shows all of them. If the "
-        "weights of an answer are gone, send the request again from its beginning:"
+        "differ and what to change. `baton status` shows all of them. If no node has the weights that began an answer, "
+        "send the request again from the beginning:"
         " [Upgrades](upgrades.md#other-weights).",
     ),
     errors.Draining: (
         "The process is being stopped and takes no new requests.",
-        "Send the request to another gateway, or again in a moment. [Draining](draining.md).",
+        "Send the request to another gateway, or retry in a moment. See [Draining](draining.md).",
     ),
     errors.DeadlineExceeded: (
         "The request's deadline passed before its answer was complete.",
-        "Allow more time or fewer tokens. The receipt and the metrics show which phase took the time.",
+        "Allow more time or ask for fewer tokens. The receipt and the metrics show which phase took how long.",
     ),
     errors.Cancelled: (
         "The client closed the call or aborted the request.",
-        "Nothing, if that was intended. Otherwise look for a proxy or client with a shorter time limit.",
+        "Nothing, if that was intended. Otherwise look for a proxy or client with a shorter timeout.",
     ),
     errors.PeerRefused: (
-        "A prefill and a decode node cannot work together: other weights, cache dtype or wire version, or a slow link.",
+        "A prefill and a decode node cannot pair: their weights, cache dtypes or wire versions do not match, or their link is too slow.",
         "The error and `baton status` list every mismatch with its cure.",
     ),
     errors.UnknownLease: (
         "KV arrived for a lease that has ended or never existed: the request was cancelled, or the decode node"
         " restarted.",
-        "Nothing: the gateway tries again. If it happens often, look for nodes that restart.",
+        "Nothing: the gateway retries. If it happens often, look for nodes that keep restarting.",
     ),
     errors.DataLoss: (
-        "KV was damaged, or a link broke. The KV was not used.",
-        "Nothing: the gateway tries again. If it happens often, check the network; `segments_refused` counts by node.",
+        "KV was corrupted, or a link broke. The node discarded the KV.",
+        "Nothing: the gateway retries. If it happens often, check the network; `segments_refused` counts such segments by node.",
     ),
     errors.InternalError: (
         "A bug in Baton, or logits that are not finite.",
-        "Report it with the request id and the log lines that contain it, from all processes.",
+        "Report it with the request id and all log lines of all processes that contain this id.",
     ),
 }
 
 _INTRODUCTION = """# Troubleshooting
 
-Every error names what is wrong, the allowed values if there are any, and what to do. Over gRPC, an error is a status
-with an `ErrorDetail`. Over HTTP, it is a JSON body with a `message`, a `code` and the `request_id`; the logs of every
-process that the request reached have the same id. `make docs` writes this page from the errors of the code.
+Every error says what is wrong, which values are allowed, and what to do. Over gRPC, an error is a status with an
+`ErrorDetail`. Over HTTP, it is a JSON body with a `message`, a `code` and the `request_id`; search the logs for the same
+id. `make docs` generates this page from the code.
 
 ## First look
 
@@ -95,11 +94,11 @@ $ baton doctor
 $ baton status
 ```
 
-`baton doctor` checks whether this machine can run a node. `baton status` shows nodes and pairs, and why one is missing.
+`baton doctor` checks whether this machine can run a node. `baton status` shows nodes and pairs, and why a node or a pair is missing.
 
 ## Errors by code
 
-Both doors follow one table. A retry of the same request may succeed where the table says so.
+gRPC and HTTP use the same table. The last column says whether a retry of the same request may succeed.
 
 | error | reason | gRPC | HTTP | `type` in HTTP | retry |
 |---|---|---|---|---|---|

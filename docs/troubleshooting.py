@@ -10,7 +10,8 @@ PAGE = Path(__file__).resolve().parent / "troubleshooting.md"
 # For each error: its cause, and what to do.
 CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
     errors.ConfigError: (
-        "A setting, flag, variable, file or model directory is wrong. A process exits with code 2, a command with 1 or 2.",
+        "A setting, flag, variable, file or model directory is wrong. A process exits with code 2, a command with 1"
+        " or 2.",
         "The line on stderr names the setting, its value and the allowed values. [Configuration](configuration.md)"
         " lists all settings.",
     ),
@@ -42,8 +43,8 @@ CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
         "Try again after the time in `retry-after`. If the error persists, add nodes: [Sizing](planning.md).",
     ),
     errors.NoNode: (
-        "No node can serve the request: no node is reachable, loaded and paired, or too many nodes failed while serving it, "
-        "or no node has the weights that began its answer.",
+        "No node can serve the request: no node is reachable, loaded and paired, or too many nodes failed while "
+        "serving it, or no node has the weights that began its answer.",
         "The error says which nodes are loading or unreachable, and which pairs were refused, with the values that "
         "differ and what to change. `baton status` shows all of them. If no node has the weights that began an answer, "
         "send the request again from the beginning:"
@@ -62,7 +63,8 @@ CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
         "Nothing, if that was intended. Otherwise look for a proxy or client with a shorter timeout.",
     ),
     errors.PeerRefused: (
-        "A prefill and a decode node cannot pair: their weights, cache dtypes or wire versions do not match, or their link is too slow.",
+        "A prefill and a decode node cannot pair: their weights, cache dtypes or wire versions do not match, or their"
+        " link is too slow.",
         "The error and `baton status` list every mismatch with its cure.",
     ),
     errors.UnknownLease: (
@@ -72,7 +74,8 @@ CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
     ),
     errors.DataLoss: (
         "KV was corrupted, or a link broke. The node discarded the KV.",
-        "Nothing: the gateway retries. If it happens often, check the network; `segments_refused` counts such segments by node.",
+        "Nothing: the gateway retries. If it happens often, check the network; `segments_refused` counts such segments"
+        " by node.",
     ),
     errors.InternalError: (
         "A bug in Baton, or logits that are not finite.",
@@ -83,8 +86,8 @@ CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
 _INTRODUCTION = """# Troubleshooting
 
 Every error says what is wrong, which values are allowed, and what to do. Over gRPC, an error is a status with an
-`ErrorDetail`. Over HTTP, it is a JSON body with a `message`, a `code` and the `request_id`; search the logs for the same
-id. `make docs` generates this page from the code.
+`ErrorDetail`. Over HTTP, it is a JSON body with a `message`, a `code` and the `request_id`; search the logs for the
+same id. `make docs` generates this page from the code.
 
 ## First look
 
@@ -94,7 +97,8 @@ $ baton doctor
 $ baton status
 ```
 
-`baton doctor` checks whether this machine can run a node. `baton status` shows nodes and pairs, and why a node or a pair is missing.
+`baton doctor` checks whether this machine can run a node. `baton status` shows nodes and pairs, and why a node or a
+pair is missing.
 
 ## Errors by code
 

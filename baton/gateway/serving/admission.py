@@ -1,7 +1,7 @@
-"""Which requests run now, wait, or are refused, so that overload costs no goodput. Pure: no clock, task or socket.
+"""Decides which requests run now, wait, or are refused, so that overload costs no goodput. Pure: no clock, no task.
 
-Requests wait here rather than on the nodes, so whatever is refused or given up has cost them nothing. The law that this
-file applies, with its formula and its constants, is on one page: docs/admission.md.
+Requests wait here and not on the nodes, so a request that is refused or dropped has cost the nodes nothing.
+docs/admission.md has the control law with its formulas and constants.
 """
 
 from collections import Counter
@@ -21,16 +21,16 @@ from baton.gateway.serving.admission_pace import (
 from baton.gateway.serving.fair_share import FairShare, Waiting
 from baton.gateway.serving.node_capacity import LIGHT_SHARE, REPORT_S, ClusterCapacity
 
-_WAIT_SHARE = 0.08  # of the time that the service leaves until the deadline, which a request may wait
-_SERVICE_SHARE = 0.7  # of the time until the deadline, which the predicted service may take on busy nodes
-_STANDING_SHARE = 0.5  # of `queue_s`: the shortest wait in so long, above which a queue stands, and its limit then
-_MEASURE_S = 0.25  # between two measurements of the streams
-_LEAST_TOKENS = 8  # that are worth a measurement
-_RETURN_S = 60.0  # the longest hint when to come again; so long after its last request a client counts as present
+_WAIT_SHARE = 0.08  # share of the slack (time to the deadline minus service time) that a request may wait
+_SERVICE_SHARE = 0.7  # share of the time to the deadline that the predicted service may take on busy nodes
+_STANDING_SHARE = 0.5  # of `queue_s`: shortest wait that makes a standing queue, its interval, and its limit on waits
+_MEASURE_S = 0.25  # between two measurements of the running streams
+_LEAST_TOKENS = 8  # fewest tokens for a measurement
+_RETURN_S = 60.0  # longest retry-after; a client also counts as present for this long after its last request
 
 
 class AdmissionRefusal(NamedTuple):
-    """A request that was waiting, and will not run."""
+    """A request that was waiting and will not run."""
 
     key: int
     reason: Count
@@ -38,12 +38,12 @@ class AdmissionRefusal(NamedTuple):
 
 
 class Admission:
-    """All requests of one process of a gateway.
+    """Admits the requests of one gateway process.
 
     Args:
-        most: how many outputs may be here, running or waiting.
-        queue_s: how long a request may wait.
-        on_refused: gets the reason of each refusal, and 1.
+        most: maximum number of outputs in the gateway, running or waiting.
+        queue_s: longest time that a request may wait.
+        on_refused: called with the reason of each refusal, and 1.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Admission:
         return now_s >= self._measured_s + _MEASURE_S
 
     def progressed(self, seconds: float, tokens: int, capacity: ClusterCapacity, now_s: float) -> None:
-        """The streams here got so many tokens in so many seconds, all together, since the last call."""
+        """Records the progress of all running streams since the last call: their tokens, and the sum of their times."""
         self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
         if not self.measures(now_s):
             return
@@ -91,13 +91,13 @@ class Admission:
             self._streams.measured(token_s, capacity, spares=self._spares)
 
     def enter(self, client: str, outputs: int, here: int, now_s: float) -> list[AdmissionRefusal]:
-        """A client brings a request of so many outputs; `leave` must follow. Returns the requests that make way.
+        """Counts a new request with so many outputs; `leave` must follow. Returns the waiting requests evicted for it.
 
         Args:
-            here: outputs that run or wait in the whole gateway.
+            here: outputs that run or wait in the whole gateway, over all processes.
 
         Raises:
-            Overloaded: there are too many, and others' are no more than this client's.
+            Overloaded: the gateway is full, and no other client has more requests than this one.
         """
         self._seen[client] = now_s
         over, evicted = here + outputs - self._most, list[AdmissionRefusal]()
@@ -116,26 +116,26 @@ class Admission:
         return evicted
 
     def leave(self, client: str, outputs: int) -> None:
-        """A request has ended, in whatever way."""
+        """Removes a request that has ended, in whatever way."""
         self._here[client] -= outputs
         if self._here[client] <= 0:
             del self._here[client]
 
     def check_early(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> None:
-        """Before anything is done for a request: `asked` has the least that it can want.
+        """Refuses a hopeless request before any work is done for it; `asked` is a lower bound of what it needs.
 
         Raises:
-            Overloaded: whatever it turns out to be, `offer` would refuse it.
+            Overloaded: `offer` would refuse it in any case.
         """
         self._seen[asked.client] = now_s
         if not self._starts(asked, capacity, now_s):
             self._check(asked, capacity, now_s)
 
     def offer(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> bool:
-        """True: it starts now. False: it waits, until `take` names it or `withdraw` removes it.
+        """Returns True if the request starts now, False if it waits until `take` returns it or `withdraw` removes it.
 
         Raises:
-            Overloaded: it would wait too long, or not be finished in time.
+            Overloaded: it would wait too long, or finish too late.
         """
         cost = asked.cost(asked.outputs * self.pace.expected_tokens(asked))
         if self._starts(asked, capacity, now_s):
@@ -152,17 +152,17 @@ class Admission:
         return False
 
     def withdraw(self, key: int, now_s: float) -> None:
-        """The request waits no longer, if it did. No effect on others."""
+        """Removes the request from the queue, if it is waiting."""
         self._queue.remove(key)
         if self._waiting.pop(key, None) is not None and not self._waiting:
             self._rate.waits(now_s, waits=False)
 
     def take(self, capacity: ClusterCapacity, now_s: float) -> int | None:
-        """The waiting request that starts now, if any. Call it again with the capacity that this one leaves."""
+        """Returns the next waiting request to start now, if any. Call it again with the remaining capacity."""
         first = self._queue.first
         if first is None:
             return None
-        # Streams are few so that light clients' are fast, which is no reason to let these wait.
+        # Streams are limited so that light clients' streams are fast, so light clients need not wait for that.
         heads = self._queue.heads()[1:] if self._spares else []
         turns = [first, *(head for head in heads if self.is_light(head.client))]
         taken = next((each for each in turns if self._may_start(self._waiting[each.key], capacity, now_s)), None)
@@ -176,13 +176,13 @@ class Admission:
         return taken.key
 
     def shed(self, capacity: ClusterCapacity, now_s: float) -> list[AdmissionRefusal]:
-        """Removes the waiting requests that have waited too long, or can no longer be finished in time."""
+        """Removes waiting requests that have waited too long, or can no longer finish in time."""
         refused = []
         for key, asked in list(self._waiting.items()):
-            # Where there is a place for it, only its deadline keeps it here: time makes that no better.
+            # If the nodes have room for it, only its deadline keeps it waiting, and waiting makes that worse.
             blocks = not self._is_safe(asked, capacity, now_s) and self._has_place(asked, capacity)
             if blocks or max(self._overrun_s(asked, capacity, now_s), self._ttft_overrun_s(asked, capacity, now_s)) > 0:
-                error = _overloaded("it can no longer be in time", 1.0)
+                error = _overloaded("it can no longer finish in time", 1.0)
                 refused.append(self._refuse_waiting(key, Count.SHED, error, now_s))
             elif now_s - asked.arrived_s >= self._queue_s:
                 error = _overloaded(f"no room within {self._queue_s:g} s", 1.0)
@@ -190,7 +190,7 @@ class Admission:
         return refused
 
     def settle(self, asked: AdmissionRequest, tokens: int) -> None:
-        """A request has ended with so many tokens in all: its client pays for these. What started without waiting is
+        """Charges the client of a finished request for its actual tokens. Requests that started without waiting are
         free."""
         charged = self._charged.pop(asked.key, None)
         if charged is not None:
@@ -203,13 +203,13 @@ class Admission:
         self._spares = self._largest >= 1 / LIGHT_SHARE and any(self.is_light(client) for client in self._seen)
 
     def _may_exceed(self, client: str, outputs: int, here: int) -> bool:
-        """A client with little here may exceed the limit a little: others' silent streams do not keep it out."""
+        """Whether a client with few requests may exceed the limit a little, so that idle streams cannot lock it out."""
         share = self._most // (2 * (len(self._here) + 1))
         others = len(self._here) > (client in self._here)
         return others and self._here[client] + outputs <= share and here + outputs <= self._most + self._most // 4
 
     def _making_way(self, client: str, outputs: int, over: int) -> list[int]:
-        """The newest waiting requests of the largest client, if it has more here than this one and enough waiting."""
+        """The newest waiting requests of the largest client, if it has more than this client and enough are waiting."""
         making: list[int] = []
         for last in self._queue.newest_of_largest():
             if over > 0 and last.client != client and self._here[last.client] > self._here[client] + outputs:
@@ -219,7 +219,7 @@ class Admission:
 
     def _starts(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> bool:
         if asked.deadline_s is not None and asked.deadline_s <= now_s:
-            return True  # to its own error
+            return True  # it then fails with its own error
         return (not self._waiting or self._overtakes(asked)) and self._may_start(asked, capacity, now_s)
 
     def _overtakes(self, asked: AdmissionRequest) -> bool:
@@ -236,7 +236,7 @@ class Admission:
         return capacity.has(asked.prompt_tokens, asked.outputs, shared=shared, most=most)
 
     def _is_safe(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> bool:
-        """Whether the service leaves a reserve until the deadline, or nodes are so idle that trying costs nothing."""
+        """Whether the request would end well before its deadline, or nodes are so idle that trying costs nothing."""
         return capacity.is_light or self._overrun_s(asked, capacity, now_s, _SERVICE_SHARE) <= 0
 
     def _overrun_s(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float, share: float = 1.0) -> float:
@@ -252,7 +252,7 @@ class Admission:
         return now_s + self.pace.ttft_s(asked, capacity, now_s) - asked.first_due_s
 
     def _check(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> None:
-        """Raises Overloaded where a request should not even wait."""
+        """Raises Overloaded if a request should not even wait."""
         rate = self._rate.at(now_s, least_s=_MEASURE_S)
         wait_s = self._queue.cost_before(asked.client, asked.priority) / rate if rate is not None else 0.0
         self._standing.look(now_s)

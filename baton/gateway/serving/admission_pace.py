@@ -1,5 +1,5 @@
-"""What a gateway measures for its admission: how long requests take on the nodes, how many streams they bear, and how
-fast the queue moves. Pure."""
+"""Measurements for admission: service times on the nodes, how many streams they can run, and how fast the queue moves.
+Pure."""
 
 from dataclasses import dataclass
 from math import inf
@@ -7,37 +7,37 @@ from math import inf
 from baton.gateway.fleet.router import OUTPUT_TOKENS
 from baton.gateway.serving.node_capacity import ClusterCapacity
 
-_MEMORY_S = 3.0  # measurements lose half of their weight in so long
-_WEIGHT = 0.2  # of one more measurement
-_OUTPUT_QUANTILE = 0.8  # of the requests have no more tokens than expected
-_PROMPT_TOKENS_PER_OUTPUT = 8  # cost a node about as much as a decoded token
-_SLOWER = 2.0  # at most so many times slower than one alone may streams be, next to a client with few requests
-_CHANGE = 1.25  # of the streams' bound at most, in one interval: what was started before still shows in the times
+_MEMORY_S = 3.0  # half-life of a measurement
+_WEIGHT = 0.2  # of a new measurement
+_OUTPUT_QUANTILE = 0.8  # of the requests have at most the expected number of tokens
+_PROMPT_TOKENS_PER_OUTPUT = 8  # prompt tokens that cost a node about as much as one decoded token
+_SLOWER = 2.0  # largest slowdown of a stream against one alone, while a client with few requests is present
+_CHANGE = 1.25  # largest change of the bound per interval: streams started earlier still affect the measured times
 
 
 @dataclass(frozen=True)
 class AdmissionRequest:
-    """What a request wants."""
+    """A request, with what admission needs to know about it."""
 
     key: int
     client: str
     prompt_tokens: int
-    output_tokens: int  # the most that each output may have
-    certain_tokens: int  # that each output will have, unless a stop string ends it
+    output_tokens: int  # maximum tokens of each output
+    certain_tokens: int  # fewest tokens of each output, unless a stop string ends it
     arrived_s: float
-    outputs: int = 1  # drawn
+    outputs: int = 1  # number of outputs to sample
     priority: int = 0
-    deadline_s: float | None = None  # when its client gives up; None: later than any queue is long
-    first_due_s: float | None = None  # refuse it if its first token comes later
+    deadline_s: float | None = None  # when the client gives up; None: later than any wait
+    first_due_s: float | None = None  # refuse the request if its first token would come later
 
     def cost(self, tokens: int) -> float:
-        """The request's cost to the nodes in decoded tokens, if its outputs have `tokens` in all."""
+        """The request's cost to the nodes, in decoded tokens, if its outputs have `tokens` tokens in total."""
         return tokens + self.outputs * self.prompt_tokens / _PROMPT_TOKENS_PER_OUTPUT
 
 
 class Estimate:
-    """A mean of the last measurements, which fades while nothing is measured, so that no old measurement keeps requests
-    out for ever."""
+    """A moving average that decays while nothing is measured, so that an old measurement cannot keep requests out for
+    ever."""
 
     def __init__(self) -> None:
         self._value, self._at_s = 0.0, -inf
@@ -54,42 +54,42 @@ class Estimate:
 
 
 class AdmissionPace:
-    """How long requests take on the nodes."""
+    """Predicts how long requests take on the nodes."""
 
     def __init__(self) -> None:
         self._first_s = Estimate()
         self._token_s = Estimate()
-        self._slowdown = Estimate()  # measured by predicted time per token
-        self._output_tokens: dict[int, float] = {}  # by the size of the most that was allowed
+        self._slowdown = Estimate()  # measured time per token divided by the predicted one
+        self._output_tokens: dict[int, float] = {}  # by the bit length of the allowed maximum
 
     def expected_tokens(self, asked: AdmissionRequest) -> int:
         expected = self._output_tokens.get(asked.output_tokens.bit_length(), OUTPUT_TOKENS)
         return max(asked.certain_tokens, min(asked.output_tokens, round(expected)))
 
     def ttft_s(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> float:
-        """Predicted time to the first token of a request that starts now."""
+        """Predicted TTFT of a request that starts now."""
         before_s = max(self._first_s.at(now_s), capacity.prefill_wait_s)
         return before_s + asked.prompt_tokens * capacity.prompt_token_s
 
     def service_s(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> float:
-        """Predicted time of a request that starts now."""
+        """Predicted service time of a request that starts now."""
         token_s = self._token_s.at(now_s)
         if capacity.step_s is not None:
             token_s = capacity.step_s * max(1.0, self._slowdown.at(now_s))
         return self.ttft_s(asked, capacity, now_s) + self.expected_tokens(asked) * token_s
 
     def first_token(self, seconds: float, prompt_tokens: int, capacity: ClusterCapacity, now_s: float) -> None:
-        """Records a request's time to its first token, or how long it has waited without one."""
+        """Records a request's TTFT, or how long it has waited without a first token."""
         self._first_s.observe(max(0.0, seconds - prompt_tokens * capacity.prompt_token_s), now_s)
 
     def progressed(self, token_s: float, capacity: ClusterCapacity, now_s: float) -> None:
-        """Records streams' time per token: running ones show a change of the nodes' speed seconds before they end."""
+        """Records the time per token of running streams: it shows a change of speed seconds before they end."""
         self._token_s.observe(token_s, now_s)
         if capacity.step_s:
             self._slowdown.observe(token_s / capacity.step_s, now_s)
 
     def ended(self, tokens: int, most: int, *, whole: bool) -> None:
-        """Records the tokens of an output that has ended, of at most `most`; `whole`: it is complete."""
+        """Records the length of a finished output that was allowed `most` tokens; `whole`: it is complete."""
         size = most.bit_length()
         expected = self._output_tokens.get(size, min(OUTPUT_TOKENS, most))
         if whole or tokens > expected:
@@ -98,24 +98,24 @@ class AdmissionPace:
 
 
 class StreamBound:
-    """How many streams run while a client with few requests is next to one with many.
+    """Limits the running streams while a client with few requests competes with one with many.
 
-    All streams of a node take part in its steps, so a large client's slow a small one's down. Step costs do not show by
-    how much: they leave out the prompts between, the host's work, and other processes of the machine. So times per
-    token are measured, for one gateway, whose bound counts other gateways' streams too.
+    All streams of a node share its steps, so a large client's streams slow down a small one's. Step costs do not show
+    by how much: they leave out prompts in between, the host's work, and other processes on the machine. So the gateway
+    measures the time per token. Its bound also counts other gateways' streams.
     """
 
     def __init__(self) -> None:
-        self._bound: float | None = None  # None: not needed, or nothing is measured
+        self._bound: float | None = None  # None: not needed, or not measured yet
         self._alone_s: float | None = None
         self._was_alone = False
 
     def most(self, capacity: ClusterCapacity) -> float:
-        """Clients with many requests start streams only while fewer than this number run."""
+        """The bound: clients with many requests start streams only while fewer than this are running."""
         return min(capacity.most_shared, self._bound or _SLOWER * capacity.spare_requests)
 
     def measured(self, token_s: float, capacity: ClusterCapacity, *, spares: bool) -> None:
-        """Records the streams' time per token since the last call; `spares`: they are to be kept fast now."""
+        """Records the streams' time per token since the last call; `spares`: streams must be kept fast now."""
         is_alone = capacity.load <= 1
         if is_alone and self._was_alone:
             known_s = self._alone_s or token_s
@@ -134,11 +134,11 @@ class StreamBound:
 
 
 class StartRate:
-    """Cost that is started per second, while requests wait."""
+    """The rate at which queued work starts: cost per second, measured while requests wait."""
 
     def __init__(self) -> None:
         self._cost = self._busy_s = 0.0
-        self._at_s: float | None = None  # None: nobody waits
+        self._at_s: float | None = None  # None: no request waits
 
     def waits(self, now_s: float, *, waits: bool = True) -> None:
         self._pass(now_s)
@@ -149,7 +149,7 @@ class StartRate:
         self._cost += cost
 
     def at(self, now_s: float, least_s: float) -> float | None:
-        """Returns None if less time than `least_s` has passed, or nothing was started."""
+        """Returns None if less than `least_s` has passed, or nothing has started."""
         self._pass(now_s)
         return self._cost / self._busy_s if self._cost and self._busy_s >= least_s else None
 
@@ -161,8 +161,8 @@ class StartRate:
 
 
 class StandingQueue:
-    """Whether a queue stands, as CoDel (RFC 8289) finds it: the shortest wait of an interval was over the target, and
-    since then none was under half of it."""
+    """Detects a standing queue as CoDel (RFC 8289) does: the shortest wait of an interval exceeded the target, and no
+    interval since then had a wait below half of it."""
 
     def __init__(self, target_s: float, interval_s: float) -> None:
         self.stands = False
@@ -170,7 +170,7 @@ class StandingQueue:
         self._shortest_s, self._ends_s = inf, -inf
 
     def look(self, now_s: float, *, waited_s: float = inf) -> None:
-        """Updates `stands`; `waited_s`: the wait of a request that starts now, infinite: none does, 0: nobody waits."""
+        """Updates `stands`. `waited_s`: wait of a request that starts now; infinite: none starts, 0: none waits."""
         if now_s >= self._ends_s:
             limit_s = self._target_s * (0.5 if self.stands else 1.0)
             self.stands = self._ends_s > -inf and self._shortest_s > limit_s

@@ -1,6 +1,6 @@
-"""Where requests wait for their turn: the shell around `baton.gateway.serving.admission`.
+"""The queue in which requests wait for admission: the asyncio shell around `baton.gateway.serving.admission`.
 
-Waiting requests are looked at whenever a request ends or comes, and in short intervals, in which nodes report.
+It checks the waiting requests whenever a request arrives or ends, and at short intervals, because nodes report.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ from baton.gateway.serving.node_capacity import CapacityReader, ClusterCapacity
 from baton.protos.v1 import generation_pb2 as pb
 from baton.settings.gateway_config import GatewaySettings
 
-_LOOK_S = 0.02  # between two looks at the queue, or at the nodes: with many, one costs more than a refusal should
-_SHED_EACH_S = 5e-5  # between two looks at all that wait, for each: these shall not take much of the process
+_LOOK_S = 0.02  # between two checks of the queue or of the nodes, since a check of many nodes costs time
+_SHED_EACH_S = 5e-5  # per waiting request, between two checks of all of them
 
 
 @dataclass(eq=False)
 class QueuedOutput:
-    """One output that runs."""
+    """One running output, and the progress that was measured last."""
 
     machine: RequestMachine
-    writes: bool = False  # a message waits for the client, which says nothing about the nodes
-    client_s: float = 0.0  # for how long messages waited so since the last look
-    seen_s: float = 0.0  # when its tokens were counted last
-    seen_tokens: int = 0  # how many it had then
+    writes: bool = False  # a message waits for the client, so its progress says nothing about the nodes
+    client_s: float = 0.0  # how long messages waited for the client since the last `look`
+    seen_s: float = 0.0  # when its tokens were last counted
+    seen_tokens: int = 0  # its tokens at that time
 
     async def write(self, write: Write, message: pb.GenerateResponse) -> None:
         began_s, self.writes = monotonic(), True
@@ -46,7 +46,7 @@ class QueuedOutput:
             self.client_s += monotonic() - began_s
 
     def look(self, now_s: float) -> tuple[float, int]:
-        """Seconds since the last look and the tokens that it got in them; nothing where its client reads too slowly."""
+        """Seconds and tokens since the last call; zeros if its client reads too slowly."""
         if self.machine.first_token_at_s is None:
             return 0.0, 0
         tokens, counts = self.machine.new_tokens, bool(self.seen_s) and not self.writes
@@ -56,7 +56,7 @@ class QueuedOutput:
 
 
 class AdmissionQueue:
-    """One per process."""
+    """The admission queue of one gateway process."""
 
     def __init__(self, settings: GatewaySettings, connections: Connections, counters: SharedCounters) -> None:
         ttft_s = settings.slo.ttft_s
@@ -69,16 +69,16 @@ class AdmissionQueue:
         self._keys = count(1)
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._timer: asyncio.Handle | None = None
-        self._is_later = False  # the timer does not fire in this turn of the loop
+        self._is_later = False  # the timer does not fire in this iteration of the loop
         self._shed_at_s = 0.0
         self._outputs: set[QueuedOutput] = set()
-        self._seen: tuple[float, ClusterCapacity] | None = None  # when it was found; None: it has changed since
+        self._seen: tuple[float, ClusterCapacity] | None = None  # with its time; None: it has changed since
 
     def enter(self, client: str, outputs: int) -> None:
-        """Counts a request of a client as here; `leave` must follow.
+        """Counts a client's request; `leave` must follow.
 
         Raises:
-            Overloaded: there are too many.
+            Overloaded: the gateway has too many requests.
         """
         self._end(self._admission.enter(client, outputs, self._counters.total(Count.RUNNING), monotonic()))
 
@@ -88,7 +88,7 @@ class AdmissionQueue:
             self._look_soon()
 
     def check(self, message: pb.GenerateRequest, outputs: Outputs, client: str, *, deadline_s: float | None) -> None:
-        """Refuses a request before its prompt is read, if that does not matter.
+        """Refuses a request before its prompt is read, if it would be refused whatever the prompt is.
 
         Raises:
             Overloaded: it may not even wait.
@@ -111,7 +111,7 @@ class AdmissionQueue:
         self._admission.check_early(asked, self._capacity(now_s), now_s)
 
     def ask(self, request: Request, outputs: Outputs, client: str, *, has_deadline: bool) -> AdmissionRequest:
-        """What the request wants."""
+        """The request in the terms of admission."""
         sampling = request.sampling
         ttft_s = request.slo.ttft_s if request.slo.ttft_s is not None else self._slo_ttft_s
         return AdmissionRequest(
@@ -128,8 +128,8 @@ class AdmissionQueue:
         )
 
     def offer(self, asked: AdmissionRequest) -> "asyncio.Future[None] | None":
-        """The request's turn, which gets an error where the request may not run; None: it runs now. `withdraw` must
-        follow.
+        """Returns None if the request runs now, else a future that completes at its turn, or fails if it may not run.
+        `withdraw` must follow.
 
         Raises:
             Overloaded: it may not even wait.
@@ -144,30 +144,30 @@ class AdmissionQueue:
         return waiter
 
     def withdraw(self, asked: AdmissionRequest) -> None:
-        """The request waits no longer."""
+        """Removes the request from the queue."""
         if self._waiters.pop(asked.key, None) is not None:
             self._counters.add(Count.WAITING, -asked.outputs)
         self._admission.withdraw(asked.key, monotonic())
 
     def begins(self, machine: RequestMachine) -> QueuedOutput:
-        """An output begins to run."""
+        """Records that an output begins to run."""
         self._outputs.add(output := QueuedOutput(machine))
         return output
 
     def ran(self, output: QueuedOutput, *, whole: bool, in_time: bool) -> None:
-        """An output has ended."""
+        """Records that an output has ended."""
         now_s, pace, machine = monotonic(), self._admission.pace, output.machine
         capacity, began_s, first_s = self._capacity(now_s), machine.began_at_s, machine.first_token_came_at_s
         self._admission.progressed(*output.look(now_s), capacity, now_s)
         self._outputs.discard(output)
         if first_s is not None:
             pace.ended(machine.new_tokens, machine.max_tokens, whole=whole)
-        # A wait for a node that restarts says nothing about the nodes that serve.
+        # A wait for a restarting node says nothing about the speed of the others.
         if began_s is not None and (first_s is not None or not in_time):
             pace.first_token((first_s or now_s) - began_s, machine.prompt_tokens, capacity, now_s)
 
     def settle(self, asked: AdmissionRequest, tokens: int) -> None:
-        """The request has ended after so many tokens."""
+        """Charges the client for the tokens of its finished request."""
         self._admission.settle(asked, tokens)
 
     # ----
@@ -184,8 +184,8 @@ class AdmissionQueue:
     def _look_at_nodes(self, now_s: float) -> ClusterCapacity:
         fleet = self._connections.fleet
         if not fleet.serves() and not fleet.pairs_under_way():
-            return ClusterCapacity()  # the choice of nodes waits for one that is expected, or says what is missing
-        broken = fleet.breakers.open(now_s)  # they get requests only where there are no others
+            return ClusterCapacity()  # placement waits for an expected node, or says what is missing
+        broken = fleet.breakers.open(now_s)  # nodes with an open breaker get requests only if there are no others
         prefills = fleet.prefills.values() if self._policy is not LocalPolicy.LOCAL else ()
         elastic = self._policy is LocalPolicy.ELASTIC
         decodes = fleet.decoding_nodes() if elastic else fleet.decodes.values()
@@ -199,7 +199,7 @@ class AdmissionQueue:
             self._timer, self._is_later = asyncio.get_running_loop().call_soon(self._look), False
 
     def _look(self) -> None:
-        """Starts the next request, or gives up those that have waited too long."""
+        """Starts the next request, or drops requests that have waited too long."""
         self._timer = None
         now_s, loop = monotonic(), asyncio.get_running_loop()
         capacity = self._capacity(now_s)
@@ -209,7 +209,7 @@ class AdmissionQueue:
             waiter = self._waiters.get(key)
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
-            # The next look must know that this request was sent, by its own task, or by one that this task starts.
+            # The next check must see that this request was sent, by its own task or by one that this task starts.
             self._timer, self._is_later = loop.call_soon(loop.call_soon, self._look), False
             return
         refused = []

@@ -1,9 +1,9 @@
 """A queue that gives clients equal shares of the work, by what each request costs. Pure.
 
-It is start-time fair queueing: serving a request moves its client's clock by the request's cost, and the client with
-the earliest clock goes next. A client that returns after a pause starts at the queue's time, so nobody saves shares up.
-Among a client's own requests the priority decides, then arrival. Clients choose priorities themselves, so one better
-than the usual 0 lifts a request over its own client's only; a worse one puts it after the requests of all clients.
+This is start-time fair queueing: serving a request advances its client's clock by the request's cost, and the client
+with the earliest clock goes next. A client that returns after a pause starts at the queue's time, so no client saves up
+shares. A client's own requests go by priority, then by arrival. Clients choose priorities themselves, so a priority
+better than 0 only puts a request before its own client's; a worse one puts it after the requests of all clients.
 """
 
 from bisect import insort
@@ -27,7 +27,7 @@ class Waiting(NamedTuple):
 
 
 class FairShare:
-    """The queue."""
+    """Waiting requests, in the order of their clients' clocks."""
 
     def __init__(self) -> None:
         self._time = 0.0
@@ -61,7 +61,7 @@ class FairShare:
         self.remove(key)
 
     def charge(self, name: str, cost: float) -> None:
-        """Moves the client's clock: a request was served without waiting, or its cost turned out different."""
+        """Advances the client's clock: a request was served without waiting, or its cost turned out different."""
         self._clocks[name] = max(self._time, self._clock(name) + cost)
         self._answers.clear()
         self._forget()
@@ -81,7 +81,7 @@ class FairShare:
         self._forget()
 
     def cost_before(self, name: str, priority: int) -> float:
-        """Cost of what will be served before a request of this client that comes now.
+        """Cost of the requests that will be served before a new request of this client.
 
         While nothing changes, only the first question about a client takes time, so refusals cost little under
         overload; clients with nothing here ask the same one.
@@ -122,7 +122,7 @@ class FairShare:
         return clock if name in self._active else max(self._time, clock)
 
     def _forget(self) -> None:
-        """Bounds the number of idle clients' clocks. Those behind the queue's time go first: they say nothing."""
+        """Bounds the number of idle clients' clocks. Clocks behind the queue's time have no effect and go first."""
         if len(self._clocks) - len(self._active) <= _IDLE_MAX:
             return
         idle = {name: clock for name, clock in self._clocks.items() if name not in self._active}

@@ -1,8 +1,9 @@
-"""How many more requests the nodes take now, from their reports. Pure.
+"""Decides how many more requests the nodes can take now, from their reports. Pure.
 
-Other gateways share the nodes, so only reports count, and what this gateway has sent since. A node with n seats takes
-more than n requests, because prompts are on their way and reports are old: as in square-root staffing, sqrt(n) more.
-Next to a client with few requests, one with many gets only the rows that give nearly all of the throughput.
+Other gateways share the nodes, so it goes by the nodes' reports and by what this gateway has sent since. A node with n
+seats gets more than n requests, because prompts are on their way and reports are old: sqrt(n) more, as in square-root
+staffing. While a client with few requests is present, one with many gets only the rows that give nearly all of the
+throughput.
 """
 
 from collections.abc import Sequence
@@ -14,17 +15,17 @@ from baton.core.costs import StepCosts, StepWork
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.router import mean_token_ratio
 
-REPORT_S = 0.1  # nodes report about so often: no prompt node idles, and nothing changes, before the next report
-_AHEAD_SHARE = 0.25  # of the seats: the least that may be on its way, since short outputs end many per report
-_PREFILL_WAIT_S = 3 * REPORT_S  # prompts wait on a prefill node at most so long, unless the gateway's TTFT allows more
+REPORT_S = 0.1  # about the interval of node reports: a prefill node must have enough prompts until its next one
+_AHEAD_SHARE = 0.25  # of the seats that may at least be on their way: many short outputs end between reports
+_PREFILL_WAIT_S = 3 * REPORT_S  # longest wait of prompts on a prefill node, unless the gateway's TTFT allows more
 _ENOUGH = 0.9  # of the best throughput
-LIGHT_SHARE = 0.1  # of what the nodes take, or of the largest client's requests, is next to nothing
-_CONTEXT_TOKENS = 512  # of a request, where none decodes
+LIGHT_SHARE = 0.1  # of the nodes' capacity, or of the largest client's requests: this little counts as light
+_CONTEXT_TOKENS = 512  # assumed context of a request while none is decoding
 _SEATS_UNKNOWN = 64
 
 
 def spare_requests(seats: int) -> int:
-    """Requests beyond the seats that keep these occupied although arrivals and ends vary."""
+    """Requests beyond the seats that keep the seats occupied although arrivals and ends vary."""
     return ceil(sqrt(seats))
 
 

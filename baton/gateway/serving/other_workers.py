@@ -1,4 +1,4 @@
-"""What a gateway's process asks of the other worker processes, and shares with them."""
+"""Calls between the worker processes of one gateway: what each asks of the others."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ AnswerAbout = Callable[[Mapping[str, Any], int], dict[str, Any]]
 
 
 class AskedWorker(Protocol):
-    """What the other workers ask of this one: its `Serving`."""
+    """The calls that other workers make to this one; implemented by `Serving`."""
 
     recent: Recent
 

@@ -32,7 +32,7 @@ class GrpcConnection(asyncio.Protocol):
         self._received = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         settings = struct.pack(">HI", _INITIAL_WINDOW_SIZE, _WINDOW_BYTES)
         grant = struct.pack(">I", _WINDOW_BYTES - _DEFAULT_WINDOW_BYTES)
         self.transport.write(_PREFACE + _frame(_SETTINGS, settings) + _frame(_WINDOW, grant))

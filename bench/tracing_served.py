@@ -187,7 +187,7 @@ class _Client(asyncio.Protocol):
         self.ended: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(self._request)  # uvloop's is no subclass
+        cast(asyncio.Transport, transport).write(self._request)  # uvloop's is not a subclass
 
     def data_received(self, data: bytes) -> None:
         self._last = (self._last + data)[-1000:]

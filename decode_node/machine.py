@@ -228,7 +228,7 @@ class DecodeMachine:
         if self._draining:
             raise Draining(f"{self.rules.name} is draining", cure="send the request to another decode node")
         if (session, submit.key) in self._by_key:
-            raise InvalidRequest(f"request {submit.key} is here already", field="key", value=submit.key)
+            raise InvalidRequest(f"request {submit.key} already exists", field="key", value=submit.key)
         if not self.rules.gives_leases and not requested_local_reason(submit):
             refusal = InvalidRequest if submit.to_prefill_node else Draining
             raise refusal(

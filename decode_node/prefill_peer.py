@@ -201,7 +201,7 @@ async def receive_hello(incoming: Incoming) -> pb.PairHello:
     """A stream's first message.
 
     Raises:
-        PeerRefused: it is no hello.
+        PeerRefused: it is not a hello.
         NoNode: the stream ends before it.
     """
     async with asyncio.timeout(_HELLO_TIMEOUT_S):

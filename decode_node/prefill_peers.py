@@ -60,7 +60,7 @@ class PrefillPeers:
         """Runs one prefill node's stream.
 
         Raises:
-            PeerRefused: the first message is no valid hello, this version does not know the peer's kind of cache, or
+            PeerRefused: the first message is not a valid hello, this version does not know the peer's kind of cache, or
                 the peer's incarnation has a ready pair whose stream does not end.
             Overloaded: too many handshakes are under way, or too many prefill nodes are paired.
             NoNode: the stream ends during the handshake.

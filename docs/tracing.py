@@ -45,7 +45,7 @@ A request with a valid `traceparent` (HTTP header or gRPC metadata) is part of i
 the caller's trace is sampled; `tracestate` is passed on. Of all other requests, the share `OTEL_TRACES_SAMPLER_ARG` is
 exported, {DEFAULT_RATIO:g} by default. A request is also exported, after it has ended, if it
 
-- failed, or was not served within its deadline (a mistake of the client and a refusal are no failures),
+- failed, or was not served within its deadline (a client error or a refusal is not a failure),
 - missed its TTFT or TPOT, its own or that of `--ttft-ms` and `--tpot-ms`,
 - was retried, on another node or the same one.
 

@@ -111,5 +111,5 @@ def _fast_interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def _of_no_request() -> None:
-    """A test that is no coroutine shares its task with those before it, and what they said about that task."""
+    """A test that is not a coroutine shares its task with those before it, and what they said about that task."""
     enter_request("")

@@ -61,7 +61,7 @@ def _cpu_s() -> float:
 
 
 def _fork_server_cpu_s() -> float:
-    """Of the fork server of `tests.warm` and of its processes that ended: they are no children of this process."""
+    """Of the fork server of `tests.warm` and of its processes that ended: they are not children of this process."""
     pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if pid is None:
         return 0.0

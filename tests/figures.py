@@ -136,7 +136,7 @@ def settings(tree: Tree) -> int:
 
 
 def flags(tree: Tree) -> int:
-    """Options of commands, which are no settings."""
+    """Options of commands, which are not settings."""
     nodes = (node for module in tree.modules.values() for node in ast.walk(module))
     return sum(_called(node) in ("Option", "add_argument") and _has_flag(node) for node in nodes)
 

@@ -144,7 +144,7 @@ def _said(line: str, conversation: Conversation, *, interactive: bool) -> str | 
         case "/help" if not argument:
             return HELP
     mistyped = interactive and not argument and _COMMAND.fullmatch(command)
-    return f"{command} is no command\n{HELP}" if mistyped else None
+    return f"{command} is not a command\n{HELP}" if mistyped else None
 
 
 @contextmanager

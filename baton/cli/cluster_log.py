@@ -39,7 +39,7 @@ class ClusterLog:
     def shown(self, line: str) -> str:
         """Returns what to show for one line of a process; empty: nothing.
 
-        A line that is no log record, such as one of a traceback, is shown as it is.
+        A line that is not a log record, such as one of a traceback, is shown as it is.
         """
         record = _record(line)
         if record is None:
@@ -96,7 +96,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """The log record of a line. Returns None if the line is no record."""
+    """The log record of a line. Returns None if the line is not a record."""
     if not line.startswith("{"):
         return None
     try:

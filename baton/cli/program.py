@@ -119,7 +119,7 @@ def _without_older_flag(error: Any) -> str:
         return ""
     flags = {flag for parameter in context.command.params for flag in parameter.opts}
     cure = cure_of_flag(name, flags)
-    return f"{name} is no flag of `{context.command_path}`; {cure}" if cure else ""
+    return f"{name} is not a flag of `{context.command_path}`; {cure}" if cure else ""
 
 
 def _value_of(arguments: Sequence[str], flags: Sequence[str]) -> str | None:

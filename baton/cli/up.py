@@ -104,7 +104,9 @@ def up(
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the addresses as one line of JSON; the default if stdout is no terminal."),
+        typer.Option(
+            "--json", help="Print the addresses as one line of JSON; the default if stdout is not a terminal."
+        ),
     ] = False,
 ) -> None:
     """Run a local cluster until Ctrl-C, and show its requests.

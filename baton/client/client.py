@@ -258,7 +258,7 @@ def _addresses(target: str | None, further: Sequence[str]) -> tuple[str, ...]:
     """All addresses that a client is given.
 
     Raises:
-        ConfigError: one is no text, empty, or an address of HTTP, or `further` is one text.
+        ConfigError: one is not text, empty, or an address of HTTP, or `further` is one text.
     """
     if isinstance(further, str):
         raise ConfigError(f"addresses is {further!r}", field="addresses", allowed=("a list",), cure="or use target")

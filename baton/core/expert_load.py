@@ -101,7 +101,7 @@ def read_expert_load(path: Path) -> ExpertLoad:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{path} is no expert load: {where}: {first['msg']}", field="expert_load", value=str(path), cure=cure
+            f"{path} is not an expert load: {where}: {first['msg']}", field="expert_load", value=str(path), cure=cure
         ) from None
 
 

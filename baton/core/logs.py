@@ -91,7 +91,7 @@ def show_name(name: str) -> None:
 
 
 def write_line(text: str) -> None:
-    """Writes a line that is no log record to stderr, in one piece: `print` writes the line's end separately where
+    """Writes a line that is not a log record to stderr, in one piece: `print` writes the line's end separately where
     PYTHONUNBUFFERED is set, and lines of several processes then mix. Control characters are escaped."""
     sys.stderr.write(f"{escaped(text)}\n")
     sys.stderr.flush()

@@ -23,13 +23,13 @@ def read_regular_file(path: Path, *, bytes_max: int) -> bytes:
     """The file's content.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger; `strerror` says why.
+        OSError: it cannot be read, is not a regular file, or is larger; `strerror` says why.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(0, "it is no regular file")
+            raise OSError(0, "it is not a regular file")
         if status.st_size > bytes_max:
             raise OSError(0, f"it has {status.st_size} bytes, of at most {bytes_max}")
         return file.read(bytes_max + 1)
@@ -43,7 +43,7 @@ def write_regular_file(path: Path, data: bytes | str, *, mode: int | None = None
         mode: who may read and write it; None: as before, or as usual for a new file.
 
     Raises:
-        OSError: the path names something that is no regular file, or it cannot be written; nothing is changed then.
+        OSError: the path names something that is not a regular file, or it cannot be written; nothing is changed then.
     """
     before = _regular_or_absent(path)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -75,7 +75,7 @@ def check_can_write(path: Path) -> None:
     _regular_or_absent(path)
     folder = os.stat(path.parent)
     if not stat.S_ISDIR(folder.st_mode):
-        raise OSError(0, f"{path.parent} is no directory")
+        raise OSError(0, f"{path.parent} is not a directory")
     part = path.parent / f".{secrets.token_hex(8)}.part"
     try:
         os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -97,7 +97,7 @@ def _regular_or_absent(path: Path) -> os.stat_result | None:
             raise OSError(0, "it is a directory") from None
         return None
     except ValueError:  # it has a NUL
-        raise OSError(0, "it is no path") from None
+        raise OSError(0, "it is not a path") from None
     kind = next((kind for is_kind, kind in _KINDS if is_kind(found.st_mode)), None)
     if kind is not None:
         raise OSError(0, f"it is {kind}, no regular file")

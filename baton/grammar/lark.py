@@ -51,7 +51,7 @@ def read_choices(text: str) -> list[str]:
     """The texts of a choice, from JSON.
 
     Raises:
-        InvalidRequest: it is no array of texts, or has too many.
+        InvalidRequest: it is not an array of texts, or has too many.
     """
     choices = parse_json(text, what="choice")
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):

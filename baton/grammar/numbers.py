@@ -27,7 +27,7 @@ def readable_count(value: Any, keyword: str, place: str) -> int | None:
     """The value of a keyword such as maxItems. Returns None if no output is long enough to reach this maximum.
 
     Raises:
-        InvalidRequest: it is no count, or no output is long enough to reach this minimum.
+        InvalidRequest: it is not a count, or no output is long enough to reach this minimum.
     """
     if not _is_number(value) or value < 0 or value % 1 != 0:
         raise wrong_keyword(keyword, place, value, ("an integer of at least 0",))
@@ -63,7 +63,7 @@ class NumberBounds:
         """Adds the bounds at one place of the schema.
 
         Raises:
-            InvalidRequest: one is no number, or the grammar library would round it, or cannot honour all of them.
+            InvalidRequest: one is not a number, or the grammar library would round it, or cannot honour all of them.
         """
         here = NumberBounds()
         for keyword in [keyword for keyword in BOUNDS if keyword in schema]:
@@ -102,7 +102,7 @@ class Multiples:
         """Adds the value of a `multipleOf`.
 
         Raises:
-            InvalidRequest: it is no number above 0, or the library would read another number, or would take too long.
+            InvalidRequest: it is not a number above 0, or the library would misread it, or would take too long.
         """
         if not _is_number(value) or not 0 < value < _PRODUCT_END:
             raise wrong_keyword(_MULTIPLE, place, value, (f"a number above 0 and up to {_MOST_DIGITS}",))

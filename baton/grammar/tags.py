@@ -25,7 +25,7 @@ def lark_from_tags(text: str, split: SplitSpecial) -> str:
     """Translates a structural tag to Lark.
 
     Raises:
-        InvalidRequest: the text is no structural tag, or has a format that is not supported; names it.
+        InvalidRequest: the text is not a structural tag, or has a format that is not supported; names it.
     """
     tag = parse_json(text, what="structural tag")
     if not isinstance(tag, dict):

@@ -54,7 +54,7 @@ def parse_goal(text: str) -> list[Goal]:
     """The goals of one --slo. A bound may have several values: `ttft=400ms,tpot=10/15/20ms` is three goals.
 
     Raises:
-        InvalidRequest: a name is not known, or a value is no time above 0 or no share up to 100 %.
+        InvalidRequest: a name is not known, or a value is not a time above 0 or a share up to 100 %.
     """
     goals = [Goal()]
     for part in text.split(","):
@@ -87,7 +87,7 @@ def _times(text: str, value: str) -> list[float]:
     seconds = [float(match[1]) * _SECONDS[match[2]] for match in found if match]
     if len(seconds) < len(found) or min(seconds) <= 0:
         raise InvalidRequest(
-            f"{value!r} in {text!r} is no time above 0", field="slo", value=text, cure=f"give such as {_EXAMPLE}"
+            f"{value!r} in {text!r} is not a time above 0", field="slo", value=text, cure=f"give such as {_EXAMPLE}"
         )
     return seconds
 

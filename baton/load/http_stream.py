@@ -33,7 +33,7 @@ class Origin:
         """Parses an address with or without /v1.
 
         Raises:
-            InvalidRequest: it is no address.
+            InvalidRequest: it is not an address.
         """
         parts = urlsplit(url)
         try:

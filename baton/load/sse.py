@@ -52,7 +52,7 @@ def read_chunk(payload: bytes) -> SseChunk:
     """
     found = orjson.loads(payload)
     if not isinstance(found, dict):
-        raise ValueError(f"a chunk that is no object: {payload[:80]!r}")
+        raise ValueError(f"a chunk that is not an object: {payload[:80]!r}")
     if found.get("error"):
         return SseChunk(error=read_error(found, "error in the stream"))
     content = finished = False

@@ -101,7 +101,10 @@ class Target:
                 Origin.parse(each)
             elif not re.fullmatch(r"[^\s/]+:\d+|unix:.+", each):
                 raise InvalidRequest(
-                    f"{each!r} is no address", field="target", value=each, cure="give host:port, or http://host:port"
+                    f"{each!r} is not an address",
+                    field="target",
+                    value=each,
+                    cure="give host:port, or http://host:port",
                 )
         return cls(address, label, api, api_key, model)
 

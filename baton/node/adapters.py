@@ -53,7 +53,7 @@ class Adapters:
         """
         if self._bank is None:
             cure = "start the node with --max-adapters"
-            raise InvalidRequest("this node takes no adapters", field="max_adapters", value=0, cure=cure)
+            raise InvalidRequest("this node does not serve adapters", field="max_adapters", value=0, cure=cure)
         if not is_adapter_name(name):
             allowed = ("printable characters without space, comma and =",)
             raise InvalidRequest(f"an adapter cannot be named {name!r}", field="name", value=name, allowed=allowed)
@@ -103,7 +103,7 @@ class Adapters:
                 ) from error
         if (watched := self._settings.watched_adapters) is not None:
             if not watched.is_dir():
-                what, allowed = f"adapter names {watched}, which is no directory", ("name=directory", "a directory")
+                what, allowed = f"adapter names {watched}, which is not a directory", ("name=directory", "a directory")
                 raise ConfigError(what, field="adapter", value=str(watched), allowed=allowed, cure="create it")
             self._there = await asyncio.to_thread(_stamps, watched)
             await self.look(watched)

@@ -106,7 +106,7 @@ def check_measure(measure: LinkMeasure) -> LinkMeasure:
     """Checks a measure that a decode node reports, and returns it.
 
     Raises:
-        PeerRefused: a number is negative or not finite, or the transport is no short printable text.
+        PeerRefused: a number is negative or not finite, or the transport is not a short printable text.
     """
     for name in ("gigabytes_per_s", "latency_s", "message_cost_s"):
         value = getattr(measure, name)

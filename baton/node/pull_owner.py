@@ -154,7 +154,7 @@ class PullOwner:
         except TimeoutError:
             message = None
         if message is None or not message.HasField("hello"):
-            raise InvalidRequest("the first message is no hello", field="hello")
+            raise InvalidRequest("the first message is not a hello", field="hello")
         return message.hello
 
     async def _link(self, reader: _Reader, hello: pb.PullHello, write: Write) -> None:

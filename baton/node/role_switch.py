@@ -169,7 +169,7 @@ class RoleSwitch:
                 allowed = (f"seconds from 0 to {_GRACE_S_MAX:.0f}",)
                 raise InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=allowed)
         if self._stop.is_set():
-            raise Draining(f"{self._node.name} is draining, and ends then", cure="use another node")
+            raise Draining(f"{self._node.name} is draining and will exit", cure="use another node")
         return grace_s
 
     def _refuse_early(self, dwell_s: float) -> None:
@@ -231,7 +231,7 @@ class RoleSwitch:
         self.role.stop_admission()
         await until(lambda: not self.role.busy or self._stop.is_set(), timeout_s=grace_s)
         if self._stop.is_set():
-            raise Draining(f"{self._node.name} is draining, and ends then", cure="use another node")
+            raise Draining(f"{self._node.name} is draining and will exit", cure="use another node")
 
     async def _change(self, role: node_status_pb2.Role.ValueType, settings: NodeSettings) -> None:
         node, transfer = self._node, self._node.transfer

@@ -175,7 +175,7 @@ def parse_seconds(text: str) -> float:
     """The seconds in a text such as `400ms`, `2s` or `50us`.
 
     Raises:
-        InvalidRequest: it is no time above 0.
+        InvalidRequest: it is not a time above 0.
     """
     for unit, factor in (("ms", 1e-3), ("us", 1e-6), ("s", 1.0)):
         number = text.strip().removesuffix(unit)
@@ -187,7 +187,7 @@ def parse_seconds(text: str) -> float:
             if 0 < seconds < 1e6:
                 return seconds
             break
-    raise InvalidRequest(f"{text!r} is no time above 0", field="slo", value=text, cure="give such as 400ms or 2s")
+    raise InvalidRequest(f"{text!r} is not a time above 0", field="slo", value=text, cure="give such as 400ms or 2s")
 
 
 def _fitting(shape: Shape, context_tokens: int) -> tuple[Workload, float]:

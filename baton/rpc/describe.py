@@ -24,7 +24,7 @@ async def describe(address: str) -> node_status_pb2.NodeStatus:
     """The status of the node at host:port. The call uses the certificate of BATON_TLS_CERT if that is set.
 
     Raises:
-        BatonError: the address cannot be reached, or is no node.
+        BatonError: the address cannot be reached, or is not a node.
     """
     return await _ask(address, lambda node: node.Describe(node_pb2.DescribeRequest(), timeout=_TIMEOUT_S))
 

@@ -29,7 +29,7 @@ def moved_to(method: str) -> str | None:
 
 
 class RefuseMovedCalls(grpc.aio.ServerInterceptor):
-    """Refuses calls of older releases. It does not identify the caller, because the answer is no secret."""
+    """Refuses calls of older releases. It does not identify the caller, because the answer is not a secret."""
 
     async def intercept_service(
         self,

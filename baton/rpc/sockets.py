@@ -15,7 +15,7 @@ def bind(listen: str, *, field: str, shared: bool = False, backlog: int = _BACKL
         shared: other processes of this user may listen on the same port.
 
     Raises:
-        ConfigError: the setting is no address, or no server can listen there.
+        ConfigError: the setting is not an address, or no server can listen there.
     """
     if listen == "off":
         return None

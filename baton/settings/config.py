@@ -149,7 +149,7 @@ def check_printable(name: str | None) -> str | None:
     """Checks a name that is shown to others, and returns it.
 
     Raises:
-        ValueError: it has a control character, or is no valid Unicode.
+        ValueError: it has a control character, or is not valid Unicode.
     """
     if name is not None and not name.isprintable():
         raise ValueError("it has a control character, or a byte that is no UTF-8; allowed: printable characters")

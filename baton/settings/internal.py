@@ -15,7 +15,7 @@ _MARK = "internal"
 
 
 def internal(default: object, meaning: str, *, ge: int | None = None, le: int | None = None) -> Any:
-    """Declares a field that is no setting.
+    """Declares a field that is not a setting.
 
     Args:
         ge: least value, for fields that variables of other tools set.

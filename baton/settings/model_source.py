@@ -121,7 +121,7 @@ def _download(repository: str, revision: str | None, *, weights: bool) -> Path:
         )
         cure = "give a directory, or make the hub reachable (HF_ENDPOINT, HF_HUB_OFFLINE)"
         raise _refuse(
-            name, f"is no directory, is not in the hub's cache, and cannot be downloaded: {why}", cure
+            name, f"is not a directory, is not in the hub's cache, and cannot be downloaded: {why}", cure
         ) from None
     except (errors.HfHubHTTPError, errors.FileMetadataError, OSError) as error:
         raise _refuse(
@@ -180,14 +180,14 @@ def _gguf_of(directory: Path, name: str) -> Path:
 
 
 def _no_model(model: Path) -> ConfigError:
-    """The error for a path that is no directory and names no model."""
+    """The error for a path that is not a directory and names no model."""
     if os.path.lexists(model):
         return _refuse(
-            str(model), "is no directory and no .gguf file", "give the directory that has the model's config.json"
+            str(model), "is neither a directory nor a .gguf file", "give the directory that has the model's config.json"
         )
     if _PART_OF_HUB_NAME.fullmatch(str(model)):
         cure = "give a directory, or the whole name of a repository of the hub, owner/name, such as Qwen/Qwen3-0.6B"
-        return _refuse(str(model), "is no directory, and no name of the hub without its owner", cure)
+        return _refuse(str(model), "is not a directory, and not a hub name without its owner", cure)
     return _refuse(str(model), "does not exist", "give a directory, or a name of the hub such as Qwen/Qwen3-0.6B")
 
 

@@ -244,7 +244,7 @@ class NodeSettings(CommonSettings):
     @classmethod
     def _is_transport(cls, name: str) -> str:
         if name not in _TRANSPORTS and name not in (more := plugin_names(TRANSPORTS, _TRANSPORTS)):
-            raise ValueError(f"{name!r} is no transport; allowed: {', '.join((*_TRANSPORTS, *more))}")
+            raise ValueError(f"{name!r} is not a transport; allowed: {', '.join((*_TRANSPORTS, *more))}")
         return name
 
     @field_validator("model_revision")

@@ -147,7 +147,7 @@ def read_settings(cls: type[Settings], program: str, argv: list[str] | None = No
     }
     if wrong := wrong_variables(os.environ):
         for name, cure in wrong.items():
-            write_line(f"{program}: {name} is no setting; {cure}")
+            write_line(f"{program}: {name} is not a setting; {cure}")
         raise SystemExit(2)
     if issubclass(cls, NodeSettings):
         given = hosts_of(os.environ) | given
@@ -259,11 +259,11 @@ class _Parser(argparse.ArgumentParser):
             name = text.partition("=")[0]
             older = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
             if (cure := cure_of_older(older, flag)) is not None:
-                self.error(f"{name} is no flag; {cure}")
+                self.error(f"{name} is not a flag; {cure}")
             if other := _role_of(older):
                 self.error(f"{name} is a flag of {other}, not of {self.prog}")
             nearest = get_close_matches(name, self._option_string_actions, n=1) if name.startswith("--") else []
-            self.error(f"{name} is no flag" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+            self.error(f"{name} is not a flag" + (f"; did you mean {nearest[0]}?" if nearest else ""))
         return given, unknown
 
     def error(self, message: str) -> NoReturn:

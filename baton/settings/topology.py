@@ -22,7 +22,7 @@ def read_topology(given: str) -> tuple[str, ...]:
         name, found, value = (part.strip() for part in each.partition("="))
         if not found or not _NAME.fullmatch(name) or not value.isprintable() or len(each) > _LENGTH_MAX:
             raise ValueError(
-                f"{shortened(each, _SHOWN)!r} is no label; allowed: name=value of at most {_LENGTH_MAX} printable "
+                f"{shortened(each, _SHOWN)!r} is not a label; allowed: name=value of at most {_LENGTH_MAX} printable "
                 "characters, where the name has letters, digits, '.', '_', '/' and '-'"
             )
         if name in labels:

@@ -80,7 +80,7 @@ def read_ratio(variables: Mapping[str, str]) -> float:
     """The share of requests without a caller's trace whose trace is exported.
 
     Raises:
-        ConfigError: the sampler is none of ours, or its share is no number from 0 to 1.
+        ConfigError: the sampler is none of ours, or its share is not a number from 0 to 1.
     """
     sampler = variables.get(_SAMPLER) or _BY_RATIO
     if sampler not in _SAMPLERS:

@@ -152,7 +152,7 @@ class UcxTransport:
         if known is not None:
             return known[1]
         array = self._as_array(tensor.numpy() if tensor.device.type == "cpu" else tensor)
-        # NOTE: a handle keeps its memory. What is no part of a larger memory was made for this message alone.
+        # NOTE: a handle keeps its memory. Memory that is not part of a larger one was made for this message alone.
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             if len(self._arrays) == _ARRAYS_MAX:
                 self._arrays.clear()

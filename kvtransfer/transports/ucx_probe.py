@@ -130,7 +130,7 @@ def judge(ended_by: int, address: bytes) -> None:
     if ended_by:
         name = signal.Signals(ended_by).name
         raise PeerRefused(
-            f"UCX does not survive the peer's address ({name})",
+            f"UCX crashes on the peer's address ({name})",
             field="address",
             value=address[:40],
             cure="use the same package version on both nodes",

@@ -20,7 +20,7 @@ Bytes = NDArray[np.uint8]
 NUM_LAYERS = 4
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 RANKS = (1, 2, 4)
-# kind, kv heads and channels; two heads on four ranks are there twice, and rows of 12 channels are no power of two.
+# kind, kv heads and channels; two heads on four ranks are there twice, and rows of 12 channels are not a power of two.
 KINDS = {
     "mla": (KVKind.MLA, 1, 12),
     "gqa": (KVKind.GQA, 4, 8),

@@ -161,7 +161,7 @@ async def _http(app: Any, case: Case) -> str:
     """One request. Returns the answer's status.
 
     Raises:
-        AssertionError: the answer is no answer of ours.
+        AssertionError: the answer is not an answer of ours.
     """
     method, path = (part.decode(errors="replace") for part in case[:2])
     body = case[2]

@@ -125,7 +125,7 @@ _CONVERSIONS: tuple[tuple[Callable[[Any], object], type[Message]], ...] = (
 
 
 def parsed(kind: type[Kind], data: bytes) -> Kind:
-    """Parses bytes as a server does: it raises InvalidRequest if they are no message of this kind."""
+    """Parses bytes as a server does: it raises InvalidRequest if they are not a message of this kind."""
     try:
         return kind.FromString(data)
     except DecodeError:

@@ -147,7 +147,7 @@ _FOUND = (
     "|---|---|---|",
     "| node_messages, node_grpc | an unknown `placement` to a prefill node | ended the gateway's session as INTERNAL |",
     "| grammar | a JSON Schema with half of a surrogate pair | INTERNAL |",
-    "| tokens | a key set with an id that is no text, nested 5,000 deep; keys of unknown kinds | tracebacks at start |",
+    "| tokens | a key set whose id is not text, nested 5,000 deep; keys of unknown kinds | tracebacks at start |",
     "| certificates | certificates that are PEM and ASN.1, but wrong inside | tracebacks at start |",
     "| keys | a number of 5,000 digits | a traceback at start |",
     "| chat_template | `{% break %}` outside of a loop | a traceback at start |",

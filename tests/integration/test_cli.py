@@ -326,7 +326,7 @@ def test_a_chat_in_a_terminal_has_roles_commands_pastes_and_speed(up: Up) -> Non
         assert b"over" in first  # the policy is strict: KV has moved
         one_turn = said(b"first line\nsecond line\n")
         assert one_turn.count(b"llama>") == 1
-        assert b"is no command" in said(b"/nope\n")
+        assert b"is not a command" in said(b"/nope\n")
         assert b"Return the list" in said(b"\x1b[A\x1b[A\x1b[A\x1b[A\n")  # the line before the paste's two and the last
         assert b"system message set" in said(b"/system Be brief.\n")
         os.write(terminal, b"/quit\n")

@@ -285,7 +285,7 @@ async def test_a_node_of_another_role_is_not_talked_to(secured: Secured) -> None
 
 
 async def test_a_prefill_node_says_nothing_of_what_is_no_decode_node(secured: Secured) -> None:
-    """It connects only to servers whose certificate is that of a decode node, and not to what is no host:port."""
+    """It connects only to servers whose certificate is that of a decode node, never to anything else."""
     async with connect(secured.prefill.address, dial=secured.dial(Role.GATEWAY)) as channel:
         stub = prefill_pb2_grpc.PrefillStub(channel)
         for address in (secured.prefill.address, secured.gateway.address):

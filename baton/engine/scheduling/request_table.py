@@ -132,7 +132,7 @@ class RequestTable:
     def new_state(self, request: EngineRequest, now: float) -> RequestState:
         if self.roster.find(request.request_id) is not None:
             raise InvalidRequest(
-                f"request {request.request_id} is here already", field="request_id", value=request.request_id
+                f"request {request.request_id} already exists", field="request_id", value=request.request_id
             )
         check_request(
             request,

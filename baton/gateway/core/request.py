@@ -90,8 +90,6 @@ class Rules:
 def deadline_exceeded(timeout_s: float, failures: str = "") -> DeadlineExceeded:
     """The error of a request that has reached its deadline; `failures` lists what failed before."""
     if timeout_s <= 0:
-        return DeadlineExceeded("the deadline had passed before the request began", cure="allow it more time")
+        return DeadlineExceeded("the deadline had passed before the request began", cure="allow more time")
     why = f" ({failures})" if failures else ""
-    return DeadlineExceeded(
-        f"the request was not finished within its {timeout_s:.3g} s{why}", cure="allow it more time"
-    )
+    return DeadlineExceeded(f"the request did not finish within its {timeout_s:.3g} s{why}", cure="allow more time")

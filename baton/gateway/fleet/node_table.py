@@ -123,7 +123,7 @@ class NodeTable:
         its address is listed for that role too.
         """
         node = self._of(role)[address]
-        # NOTE: an unchanged status is no sign of life: a node whose device hangs repeats it.
+        # NOTE: an unchanged status is not a sign of life: a node whose device hangs repeats it.
         if not node.reachable or status != node.status:
             node.last_message_at_s = now_s
         info = status.info

@@ -63,7 +63,7 @@ class Placement:
         predicted_ttft_s: predicted time from now to the first token; None: unknown.
         meets: whether the prediction is within the TTFT; True without a TTFT or a prediction.
         held_s: part of the prediction in which the gateway holds the first token, see `second_token`.
-        overhead_s: part of the prediction that is no queue and no step, with `held_s`.
+        overhead_s: part of the prediction that is neither queueing nor a step, with `held_s`.
     """
 
     route: Route

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # Only prompts that take less than this show it; of longer ones, the error of the step costs is larger. It is also the
-# largest overhead: what makes first tokens later than that is no message.
+# largest overhead: whatever delays first tokens further is not a message.
 _SHORT_S = 0.1
 # Each request moves an overhead towards its own by so much, or by this share of it.
 _STEP_S, _STEP_SHARE = 0.00025, 1 / 16

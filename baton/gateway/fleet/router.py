@@ -24,7 +24,7 @@ _WORK_WEIGHT_IN_TIME = 20.0
 _SLO_SHARE = 0.5
 # A session stays on its node while that takes at most this much longer.
 _SESSION_FACTOR, _SESSION_S = 1.15, 5e-3
-# A prefill node that is no partner of the picked decode node must need less than this share of the partner's time.
+# A prefill node that is not a partner of the picked decode node must need less than this share of the partner's time.
 _FAR_BETTER = 0.8
 # Weigh a decode node's steps against the KV that it has cached: length of a typical output, and transfer time per token
 # on a fast network.
@@ -153,7 +153,7 @@ def pick_pair(
 ) -> tuple[NodeView | None, NodeView | None]:
     """Picks the decode node, then the best prefill node among its partners.
 
-    Where not all nodes are paired with all, a prefill node that is no partner may be far better, because it has the
+    Where not all nodes are paired with all, a prefill node that is not a partner may be far better, because it has the
     prompt in its cache or has no queue. The request then goes to it and to one of its own partners.
     """
     decode = pick_decode(decodes, prefills, wanted)

@@ -140,7 +140,7 @@ class App:
             self._admit(scope, headers)
             await self.api(scope, receive, noting_start)
         except ClientLeft:
-            log.debug("%s: the client left", scope[REQUEST_ID])
+            log.debug("%s: the client disconnected", scope[REQUEST_ID])
         except Exception as error:
             if started:
                 raise

@@ -167,7 +167,7 @@ class HttpCall:
         Raises:
             InvalidRequest: the body is not a JSON object or is too large, or `understand` refused it.
             Overloaded: too many large bodies are waiting.
-            ClientLeft: the client left before the body ended.
+            ClientLeft: the client disconnected before the body ended.
         """
         with self.serving.texts.holding() as hold:
             body = await self._read_body(hold)

@@ -267,7 +267,7 @@ def short(value: object) -> str:
 
 
 def _missing(field: str, _value: str, _context: dict[str, Any]) -> InvalidRequest:
-    return InvalidRequest(f"{field} is missing", field=field, cure=f"give {field}")
+    return InvalidRequest(f"{field} is missing", field=field, cure=f"add {field}")
 
 
 def _unknown(field: str, _value: str, context: dict[str, Any]) -> InvalidRequest:

@@ -164,7 +164,7 @@ def _chosen(choice: Json, names: tuple[str, ...]) -> str:
         return ""
     where = "tool_choice.custom.name"
     raise InvalidRequest(
-        f"{where} names no custom tool", field=where, value=short(name), allowed=names, cure="give it in `tools`"
+        f"{where} names no custom tool", field=where, value=short(name), allowed=names, cure="add it to `tools`"
     )
 
 

@@ -105,7 +105,7 @@ class EventStream(Response):
         try:
             await unless_left(generation, receive, every_s=KEEP_ALIVE_S, act=self._keep_alive)
         except ClientLeft:
-            log.debug("%s: the client left", self._request_id)
+            log.debug("%s: the client disconnected", self._request_id)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

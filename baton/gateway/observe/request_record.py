@@ -172,7 +172,7 @@ class RequestRecord:
 
     def cancelled(self) -> None:
         """Records that the client has left."""
-        self._end(Outcome.CANCELLED, Cancelled("the client left"))
+        self._end(Outcome.CANCELLED, Cancelled("the client disconnected"))
 
     def failed(self, error: BatonError) -> None:
         """Records the error that ended the request."""

@@ -152,10 +152,10 @@ class GatewayChoice:
         ready = [each for each in allowed if each.is_ready(now_s, self._stale_s)]
         if not ready:
             message = f"none of the {len(allowed)} gateways that may serve the request is ready"
-            raise NoNode(message, cure="send it again", retry_after_s=_RETRY_S)
+            raise NoNode(message, cure="retry the request", retry_after_s=_RETRY_S)
         if wanted.sheddable and all(each.report and each.report.waiting >= self._shed_waiting for each in ready):
             message = "requests wait on all gateways, and this request's objective is sheddable"
-            raise Overloaded(message, cure="send it again later", retry_after_s=_RETRY_S)
+            raise Overloaded(message, cure="retry later", retry_after_s=_RETRY_S)
         weight = self._weight(wanted.tokens)
         most = max(_FREE, _SHARE_MOST * (sum(each.load for each in ready) + weight) / len(ready))
         if wanted.key is None:

@@ -101,7 +101,7 @@ class NodeChoice:
             begun_with = answer_revision(self._resumed_revision, self._adapter)
             what = "weights" if self._adapter is None else f"weights + adapter {self._adapter.name}"
             raise NoNode(
-                f"the client has a part of the answer of revision {begun_with} of the {what}, and no node has them",
+                f"the answer began with revision {begun_with} of the {what}, which no node has any more",
                 field="revision",
                 value=begun_with,
                 cure="send the request again from its beginning",

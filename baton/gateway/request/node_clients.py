@@ -180,7 +180,7 @@ class NodeClient:
             return await self._channel.node.DropKv(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise PeerRefused("its release cannot drop KV", cure="upgrade it, or restart it") from None
+                raise PeerRefused("its version cannot drop KV", cure="upgrade or restart it") from None
             raise from_rpc_error(error) from None
 
     def session(self) -> DecodeSession:

@@ -64,7 +64,9 @@ class TokenOrder:
 
     def _gap(self, index: int) -> InternalError:
         return InternalError(
-            f"token {index} of the output came when {len(self.token_ids)} was due", field="index", value=index
+            f"token {index} of the output arrived, but token {len(self.token_ids)} was expected",
+            field="index",
+            value=index,
         )
 
 

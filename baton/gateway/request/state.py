@@ -103,5 +103,5 @@ class GatewayRequestState:
         assert predicted_s is not None, "only predictions are late"
         what = f"the first token would take {predicted_s:.3g} s more, and is due {self.slo.ttft_s:.3g} s after arrival"
         return Overloaded(
-            what, cure="try again later, or allow it more time", retry_after_s=min(60.0, max(0.1, predicted_s))
+            what, cure="try again later, or allow more time", retry_after_s=min(60.0, max(0.1, predicted_s))
         )

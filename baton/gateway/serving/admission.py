@@ -288,5 +288,5 @@ class Admission:
 
 def _overloaded(why: str, after_s: float) -> Overloaded:
     hint_s = min(_RETURN_S, max(REPORT_S, after_s))
-    cure = f"retry after {hint_s:.3g} s, or allow it more time"
+    cure = f"retry after {hint_s:.3g} s, or allow more time"
     return Overloaded(f"overloaded: {why}", cure=cure, retry_after_s=hint_s)

@@ -74,7 +74,7 @@ class FairShare:
         queue.remove(waiting)
         if not queue:
             del self._active[waiting.client]
-        if not self._active:  # what clients got while there was enough for all is no debt
+        if not self._active:  # what clients got while there was enough for all is not a debt
             self._time = max(self._time, *self._clocks.values())
             self._clocks.clear()
         self._answers.clear()

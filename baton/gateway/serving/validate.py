@@ -277,7 +277,7 @@ def check_prompt_given(request: pb.GenerateRequest) -> None:
         return
     # NOTE: a tokenizer may make a token of an empty text, but an empty text is still the client's mistake.
     if not (request.text if given == "text" else request.token_ids.ids):
-        raise InvalidRequest("the prompt is empty", field="prompt", allowed=("1 token or more",), cure="give some text")
+        raise InvalidRequest("the prompt is empty", field="prompt", allowed=("1 token or more",), cure="send some text")
 
 
 def _check_stops(stops: tuple[str, ...]) -> None:

@@ -88,7 +88,7 @@ class ServedModel:
         if not self.generates:
             paths = "/v1/embeddings" if self.embedding is not None else "/v1/rerank and /v1/score"
             raise InvalidRequest(
-                f"{self.name} generates no text: its checkpoint has no language model head that is used",
+                f"{self.name} cannot generate text: its checkpoint has no usable language model head",
                 field="model",
                 value=self.name,
                 cure=f"use {paths}, or serve a generative checkpoint",

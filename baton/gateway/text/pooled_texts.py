@@ -44,7 +44,7 @@ class EmbeddedTexts:
         if model.embedding is None:
             kind = "scores pairs of texts: use /v1/rerank or /v1/score" if model.score is not None else "generates text"
             raise InvalidRequest(
-                f"{model.name} makes no embeddings; it {kind}",
+                f"{model.name} does not make embeddings; it {kind}",
                 field="model",
                 value=model.name,
                 cure="serve a checkpoint that says how to pool: one with modules.json and 1_Pooling/config.json",
@@ -129,7 +129,7 @@ class ScoredPairs:
         if model.score is None:
             kind = "makes embeddings: use /v1/embeddings" if model.embedding is not None else "generates text"
             raise InvalidRequest(
-                f"{model.name} scores no pairs of texts; it {kind}",
+                f"{model.name} does not score pairs of texts; it {kind}",
                 field="model",
                 value=model.name,
                 cure="serve a reranker: a checkpoint with a LogitScore step in modules.json, classifier_from_token in "
@@ -190,7 +190,7 @@ def logits_of(model: ServedModel, config: ScoreConfig) -> tuple[int, ...]:
     """The token ids of yes and no, of yes alone, or () for a classification head.
 
     Raises:
-        ConfigError: one of them is no token of the vocabulary.
+        ConfigError: one of them is not in the vocabulary.
     """
     found: list[int] = []
     for given in (config.yes, config.no):
@@ -198,7 +198,7 @@ def logits_of(model: ServedModel, config: ScoreConfig) -> tuple[int, ...]:
             continue
         token_id = model.tokenizer.token_id(given) if isinstance(given, str) else given
         if token_id is None or token_id >= model.vocab_size:
-            raise ConfigError(f"the score's token {given!r} is no token of the vocabulary", field="model", value=given)
+            raise ConfigError(f"the score's token {given!r} is not in the vocabulary", field="model", value=given)
         found.append(token_id)
     return tuple(found)
 

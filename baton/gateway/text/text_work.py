@@ -88,7 +88,7 @@ class TextWork:
             is_small = mine + size_bytes <= _SMALL_BYTES
             if not is_small and self._held > mine and self._held + size_bytes > self._held_max:
                 message = f"texts of {self._held // MIB} MiB are waiting, of at most {self._held_max // MIB} MiB"
-                raise Overloaded(message, cure="send it again later", retry_after_s=_RETRY_AFTER_S)
+                raise Overloaded(message, cure="retry later", retry_after_s=_RETRY_AFTER_S)
             mine += size_bytes
             self._held += size_bytes
 

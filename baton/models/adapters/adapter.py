@@ -126,7 +126,7 @@ def _pairs(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str
     for name, tensor in sorted(stored.items()):
         matched = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
         if matched is None:
-            raise _unfit(path, f"has {name}, which is no matrix of a linear layer's LoRA")
+            raise _unfit(path, f"has {name}, which is not a matrix of a linear layer's LoRA")
         if pairs.setdefault(matched["layer"], {}).setdefault(matched["side"], tensor) is not tensor:
             raise _unfit(path, f"has {name} twice, with and without {_PREFIX}")
     if not pairs:
@@ -212,7 +212,7 @@ def _no_such_layer(path: Path, name: str) -> ConfigError:
     if _EXPERTS not in name:
         return _unfit(path, f"is for {name}, and the model has no such linear layer that can have an adapter")
     return ConfigError(
-        f"{path} is for {name}, and this node takes no adapters of routed experts of this model",
+        f"{path} is for {name}, and this node does not serve adapters of routed experts of this model",
         field="adapter",
         value=str(path),
         cure="start the node with it, in --adapter, if its experts are gated by silu and not quantized; else train "

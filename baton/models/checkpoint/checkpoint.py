@@ -141,7 +141,7 @@ def _read_index(path: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         # NOTE: a name with a separator could point outside the checkpoint.
         if not isinstance(file, str) or Path(file).name != file:
-            raise _damaged(path, f"maps {name} to {file!r}, which is no file name")
+            raise _damaged(path, f"maps {name} to {file!r}, which is not a file name")
     return weight_map
 
 
@@ -157,14 +157,14 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise _damaged(path, "is no regular file")
+                raise _damaged(path, "is not a regular file")
             size_bytes = status.st_size
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise _damaged(path, "is cut off within its first 8 bytes")
             (header_bytes,) = struct.unpack("<Q", prefix)
             if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
-                raise _damaged(path, f"is no safetensors file, or cut off: its header would have {header_bytes} bytes")
+                raise _damaged(path, f"is not a safetensors file, or cut off: the header would have {header_bytes} B")
             header = json.loads(file.read(header_bytes), object_pairs_hook=_without_twins)
     except OSError as error:
         raise _damaged(path, f"cannot be read: {error.strerror}") from error

@@ -103,7 +103,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         with os.fdopen(descriptor, "rb", buffering=1 << 20) as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise damaged(path, "is no regular file")
+                raise damaged(path, "is not a regular file")
             return _read(path, _Cursor(path, file, status.st_size))
     except OSError as error:
         raise damaged(path, f"cannot be read: {error.strerror}") from error

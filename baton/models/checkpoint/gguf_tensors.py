@@ -131,7 +131,7 @@ def family_of_gguf(header: GgufHeader) -> GgufFamily:
     name = header.metadata.get("general.architecture")
     if header.metadata.get("general.type", "model") != "model":
         raise ConfigError(
-            f"{header.path} is no model, but has general.type {header.metadata['general.type']!r}",
+            f"{header.path} is not a model, but has general.type {header.metadata['general.type']!r}",
             field="model",
             value=str(header.path),
             allowed=("model",),

@@ -154,7 +154,7 @@ class DecoderFields(Fields):
         if head_dim is None:
             head_dim, rest = divmod(self.hidden_size, num_heads)
             if rest:
-                raise self.refuse("head_dim", cure="needed, since hidden_size is no multiple of num_attention_heads")
+                raise self.refuse("head_dim", cure="needed, since hidden_size is not a multiple of num_attention_heads")
         return GQAConfig(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,

@@ -108,7 +108,7 @@ class Fields(BaseModel):
 
 
 def _has_surrogates(name: str) -> bool:
-    """Whether the name has half of a surrogate pair, which JSON can write but is no text."""
+    """Whether the name has half of a surrogate pair, which JSON can write but is not text."""
     return any("\ud800" <= character <= "\udfff" for character in name)
 
 

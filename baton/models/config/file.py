@@ -76,7 +76,7 @@ def read_regular(path: Path) -> bytes:
     """Reads a checkpoint's file. It does not block on a pipe or device.
 
     Raises:
-        ConfigError: the file cannot be read, is no regular file, or is too large.
+        ConfigError: the file cannot be read, is not a regular file, or is too large.
     """
     try:
         return read_regular_file(path, bytes_max=_FILE_BYTES_MAX)

@@ -221,7 +221,7 @@ def _modules(directory: Path) -> Mapping[str, str]:
     except (ValueError, RecursionError) as error:
         raise _refuse(path, f"is not JSON: {error}") from error
     if not isinstance(steps, list) or len(steps) > _MODULES_MAX:
-        raise _refuse(path, "is no list of steps")
+        raise _refuse(path, "is not a list of steps")
     modules: dict[str, str] = {}
     for step in steps:
         kind, folder = (step.get(name) for name in ("type", "path")) if isinstance(step, dict) else (None, None)

@@ -28,7 +28,7 @@ class TokenShares:
     @classmethod
     def of(cls, counts: Sequence[int]) -> "TokenShares":
         """Makes padded shares unless padding costs more than it saves: a sum sends twice as much as a gather or scatter
-        of equal parts, and layers that are no experts compute padding too."""
+        of equal parts, and layers that are not experts compute padding too."""
         width = max(counts)
         return cls(tuple(counts), width if width * len(counts) <= 2 * sum(counts) else 0)
 

@@ -77,7 +77,7 @@ def _file_number(
         try:
             before = os.fstat(descriptor)
             if not stat.S_ISREG(before.st_mode):
-                raise _unreadable(file, "it is no regular file")
+                raise _unreadable(file, "it is not a regular file")
             headings = [_heading(tensor) for tensor in tensors]
             places = [(tensor.start, tensor.stop) for tensor in tensors]
             key = cache.key(file, before, json.dumps([headings, places]))

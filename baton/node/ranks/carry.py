@@ -65,7 +65,7 @@ class Greeting:
         """Reads the greeting of a host.
 
         Raises:
-            PeerRefused: the line is no greeting.
+            PeerRefused: the line is not a greeting.
         """
         found = await read_line(reader)
         types = {"version": str, "rank": int, "channel": str, "ranks": int, "hosts": int}

@@ -120,7 +120,7 @@ class RankGroup:
 
         Raises:
             EOFError: a rank has ended.
-            ConfigError: a rank has not come in time.
+            ConfigError: a rank did not connect in time.
         """
         wait_for_ranks(self.workers, within_s=JOIN_S)
         return self._meeting

@@ -84,7 +84,7 @@ def wait_for_ranks(workers: Iterable[Worker], *, within_s: float | None) -> None
 
     Raises:
         EOFError: a rank has ended.
-        ConfigError: a rank has not come in time.
+        ConfigError: a rank did not connect in time.
     """
     deadline_s = None if within_s is None else time.monotonic() + within_s
     for worker in workers:
@@ -93,7 +93,7 @@ def wait_for_ranks(workers: Iterable[Worker], *, within_s: float | None) -> None
             answer = worker.answers.get(timeout=left_s)
         except Empty:
             raise ConfigError(
-                f"{worker.place} has not come within {within_s:g} s",
+                f"{worker.place} did not connect within {within_s:g} s",
                 field="num_hosts",
                 cure="start all hosts of the node; see their logs",
             ) from None

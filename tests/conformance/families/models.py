@@ -59,7 +59,7 @@ class Model:
     Args:
         reference: transformers' model; None: transformers has no such model.
         logits: of the reference.
-        special: tokens that are no text.
+        special: tokens that are not text.
     """
 
     directory: Path

@@ -33,7 +33,7 @@ def test_a_system_message_can_be_shown_and_set() -> None:
 
 
 def test_a_mistyped_command_gets_the_list_of_commands() -> None:
-    assert said("/hlep") == f"/hlep is no command\n{HELP}"
+    assert said("/hlep") == f"/hlep is not a command\n{HELP}"
     assert said("/help") == HELP
 
 

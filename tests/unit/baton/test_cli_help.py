@@ -67,7 +67,7 @@ def test_a_flag_of_an_older_release_or_a_setting_names_what_to_use(
     assert ended.value.code == 2
     flag = arguments[1].partition("=")[0]
     command = f"baton {arguments[0]}"
-    assert capsys.readouterr().err == f"baton: {flag} is no flag of `{command}`; {cure}; see `{command} --help`\n"
+    assert capsys.readouterr().err == f"baton: {flag} is not a flag of `{command}`; {cure}; see `{command} --help`\n"
 
 
 @pytest.mark.parametrize("function", [bench, plan], ids=lambda function: function.__name__)
@@ -83,12 +83,12 @@ def test_every_flag_of_bench_and_plan_is_shown_whole(function: object, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--listn", "x"], "decode_node: --listn is no flag; did you mean --listen?; --help shows all flags\n"),
+        (["--listn", "x"], "decode_node: --listn is not a flag; did you mean --listen?; --help shows all flags\n"),
         (
             ["--gap-factor=2"],
             "decode_node: --gap-factor is a flag of a gateway, not of decode_node; --help shows all flags\n",
         ),
-        (["nonsense"], "decode_node: nonsense is no flag; --help shows all flags\n"),
+        (["nonsense"], "decode_node: nonsense is not a flag; --help shows all flags\n"),
         (["--listen"], "decode_node: argument --listen: expected one argument; --help shows all flags\n"),
     ],
 )

@@ -102,7 +102,7 @@ def test_an_unreachable_hub_and_offline_mode_have_different_errors(tmp_path: Pat
     offline = find("owner/model", tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set" in offline.stderr
     unreachable = find("owner/model", tmp_path, "http://127.0.0.1:9")
-    assert "is no directory, is not in the hub's cache, and cannot be downloaded: " in unreachable.stderr
+    assert "is not a directory, is not in the hub's cache, and cannot be downloaded: " in unreachable.stderr
     assert "HF_HUB_OFFLINE is set" not in unreachable.stderr
     for found in (offline, unreachable):
         assert found.returncode == 1
@@ -131,11 +131,11 @@ def test_errors_are_configuration_errors() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("gpt2", "is no directory, and no name of the hub without its owner; give a directory, or the whole name"),
+        ("gpt2", "is not a directory, and not a hub name without its owner; give a directory, or the whole name"),
         ("gpt2@main", "no name of the hub without its owner"),
-        ("llama.gguf", "is no directory, and no name of the hub without its owner"),
+        ("llama.gguf", "is not a directory, and not a hub name without its owner"),
         ("/no/such/llama.gguf", "does not exist"),
-        ("file", "is no directory and no .gguf file; give the directory that has the model's config.json"),
+        ("file", "is neither a directory nor a .gguf file; give the directory that has the model's config.json"),
         ("/no/such/model", "does not exist"),
         ("a/b/c", "does not exist"),
         ("", "has no config.json"),

@@ -88,5 +88,5 @@ def test_two_distributions_cannot_register_one_name(folder: Path) -> None:
 def test_a_transport_of_a_plugin_is_a_value_of_the_setting(folder: Path) -> None:
     install(folder, "pigeon-post", "pigeon = pigeon_post:PIGEON", code="PIGEON = 7\n")
     assert PrefillSettings(transport="pigeon").transport == "pigeon"
-    with pytest.raises(ValueError, match="'raven' is no transport; allowed: ucx, loopback, pigeon"):
+    with pytest.raises(ValueError, match="'raven' is not a transport; allowed: ucx, loopback, pigeon"):
         PrefillSettings(transport="raven")

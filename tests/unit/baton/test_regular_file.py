@@ -68,7 +68,7 @@ NOT_REGULAR: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(params=NOT_REGULAR)
 def something(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A path that names something that is no regular file; it is still there, and nothing is next to it, afterwards."""
+    """A path that names something that is not a regular file; afterwards it is unchanged, and nothing is next to it."""
     folder = tmp_path / "folder"
     folder.mkdir()
     path = folder / "output.png"
@@ -158,7 +158,7 @@ def test_names_of_any_bytes_and_of_the_greatest_length_can_be_written(tmp_path: 
         ("nowhere/file", "No such file or directory"),
         ("file/file", "Not a directory"),
         ("x" * 256, "File name too long"),
-        ("nul\0", "it is no path"),
+        ("nul\0", "it is not a path"),
         (".", "it is a directory"),
     ],
 )

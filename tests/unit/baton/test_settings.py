@@ -148,13 +148,13 @@ def test_a_setting_of_an_older_release_is_refused_with_what_to_do(
     with pytest.raises(SystemExit) as ended:
         read_settings(GatewaySettings, "gateway", [flag(name), "3"])
     assert ended.value.code == 2
-    assert f"gateway: {flag(name)} is no flag; {cure.format('--', '-', '-')}" in capsys.readouterr().err
+    assert f"gateway: {flag(name)} is not a flag; {cure.format('--', '-', '-')}" in capsys.readouterr().err
     monkeypatch.setenv(variable(name), "3")
     with pytest.raises(SystemExit) as ended:
         read_settings(GatewaySettings, "gateway", [])
     assert ended.value.code == 2
     cure = cure.format("BATON_", "_", "_")
-    assert capsys.readouterr().err.lower().startswith(f"gateway: {variable(name)} is no setting; {cure}".lower())
+    assert capsys.readouterr().err.lower().startswith(f"gateway: {variable(name)} is not a setting; {cure}".lower())
 
 
 def test_older_names_name_settings_that_exist_and_are_none_themselves() -> None:

@@ -113,7 +113,7 @@ def test_prompts_are_drawn_by_their_length_for_each_model(tmp_path: Path) -> Non
     for text in ("Llama 8B", "DeepSeek V3", "NHD/16 to NHD/16", "NHD/16 to HND/16", "plain copy"):
         assert text in drawn
     assert "equal ends" not in drawn, "it is a curve of its own"
-    assert "segments of 1 MiB" not in drawn, "one point is no curve"
+    assert "segments of 1 MiB" not in drawn, "one point is not a curve"
 
 
 def test_nothing_to_draw_leaves_no_file(tmp_path: Path) -> None:

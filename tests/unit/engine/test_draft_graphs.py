@@ -167,7 +167,7 @@ def without_layer(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_steps_without_the_layer_leave_holes_in_its_kv_and_change_no_token(built: BuiltRunner, captured: bool) -> None:
-    """The cache is full of NaN, so guesses after a hole are no tokens."""
+    """The cache is full of NaN, so guesses after a hole are not tokens."""
     driver = Driver(new_runner(built, captured=captured), guesses=GUESSES)
     alone = Driver(runner_of(built, graphs=None))
     for each in (driver, alone):

@@ -1,7 +1,7 @@
 """Engines on tiny models with layers of Mamba-2: their tokens equal those that transformers computes from whole
 sequences, through cuts, preemption and reused prefixes.
 
-NOTE: transformers' own generation limits steps in time in prompts and not in decodes, so it is no reference here.
+NOTE: transformers' own generation limits steps in time in prompts and not in decodes, so it is not a reference here.
 """
 
 from collections.abc import Sequence

@@ -354,7 +354,7 @@ def test_the_refusal_of_a_long_prompt_names_the_longest_that_fits() -> None:
 def test_a_second_request_of_one_id_is_refused() -> None:
     scheduler = make()
     scheduler.submit(request("a", 3), 0.0)
-    with pytest.raises(InvalidRequest, match="here already"):
+    with pytest.raises(InvalidRequest, match="already exists"):
         scheduler.reservations.reserve(request("a", 3), 0.0)
 
 

@@ -51,7 +51,7 @@ async def refuse_in_http_2(reader: asyncio.StreamReader, writer: asyncio.StreamW
 
 
 class Strange:
-    """A server that is no node. It counts the connections that its clients, which are in this process, have open: a
+    """A server that is not a node. It counts the connections that its clients, which are in this process, have open: a
     busy server learns late that one has ended.
     """
 

@@ -155,7 +155,7 @@ async def test_a_list_that_is_a_pipe_holds_up_nothing(tmp_path: Path, caplog: py
     os.mkfifo(tmp_path / "nodes")
     directory = Directory(parse_places(f"file://{tmp_path}/nodes", field="decode"))
     assert await directory.look_up() == frozenset()
-    assert "it is no regular file" in caplog.text
+    assert "it is not a regular file" in caplog.text
 
 
 async def test_a_list_may_have_a_path_of_any_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -77,7 +77,7 @@ async def aborted(door: HttpGateway, wire: Wire) -> None:
 
 
 async def late(_: HttpGateway, wire: Wire) -> None:
-    assert b"was not finished within" in await wire.chunks()
+    assert b"did not finish within" in await wire.chunks()
 
 
 async def test_objects_of_a_running_request_are_seen(door: HttpGateway, left: Callable[[], Counter[str]]) -> None:

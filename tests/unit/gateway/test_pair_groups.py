@@ -187,10 +187,10 @@ def test_labels_are_read_and_those_without_a_value_are_left_out(given: str, labe
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("zone", "'zone' is no label; allowed: name=value"),
-        ("=a", "'=a' is no label"),
-        ("zone=\x1b", "is no label"),
-        (f"zone={'a' * 5000}", "is no label; allowed: name=value of at most 256 printable characters"),
+        ("zone", "'zone' is not a label; allowed: name=value"),
+        ("=a", "'=a' is not a label"),
+        ("zone=\x1b", "is not a label"),
+        (f"zone={'a' * 5000}", "is not a label; allowed: name=value of at most 256 printable characters"),
         ("zone=a,zone=b", "'zone' is named twice"),
         (",".join(f"level{number}=x" for number in range(9)), "9 labels are too many; allowed: at most 8"),
     ],

@@ -64,7 +64,7 @@ def test_what_made_a_route_slow_is_forgotten_while_nobody_takes_it() -> None:
     learned = LearnedOverheads()
     learn(learned, 2.0, remote=False, count=200)
     slow_s = learned.at(2.0).local_s
-    assert slow_s == pytest.approx(0.1, rel=0.1), "what takes longer is no overhead"
+    assert slow_s == pytest.approx(0.1, rel=0.1), "what takes longer is not overhead"
     assert learned.at(62.0).local_s == pytest.approx(slow_s / 2, rel=0.1)
     assert learned.at(602.0).local_s < 0.001
 

@@ -41,7 +41,7 @@ def test_the_decode_node_may_be_faster_than_the_first_token() -> None:
 
 def test_a_missing_token_that_no_node_will_send_is_an_error() -> None:
     order = TokenOrder()
-    with pytest.raises(InternalError, match="token 1 of the output came when 0 was due"):
+    with pytest.raises(InternalError, match="token 1 of the output arrived, but token 0 was expected"):
         passed_on(order, 1)
 
 
@@ -49,7 +49,7 @@ def test_a_gap_among_early_tokens_is_an_error() -> None:
     order = TokenOrder()
     passed_on(order, 1, hold=True)
     passed_on(order, 3, hold=True)
-    with pytest.raises(InternalError, match="token 3 of the output came when 2 was due"):
+    with pytest.raises(InternalError, match="token 3 of the output arrived, but token 2 was expected"):
         passed_on(order, 0)
 
 

@@ -42,7 +42,7 @@ def _taken(draw: st.DrawFn, cache: PagedKVCache) -> Taken:
 
 
 def _scales(cache: PagedKVCache, dtype: str) -> tuple[float, ...]:
-    """Scales that are no powers of two and differ by layer and kind, so that no mistake rounds to the same bytes."""
+    """Scales that are not powers of two and differ by layer and kind, so that no mistake rounds to the same bytes."""
     if dtype not in FP8_DTYPES:
         return ()
     return tuple(0.03 + 0.011 * number for number in range(NUM_LAYERS * cache.spec.kv_factor))

@@ -14,7 +14,7 @@ from baton.load.command import bench
         (("a:1", "b:2"), "use `baton bench compare a:1 b:2`"),
         (("compare", "a:1"), "give at least two"),
         (("a:1", "--find-rate"), "it needs a goal"),
-        (("a:1", "--slo", "ttft=5"), "is no time above 0"),
+        (("a:1", "--slo", "ttft=5"), "is not a time above 0"),
         (("a:1", "--workload", "talk"), "allowed: chat, long"),
         (("a:1", "--trace", "missing.jsonl"), "there is no trace missing.jsonl"),
         (("a:1", "--plot", "a.svg"), "give a name that ends in .png"),

@@ -45,8 +45,8 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     ("weight_map", "message"),
     [
         ({}, "has no weight_map"),
-        ({"a": "../one.safetensors"}, "which is no file name"),
-        ({"a": 1}, "which is no file name"),
+        ({"a": "../one.safetensors"}, "which is not a file name"),
+        ({"a": 1}, "which is not a file name"),
         ({"a": "gone.safetensors"}, r"gone\.safetensors cannot be read: No such file"),
         ({"z": "one.safetensors"}, r"says that z is in one\.safetensors, which does not have it"),
     ],
@@ -66,7 +66,7 @@ def framed(header: bytes) -> bytes:
     ("content", "message"),
     [
         (b"\0\0", "cut off within its first 8 bytes"),
-        (b"version https://git-lfs.github.com/spec/v1", "is no safetensors file, or cut off"),
+        (b"version https://git-lfs.github.com/spec/v1", "is not a safetensors file, or cut off"),
         (framed(b"{no"), "not JSON"),
         (framed(b"[1]"), "does not follow the safetensors format"),
         (framed(b'{"a": {"dtype": "F32"}}'), "does not follow the safetensors format"),
@@ -120,5 +120,5 @@ def test_a_tensor_in_two_files_is_that_of_the_index(tmp_path: Path) -> None:
 
 def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="is no regular file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         read_checkpoint(tmp_path)

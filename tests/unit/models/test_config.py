@@ -343,5 +343,5 @@ def test_a_value_nested_deeply_or_long_is_shown_in_short(tmp_path: Path) -> None
 
 def test_a_pipe_is_no_config(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match=r"config\.json: it is no regular file"):
+    with pytest.raises(ConfigError, match=r"config\.json: it is not a regular file"):
         read_config(tmp_path)

@@ -142,7 +142,7 @@ def test_a_saved_load_is_read_as_it_was(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_no_load_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "load.json").write_text(text)
-    with pytest.raises(ConfigError, match="is no expert load"):
+    with pytest.raises(ConfigError, match="is not an expert load"):
         read_expert_load(tmp_path / "load.json")
     with pytest.raises(ConfigError, match="No such file"):
         read_expert_load(tmp_path / "none.json")

@@ -23,7 +23,7 @@ TOKENS = torch.randint(VOCAB_SIZE, (24,), generator=torch.Generator().manual_see
 # Bits of a number that the format keeps after its first: rounding moves it by half of the last one at most.
 MANTISSA_BITS = {E4M3: 3, E5M2: 2}
 SPELLINGS = ["{layer}.{kind}_scale", "{layer}.attn.{kind}_scale", "{layer}.{kind}_proj.{kind}_scale"]
-# Scales that are no powers of two and differ by layer and kind, so that no mistake rounds to the same bytes.
+# Scales that are not powers of two and differ by layer and kind, so that no mistake rounds to the same bytes.
 SCALES = {(layer, kind): 0.03 * (1 + layer) + offset for layer in (0, 1) for kind, offset in (("k", 0), ("v", 0.07))}
 
 

@@ -38,7 +38,7 @@ def weight_of(rows: int, channels: int, rows_per_scale: int, *, bias: bool = Fal
     [
         (weight_of(6144, 4096, 128), True, True),
         (weight_of(2112, 7168, 128), True, True),  # half a block of rows at the end
-        (weight_of(4096, 1792, 128), False, True),  # a column of scales is no multiple of 16 bytes
+        (weight_of(4096, 1792, 128), False, True),  # a column of scales is not a multiple of 16 bytes
         (weight_of(6144, 4096, 64), False, True),
         (weight_of(6144, 4096, 128, bias=True), False, True),
         (weight_of(6144, 4096, 1), True, False),

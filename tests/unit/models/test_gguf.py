@@ -369,7 +369,7 @@ def test_a_pipe_is_an_error_and_does_not_block(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "problem"),
     [
-        ({"general.type": "adapter"}, "is no model, but has general.type 'adapter'"),
+        ({"general.type": "adapter"}, "is not a model, but has general.type 'adapter'"),
         ({"qwen3.expert_count": 8}, "expert_count is 8"),
         ({"qwen3.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; allowed: none, linear, yarn"),
     ],

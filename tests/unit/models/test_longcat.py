@@ -127,7 +127,7 @@ def test_ranks_must_divide_the_dense_mlps_too(tmp_path: Path) -> None:
 
 
 def test_experts_without_weights_and_other_heads_may_be_in_the_checkpoint_or_not(tmp_path: Path) -> None:
-    """transformers saves halves of them. The layers for multi-token prediction are no part of the model."""
+    """transformers saves halves of them. The layers for multi-token prediction are not part of the model."""
     save_tiny("longcat", tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     zero_experts = [name for name in saved if ".experts.6." in name or ".experts.9." in name]

@@ -78,7 +78,7 @@ SPLIT = (
     *tiny_delta.SPLIT,
     *tiny_hybrid.SPLIT,
 )
-# Six heads, whose slopes are no geometric sequence; and five, which ranks cannot share evenly.
+# Six heads, whose slopes are not a geometric sequence; and five, which ranks cannot share evenly.
 SIX_HEADS, FIVE_HEADS = "falcon-rw-untied-six-heads", "falcon-multi-query-five-heads"
 MULTI_QUERY, RESIDUAL_AFTER_NORM = "llama with one kv head", "bloom untied with its residual after the norm"
 BY_NAME: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
@@ -345,7 +345,7 @@ def test_fp8_weights_are_those_of_their_rows_and_columns(models: dict[str, Path]
 
 def test_ranks_hold_whole_groups_or_are_refused_with_the_sizes_that_do(models: dict[str, Path]) -> None:
     config = read_config(models["llama in awq"])
-    with pytest.raises(ConfigError, match="16 channels of queries are no multiple of 32") as refused:
+    with pytest.raises(ConfigError, match="16 channels of queries are not a multiple of 32") as refused:
         local_config(config, TensorParallel(0, 4))
     assert refused.value.allowed == ("1", "2")
     moe = local_config(read_config(models["gpt-oss in mxfp4"]), TensorParallel(1, 2)).moe

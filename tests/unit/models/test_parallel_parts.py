@@ -90,7 +90,7 @@ def test_a_number_of_ranks_that_cannot_be_is_refused_with_those_that_can(
     ("change", "message"),
     [
         (lambda gqa: replace(gqa, num_heads=12, num_kv_heads=6), "it has 6 kv heads"),
-        (lambda gqa: replace(gqa, num_heads=8, num_kv_heads=4, head_dim=40), "channels of queries are no multiple"),
+        (lambda gqa: replace(gqa, num_heads=8, num_kv_heads=4, head_dim=40), "channels of queries are not a multiple"),
         (lambda gqa: replace(gqa, num_heads=6, num_kv_heads=1), "it has 6 query heads"),
     ],
 )

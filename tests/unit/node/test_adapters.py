@@ -138,6 +138,6 @@ def test_a_node_has_room_for_experts_if_an_adapter_that_it_finds_changes_them(wa
 
 
 async def test_a_directory_that_is_not_there_is_an_error_at_the_start(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which is no directory"):
+    with pytest.raises(ConfigError, match="which is not a directory"):
         async with watching(base, tmp_path / "nowhere"):
             pass

@@ -98,7 +98,7 @@ def test_a_rank_whose_leader_is_gone_ends_without_a_word() -> None:
 def test_a_leader_waits_for_a_rank_for_a_bounded_time() -> None:
     workers = [Worker(rank, None, socket.socket(), Pipe()[0]) for rank in (1, 2)]
     workers[0].answers.put(Up())
-    with pytest.raises(ConfigError, match="rank 2 of another host has not come within 0 s"):
+    with pytest.raises(ConfigError, match="rank 2 of another host did not connect within 0 s"):
         wait_for_ranks(workers, within_s=0.0)
     for worker in workers:
         worker.calls.close()

@@ -54,7 +54,7 @@ def test_a_folder_with_another_ca_or_a_host_that_is_none_is_a_wrong_setting(tmp_
 
 def test_no_pipe_is_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="it is no regular file"):
+    with pytest.raises(ConfigError, match="it is not a regular file"):
         read_keys(tmp_path / "pipe")
 
 

@@ -313,7 +313,7 @@ def test_the_keys_of_a_set_are_chosen_by_their_id_and_used_for_their_algorithm_a
 
 
 def forged_with(header: dict[str, str], body: dict[str, object], secret: bytes) -> str:
-    """A token signed with HMAC, without the library's check that the secret is no public key."""
+    """A token signed with HMAC, without the library's check that the secret is not a public key."""
     import base64
     import hashlib
     import hmac

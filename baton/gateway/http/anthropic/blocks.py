@@ -1,7 +1,7 @@
 """Models of messages and of their content blocks.
 
 Blocks that only Anthropic's own servers write are declared by their types alone, and are left out of the prompt. Blocks
-that are no text are declared too, so that an error can name them.
+that are not text are declared too, so that an error can name them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -35,7 +35,7 @@ from baton.gateway.http.anthropic.models import CountTokensRequest
 
 Json = dict[str, Any]
 
-# Blocks that are no part of the prompt, in messages of any role.
+# Blocks that are not part of the prompt, in messages of any role.
 _SILENT = (RedactedThinking, ServerBlock, ToolAddition, ToolSearchResult)
 # Claude Code's first block, with a checksum of each request; it says nothing to the model.
 _HEADER_LINES = re.compile(r"(?:x-anthropic-[a-z0-9-]+:[^\n]*(?:\n|\Z))+", re.IGNORECASE)

@@ -116,7 +116,7 @@ def _no_tool(name: str, names: tuple[str, ...], request: CountTokensRequest) -> 
     if any(isinstance(tool, ServerTool) and tool.name == name for tool in request.tools or ()):
         message, cure = f"{field} names a tool that nobody runs here", "give a tool that you run yourself"
     else:
-        message, cure = f"{field} names no tool", "give it in `tools`"
+        message, cure = f"{field} names no tool", "add it to `tools`"
     return InvalidRequest(message, field=field, value=name, allowed=names, cure=cure)
 
 

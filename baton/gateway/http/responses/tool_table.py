@@ -108,7 +108,7 @@ class ToolTable:
                 field=field_name,
                 value=name,
                 allowed=names,
-                cure="give it in `tools`",
+                cure="add it to `tools`",
             )
         return found
 

@@ -287,7 +287,7 @@ def _choice(choice: str | ChosenTool | ClientToolChoice | None, tools: ToolTable
         return NamedTool(tools.chosen(choice).shown_name)
     if choice == "required" and not tools.tools:
         raise InvalidRequest(
-            "tool_choice is 'required' without tools that the model can call", field="tool_choice", cure="give tools"
+            "tool_choice is 'required' without tools that the model can call", field="tool_choice", cure="add tools"
         )
     return "none" if choice == "none" else "required" if choice == "required" else "auto"
 

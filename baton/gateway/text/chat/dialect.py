@@ -116,10 +116,10 @@ class Dialect:
         """
         if request.tools and request.tool_choice == "auto" and not self._takes_tools:
             raise InvalidRequest(
-                "the model's chat template takes no tools",
+                "the model's chat template does not support tools",
                 field="tools",
                 cure="set tool_choice to required or to a function, which forces a call, or to none; agents need a "
-                "model whose template takes tools, or such a template by --chat-template",
+                "model whose template supports them, or such a template with --chat-template",
             )
 
     def render(self, request: ChatRequest) -> str:

@@ -175,7 +175,7 @@ def _check(request: ChatRequest) -> None:
             cure="set tool_choice to auto or none",
         )
     if request.tool_choice == "required" and not request.tools:
-        raise InvalidRequest("tool_choice is required, but there are no tools", field="tool_choice", cure="give tools")
+        raise InvalidRequest("tool_choice is required, but there are no tools", field="tool_choice", cure="add tools")
     if isinstance(request.tool_choice, NamedTool) and not callable_tools(request):
         raise InvalidRequest(
             f"tool_choice names {request.tool_choice.name!r}",

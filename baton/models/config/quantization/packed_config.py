@@ -131,7 +131,7 @@ class PackedConfig(ABC):
         return math.lcm(*self.head_blocks)
 
     def cut_whole(self, stored: StoredPart) -> bool:
-        """Whether a rank holds the whole tensor along inputs. True for scales and zeros if groups are no runs of
+        """Whether a rank holds the whole tensor along inputs. True for scales and zeros if groups are not runs of
         inputs."""
         return self.reordered and stored.inputs is not None and stored.inputs.per_entry == self.group_size
 

@@ -7,7 +7,7 @@ from baton.models.checkpoint.gguf_header import GgufHeader, MetadataValue, read_
 from baton.models.checkpoint.gguf_tensors import ROPE_FACTORS, GgufFamily
 
 _ROPE_PAIRS_MAX = 1 << 14
-# llama.cpp knows these sizes by their number of layers: the scale of their scores is no power of the head's size.
+# llama.cpp knows these sizes by their number of layers: the scale of their scores is not a power of the head's size.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 _GEMMA2_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"

@@ -50,7 +50,7 @@ def read_ranks(text: str) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise ValueError(f"line {number} is no token in base64 and its rank") from None
+            raise ValueError(f"line {number} is not a token in base64 and its rank") from None
     if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError("its ranks are not 0, 1, 2, ..., each once")
     return ranks

@@ -60,9 +60,9 @@ def read_model(data: bytes) -> SentencePieceModel:
             elif number in specs and isinstance(value, bytes):
                 specs[number] = dict(_fields(value))
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
-        raise ValueError(f"it is no file of sentencepiece: {error}") from error
+        raise ValueError(f"it is not a sentencepiece file: {error}") from error
     if not pieces:
-        raise ValueError("it is no file of sentencepiece: it has no pieces")
+        raise ValueError("it is not a sentencepiece file: it has no pieces")
     return SentencePieceModel(tuple(pieces), specs[_TRAINER], specs[_NORMALIZER])
 
 

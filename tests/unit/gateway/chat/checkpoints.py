@@ -51,7 +51,7 @@ TEXTS = (
     "<think>",
     "</think>",
     *family_formats.ADDED,
-)  # added tokens that are no special ones, as in Qwen3
+)  # added tokens that are not special ones, as in Qwen3
 
 
 @cache

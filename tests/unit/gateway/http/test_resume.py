@@ -125,7 +125,7 @@ def whole_of(part: dict[str, Any]) -> object:
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 async def test_an_answer_in_one_piece_has_what_the_client_gave(door: HttpGateway, path: str) -> None:
-    """Both send the arguments as an object, and a part of an object is no object."""
+    """Both send the arguments as an object, and a part of an object is not an object."""
     whole = await finished(door, await ask(door, path, {**CHATS[path], **OF_ALL}), given=[])
     again = await finished(
         door, await ask(door, path, {**CHATS[path], **OF_ALL}, baton={"output_token_ids": [300, 301]}), given=[300, 301]

@@ -32,7 +32,7 @@ def served(*, retried: bool = False, first_after_s: float = 0.0, slo: Slo = NO_S
 def test_a_request_that_is_not_sampled_leaves_nothing() -> None:
     traces = Traces(ratio=0.0)
     assert traces.end(served(slo=Slo(2.0, 2.0))).spans == []
-    assert traces.end(served(), outcome=Outcome.CANCELLED, error=Cancelled("the client left")).spans == []
+    assert traces.end(served(), outcome=Outcome.CANCELLED, error=Cancelled("the client disconnected")).spans == []
 
 
 @pytest.mark.parametrize("error", [NoNode("gone"), DeadlineExceeded("late")])
@@ -64,7 +64,7 @@ def test_a_cancelled_request_is_no_error_and_shows_how_far_it_came() -> None:
     request = Traced()
     request.decode(reserved())
     request.prefill(SCHEDULED)
-    error = Cancelled("the client left")
+    error = Cancelled("the client disconnected")
     request.handle(events.ClientCancelled(error), after_s=1.0)
     trace = Traces().end(request, outcome=Outcome.CANCELLED, error=error)
     assert attributes(trace.root)["baton.outcome"] == "cancelled"

@@ -41,11 +41,11 @@ def objects(
     bare: bool,
     ends: Markers,
 ) -> Reading[bool]:
-    """Reads JSON calls up to `close`. Text that is no call, after the first call, stays to be read as content.
+    """Reads JSON calls up to `close`. Text that is not a call, after the first call, stays to be read as content.
 
     Args:
         known: names that calls may have; None: any name.
-        bare: calls have no marker, so an object without arguments is no call.
+        bare: calls have no marker, so an object without arguments is not a call.
         ends: texts that end a broken call.
 
     Returns:

@@ -80,7 +80,7 @@ def repeats(cursor: Cursor, marker: str) -> Reading[str]:
 
 
 def json_string(cursor: Cursor) -> Reading[str | None]:
-    """Reads a string and returns its value; None: what comes is no string."""
+    """Reads a string and returns its value; None: what comes is not a string."""
     start = cursor.position
     if not (yield from cursor.accept('"')):
         return None
@@ -108,7 +108,7 @@ class CallObject:
 
     Args:
         known: names that calls may have; None: any name.
-        bare: calls have no marker, so an object without arguments is no call.
+        bare: calls have no marker, so an object without arguments is not a call.
         ends: texts that end a broken call. They stay to be read.
 
     Attributes:
@@ -134,7 +134,7 @@ class CallObject:
         self.begun = False
 
     def read(self) -> Reading[bool]:
-        """Reads the object. Returns whether it ended well. Otherwise, if it has not `begun`, it is no call."""
+        """Reads the object. Returns whether it ended well. Otherwise, if it has not `begun`, it is not a call."""
         cursor = self._cursor
         if not (yield from cursor.accept("{")):
             return False

@@ -274,7 +274,7 @@ class JsonRewriter:
 
     def _open(self, bracket: str) -> None:
         if self._closers and (self._wants == "key" or (self._wants == "comma" and self._next() == "key")):
-            return  # an object's key is no object
+            return  # an object's key is not an object
         self._begin()
         if len(self._closers) == DEPTH_MAX:
             self._out.append("null")

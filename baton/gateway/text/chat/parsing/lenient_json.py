@@ -88,7 +88,7 @@ class ArgumentJson:
     def __init__(self) -> None:
         self._rewriter = JsonRewriter()
         self._rest = ""  # what the rewriter left to be read with more text
-        self._other: list[str] = []  # text that is no object
+        self._other: list[str] = []  # text that is not an object
         self._begun = False
 
     def push(self, text: str) -> str:

@@ -18,7 +18,7 @@ class PythonCall:
     Arguments without a name are left out.
 
     Args:
-        any_name: whether a call may have a name that is no tool's.
+        any_name: whether a call may have a name that is not a tool's.
     """
 
     def __init__(self, cursor: Cursor, out: Collector, schemas: Schemas, *, any_name: bool = False) -> None:
@@ -29,7 +29,7 @@ class PythonCall:
         self.begun = False
 
     def read(self) -> Reading[bool]:
-        """Reads the call. Returns whether it ended well. Otherwise, if it has not `begun`, it is no call."""
+        """Reads the call. Returns whether it ended well. Otherwise, if it has not `begun`, it is not a call."""
         cursor = self._cursor
         name = yield from cursor.match(NAME)
         known = self._any_name or name in self._schemas

@@ -1,4 +1,4 @@
-"""Tools that are no functions reach the model as functions, and their calls come back as the client's own items."""
+"""Tools that are not functions reach the model as functions, and their calls come back as the client's own items."""
 
 from typing import Any
 

@@ -132,7 +132,7 @@ def test_errors_are_configuration_errors() -> None:
     ("name", "why"),
     [
         ("gpt2", "is not a directory, and not a hub name without its owner; give a directory, or the whole name"),
-        ("gpt2@main", "no name of the hub without its owner"),
+        ("gpt2@main", "not a hub name without its owner"),
         ("llama.gguf", "is not a directory, and not a hub name without its owner"),
         ("/no/such/llama.gguf", "does not exist"),
         ("file", "is neither a directory nor a .gguf file; give the directory that has the model's config.json"),

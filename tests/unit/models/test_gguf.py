@@ -362,7 +362,7 @@ def test_a_file_that_ends_anywhere_is_an_error(tmp_path: Path) -> None:
 
 def test_a_pipe_is_an_error_and_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "m.gguf")
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         model_directory(tmp_path / "m.gguf")
 
 

@@ -70,7 +70,7 @@ def test_matryoshka_and_default_prompts_are_read(directory: Path) -> None:
         ("1_Pooling/config.json", {"pooling_mode": "max"}, "max"),
         ("1_Pooling/config.json", {"pooling_mode": ["mean", "cls"]}, "mean and cls"),
         ("1_Pooling/config.json", {"pooling_mode": 1}, "pooling_mode"),
-        ("modules.json", {"type": "Pooling"}, "no list of steps"),
+        ("modules.json", {"type": "Pooling"}, "not a list of steps"),
         ("modules.json", [{"type": "a.Pooling", "path": "../elsewhere"}], "outside of the checkpoint"),
         ("modules.json", [{"type": "a.Pooling", "path": "/etc"}], "outside of the checkpoint"),
         ("modules.json", [{"path": ""}], "without type"),

@@ -134,7 +134,7 @@ def test_an_answer_whose_adapter_was_replaced_ends_at_once() -> None:
     assert isinstance(served.error, NoNode)
     assert served.error.field == "revision"
     assert str(served.error.value).endswith(f"+{OLD.revision}")
-    assert "weights + adapter sql, and no node has them" in str(served.error)
+    assert "weights + adapter sql, which no node has any more" in str(served.error)
 
 
 def test_an_answer_waits_for_a_lost_node_with_its_adapter() -> None:

@@ -56,14 +56,14 @@ def up(
         str | None, typer.Option(help="Name under which clients request the model. Default: that of --model.")
     ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="gRPC port of the gateway; 0 takes a free port.")
+        int, typer.Option(min=0, max=65535, help="gRPC port of the gateway; 0 picks a free one.")
     ] = DEFAULT_PORT,
     http_port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help=f"HTTP port of the gateway; 0 takes a free port. Default: {DEFAULT_HTTP_PORT}, or a free port if it "
+            help=f"HTTP port of the gateway; 0 picks a free one. Default: {DEFAULT_HTTP_PORT}, or a free port if it "
             "is in use.",
         ),
     ] = None,

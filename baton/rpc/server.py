@@ -220,7 +220,7 @@ def _add_port(
 ) -> int:
     """Adds a port to a server and returns its number. Raises ConfigError if no server can listen there."""
     where = ListenAddress.parse(listen, field=field)
-    cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
+    cure = "the port may be in use, or the address may belong to another machine; port 0 picks a free one"
     # Checked first, because gRPC logs lines of its own about a port that it cannot have.
     if not shared and (reason := why_taken(where)) is not None:
         raise ConfigError(f"cannot listen on {listen}: {reason}", field=field, value=listen, cure=cure)

@@ -33,7 +33,7 @@ def bind(listen: str, *, field: str, shared: bool = False, backlog: int = _BACKL
         bound.listen(backlog)  # at once, so that no other process can take the port
     except OSError as error:
         bound.close()
-        cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
+        cure = "the port may be in use, or the address may belong to another machine; port 0 picks a free one"
         message = f"cannot listen on {listen}: {error.strerror or error}"
         raise ConfigError(message, field=field, value=listen, allowed=("host:port", "off"), cure=cure) from None
     bound.setblocking(False)

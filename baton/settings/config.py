@@ -44,7 +44,7 @@ class ProcessSettings(BaseSettings):
         env_prefix="BATON_", frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
     )
 
-    listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 takes a free port")
+    listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 picks a free one")
     advertise: str | None = Field(
         None,
         description="host:port that other processes connect to; an IPv6 address needs no brackets here; default: the "
@@ -53,7 +53,8 @@ class ProcessSettings(BaseSettings):
     name: str | None = Field(None, description="name in receipts, logs and status; default: made from role and address")
     insecure: bool = Field(
         False,
-        description="serve other machines without TLS: anyone who reaches the ports can read and change everything",
+        description="accept connections from other machines without TLS: anyone who reaches the ports can read and "
+        "change everything",
     )
     health_listen: str = Field(
         "off",
@@ -62,8 +63,9 @@ class ProcessSettings(BaseSettings):
     )
     metrics_listen: str = Field(
         "127.0.0.1:0",
-        description="host:port of a plain HTTP server that has only /metrics, for Prometheus; port 0 takes a free "
-        "port; off: none. Anyone who reaches it sees metrics and names of nodes, but no prompts, outputs or keys",
+        description="host:port of a plain HTTP server that has only /metrics, for Prometheus; port 0 picks a free "
+        "one; off: none. Anyone who reaches it sees metrics and names of nodes, but no prompts, outputs "
+        "or keys",
     )
     drain_grace_s: float = Field(
         30.0,
@@ -75,7 +77,7 @@ class ProcessSettings(BaseSettings):
         "info", description="lowest level that is logged to stderr"
     )
     log_format: Literal["text", "json"] = Field(
-        "text", description="text: one line a record; json: one JSON object a record"
+        "text", description="text: one line per record; json: one JSON object per record"
     )
     ready_file: Path | None = Field(
         None,

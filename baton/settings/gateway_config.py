@@ -27,9 +27,10 @@ class GatewaySettings(CommonSettings):
     decode: str = Field("", description="decode nodes, in the same form")
     local_policy: LocalPolicy = Field(
         LocalPolicy.ELASTIC,
-        description="where prompts are prefilled. strict: on prefill nodes only; prefer: on prefill nodes, except for "
-        "short prompts, and those that no prefill node can take; local: on decode nodes; elastic: as prefer, but where "
-        "the request's TTFT and TPOT are met at least cost: on a prefill node, a decode node, or in two parts",
+        description="where prompts are prefilled. strict: on prefill nodes only; prefer: on prefill nodes, except "
+        "for short prompts and when no prefill node is available; local: on decode nodes; elastic: as "
+        "prefer, but wherever the request's TTFT and TPOT are met at the lowest cost: on a prefill node, "
+        "a decode node, or in two parts",
     )
     model_name: str | None = Field(
         None, description="name of the model for clients; default: the model directory's name"
@@ -43,7 +44,7 @@ class GatewaySettings(CommonSettings):
     )
     http_listen: str = Field(
         "127.0.0.1:0",
-        description="host:port of the HTTP server (OpenAI, Anthropic); port 0 takes a free port; off: none",
+        description="host:port of the HTTP server (OpenAI, Anthropic); port 0 picks a free one; off: none",
     )
     cors_origins: str = Field(
         "",
@@ -52,7 +53,7 @@ class GatewaySettings(CommonSettings):
     )
     unknown_fields: Literal["refuse", "warn"] = Field(
         "refuse",
-        description="what happens to fields of HTTP bodies that Baton does not know. refuse: the request is refused; "
+        description="what to do with unknown fields of HTTP bodies. refuse: the request is refused; "
         "warn: it is served without them, and headers x-baton-warning name them",
     )
     client_tls_cert: Path | None = Field(
@@ -87,7 +88,7 @@ class GatewaySettings(CommonSettings):
         "minute while the other could spare one; the last node of a role never switches",
     )
     request_timeout_s: float = Field(
-        600.0, ge=DURATION_S_MIN, le=SECONDS_MAX, description="deadline of a request whose client gives none"
+        600.0, ge=DURATION_S_MIN, le=SECONDS_MAX, description="deadline of requests that state none"
     )
     max_queue_s: float = Field(
         10.0,
@@ -105,14 +106,14 @@ class GatewaySettings(CommonSettings):
         None,
         ge=DURATION_S_MIN,
         le=1e3 * SECONDS_MAX,
-        description="mean time per further token that requests expect if they state none; default: no bound",
+        description="TPOT (mean time per token after the first) that requests expect if they state none; default: no "
+        "bound",
     )
     gap_factor: float = Field(
         DEFAULT_OBJECTIVE.gap_factor,
         ge=1.05,
         le=100,
-        description="how many times as long prompts may make a step with a stream's next token, for requests without "
-        "a TPOT",
+        description="how many times as long prompts may make a decode step, for requests without a TPOT",
     )
     ttft_factor: float = Field(
         DEFAULT_OBJECTIVE.ttft_factor,
@@ -132,7 +133,7 @@ class GatewaySettings(CommonSettings):
         description="memory for answers of /v1/responses, so that previous_response_id continues them; all workers "
         "together; 0: none is stored",
     )
-    access_log: bool = Field(False, description="log one line with measurements for each request that has ended")
+    access_log: bool = Field(False, description="log one line with measurements for each finished request")
     workers: int | None = Field(
         None,
         ge=1,
@@ -143,7 +144,7 @@ class GatewaySettings(CommonSettings):
         "suffice, so 1 without GPUs",
     )
     max_concurrent_requests: int = Field(
-        1024, ge=1, le=COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
+        1024, ge=1, le=COUNT_MAX, description="maximum concurrent requests; further ones are refused with a retry hint"
     )
 
     http_body_mib: float = internal(32.0, "largest body of an HTTP request, and largest gRPC message")

@@ -128,7 +128,7 @@ class NodeSettings(CommonSettings):
         None,
         ge=1,
         le=COUNT_MAX,
-        description="most tokens in one engine step; longer prompts are cut into chunks; default: "
+        description="maximum tokens in one engine step; longer prompts are split into chunks; default: "
         f"{CPU_BATCH_TOKENS} on a CPU; on a GPU, by a profile at start, the smallest fast size whose steps take at "
         "most 150 ms on a prefill node, and 50 ms next to 32 decodes on a decode node",
     )
@@ -136,12 +136,12 @@ class NodeSettings(CommonSettings):
         None,
         ge=1,
         le=_SEATS_MAX,
-        description=f"most requests in one engine step; default: {CPU_BATCH_REQUESTS} on a CPU; on a GPU, "
+        description=f"maximum requests in one engine step; default: {CPU_BATCH_REQUESTS} on a CPU; on a GPU, "
         f"{GPU_BATCH_REQUESTS}, or {SMALL_GPU_BATCH_REQUESTS} with a small cache, or {GPU_PREFILL_REQUESTS} on a "
         "prefill node that only computes prompts",
     )
     cuda_graphs: bool = Field(True, description="on a GPU, capture steps as CUDA graphs")
-    batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
+    batch_invariant: bool = Field(False, description="make logits bit-identical alone and in any batch; slower")
     speculation: Literal["off", "text", "auto", "always"] = Field(
         "auto",
         description="propose draft tokens and verify several of them in one step, where measured step times say that "
@@ -161,7 +161,7 @@ class NodeSettings(CommonSettings):
         description="longest prompt plus output; default: the model's limit. With LongRoPE, a number above the model's "
         "original context must be given to every node and gateway",
     )
-    prefix_cache: bool = Field(True, description="reuse the KV of prefixes that earlier prompts had")
+    prefix_cache: bool = Field(True, description="reuse the KV of prefixes shared with earlier requests")
     host_cache_gib: float = Field(
         0.0,
         ge=0,
@@ -171,14 +171,15 @@ class NodeSettings(CommonSettings):
     )
     file_cache_dir: Path | None = Field(
         None,
-        description="directory in which KV is kept too, so that it outlives the node; several nodes of one host may "
+        description="directory in which KV is also kept, so that it survives a restart of the node; several nodes of "
+        "one host may "
         "share it; whoever can write there can change what requests read. Needs host_cache_gib",
     )
     file_cache_gib: float = Field(
         16.0,
         ge=_FILE_CACHE_GIB_MIN,
         le=_FILE_CACHE_GIB_MAX,
-        description="most disk space that this node's files in file_cache_dir may take, for each rank",
+        description="maximum disk space that this node's files in file_cache_dir may take, for each rank",
     )
     kv_store: str | None = Field(
         None,
@@ -204,7 +205,7 @@ class NodeSettings(CommonSettings):
     )
     transport: str = Field(
         "ucx",
-        description="what carries KV: ucx; loopback, only inside one process; or the name of a plug-in",
+        description="transport for KV: ucx; loopback, only inside one process; or the name of a plug-in",
     )
     segment_mib: float | None = Field(
         None,
@@ -217,8 +218,8 @@ class NodeSettings(CommonSettings):
         0.0,
         ge=0,
         le=RATE_MAX,
-        description="slowest link to a peer that is accepted, in GB/s as measured when the pair connects; a pair with "
-        "a slower link is refused; 0: any link",
+        description="minimum speed of the link to a peer, in GB/s as measured when the pair connects; a pair with a "
+        "slower link is refused; 0: any link",
     )
     topology: str = Field(
         "",
@@ -353,7 +354,8 @@ class DecodeSettings(NodeSettings):
         None,
         ge=RATE_MIN,
         le=RATE_MAX,
-        description="most KV received from all prefill nodes together, in GB/s; senders wait; default: no limit",
+        description="maximum rate of KV received from all prefill nodes together, in GB/s; senders wait; default: no "
+        "limit",
     )
     kv_convert_from: str = Field(
         "",

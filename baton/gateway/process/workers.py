@@ -226,7 +226,7 @@ def _reserve(listen: str, field: str) -> socket.socket:
             reason = (error.strerror or str(error)).lower()
         else:
             return reserved
-    cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
+    cure = "the port may be in use, or the address may belong to another machine; port 0 picks a free one"
     raise ConfigError(f"cannot listen on {listen}: {reason}", field=field, value=listen, cure=cure)
 
 

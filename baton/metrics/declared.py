@@ -107,16 +107,17 @@ METRICS: tuple[Metric, ...] = (
            (*ALL, *PICKER)),
     # ---- how full
     Metric("baton_num_requests_running", G, "requests",
-           "Requests that run: at a gateway, outputs on nodes or on their way; on a node, those in engine steps", ALL),
+           "Running requests: at a gateway, outputs on nodes or on their way; on a node, requests in engine "
+           "steps", ALL),
     Metric("baton_num_requests_waiting", G, "requests",
-           "Requests that wait: at a gateway for their turn, on a node for blocks or a seat", ALL),
+           "Waiting requests: at a gateway for their turn, on a node for blocks or a seat", ALL),
     Metric("baton_prefill_backlog_seconds", G, "seconds",
            "Predicted time to compute all prompt tokens that wait on the node; 0 while step costs are unknown. The "
            "signal to scale prefill nodes on", NODES),
     Metric("baton_prefill_backlog_tokens", G, "tokens",
            "Prompt tokens that wait to be computed", NODES),
     Metric("baton_kv_cache_usage_perc", G, "ratio",
-           "Share of KV blocks that requests hold; 1 means all. Blocks that only the prefix cache keeps count as free",
+           "Share of KV blocks held by requests; 1 means all. Blocks held only by the prefix cache count as free",
            NODES),
     Metric("baton_kv_blocks", G, "blocks",
            "KV blocks of the node", NODES),
@@ -125,18 +126,19 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_kv_blocks_leased", G, "blocks",
            "KV blocks of requests whose KV is being received, or was computed and waits for release", NODES),
     Metric("baton_kv_blocks_leaked", G, "blocks",
-           "Leaked KV blocks, which no known request holds. Above 0 for longer than a scrape is a defect: restart the "
+           "Leaked KV blocks, held by no known request. Above 0 for longer than a scrape is a defect: restart the "
            "node and report it", NODES),
     Metric("baton_kv_leases", G, "leases",
            "Leases, which wait for the KV of prompts, by state", DECODE, (_PHASE,)),
     Metric("baton_decode_rows", G, "requests",
-           "Requests that decode", NODES),
+           "Decoding requests", NODES),
     Metric("baton_decode_context_tokens", G, "tokens",
            "Sum of the contexts of all decoding requests: keys that one token of each reads", NODES),
     # ---- requests at the gateway
     Metric("baton_requests_total", C, "requests",
-           "Clients' requests that ended, by outcome. client_error: the client's own mistake; cancelled: it left or "
-           "aborted; refused: they did not run for lack of room; failed: the cluster's fault", GATEWAY, (_OUTCOME,)),
+           "Clients' requests that ended, by outcome. client_error: the request was wrong; "
+           "cancelled: the client disconnected or aborted; refused: no capacity; failed: a "
+           "fault of the cluster", GATEWAY, (_OUTCOME,)),
     Metric("baton_request_errors_total", C, "requests",
            "Requests that ended with an error, by its reason", GATEWAY, (_REASON,)),
     Metric("baton_http_errors_total", C, "requests",
@@ -154,7 +156,7 @@ METRICS: tuple[Metric, ...] = (
            "Outputs by where their prompt was computed. local: on their decode node; split: in two parts",
            GATEWAY, (_PATH,)),
     Metric("baton_output_retries_total", C, "attempts",
-           "Attempts that failed and were followed by another one, by the node that failed and why",
+           "Failed attempts that were retried, by node and reason",
            GATEWAY, (_STAGE, _RETRY_REASON)),
     Metric("baton_output_fallbacks_total", C, "outputs",
            "Outputs whose prompt was computed on the decode node because prefill nodes had failed, by the last "
@@ -168,18 +170,18 @@ METRICS: tuple[Metric, ...] = (
            "1 for each node that the gateway reaches; the labels name what runs there",
            GATEWAY, (_NODE, _ROLE_OF_NODE, _VERSION, _REVISION, _REVISION_NAME)),
     Metric("baton_serving_versions", G, "versions",
-           "Versions of Baton that serve at once: of the nodes that work on requests, and this gateway's. Above 1 "
-           "during an upgrade", GATEWAY),
+           "Versions of Baton that serve at the same time: of the nodes that work on requests, and this gateway's. "
+           "Above 1 during an upgrade", GATEWAY),
     Metric("baton_serving_revisions", G, "revisions",
-           "Revisions of the weights that serve at once. Above 1 while one takes the place of another", GATEWAY),
+           "Revisions of the weights that serve at the same time. Above 1 while one replaces another", GATEWAY),
     Metric("baton_workers", G, "processes",
            "Processes of this gateway (`--workers`); every metric is the sum of all", GATEWAY),
     Metric("baton_worker_busy_ratio", G, "",
            "Share of the last 10 s in which the event loop of one process of this gateway worked. Near 1, its tokens "
            "wait for it", GATEWAY, (_WORKER,)),
     Metric("baton_generation_tokens_merged_total", C, "tokens",
-           "Tokens that were sent in a message with an earlier one, by who was behind. gateway: this process had too "
-           "much work; more `--workers` or gateways help", GATEWAY, (_BEHIND,)),
+           "Tokens that were merged into a message with an earlier one, by who was behind. gateway: this process had "
+           "too much work; more `--workers` or gateways help", GATEWAY, (_BEHIND,)),
     Metric("baton_ready", G, "",
            "1 if new requests can be served: the nodes for them are there, and the gateway does not drain", GATEWAY),
     # ---- endpoint picker
@@ -195,14 +197,14 @@ METRICS: tuple[Metric, ...] = (
            "Gateways that were found, by state", PICKER, (_GATEWAY_STATE,)),
     # ---- tokens
     Metric("baton_prompt_tokens_total", C, "tokens",
-           "Prompt tokens: at a gateway of outputs that have begun, on a node those computed there", ALL),
+           "Prompt tokens: at a gateway, of outputs that have begun; on a node, those computed there", ALL),
     Metric("baton_generation_tokens_total", C, "tokens",
-           "Tokens generated: at a gateway those passed on to clients, on a node those sampled there", ALL),
+           "Generated tokens: at a gateway, those sent to clients; on a node, those sampled there", ALL),
     Metric("baton_prefix_cache_queries_total", C, "tokens",
-           "Tokens looked up in the node's prefix cache, once for each time that a request gets blocks",
+           "Tokens looked up in the node's prefix cache, each time a request gets blocks",
            NODES, (_TIER,)),
     Metric("baton_prefix_cache_hits_total", C, "tokens",
-           "Tokens whose KV the prefix cache had", NODES, (_TIER,)),
+           "Tokens found in the node's prefix cache", NODES, (_TIER,)),
     Metric("baton_kv_store_bytes", G, "bytes",
            "KV that the node keeps outside of its cache; 0 for a store that the whole cluster shares",
            NODES, (_STORE,)),
@@ -247,7 +249,7 @@ METRICS: tuple[Metric, ...] = (
     # ---- role
     Metric("baton_role_switches_total", C, "switches",
            "Requested switches of the node's role, by outcome. refused: it kept its role, because its "
-           "settings, its certificate or a cool-down require it; given_up: the process began to end while it drained",
+           "settings, its certificate or a cool-down require it; given_up: the process was shut down meanwhile",
            NODES, (_SWITCH_OUTCOME,)),
     # ---- engine
     Metric("baton_engine_step_time_seconds", H, "seconds",
@@ -265,7 +267,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_engine_refused_late_total", C, "requests",
            "Requests that the engine refused because they could not meet their deadline", NODES),
     Metric("baton_num_preemptions_total", C, "preemptions",
-           "How often a request gave its blocks back to be computed again", NODES),
+           "Preemptions: requests that lost their blocks and must be recomputed", NODES),
     Metric("baton_spec_decode_num_draft_tokens_total", C, "tokens",
            "Draft tokens that a step verified", NODES),
     Metric("baton_spec_decode_num_accepted_tokens_total", C, "tokens",
@@ -285,12 +287,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_kv_segments_converted_total", C, "segments",
            "Segments sent in another dtype than the cache's", NODES),
     Metric("baton_kv_segments_refused_total", C, "segments",
-           "Segments received and not written. digest: damaged on its way; late: its lease had ended",
+           "Segments received and not written. digest: corrupted in transit; late: its lease had ended",
            NODES, (_SEGMENT,)),
     Metric("baton_kv_transfer_time_seconds", H, "seconds",
            "From a lease's first segment to its last", DECODE, (), _SLOW_S),
     Metric("baton_link_info", G, "",
-           "1; the labels name what carries the pair's KV now", NODES, (_PEER, _TRANSPORT)),
+           "1; the labels name the transport of the pair", NODES, (_PEER, _TRANSPORT)),
     Metric("baton_link_bandwidth_bytes_per_second", G, "bytes per second",
            "Speed of the pair's link as measured when the pair was made", NODES, (_PEER,)),
     Metric("baton_link_latency_seconds", G, "seconds",

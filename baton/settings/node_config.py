@@ -172,8 +172,7 @@ class NodeSettings(CommonSettings):
     file_cache_dir: Path | None = Field(
         None,
         description="directory in which KV is also kept, so that it survives a restart of the node; several nodes of "
-        "one host may "
-        "share it; whoever can write there can change what requests read. Needs host_cache_gib",
+        "one host may share it; whoever can write there can change what requests read. Needs host_cache_gib",
     )
     file_cache_gib: float = Field(
         16.0,

@@ -14,7 +14,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class BlockQueue:
-    """The requests that wait for blocks, by engine id. Only the first one may reserve.
+    """The queue of requests that wait for blocks, by engine id. Only the first one may reserve.
 
     A request that needs many blocks holds up all requests after it, and new requests may go before waiting ones, until
     the `max_queue_s` of those is over.
@@ -65,5 +65,5 @@ class BlockQueue:
 
 
 def no_room(max_queue_s: float) -> Overloaded:
-    """The error of a request that found no blocks within `max_queue_s`."""
+    """The error of a request that got no blocks within `max_queue_s`."""
     return Overloaded(f"no room within {max_queue_s:g} s", retry_after_s=_RETRY_AFTER_S)

@@ -107,14 +107,14 @@ class DecodeTask:
     # ---- waiting for blocks
 
     def reserve(self) -> list[Command]:
-        """Reserves blocks, because it is this request's turn. Does nothing while an earlier attempt is unanswered."""
+        """Reserves blocks at this request's turn. Does nothing while an earlier attempt is unanswered."""
         if self._reserving:
             return []
         self._reserving = True
         return [Reserve(self._request, self._split_tokens)]
 
     def reserved(self, reservation: Reservation, now_s: float) -> list[Command]:
-        """The engine holds the blocks of a new request, or of one that continues after another node's tokens."""
+        """Handles a reservation, for a new request or one that continues after another node's tokens."""
         self._reserving = False
         self._reservation = reservation
         match self.phase:
@@ -129,7 +129,7 @@ class DecodeTask:
         return []
 
     def refused(self, error: BatonError) -> list[Command]:
-        """The engine has refused the last command."""
+        """Handles the engine's refusal of the last command."""
         was_reserving, self._reserving = self._reserving, False
         if self.phase is DecodePhase.ENDING:
             return self._give_back() if was_reserving else []
@@ -138,7 +138,7 @@ class DecodeTask:
         return self.fail(error)
 
     def _local_prefill_reason(self, reservation: Reservation) -> str:
-        """Why this node should prefill the request itself; empty when a prefill node should."""
+        """The reason to prefill the request on this node; empty if a prefill node should."""
         if self._requested_local_reason or self._policy == pb.LOCAL_POLICY_STRICT:
             return self._requested_local_reason
         cached = self._skipped_tokens(reservation)
@@ -159,7 +159,7 @@ class DecodeTask:
         return [OpenLease(self._offer.grant())]
 
     def lease_opened(self, now_s: float) -> list[Command]:
-        """Every rank accepts KV for the lease, so the gateway gets its ticket."""
+        """Sends the gateway its ticket, now that every rank accepts KV for the lease."""
         if self.phase is DecodePhase.ENDING:
             return [self._close()]
         self._enter(DecodePhase.FILLING, deadline_s=now_s + self._rules.lease_s)
@@ -221,7 +221,7 @@ class DecodeTask:
         return [self._close()]
 
     def lease_closed(self, totals: LeaseTotals, now_s: float) -> list[Command]:
-        """Nothing is written to the blocks any more, so they may be used as decided."""
+        """Uses the blocks as decided, now that nothing writes to them any more."""
         self.lease = None
         if self.phase is DecodePhase.ENDING:
             return self._give_back()
@@ -246,7 +246,7 @@ class DecodeTask:
         raise AssertionError(f"lease {totals.number} was closed without a decision")
 
     def lease_failed(self, error: BatonError) -> list[Command]:
-        """The transfer could not open or close the lease.
+        """Handles a failure of the transfer to open or close the lease.
 
         A lease that failed to open may be open on some ranks, so it is closed. One that failed to close is gone.
         """
@@ -283,7 +283,7 @@ class DecodeTask:
         return PrefillHere(self.engine_id, self._request.output, self._offer.token_stop, sent.has_draft)
 
     def chunk_computed(self, chunk: ChunkComputed, now_s: float) -> None:
-        """The engine has computed a part of the prompt, before the first token."""
+        """Records that the engine has computed a part of the prompt, before the first token."""
         if self.prefill_started_s is not None:
             self.times.trace_chunk(chunk, now_s)
 
@@ -292,15 +292,15 @@ class DecodeTask:
         return 0 if self._request.scores_prompt else reservation.skipped_tokens
 
     def admitted(self, finish_reason: FinishReason | None) -> list[Command]:
-        """The request decodes, unless its first token was also its last one."""
+        """Starts decoding, unless the first token was also the last one."""
         return [] if finish_reason is None else self.finished()
 
     def finished(self) -> list[Command]:
-        """The last token has been sent."""
+        """Ends the request after its last token was sent."""
         return self._end() if self.phase is DecodePhase.DECODING else []
 
     def engine_failed(self, error: BatonError) -> list[Command]:
-        """The engine has failed the request. A request that waits for its KV fails at `Admit`, which is refused."""
+        """Handles a failure in the engine. A request that is waiting for its KV fails at `Admit`, which is refused."""
         return self.fail(error) if self.phase is DecodePhase.DECODING else []
 
     # ---- the end
@@ -313,7 +313,7 @@ class DecodeTask:
         return self.times.deadline_s
 
     def time_passed(self, now_s: float) -> list[Command]:
-        """The request's deadline has come."""
+        """Ends the request at its deadline."""
         if self.times.budget_is_over(now_s):
             return self.fail(DeadlineExceeded(f"the request's budget of {self.times.budget_s:g} s is over"))
         if self.phase is DecodePhase.WAITING:
@@ -351,7 +351,7 @@ class DecodeTask:
         return [] if self._reserving else [Abort(self.engine_id)]
 
     def aborted(self) -> list[Command]:
-        """The engine holds nothing for the request: nothing is left to give back."""
+        """Records that the engine holds nothing for the request any more."""
         if self.phase is not DecodePhase.ENDING:
             return []
         self._enter(DecodePhase.OVER)

@@ -121,21 +121,21 @@ class DecodeDriver:
             self._idle.set()
 
     def room_freed(self) -> None:
-        """Blocks are free that none of this driver's requests had."""
+        """Notes that blocks are free which none of this driver's requests held."""
         self.deliver(RoomFreed())
 
     def stop_admission(self) -> None:
         self.deliver(DrainStarted())
 
     async def close(self) -> None:
-        """Ends what still runs and every stream; returns when nothing is held."""
+        """Ends all requests and streams; returns when nothing is held any more."""
         self._idle.clear()
         self.deliver(Closing())
         await self._idle.wait()
         self.peers.close()
 
     def pair_refused(self) -> pb.PairRefused:
-        """A prefill node's refusal of another prefill node that takes it for a decode node."""
+        """The refusal by a prefill node of a peer that mistakes it for a decode node."""
         cure = "pair prefill nodes with decode nodes"
         mismatch = node_status_pb2.Mismatch(field="role", ours="prefill", theirs="prefill", cure=cure)
         return pb.PairRefused(info=self._node_info, mismatches=[mismatch])

@@ -154,7 +154,7 @@ class SegmentRefused:
 
 @dataclass(frozen=True)
 class RoomFreed:
-    """Blocks are free that no request of the machine had: copies between the cache and stores have ended, or, on a
+    """Blocks were freed that no request of the machine held: copies between the cache and stores have ended or, on a
     prefill node that also decodes, a call of its Prefill service."""
 
 

@@ -1,7 +1,7 @@
 """Decides which tokens of a prompt the decode node prefills itself. Pure.
 
-All of them, if the gateway wants it or the node's decoding requests hardly slow down; those after the first part of a
-split prompt; or none.
+That is the whole prompt, if the gateway asks for it or it hardly slows down the node's decoding requests; the second
+part of a split prompt; or nothing.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ UNKNOWN = Streams(costs=None, rows=0, keys=0, step_tokens=0)
 
 
 def local_prefill_reason(tokens: int | None, uncached: int, cached: int, *, streams: Streams) -> str:
-    """Why the node prefills `uncached` tokens after `cached` ones itself; empty if a prefill node should.
+    """The reason to prefill `uncached` tokens after `cached` ones on this node; empty if a prefill node should.
 
     Args:
         tokens: the operator's threshold; None: costs decide.
@@ -66,7 +66,7 @@ def _by_costs(costs: StepCosts, uncached: int, cached: int, streams: Streams) ->
 
 
 def requested_local_reason(submit: pb.SubmitRequest) -> str:
-    """Why the gateway wants the prompt computed on this node, whatever is cached; empty if it does not."""
+    """The gateway's reason to compute the prompt on this node, whatever is cached; empty if it has none."""
     if submit.policy == pb.LOCAL_POLICY_STRICT:
         return ""
     if submit.policy == pb.LOCAL_POLICY_LOCAL:

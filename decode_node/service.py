@@ -49,7 +49,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     # ---- the role
 
     def room_freed(self) -> None:
-        """Another request of the same engine has given its blocks back."""
+        """Notes that another request of the same engine has freed its blocks."""
         self._driver.room_freed()
 
     @property

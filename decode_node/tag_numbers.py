@@ -1,4 +1,4 @@
-"""Draws the numbers of senders and leases, which KV messages carry in their tags. Pure, except for its randomness."""
+"""Assigns the sender and lease numbers that KV messages carry in their tags. Pure, except for its randomness."""
 
 import secrets
 from collections.abc import Callable, Iterator

@@ -15,7 +15,7 @@ from kvtransfer.plan import WirePlan
 
 @dataclass(frozen=True)
 class KVConversion:
-    """How KV changes on its way into the receiver's cache.
+    """The conversion of KV on its way into the receiver's cache.
 
     Attributes:
         scales: the scales of a receiver's 8-bit cache: for each layer one for keys and one for values, or one for
@@ -28,7 +28,7 @@ class KVConversion:
 
 
 def conversion_of(plan: WirePlan, scales: Sequence[float]) -> KVConversion | None:
-    """How a sender converts KV under a plan. Returns None if it sends its own dtype.
+    """The conversion that a sender applies under a plan; None if it sends its own dtype.
 
     Args:
         scales: the scales of the receiver's cache, as the receiver sent them.

@@ -1,4 +1,4 @@
-"""Knows which cells of a lease have been claimed: (layer, token, head), each at most once. Pure; no torch."""
+"""Tracks which cells (layer, token, head) of a lease have been claimed, each at most once. Pure; no torch."""
 
 from dataclasses import dataclass, replace
 

@@ -87,7 +87,7 @@ class LeaseTotals:
 
 @dataclass(frozen=True)
 class ScatterDone:
-    """What the end of a scatter completed: the filling of the lease, its closing, or neither."""
+    """The result of a finished scatter: it filled the lease, closed it, or neither."""
 
     filled: LeaseTotals | None = None
     closed: LeaseTotals | None = None
@@ -163,7 +163,7 @@ class LeaseTable:
     def arrival(
         self, tag: Tag, now_s: float, *, group: int | None = None, incarnation: int = 0
     ) -> SegmentRefusal | None:
-        """Why a message with that tag gets no memory. Returns None if it may get memory.
+        """The reason to refuse memory to a message with that tag; None if it may get memory.
 
         Claims nothing, because anybody may have sent the message.
 
@@ -202,7 +202,7 @@ class LeaseTable:
     def start_scatter(
         self, tag: Tag, segment: Segment, *, group: int | None = None, has_draft: bool = True
     ) -> SegmentRefusal | None:
-        """Why a received segment may not be scattered. Returns None if it may, and claims its cells.
+        """The reason not to scatter a received segment; None if it may be scattered, which claims its cells.
 
         The caller then scatters it and always calls `finish_scatter` afterwards. The first segment binds the lease to
         its sender's group.

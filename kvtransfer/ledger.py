@@ -76,7 +76,7 @@ class Ledger:
             self.converted += self.peers[peer].converter is not None
 
     def fair_share(self, slots: int) -> int:
-        """How many staging slots one peer may hold, so that one that stalls leaves room for the others."""
+        """Maximum number of staging slots for one peer, so that a stalled peer leaves room for the others."""
         pairs = sum(not is_pull_link(peer) for peer in self.peers)  # pulls need no slots
         return slots if pairs <= 1 else max(1, slots // 2)
 

@@ -1,4 +1,4 @@
-"""What one Prefill call sends: computed KV that is not sent yet, the job that is under way, and what was sent. Pure.
+"""Tracks the KV that one Prefill call sends: computed but unsent, in flight, and sent. Pure.
 
 It does not know why the call computes or ends.
 """

@@ -183,7 +183,7 @@ METRICS: tuple[Metric, ...] = (
            "Tokens that were merged into a message with an earlier one, by who was behind. gateway: this process had "
            "too much work; more `--workers` or gateways help", GATEWAY, (_BEHIND,)),
     Metric("baton_ready", G, "",
-           "1 if new requests can be served: the nodes for them are there, and the gateway does not drain", GATEWAY),
+           "1 if new requests can be served: the nodes for them are there, and the gateway is not draining", GATEWAY),
     # ---- endpoint picker
     Metric("baton_picker_picks_total", C, "requests",
            "Requests of the proxy, by what the picker answered. no_gateway: none that was allowed is ready; shed: "

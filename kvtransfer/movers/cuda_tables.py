@@ -24,8 +24,8 @@ _AT_ONCE = 4
 
 
 def open_copy() -> Copy:
-    """The driver's own call. Through torch the same copy takes four times as much host time, and a segment has one or
-    two on either side. This process must have used a GPU before."""
+    """Copies through the driver. The same copy through torch takes four times as much host time, and a segment has one
+    or two on either side. This process must have used a GPU before."""
     # PyDLL keeps the GIL: the call only queues, and a thread that releases the GIL may wait milliseconds for it.
     call = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
     call.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)

@@ -1,8 +1,7 @@
-"""What the processes of one gateway have sent to each node, and what they have learned from it, in memory that all of
-them share.
+"""Shared memory in which the processes of one gateway record what each has sent to each node, and what they learned.
 
-A node's status tells a process what the node had when it sent the status. A process knows what it has sent since then;
-from here it knows what the others have sent, so that two of them do not choose the same idle node.
+A node's status shows what the node had when it sent the status. A process knows what it has sent itself since then, and
+learns here what the others have sent, so that two processes do not choose the same idle node.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ _COLUMNS = 3  # of each process
 
 
 class SentWork(NamedTuple):
-    """What was sent to a node since the start of the gateway.
+    """Totals of the work sent to a node since the start of the gateway.
 
     Attributes:
         tokens: tokens of the requests, without those that the node had cached.
@@ -34,7 +33,7 @@ NOTHING = SentWork(0, 0, 0)
 
 
 class NodeSends:
-    """What was sent to one node. Each process writes only its own numbers, and the version.
+    """The work sent to one node. Each process writes only its own numbers, and the version.
 
     Args:
         numbers: what was learned, then the version, then the numbers of each process.
@@ -66,7 +65,7 @@ class NodeSends:
         self._numbers[0] += 1
 
     def by_others(self) -> SentWork:
-        """What all other processes have sent."""
+        """Totals of all other processes."""
         numbers, own = self._numbers.tolist(), self._own
         return SentWork(*(sum(numbers[1 + column :: _COLUMNS]) - numbers[own + column] for column in range(_COLUMNS)))
 

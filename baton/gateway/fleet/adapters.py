@@ -1,4 +1,4 @@
-"""Which adapters the nodes have, and which revision of each serves new requests. Pure."""
+"""Finds the adapters that the nodes have, and the revision of each that serves new requests. Pure."""
 
 from collections.abc import Iterable
 

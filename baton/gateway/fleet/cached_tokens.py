@@ -1,4 +1,4 @@
-"""How much of one prompt each node has cached, and which node others would pull it from. Pure."""
+"""Looks up how much of one prompt each node has cached, and from which node others would pull it. Pure."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,6 +1,6 @@
-"""What a node's status says, in the terms of this gateway. Pure, and knows nothing but the status.
+"""Converts a node's status to the gateway's own types. Pure.
 
-A node may report nonsense: its numbers are checked here.
+Nodes may report nonsense, so numbers are checked here.
 """
 
 import math
@@ -33,7 +33,7 @@ def refuses_for_good(peer: node_status_pb2.PeerState) -> bool:
 
 
 def load_of(status: node_status_pb2.NodeStatus) -> tuple[object, ...]:
-    """What a status says about the node's load; equal if the load is."""
+    """The load that a status reports, for comparison with that of another status."""
     work = status.requests_running, status.requests_waiting, status.tokens_waiting, status.requests_total
     return status.info.incarnation, *work, status.decode_rows, status.blocks_free, list(status.blocks_open)
 
@@ -44,7 +44,7 @@ def has_requests(status: node_status_pb2.NodeStatus) -> bool:
 
 
 def kept_kind(status: node_status_pb2.NodeStatus) -> tuple[object, ...] | None:
-    """What nodes must have in common to pull KV from each other; None: the node pulls and sends none."""
+    """The key that must be equal for two nodes to pull KV from each other; None: the node does not pull or send."""
     info = status.info
     if not status.stores:
         return None
@@ -56,7 +56,7 @@ def kept_kind(status: node_status_pb2.NodeStatus) -> tuple[object, ...] | None:
 
 
 def shared_store(status: node_status_pb2.NodeStatus) -> bytes:
-    """What nodes must have in common to read each other's KV in one store; empty: the node shares none."""
+    """The key that must be equal for two nodes to read each other's KV in one store; empty: the node shares none."""
     return next((store.shared for store in status.stores if store.shared), b"")
 
 
@@ -106,14 +106,14 @@ def to_view(
 
 
 def _pace(status: node_status_pb2.NodeStatus) -> DecodePace | None:
-    """What guesses make of the node's decode steps; None: it guesses nothing, or reports nonsense."""
+    """The effect of draft tokens on the node's decode steps; None: no speculation, or the report is nonsense."""
     reported = status.guessed_step_ratio, status.guessed_step_tokens, status.guessed_prompt_step_ratio
     pace = DecodePace(*map(seconds_of, reported))
     return pace if min(pace) > 0.0 and max(pace) <= _PACE_MAX and pace.tokens >= 1.0 else None
 
 
 def _pull_costs(status: node_status_pb2.NodeStatus) -> PullCosts | None:
-    """What pulls of KV cost the node; None: it has measured none, or reports nonsense."""
+    """The measured cost of the node's KV pulls; None: none measured, or the report is nonsense."""
     fixed_s, byte_s = seconds_of(status.kv_pull_fixed_s), seconds_of(status.kv_pull_byte_s)
     return PullCosts(fixed_s, byte_s) if byte_s else None
 

@@ -62,7 +62,7 @@ class NodeView:
     backlog_s: float = 0.0  # predicted time for all waiting prompt tokens
     decode_rows: int = 0
     context_tokens: int = 0  # keys that one token of every decoding request reads, in all
-    pace: DecodePace | None = None  # of its decode steps with guessed tokens; None: it guesses nothing
+    pace: DecodePace | None = None  # of its decode steps with draft tokens; None: no speculation
     max_batch_requests: int = 0  # 0: unknown
     max_batch_tokens: int = 0
     also_prefills: bool = False  # whether this is a prefill node that serves requests alone

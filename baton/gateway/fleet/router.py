@@ -71,7 +71,7 @@ class RoutedRequest:
 
 
 def decode_s(view: NodeView, wanted: RoutedRequest) -> float:
-    """Predicted time of one decode step of this node with the request as one more row and without guessed tokens;
+    """Predicted time of one decode step of this node with the request as one more row and without draft tokens;
     infinite without costs."""
     costs = view.costs
     if costs is None:
@@ -83,7 +83,7 @@ def decode_s(view: NodeView, wanted: RoutedRequest) -> float:
 
 
 def token_s(view: NodeView, wanted: RoutedRequest) -> float:
-    """Predicted time per token of the request on this node, with the tokens that the node guesses."""
+    """Predicted time per token of the request on this node, with the node's draft tokens."""
     return decode_s(view, wanted) * (1.0 if view.pace is None else wanted.token_ratio)
 
 

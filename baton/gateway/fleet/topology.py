@@ -1,4 +1,4 @@
-"""How close prefill and decode nodes are to each other, by the labels that they report. Pure.
+"""Computes how close prefill and decode nodes are to each other, by the labels that they report. Pure.
 
 A node's labels go from the widest group to the narrowest, such as zone and host. Two nodes are as close as the number
 of leading labels that are equal: equal racks in different zones are different racks.

@@ -1,5 +1,5 @@
-"""How often nodes report to a gateway: the more nodes there are, the less often each, so that a gateway's work stays
-bounded. Pure.
+"""Decides how often nodes report to a gateway: less often in larger clusters, so that the gateway's work stays bounded.
+Pure.
 """
 
 from dataclasses import dataclass

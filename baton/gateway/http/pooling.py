@@ -1,4 +1,4 @@
-"""What embeddings, rerank and score share: the fields of their bodies, the call, usage and receipts of an answer."""
+"""Code shared by embeddings, rerank and score: fields of their bodies, the call, usage and receipts of an answer."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""How busy each process of a gateway is, and how many tokens one could send a second.
+"""Measures how busy each process of a gateway is, and estimates how many tokens one could send a second.
 
-One process's event loop sends every token. While it is busy all the time, tokens wait for it and share messages, which
-cost less. A client with few connections may keep one process busy while others idle.
+A process's event loop sends every token. While it is busy all the time, tokens wait for it and are merged into fewer
+messages, which cost less. A client with few connections may keep one process busy while others are idle.
 """
 
 import time

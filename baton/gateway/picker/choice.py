@@ -42,7 +42,7 @@ class Report:
 
 @dataclass(frozen=True)
 class PickRequest:
-    """What the choice needs to know about a request.
+    """A request, with what the choice of a gateway needs.
 
     Attributes:
         key: the conversation's key; None: no gateway is preferred.
@@ -67,7 +67,7 @@ class Picked:
 
 @dataclass(eq=False)
 class _Gateway:
-    """What the picker knows about one gateway.
+    """The state of one gateway, as the picker knows it.
 
     Attributes:
         doubted_s: when a request failed to reach it; only a later report makes it ready again.

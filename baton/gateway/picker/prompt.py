@@ -27,7 +27,7 @@ _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 @dataclass(frozen=True)
 class PickedPrompt:
-    """What the choice of a gateway needs to know about a prompt.
+    """The facts about a prompt that the choice of a gateway needs.
 
     Attributes:
         key: the conversation's key; None if the body shows none.

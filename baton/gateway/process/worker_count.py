@@ -1,4 +1,4 @@
-"""How many worker processes a gateway has if no setting says it: the rule, and what it must know of the machine."""
+"""The default number of worker processes of a gateway, from the machine's cores, memory and GPUs."""
 
 import socket
 from contextlib import suppress
@@ -23,7 +23,7 @@ _WORKERS_PER_GPU = 2
 
 @dataclass(frozen=True)
 class GatewayHost:
-    """What the rule must know of the machine.
+    """The facts about the machine that decide the number of workers.
 
     Attributes:
         cores: cores that this process may use, without regard to other processes.

@@ -123,7 +123,7 @@ class RequestMachine:
 
     @property
     def path(self) -> Path:
-        """Where the prompt was prefilled, as far as it is known."""
+        """The place where the prompt was prefilled, as far as it is known."""
         return self._receipt.path
 
     @property

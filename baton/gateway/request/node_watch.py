@@ -1,4 +1,4 @@
-"""What one node reports to the gateway: its statuses and the changes of its prefix cache, on streams that are reopened.
+"""Receives one node's statuses and the changes of its prefix cache, on streams that are reopened when they break.
 
 Callbacks receive them; `baton.gateway.fleet.fleet` keeps the node's state.
 """

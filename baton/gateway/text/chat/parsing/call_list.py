@@ -1,4 +1,4 @@
-"""What the readers of several formats share: content with calls between it, and lists of JSON calls."""
+"""Readers shared by several formats: content with calls in between, and lists of JSON calls."""
 
 from collections.abc import Callable
 

@@ -47,12 +47,12 @@ LEFT_OUT = (
     ),
     (
         "`output_block_scale`",
-        "It is for next layers that take 4 bits in blocks (NVFP4). Layers here take 8 or 16 bits, for which "
-        "`output_scale` is enough. vLLM's xformers backend refuses both.",
+        "It is for output in block-scaled 4-bit (NVFP4). Layers here take 8 or 16 bits, for which `output_scale` is "
+        "enough. vLLM's xformers backend refuses both.",
     ),
     (
         "`Q_SCALE_CONSTANT`, `K_SCALE_CONSTANT` and `V_SCALE_CONSTANT` in the environment",
-        "They are constants: nodes with different values would calculate different scales for the same KV.",
+        "They are constants: nodes with different values would compute different scales for the same KV.",
     ),
     (
         "`full_cudagraph_supported` and `kv_cache_spec` of builders",
@@ -63,17 +63,20 @@ LEFT_OUT = (
 
 # Public, tested, and called by nothing in Baton's nodes: what each is for.
 LIBRARY_API = (
-    ("attention.metadata.build_common_metadata", "A batch's metadata from lists; nodes copy theirs with other arrays."),
-    ("attention.metadata.common_prefix_len", "How many leading tokens of a batch lie in the same blocks."),
+    (
+        "attention.metadata.build_common_metadata",
+        "Builds a batch's metadata from lists; nodes copy theirs together with other arrays.",
+    ),
+    ("attention.metadata.common_prefix_len", "Number of leading tokens of a batch that lie in the same blocks."),
     (
         "attention.metadata_builder.AttentionMetadataBuilder.use_cascade_attention",
-        "Whether `build` should get that length, so that the shared prefix is attended once for all requests.",
+        "Whether `build` should get that length, so that all requests attend to the shared prefix at once.",
     ),
     (
         "attention.metadata_builder.AttentionMetadataBuilder.reorder_batch",
         "Puts decodes first by swapping rows; the scheduler's batches already have that order.",
     ),
-    ("attention.advance.advance_step", "The next decode step's metadata from this one's, without the host."),
+    ("attention.advance.advance_step", "Computes the next decode step's metadata from this one's, on the device."),
     (
         "attention.local.local_attention_metadata",
         "Chunked local attention as virtual requests, for backends that are only causal.",
@@ -84,13 +87,13 @@ LIBRARY_API = (
     ),
     (
         "attention.micro_batches.split_attn_metadata",
-        "A batch's metadata as that of micro-batches, which may begin and end within requests.",
+        "Splits a batch's metadata into that of micro-batches, which may begin and end within requests.",
     ),
     (
         "attention.micro_batches.make_kv_sharing_fast_prefill_common_attn_metadata",
-        "For layers that share KV: only tokens whose logits are wanted are queries.",
+        "For layers that share KV: makes queries only of tokens whose logits are needed.",
     ),
-    ("attention.selection.selection_report", "Each backend's reasons as text, without making a backend."),
+    ("attention.selection.selection_report", "Lists each backend's reasons as text, without creating a backend."),
     ("attention.selection.fitting_backends", "All backends that meet the needs; the benchmarks compare them."),
     ("baton.kvcache.block_ops.copy_blocks", "Copies whole blocks within a cache."),
     ("baton.kvcache.block_ops.swap_blocks", "Copies whole blocks between a GPU's cache and a host's."),
@@ -102,25 +105,25 @@ PAGE = Path(__file__).resolve().parent / "attention.md"
 
 _INTRODUCTION = """# Attention backends
 
-A node uses the first backend of this table that supports its model on its machine. It logs why it did not use the
-others. On a Hopper GPU, TRITON_MLA goes before FLASHINFER_MLA for models of at most 32 heads.
+A node uses the first backend in this table that supports its model on its machine, and logs why it did not use the
+others. On Hopper GPUs, TRITON_MLA is preferred to FLASHINFER_MLA for models with at most 32 heads.
 
-`--attention-backend` (`BATON_ATTENTION_BACKEND`) sets a backend. If that one does not support the model, the node
-prints the reasons and does not start. A backend whose package is missing is refused with the command that installs it:
+`--attention-backend` (`BATON_ATTENTION_BACKEND`) forces a backend. If it does not support the model, the node prints
+the reasons and does not start. If its package is missing, the error has the command that installs it:
 
 - FLASHINFER, FLASHINFER_MLA and XFORMERS: `pip install 'baton-serving[attention]'`
 - FLASH_ATTN: `pip install --no-build-isolation 'baton-serving[flash-attn]'`, which compiles it for the installed torch
 
-With `--constraint constraints-attention.txt` of the repository, both install versions that work together.
+With `--constraint constraints-attention.txt` from the repository, both commands install versions that work together.
 
-`attention/parameters.py` defines each feature, `baton/kvcache/layout.py` the layouts. One conformance suite
-(`tests/conformance/attention`) compares the backends with attention by its definition in float64. `make test` runs it
-for plain torch and Triton's interpreter on a CPU, `make test-gpu` for all backends that a GPU machine has. Its results
-on a GPU are in [attention_conformance.md](../bench/results/attention_conformance.md), the speeds of Baton and its
-rivals in [attention.md](../bench/results/attention.md). [Adding an attention backend](adding-a-backend.md) has a
-complete example.
+`attention/parameters.py` defines the features, and `baton/kvcache/layout.py` the layouts. One conformance suite
+(`tests/conformance/attention`) compares all backends with a float64 reference. `make test` runs it for plain torch
+and Triton's interpreter on a CPU, `make test-gpu` for all backends that are installed on a GPU machine. Results on a
+GPU are in [attention_conformance.md](../bench/results/attention_conformance.md), and benchmarks against other libraries' kernels
+in [attention.md](../bench/results/attention.md). [Adding an attention backend](adding-a-backend.md) has a complete
+example.
 
-![Share of each rival that Baton's kernels reach](../bench/results/attention.svg)
+![Speed of Baton's kernels relative to other libraries'](../bench/results/attention.svg)
 """
 
 
@@ -165,7 +168,7 @@ def _features(capabilities: list[BackendCapabilities]) -> list[str]:
 
 
 def _library_api() -> list[str]:
-    sentence = "Baton's nodes do not use these. They are for programs that use the packages as a library:"
+    sentence = "Baton's nodes do not use these functions. They are for programs that use the packages as a library:"
     return [
         sentence,
         "",
@@ -176,7 +179,7 @@ def _library_api() -> list[str]:
 
 
 def _names() -> list[str]:
-    sentence = "Classes and functions that vLLM also has have the same names here, except these:"
+    sentence = "Classes and functions have the same names as in vLLM, except these:"
     return [sentence, "", "| in vLLM | here |", "|---|---|", *(f"| `{theirs}` | `{ours}` |" for theirs, ours in NAMES)]
 
 

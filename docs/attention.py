@@ -119,9 +119,9 @@ With `--constraint constraints-attention.txt` from the repository, both commands
 `attention/parameters.py` defines the features, and `baton/kvcache/layout.py` the layouts. One conformance suite
 (`tests/conformance/attention`) compares all backends with a float64 reference. `make test` runs it for plain torch
 and Triton's interpreter on a CPU, `make test-gpu` for all backends that are installed on a GPU machine. Results on a
-GPU are in [attention_conformance.md](../bench/results/attention_conformance.md), and benchmarks against other libraries' kernels
-in [attention.md](../bench/results/attention.md). [Adding an attention backend](adding-a-backend.md) has a complete
-example.
+GPU are in [attention_conformance.md](../bench/results/attention_conformance.md), and benchmarks against other
+libraries' kernels in [attention.md](../bench/results/attention.md). [Adding an attention
+backend](adding-a-backend.md) has a complete example.
 
 ![Speed of Baton's kernels relative to other libraries'](../bench/results/attention.svg)
 """

@@ -17,7 +17,7 @@ from attention.layer_checks import check_backend, check_out, check_parameters, r
 from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from attention.quantized_output import QuantizedOutput
-from attention.rotation import HeadNorms, Rotation
+from attention.rotation import HeadNorms, Rotation, rotate_heads, split_heads
 from baton.core.errors import InternalError
 from baton.kvcache.access import store_kv
 from baton.kvcache.cache import PagedKVCache
@@ -207,9 +207,8 @@ class Attention(nn.Module):
         """
         in_torch = rotation is None or (norms is not None and norms.turned)  # the kernel supports neither case
         if in_torch or not qkv_TX.is_cuda:
-            return self._store_and_attend(
-                *self._rotated(qkv_TX, rotation, norms, gated=gated), kv_cache, metadata, out=out
-            )
+            heads = rotate_heads(qkv_TX, rotation, norms, self.num_heads, self.num_kv_heads, gated=gated)
+            return self._store_and_attend(*heads, kv_cache, metadata, out=out)
         assert rotation is not None
         calculates = self.scales is not None and self.scales.calculate  # from turned, unstored keys
         writes = self.uses_cache and not self.shares_kv and not calculates
@@ -227,10 +226,10 @@ class Attention(nn.Module):
             k_scale=None if self.scales is None else self.scales.k_scale,
             v_scale=None if self.scales is None else self.scales.v_scale,
         )
-        q_THD, k_TKD, v_TKD = self._split(qkv_TX, gated=gated)
+        heads = split_heads(qkv_TX, self.num_heads, self.num_kv_heads, gated=gated)
         if not writes:
-            return self._store_and_attend(q_THD, k_TKD, v_TKD, kv_cache, metadata, out=out)
-        return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=out)
+            return self._store_and_attend(*heads, kv_cache, metadata, out=out)
+        return self._attend_stored(*heads, kv_layer, metadata, out=out)
 
     def _own_heads(self, kv_layer: Tensor) -> tuple[Tensor, ...]:
         """Returns one view of [K, B, N, H, C] for each copy of this layer's heads in the cache."""
@@ -238,30 +237,6 @@ class Attention(nn.Module):
             return (kv_layer,)
         times = kv_layer.shape[3] // self.num_kv_heads
         return tuple(kv_layer[:, :, :, first::times, : self.head_dim] for first in range(times))
-
-    def _rotated(
-        self, qkv_TX: Tensor, rotation: Rotation | None, norms: HeadNorms | None, *, gated: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms and turns queries and keys in plain torch, as the kernel does; returns them and the values."""
-        q_THD, k_TKD, v_TKD = self._split(qkv_TX, gated=gated)
-        num_heads = self.num_heads + self.num_kv_heads
-        qk_TXD = torch.cat((q_THD, k_TKD), dim=1) if gated else qkv_TX.unflatten(-1, (-1, self.head_dim))[:, :num_heads]
-        heads = [self.num_heads, self.num_kv_heads]
-        if norms is not None and not norms.turned:
-            qk_TXD = norms.apply(*qk_TXD.split(heads, dim=1))
-        # Queries and keys turn by the same angles, so one rotation serves both.
-        if rotation is not None:
-            qk_TXD = rotation.apply(qk_TXD)
-        if norms is not None and norms.turned:
-            qk_TXD = norms.apply(*qk_TXD.split(heads, dim=1))
-        q_THD, k_TKD = qk_TXD.split(heads, dim=1)
-        return q_THD, k_TKD, v_TKD
-
-    def _split(self, qkv_TX: Tensor, *, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
-        step = 2 if gated else 1
-        heads = [step * self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        q_THD, k_TKD, v_TKD = qkv_TX.unflatten(-1, (-1, self.head_dim)).split(heads, dim=1)
-        return q_THD[:, ::step], k_TKD, v_TKD
 
     def _attend_stored(
         self,
@@ -320,12 +295,6 @@ class Attention(nn.Module):
         """Calculates scales from the first batch if requested. Undefined padding does not count."""
         if self.scales is None or not self.scales.calculate:
             return
-        if q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise InternalError(
-                f"attention layer {self.layer_index} would calculate its scales in a CUDA graph, at every replay",
-                field="scales",
-                cure="run a batch outside of the graph first",
-            )
         actual = slice(0, metadata.num_actual_tokens)
         own = slice(None) if self.attn_type is AttentionType.ENCODER_DECODER else actual
         self.scales.calc_kv_scales(q_THD[actual], k_TKD[own], v_TKD[own])

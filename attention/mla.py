@@ -2,9 +2,9 @@
 
 The cache holds one latent and one rotary key per token, for all heads. Decodes stay in the latent space: W_UK is
 absorbed into the query and W_UV applied to the result, so that a token's latent is read once for all heads. Prefills
-are bound by arithmetic instead, so they decompress keys and values: of new tokens at once, of the context chunk by
-chunk in a fixed workspace, merged by log-sum-exp. Prefills stay in the latent space too where each query has its own
-set of keys (sparse attention), and where a token has the same bits as a decode and in a prompt.
+are bound by arithmetic instead, so they decompress keys and values (`attention.mla_decompressed`). Prefills stay in the
+latent space too where each query has its own set of keys (sparse attention), and where a token has the same bits as a
+decode and in a prompt.
 
 Legend: T tokens, S keys, H heads, P query channels without position, R rotary channels, D = P + R, L latent rank,
 C = L + R, V value channels, X = P + V.
@@ -16,24 +16,16 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from attention.backend import (
-    AttentionBackend,
-    ContextChunk,
-    MLABackend,
-    MLAMetadata,
-    RaggedLens,
-    SparseMLABackend,
-)
+from attention.backend import AttentionBackend, MLABackend, MLAMetadata, SparseMLABackend
 from attention.kernels.rotary.latents import rotate_latents
-from attention.lse import merge_attn_states
 from attention.metadata import AttentionMetadata
+from attention.mla_decompressed import DecompressedPrefills
 from attention.parameters import AttentionParameters
 from attention.rotation import Rotation, RowNorm
 from attention.sparse import NOTHING_SELECTED, Selected, SparseQueries
 from baton.core.errors import ConfigError, InternalError
-from baton.kvcache.access import gather_tokens, store_latent
+from baton.kvcache.access import store_latent
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.scales import KVScales
 
@@ -97,6 +89,9 @@ class MLAAttention(nn.Module):
         self.latent_multiplier = latent_multiplier
         self.kv_b_proj = kv_b_proj
         self.backend = backend
+        self._decompressing = DecompressedPrefills(
+            backend, num_heads, qk_nope_head_dim, kv_lora_rank, v_head_dim, scale
+        )
         self.sparse_backend = backend if isinstance(backend, SparseMLABackend) else None
         self.multiply_heads: MultiplyHeads = library_heads_product
         self._w_uk_HPL: Tensor | None = None
@@ -241,14 +236,16 @@ class MLAAttention(nn.Module):
                 attend = partial(self._attend_all, kv_layer, run.metadata)
                 self._absorbed_prefill(q_THD[rows], attend, out_THV[rows])
         elif metadata.prefill is not None:
-            self._prefill(
+            self._decompressing.attend(
                 q_THD[prefills],
                 kv_c_TL[prefills],
                 k_pe_TR[prefills],
                 kv_layer,
                 metadata.prefill,
                 metadata.context_chunks,
-                out_THV[prefills],
+                project=self.kv_b_proj,
+                latent_scale=self._latent_scale,
+                out_THV=out_THV[prefills],
             )
         return out_THV
 
@@ -299,50 +296,6 @@ class MLAAttention(nn.Module):
             attend = partial(self._attend_selected, kv_layer, slots_TK[rows], piece)
             self._absorbed_prefill(q_THD[rows], attend, out_THV[rows])
 
-    def _prefill(
-        self,
-        q_THD: Tensor,
-        kv_c_TL: Tensor,
-        k_pe_TR: Tensor,
-        kv_layer: Tensor,
-        lens: RaggedLens,
-        context_chunks: tuple[ContextChunk, ...],
-        out_THV: Tensor,
-    ) -> None:
-        """Attends to the new tokens, then to each chunk of context, and merges the results in place."""
-        k_THD, v_THV = self._decompress(kv_c_TL, k_pe_TR)
-        lse_HT = self._attend(q_THD, k_THD, v_THV, lens=lens, causal=True, out=out_THV)[1]
-        for chunk in context_chunks:
-            queries = slice(chunk.query_start, chunk.query_stop)
-            context_THV, context_lse_HT = self._attend_context(q_THD[queries], kv_layer, chunk)
-            own_THV, own_lse_HT = out_THV[queries], lse_HT[:, queries]
-            merge_attn_states(context_THV, context_lse_HT, own_THV, own_lse_HT, out=own_THV, lse_HT=own_lse_HT)
-
-    def _attend_context(self, q_THD: Tensor, kv_layer: Tensor, chunk: ContextChunk) -> tuple[Tensor, Tensor]:
-        latents_SC = self.backend.workspace[: chunk.num_tokens]
-        gather_tokens(kv_layer, chunk.tokens, out=latents_SC, scale=self._latent_scale)
-        k_SHD, v_SHV = self._decompress(latents_SC[:, : self.kv_lora_rank], latents_SC[:, self.kv_lora_rank :])
-        return self._attend(q_THD, k_SHD, v_SHV, lens=chunk.lens, causal=False, out=None)
-
-    def _decompress(self, kv_c_SL: Tensor, k_pe_SR: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys [S, H, D] and values [S, H, V] of latents."""
-        kv_SHX: Tensor = self.kv_b_proj(kv_c_SL).view(kv_c_SL.shape[0], self.num_heads, -1)
-        k_nope_SHP, v_SHV = kv_SHX[..., : self.qk_nope_head_dim], kv_SHX[..., self.qk_nope_head_dim :]
-        k_pe_SHR = k_pe_SR.unsqueeze(1).expand(-1, self.num_heads, -1)
-        return torch.cat((k_nope_SHP, k_pe_SHR), dim=-1), v_SHV
-
-    def _attend(
-        self, q_THD: Tensor, k_SHD: Tensor, v_SHV: Tensor, *, lens: RaggedLens, causal: bool, out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the backend's attention over decompressed keys. If its kernel needs values as wide as keys, it pads them
-        with zeros and cuts the output."""
-        if not self.backend.pads_v:
-            return self.backend.attend(q_THD, k_SHD, v_SHV, lens=lens, causal=causal, scale=self.scale, out=out)
-        padded_SHD = pad(v_SHV, (0, k_SHD.shape[-1] - v_SHV.shape[-1]))
-        attended_THD, lse_HT = self.backend.attend(q_THD, k_SHD, padded_SHD, lens=lens, causal=causal, scale=self.scale)
-        attended_THV = attended_THD[..., : self.v_head_dim]
-        return (attended_THV if out is None else out.copy_(attended_THV)), lse_HT
-
     @property
     def _latent_scale(self) -> Tensor | None:
         return None if self.scales is None else self.scales.k_scale
@@ -351,12 +304,6 @@ class MLAAttention(nn.Module):
         """Calculates scales from the first batch if requested. Undefined padding does not count."""
         if self.scales is None or not self.scales.calculate:
             return
-        if q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise InternalError(
-                f"attention layer {self.layer_index} would calculate its scales in a CUDA graph, at every replay",
-                field="scales",
-                cure="run a batch outside of the graph first",
-            )
         actual = slice(0, metadata.num_actual_tokens)
         latents_TC = torch.cat((kv_c_TL[actual], k_pe_TR[actual]), dim=-1)
         self.scales.calc_kv_scales(q_THD[actual], latents_TC, latents_TC)

@@ -1,7 +1,8 @@
 """Norms and rotates queries and keys between projection and attention.
 
 It holds values and plain torch, the twins of `attention.kernels.rotary.heads` and `attention.kernels.rotary.latents`.
-Shapes: T token, H head, D head channel, R rotary channel, P pair of channels, R = 2 P <= D.
+Shapes: T token, H head, K kv head, D head channel, R rotary channel, P pair of channels, R = 2 P <= D; X: the channels
+of all heads of queries, keys and values.
 """
 
 from dataclasses import dataclass
@@ -86,3 +87,39 @@ class Rotation:
             cos_TR = torch.cat((self.cos_TP, self.cos_TP), dim=-1)
             sin_TR = torch.cat((-self.sin_TP, self.sin_TP), dim=-1)
         return cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+
+
+def split_heads(qkv_TX: Tensor, num_heads: int, num_kv_heads: int, *, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns views of each token's queries [T, H, D], keys and values [T, K, D]. If `gated`, a gate follows each query
+    head."""
+    step = 2 if gated else 1
+    heads = [step * num_heads, num_kv_heads, num_kv_heads]
+    q_THD, k_TKD, v_TKD = qkv_TX.unflatten(-1, (sum(heads), -1)).split(heads, dim=1)
+    return q_THD[:, ::step], k_TKD, v_TKD
+
+
+def rotate_heads(
+    qkv_TX: Tensor,
+    rotation: Rotation | None,
+    norms: HeadNorms | None,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    gated: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms and turns queries and keys; returns them and the values. Arguments are those of `split_heads`."""
+    q_THD, k_TKD, v_TKD = split_heads(qkv_TX, num_heads, num_kv_heads, gated=gated)
+    heads = [num_heads, num_kv_heads]
+    if gated:
+        qk_TXD = torch.cat((q_THD, k_TKD), dim=1)
+    else:
+        qk_TXD = qkv_TX.unflatten(-1, (-1, q_THD.shape[-1]))[:, : sum(heads)]
+    if norms is not None and not norms.turned:
+        qk_TXD = norms.apply(*qk_TXD.split(heads, dim=1))
+    # Queries and keys turn by the same angles, so one rotation serves both.
+    if rotation is not None:
+        qk_TXD = rotation.apply(qk_TXD)
+    if norms is not None and norms.turned:
+        qk_TXD = norms.apply(*qk_TXD.split(heads, dim=1))
+    q_THD, k_TKD = qk_TXD.split(heads, dim=1)
+    return q_THD, k_TKD, v_TKD

@@ -4,6 +4,7 @@ A batch's decodes and prefills run different kernels, which this module chooses.
 D key channels, V value channels.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -133,20 +134,15 @@ class TritonAttention:
     ) -> None:
         assert isinstance(metadata, TritonAttentionMetadata)
         check_heads(q_THD, num_heads=self._num_heads, head_size=self._head_size)
-        scales = _Scales.of(layer.scales, q_THD, kv_layer)
-        decode_attention(
+        _attend_decodes(
+            decode_attention,
             q_THD,
             kv_layer,
-            seq_lens=metadata.decodes.seq_lens,
-            block_table=metadata.decodes.block_table,
-            plan=metadata.plans.of(layer),
-            scale=layer.scale,
-            logits_soft_cap=layer.logits_soft_cap,
-            alibi_slopes_H=layer.alibi_slopes_H,
+            metadata.decodes,
+            metadata.plans,
+            layer=layer,
             sinks_H=layer.sinks_H,
-            q_scale=scales.q,
-            k_scale=scales.k,
-            v_scale=scales.v,
+            scales=_Scales.of(layer.scales, q_THD, kv_layer),
             out=out,
         )
 
@@ -231,23 +227,16 @@ def _attend_cache(
     """Attends for decodes and prefills. `own_kv` is the call's own keys and values if prefills need no others."""
     num_decodes = len(decodes.seq_lens)
     if num_decodes:
-        if in_order:
-            attend = attend_decodes
-        else:
-            attend = partial(decode_attention, lse_HR=None if lse_HT is None else lse_HT[:, :num_decodes])
-        attend(
+        lse_HR = None if lse_HT is None else lse_HT[:, :num_decodes]
+        _attend_decodes(
+            attend_decodes if in_order else partial(decode_attention, lse_HR=lse_HR),
             q_THD[:num_decodes],
             kv_layer,
-            seq_lens=decodes.seq_lens,
-            block_table=decodes.block_table,
-            plan=plans.of(layer),
-            scale=layer.scale,
-            logits_soft_cap=layer.logits_soft_cap,
-            alibi_slopes_H=layer.alibi_slopes_H,
+            decodes,
+            plans,
+            layer=layer,
             sinks_H=sinks_H,
-            q_scale=scales.q,
-            k_scale=scales.k,
-            v_scale=scales.v,
+            scales=scales,
             out=out[:num_decodes],
         )
     if not len(prefills.seq_lens):
@@ -305,6 +294,35 @@ def _attend_cache(
         work=prefills.work if causal else None,
         # A window or a chunk leaves few keys to split.
         splits=prefills.splits if layer.sliding_window is None and layer.attention_chunk_size is None else 1,
+    )
+
+
+def _attend_decodes(
+    attend: Callable[..., None],
+    q_RHD: Tensor,
+    kv_layer: Tensor,
+    decodes: Decodes,
+    plans: DecodePlans,
+    *,
+    layer: AttentionParameters,
+    sinks_H: Tensor | None,
+    scales: _Scales,
+    out: Tensor | QuantizedOutput,
+) -> None:
+    attend(
+        q_RHD,
+        kv_layer,
+        seq_lens=decodes.seq_lens,
+        block_table=decodes.block_table,
+        plan=plans.of(layer),
+        scale=layer.scale,
+        logits_soft_cap=layer.logits_soft_cap,
+        alibi_slopes_H=layer.alibi_slopes_H,
+        sinks_H=sinks_H,
+        q_scale=scales.q,
+        k_scale=scales.k,
+        v_scale=scales.v,
+        out=out,
     )
 
 

@@ -1,6 +1,5 @@
 """Compiles grammars for one tokenizer, with bounded cost, and keeps the latest ones."""
 
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +12,12 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
-from baton.core.errors import InternalError, InvalidRequest
+from baton.core.errors import InternalError
 from baton.core.types import Grammar, GrammarKind
 from baton.grammar.budget import MaskBudget
 from baton.grammar.gbnf import lark_from_gbnf
 from baton.grammar.lark import one_of, read_choices, readable_lark, regex
+from baton.grammar.library_refusal import library_refusal
 from baton.grammar.limits import check_size, check_usable
 from baton.grammar.matcher import MaskFiller, Matcher, mask_words
 from baton.grammar.refusal import refusal
@@ -177,7 +177,7 @@ class GrammarCompiler:
             raise refusal("the grammar has half of a surrogate pair, which is not a character") from None
         state = LLMatcher(tokenizer.library, text, log_level=0, limits=_limits(grammar.kind, text))
         if state.is_error():
-            raise _refused(grammar, str(state.get_error()))
+            raise library_refusal(grammar, str(state.get_error()))
         self._check_start(state.deep_copy(), tokenizer)
         return state
 
@@ -292,53 +292,6 @@ def _gbnf(text: str, tokenizer: _Tokenizer) -> str:
 
 def _structural_tag(text: str, tokenizer: _Tokenizer) -> str:
     return _lark_grammar(lark_from_tags(text, tokenizer.split))
-
-
-# Parts of the grammar library's messages, and the keyword that each is about.
-_KEYWORDS_OF_MESSAGES = (
-    ("oneOf", "oneOf"),
-    ("patternProperty", "patternProperties"),
-    ("multipleOf", "multipleOf"),
-    ("format", "format"),
-    ("Anchor", "$ref"),
-    ("Resource", "$ref"),
-    ("circular ref", "$ref"),
-    ("minLength", "minLength"),
-    ("minItems", "minItems"),
-    ("Properties", "minProperties"),
-    ("required", "required"),
-    ("regex", "pattern"),
-    ("fuel", "multipleOf"),
-    ("fuel", "pattern"),
-)
-_REGEX_HEAD = "regex parse error:"
-_REGEX_MISTAKE = re.compile(r"^error: (.+)$", re.MULTILINE)
-_PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
-
-
-def _refused(grammar: Grammar, message: str) -> InvalidRequest:
-    """The error for a grammar that the grammar library refuses with this message."""
-    first = message.splitlines()[0][:300] if message else "unknown reason"
-    line = _PLACE.match(first)
-    why = first[line.end() :] if line else first
-    if why.endswith(_REGEX_HEAD) and (mistake := _REGEX_MISTAKE.search(message)):  # its first line only names the regex
-        why = f"{why.removesuffix(_REGEX_HEAD).removesuffix(' (in regex): ')}: {mistake[1][:300]}".removeprefix(": ")
-    if grammar.kind is GrammarKind.JSON_SCHEMA:
-        why = why.removeprefix("failed to compile JSON schema: ").removeprefix(": ")
-        named = (name for part, name in _KEYWORDS_OF_MESSAGES if part in why and f'"{name}"' in grammar.text)
-        keyword = next(named, "")
-        if "oneOf constraints" in why:
-            about = 'the JSON Schema keyword "oneOf" has alternatives that may overlap'
-            return refusal(about, value="oneOf", cure='give each its own type or constant, or use "anyOf"')
-        if why.startswith("Unsatisfiable"):
-            return refusal(f"no output satisfies the JSON Schema: {why}", value=keyword or grammar.text)
-        about = (
-            f'the JSON Schema keyword "{keyword}" cannot be honoured here' if keyword else "the JSON Schema is refused"
-        )
-        return refusal(f"{about}: {why}", value=keyword or grammar.text)
-    if grammar.kind is GrammarKind.LARK and line:
-        return refusal(f"line {line[1]} of the grammar is wrong: {why}", value=grammar.text)
-    return refusal(f"the {grammar.kind.value.replace('_', ' ')} is wrong: {why}", value=grammar.text)
 
 
 _READERS: Mapping[GrammarKind, Callable[[str, _Tokenizer], str]] = MappingProxyType(

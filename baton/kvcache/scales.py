@@ -6,6 +6,8 @@ There is one scale per tensor, as in checkpoints, given with the weights or calc
 import torch
 from torch import Tensor, nn
 
+from baton.core.errors import InternalError
+
 # A calculated scale maps the first batch's largest number to this, well below fp8's largest (448): later batches may
 # hold larger ones.
 Q_SCALE_CONSTANT = 200.0
@@ -51,7 +53,17 @@ class KVScales(nn.Module):
 
     def calc_kv_scales(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Sets the scales from one batch, once, without waiting for the device. A batch of zeros, such as a warm-up's,
-        gives scale 1."""
+        gives scale 1.
+
+        Raises:
+            InternalError: a CUDA graph is captured, which would calculate them at every replay.
+        """
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise InternalError(
+                "a layer would calculate its scales in a CUDA graph, at every replay",
+                field="scales",
+                cure="run a batch outside of the graph first",
+            )
         for scale, values, wanted in (
             (self.q_scale, q, Q_SCALE_CONSTANT),
             (self.k_scale, k, K_SCALE_CONSTANT),

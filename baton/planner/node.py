@@ -1,15 +1,14 @@
 """Simulates one node of either role: a queue of prompts, decoding rows, and steps as long as `StepCosts` predicts.
 
-Steps that only decode are alike until a request ends or arrives, so they are simulated together: the n-th of them takes
-`first_s + n * rise_s`, because every row reads one key more. A step whose guesses give each request several tokens is
-simulated as so many steps that share its time. Pure.
+Steps that only decode are alike until a request ends or arrives, so they are simulated together
+(`baton.planner.step_run`). A step whose guesses give each request several tokens is simulated as so many steps that
+share its time. Pure.
 """
 
 import math
 from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from baton.core.costs import StepWork, chunk_pairs
@@ -22,39 +21,7 @@ from baton.planner.host import NO_HOST_TIME, HostTimes
 from baton.planner.job import PlanJob
 from baton.planner.node_spec import NodeSpec
 from baton.planner.prefix_cache import SimulatedChanges, SimulatedPrefixCache
-
-
-@dataclass(slots=True)
-class _Run:
-    """Running steps: `count` equal ones, or one with prompts.
-
-    Args:
-        tokens: of each request in a step with guesses, which is simulated as so many steps; its tokens come together.
-    """
-
-    started_s: float
-    count: int
-    first_s: float
-    rise_s: float
-    slices: list[tuple[PlanJob, int]]
-    tokens: float = 1.0
-
-    def seconds(self, count: int) -> float:
-        return count * self.first_s + self.rise_s * count * (count - 1) / 2
-
-    def ended_by(self, now_s: float) -> int:
-        """The number of its steps that have ended."""
-        passed_s = max(0.0, now_s - self.started_s)
-        if self.rise_s * self.count < 1e-3 * self.first_s:
-            number = int(passed_s / (self.first_s + self.rise_s * (self.count - 1) / 2))
-        else:
-            half = self.first_s / self.rise_s - 0.5
-            number = int(math.sqrt(half * half + 2 * passed_s / self.rise_s) - half)
-        while self.seconds(number) > passed_s:
-            number -= 1
-        while self.seconds(number + 1) <= passed_s:
-            number += 1
-        return min(self.count, number)
+from baton.planner.step_run import StepRun
 
 
 class SimulatedNode:
@@ -101,7 +68,7 @@ class SimulatedNode:
         self._keys = 0
         self._steps = 0
         self._ending: list[tuple[int, int, PlanJob]] = []
-        self._run: _Run | None = None
+        self._run: StepRun | None = None
         self._ended_s = -math.inf
         self._order = 0
 
@@ -190,14 +157,14 @@ class SimulatedNode:
                 pairs = work.pairs + chunk_pairs(job.at, job.at + tokens)
                 work = StepWork(work.decode_rows, work.keys, work.prompt_tokens + tokens, pairs)
             host_s += self._host.mixed_s if work.decode_rows else 0.0
-            self._run = _Run(now_s, 1, max(self.spec.seconds(work) + host_s, self._host_s), 0.0, slices)
+            self._run = StepRun(now_s, 1, max(self.spec.seconds(work) + host_s, self._host_s), 0.0, slices)
         elif self._rows:
             # While prompts wait for a step with room for a slice, each step is decided anew.
             count = 1 if self.queue or self.ready else self._ending[0][0] - self._steps
             step = self.spec.guesses.step(self.spec.costs, work, seats=self.spec.seats)
             rise_s = step.rise_s if step.seconds > self._host_s else 0.0
             each_s = max(step.seconds, self._host_s) / step.tokens
-            self._run = _Run(now_s, count, each_s, rise_s / step.tokens, [], step.tokens)
+            self._run = StepRun(now_s, count, each_s, rise_s / step.tokens, [], step.tokens)
         else:
             return None
         for job in joined:

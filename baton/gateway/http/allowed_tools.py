@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from baton.core.errors import InvalidRequest
-from baton.gateway.http.checking import Items, Model, by_type, short, tag
+from baton.gateway.http.checking import Items, Model, by_type, tag
+from baton.gateway.http.field_errors import short
 from baton.gateway.text.chat.json_request import TOOLS_MAX
 
 _NAMED_MAX = 8  # unknown tools in an error

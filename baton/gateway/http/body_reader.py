@@ -5,8 +5,9 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.gateway.core.json_reader import DuplicateKey, NotJson, TooManyValues, parse_json
-from baton.gateway.http.checking import M, checked, short
+from baton.gateway.http.checking import M, checked
 from baton.gateway.http.errors import HttpRefusal
+from baton.gateway.http.field_errors import short
 from baton.gateway.http.head import check_content
 
 

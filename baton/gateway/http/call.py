@@ -19,7 +19,7 @@ from baton.core.errors import BatonError, InvalidRequest
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.http.baton_options import BatonOptions, set_slo
 from baton.gateway.http.body_reader import parse_object, read_body
-from baton.gateway.http.checking import M, checked, short
+from baton.gateway.http.checking import M, checked
 from baton.gateway.http.errors import ErrorShape, HttpRefusal, openai_error
 from baton.gateway.http.event_stream import (
     ChatEncoder,
@@ -30,6 +30,7 @@ from baton.gateway.http.event_stream import (
     WriteFor,
     unless_left,
 )
+from baton.gateway.http.field_errors import short
 from baton.gateway.http.responses.stored import StoredResponses
 from baton.gateway.http.unknown_fields import JsonBody, UnknownFields
 from baton.gateway.http.view import View

@@ -13,8 +13,9 @@ from pydantic import Field
 from baton.core.errors import InvalidRequest
 from baton.core.types import Grammar
 from baton.gateway.http.allowed_tools import ChatAllowedTools
-from baton.gateway.http.checking import Model, by_type, short, tag
+from baton.gateway.http.checking import Model, by_type, tag
 from baton.gateway.http.custom_input import GRAMMAR_KINDS, as_arguments, text_function
+from baton.gateway.http.field_errors import short
 
 Json = dict[str, Any]
 

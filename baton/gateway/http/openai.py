@@ -29,7 +29,7 @@ from baton.gateway.http.custom_tools import custom_tools
 from baton.gateway.http.event_stream import HttpJob
 from baton.gateway.http.logprobs import CompletionLogprobs, LogprobWriter
 from baton.gateway.http.tool_calls import whole_call
-from baton.gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
+from baton.gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of, lone_results
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
@@ -41,7 +41,7 @@ async def chat_completions(call: HttpCall) -> Response:
     grammar_field = custom.grammar_field or grammar_of(body)[1]
     call.field_names = {"prompt": "messages", "text": "messages", "grammar": grammar_field}
     _warn(call, body)
-    for text in custom.warnings:
+    for text in (*custom.warnings, *lone_results(chat.messages)):
         call.warn(text)
     shape = _shape(call, body, "chat.completion.chunk", "chatcmpl-", wants_logprobs=body.logprobs)
     shape = replace(shape, custom_tools=custom)

@@ -1,6 +1,7 @@
 """uvicorn's HTTP/1.1 protocol with limits on headers and times. Malformed requests get an error in OpenAI's shape."""
 
 import asyncio
+import math
 import select
 from typing import Any
 
@@ -15,6 +16,8 @@ from baton.gateway.http.head import check_head
 HEADER_BYTES_MAX = 64 << 10
 # Longest wait for a request's whole headers on an open connection, and then for each piece of its body.
 REQUEST_S = 60.0
+# Longest time from a request's headers to the end of its body: 32 MiB at 0.9 Mbit/s.
+BODY_S = 300.0
 # How often a connection is looked at that is not read, because requests on it wait for answers to earlier ones.
 LOOK_S = 1.0
 
@@ -25,6 +28,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_headers = True
+        self._body_due_s = math.inf
         self._header_bytes = 0
         self._unparsed_bytes = 0
         self._refused = False
@@ -84,6 +88,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._in_headers, self._unparsed_bytes = False, 0
+        self._body_due_s = self.loop.time() + BODY_S
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         self._unanswered.append(self.cycle)
         if self.pipeline and self._look is None:
@@ -97,6 +102,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._wants_upgrade():
             return
         self._in_headers, self._header_bytes, self._unparsed_bytes = True, 0, 0
+        self._body_due_s = math.inf
         self._stop_waiting()
         if not self._refused:
             super().on_message_complete()
@@ -127,13 +133,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parse(b"\r\n".join((*lines, b"", b"")) + rest)
 
     def _wait_for_more(self) -> None:
-        self._timeout = self.loop.call_later(REQUEST_S, self._time_out)
+        due_s, why = self.loop.time() + REQUEST_S, f"no whole request within {REQUEST_S:.0f} s"
+        if not self._in_headers:
+            why = f"no more of the request's body within {REQUEST_S:.0f} s"
+        if self._body_due_s < due_s:
+            due_s, why = self._body_due_s, f"no whole body within {BODY_S:.0f} s"
+        self._timeout = self.loop.call_at(due_s, self._time_out, why)
 
-    def _time_out(self) -> None:
+    def _time_out(self, why: str) -> None:
         self._timeout = None
         if not self._refused:
-            what = "no whole request" if self._in_headers else "no more of the request's body"
-            self._refuse(HttpRefusal(408, "request_timeout", f"{what} within {REQUEST_S:.0f} s"))
+            self._refuse(HttpRefusal(408, "request_timeout", why))
 
     def _stop_waiting(self) -> None:
         if self._timeout is not None:

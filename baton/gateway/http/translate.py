@@ -1,5 +1,6 @@
 """Translates the bodies of OpenAI's endpoints to requests of `baton.gateway.serving.serving`. Pure."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,21 @@ def chat_request(body: ChatBody) -> ChatRequest:
         names = allowed_names(body.tool_choice, body.tools)
         chat = replace(chat, tools=[tool for tool in chat.tools if tool["function"]["name"] in names])
     return replace(chat, raw_tool=custom.raw_tool)
+
+
+def lone_results(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a warning for the first result of a tool without a call before it that it may answer."""
+    calls: list[str | None] = []
+    for index, message in enumerate(messages):
+        calls += [call.get("id") for call in message.get("tool_calls") or ()]
+        named = message.get("tool_call_id")
+        # Clients of models without ids leave them out.
+        if message["role"] == "tool" and not (named in calls or (calls and (named is None or None in calls))):
+            return [
+                f"messages[{index}].tool_call_id names no call before it: the model sees a result without its call, "
+                "and OpenAI's API refuses it"
+            ]
+    return []
 
 
 def chat_message(body: ChatBody, request_id: str) -> pb.GenerateRequest:

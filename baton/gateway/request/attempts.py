@@ -239,7 +239,7 @@ class Attempts:
         return self.wait_ends_at_s if self.retry_at_s is None else self.retry_at_s
 
     def check_wait(self) -> None:
-        """Begins an attempt when a pause is over. Called while there is no attempt.
+        """Begins an attempt when a pause or a wait for a place is over. Called while there is no attempt.
 
         Raises:
             NoNode: no node became available in time.
@@ -249,7 +249,10 @@ class Attempts:
         if self.retry_at_s is not None:
             self.begin()
         elif self.wait_ends_at_s is not None and state.now_s >= self.wait_ends_at_s:
-            raise state.choice.no_decode_node(state.receipt.failures, state.rules.failover_wait_s)
+            if state.choice.serves():  # nodes came, and were full
+                self.begin()
+            if self.present is None:
+                raise state.choice.no_decode_node(state.receipt.failures, state.rules.failover_wait_s)
 
     def _wait(self, *, begun: bool) -> None:
         if self.wait_ends_at_s is not None:

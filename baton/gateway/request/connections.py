@@ -21,6 +21,7 @@ from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode, Role
 from baton.gateway.fleet.node_table import ChangeRole, DropSession, FleetCommand, LogLine
 from baton.gateway.fleet.watch_pace import WatchPace
+from baton.gateway.request.confirming import keep_confirming
 from baton.gateway.request.node_clients import NodeClient
 from baton.gateway.request.node_watch import WatchCallbacks
 from baton.gateway.request.pairing import ConnectNodes, Pairing, PairingCommand
@@ -34,7 +35,6 @@ from baton.settings.gateway_config import GatewaySettings
 log = logging.getLogger("baton")
 
 _PAIR_CHECK_S = 0.2
-_CONFIRM_S = 1.0
 _SETTLE_TIMEOUT_S = 5.0
 
 _PREFILL, _DECODE = node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE
@@ -184,7 +184,7 @@ class Connections:
     async def _keep_up(self, listed: Listed) -> None:
         async with self._tasks as tasks:
             tasks.create_task(self._keep_pairing(), name="pairing")
-            tasks.create_task(self._keep_confirming(), name="confirming")
+            tasks.create_task(keep_confirming(self.fleet, self._watch_pace, self._confirm), name="confirming")
             while True:
                 await self._follow_directory(listed)
                 with suppress(TimeoutError):
@@ -330,19 +330,7 @@ class Connections:
             self._execute(self._pairing.answered(connect.pair, state, self._now_s()))
             self._notify()
 
-    # ---- requests that a node has not reported
-
-    async def _keep_confirming(self) -> None:
-        """Asks nodes whose status has not changed since requests were sent to them: those requests may have ended
-        elsewhere, and the node would seem to have them until its status is repeated."""
-        waiting: dict[FleetNode, node_status_pb2.NodeStatus] = {}
-        while True:
-            await asyncio.sleep(_CONFIRM_S)
-            nodes = [node for node in self.fleet.nodes() if node.unconfirmed and node.reachable]
-            for node in nodes:
-                if waiting.get(node) is node.status and self._watch_pace.repeat_s > 2 * _CONFIRM_S:
-                    self._tasks.create_task(self._confirm(node), name="confirm")
-            waiting = {node: node.status for node in nodes}
+    # ----
 
     async def _confirm(self, node: FleetNode) -> None:
         client = self._clients[node.role].get(node.address)
@@ -351,8 +339,6 @@ class Connections:
         with suppress(BatonError):  # the Watch stream finds a node that is lost
             node.take_description(await client.describe(), self._now_s())
             self._notify()
-
-    # ----
 
     def _now_s(self) -> float:
         return monotonic()

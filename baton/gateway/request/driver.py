@@ -41,6 +41,7 @@ from baton.gateway.request.decode_session import DecodeSession, TokenReceiver
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
 from baton.gateway.request.prefill_stream import PrefillStream
+from baton.gateway.request.waiting_for_nodes import WaitingForNodes
 from baton.gateway.request.write_scheduler import SLOW_S, WriteScheduler
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.protos.v1 import generation_pb2, node_status_pb2
@@ -60,6 +61,7 @@ class RequestDriver:
         request: Request,
         machine: RequestMachine,
         connections: Connections,
+        waiting: WaitingForNodes,
         scheduler: WriteScheduler,
         write: Write,
         journal: Journal,
@@ -69,6 +71,7 @@ class RequestDriver:
         self._journal = journal
         self._machine = machine
         self._connections = connections
+        self._waiting = waiting
         self._write_to_client = write
         self._on_merged = on_merged
         self._loop = asyncio.get_running_loop()
@@ -213,7 +216,7 @@ class RequestDriver:
         """Ends the attempt and the call that a cancelled or failed task has left open."""
         if self._timer is not None:
             self._timer.cancel()
-        self._connections.remove_listener(self._fleet_changed)
+        self._listen(listening=False)
         self._cancel_call()
         self._leave(cancel=True)
 
@@ -254,10 +257,13 @@ class RequestDriver:
     def _listen(self, *, listening: bool) -> None:
         """Starts or stops receiving `FleetChanged`."""
         self._listening = listening
-        if listening:
-            self._connections.add_listener(self._fleet_changed)
-        else:
+        if not listening:
+            self._waiting.discard(self._fleet_changed)
             self._connections.remove_listener(self._fleet_changed)
+        elif self._machine.is_new:
+            self._waiting.add(self._request, self._fleet_changed)
+        else:
+            self._connections.add_listener(self._fleet_changed)
 
     # ---- time
 

@@ -63,7 +63,7 @@ class RequestMachine:
         self._hand_over = HandOver(state)
         self._attempts = Attempts(state, self._hand_over)
         self._start = SmoothStart(state)
-        if request.output or request.revision:
+        if state.resumed:
             self._attempts.note_failure("the client's gateway was lost")
         self._receipt_waits_until_s = 0.0
         self.local_prefill: LocalPrefillDone | None = None
@@ -120,6 +120,11 @@ class RequestMachine:
     def waits_for_fleet(self) -> bool:
         """Whether the request waits for a node that decodes it, so that `FleetChanged` matters."""
         return self._attempts.present is None and not self._over
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no node has had the request, and its client has no part of the answer."""
+        return self.began_at_s is None and not self._state.resumed
 
     @property
     def path(self) -> Path:

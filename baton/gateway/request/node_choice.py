@@ -163,6 +163,10 @@ class NodeChoice:
         prefill.note_prompt(placement.prefill.cached_tokens, here_from, now_s)
         return prefill.incarnation
 
+    def serves(self) -> bool:
+        """Whether nodes serve requests now."""
+        return self._fleet.serves()
+
     def no_prefill_node(self) -> NoNode:
         what = f"no prefill node is left: {self._fleet.explain()}"
         return NoNode(what, cure=self._fleet.cure(), retry_after_s=_RETRY_S)

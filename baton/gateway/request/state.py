@@ -54,6 +54,11 @@ class GatewayRequestState:
         """Number of tokens of prompt and output so far."""
         return len(self.request.prompt) + len(self.output.token_ids)
 
+    @property
+    def resumed(self) -> bool:
+        """Whether the client came with a part of the answer, perhaps an empty one, from another gateway."""
+        return bool(self.request.output or self.request.revision)
+
     def kept_elsewhere(self, node: FleetNode) -> KeptPrefix | None:
         """The node that has much more of the sequence than the one that is to compute it."""
         return self.choice.kept_elsewhere(node, self.num_tokens)

@@ -5,7 +5,7 @@ It checks the waiting requests whenever a request arrives or ends, and at short 
 
 import asyncio
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from time import monotonic
 
@@ -17,6 +17,7 @@ from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.request.connections import Connections
 from baton.gateway.request.driver import Write
 from baton.gateway.request.machine import RequestMachine
+from baton.gateway.request.waiting_for_nodes import WaitingForNodes
 from baton.gateway.serving.admission import Admission, AdmissionRefusal
 from baton.gateway.serving.admission_pace import AdmissionRequest
 from baton.gateway.serving.node_capacity import CapacityReader, ClusterCapacity
@@ -56,7 +57,11 @@ class QueuedOutput:
 
 
 class AdmissionQueue:
-    """The admission queue of one gateway process."""
+    """The admission queue of one gateway process.
+
+    Attributes:
+        waiting_for_nodes: requests that were let through while no node served.
+    """
 
     def __init__(self, settings: GatewaySettings, connections: Connections, counters: SharedCounters) -> None:
         ttft_s = settings.slo.ttft_s
@@ -66,6 +71,7 @@ class AdmissionQueue:
         self._policy = settings.local_policy
         self._refuses_late, self._slo_ttft_s = settings.refuse_late, ttft_s if settings.refuse_late else None
         self._connections, self._counters = connections, counters
+        self.waiting_for_nodes = WaitingForNodes(connections, self._has_place)
         self._keys = count(1)
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._timer: asyncio.Handle | None = None
@@ -174,12 +180,16 @@ class AdmissionQueue:
 
     def _capacity(self, now_s: float) -> ClusterCapacity:
         if self._seen is None or now_s - self._seen[0] > _LOOK_S:
-            self._seen = now_s, self._look_at_nodes(now_s)
+            is_promised = self.waiting_for_nodes.take_all_places
+            self._seen = now_s, replace(self._look_at_nodes(now_s), is_promised=is_promised)
         if self._admission.measures(now_s):
             progress = [output.look(now_s) for output in self._outputs]
             seconds, tokens = sum(seconds for seconds, _ in progress), sum(tokens for _, tokens in progress)
             self._admission.progressed(seconds, tokens, self._seen[1], now_s)
         return self._seen[1]
+
+    def _has_place(self, prompt_tokens: int) -> bool:
+        return self._look_at_nodes(monotonic()).has(prompt_tokens, 1, shared=False)
 
     def _look_at_nodes(self, now_s: float) -> ClusterCapacity:
         fleet = self._connections.fleet

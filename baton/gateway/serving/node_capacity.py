@@ -51,6 +51,7 @@ class ClusterCapacity:
     step_s: float | None = None  # predicted time per token with one more request, on the least loaded node
     prompt_token_s: float = 0.0  # predicted time for one token of a prompt, in full steps
     alone_s: float | None = None  # predicted time per token of a single request
+    is_promised: bool = False  # the next places are those of requests that waited until a node came
 
     @property
     def load(self) -> int:
@@ -73,6 +74,8 @@ class ClusterCapacity:
             shared: it is of a client with many requests, next to one with few.
             most: requests that all nodes together should have then.
         """
+        if self.is_promised:
+            return False
         if not (load := self.load):
             return True
         limits = [node.most_shared if shared else node.most for node in self.decodes]

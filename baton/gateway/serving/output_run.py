@@ -112,7 +112,16 @@ class OutputRunner:
         output = self._queue.begins(machine)
         journal = Journal(index)
         write = partial(output.write, write)
-        driver = RequestDriver(request, machine, self._connections, self._scheduler, write, journal, self._meter.merged)
+        driver = RequestDriver(
+            request,
+            machine,
+            self._connections,
+            self._queue.waiting_for_nodes,
+            self._scheduler,
+            write,
+            journal,
+            self._meter.merged,
+        )
         running.drivers.add(driver)
         completed, in_time = False, True
         try:

@@ -77,7 +77,7 @@ def assert_near(ours: Tensor, expected: Tensor) -> None:
 
 def assert_same(stored: PagedKVCache, expected: PagedKVCache) -> None:
     """The hardware chooses which NaN is stored."""
-    torch.testing.assert_close(stored.view.cpu().float(), expected.view.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(stored.view.cpu().float(), expected.view.cpu().float(), rtol=0, atol=0, equal_nan=True)
 
 
 def turned(qkv_TX: Tensor, rotation: Rotation, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:

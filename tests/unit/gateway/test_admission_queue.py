@@ -138,6 +138,12 @@ async def test_requests_leave_the_queue_to_wait_for_a_lost_node(model: ServedMod
             assert waiting(running.serving) == 0
             assert decode.received.empty()
             connections._status_received(node_status_pb2.ROLE_PREFILL, prefill.address, status)
+            async with asyncio.timeout(BOUND_S):
+                while not running.serving._admission_queue.waiting_for_nodes.take_all_places:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            assert decode.received.empty()
+            report(running, requests=0)
+            connections._notify()
             for _ in requests:
                 await decode.submission()
             for request in requests:

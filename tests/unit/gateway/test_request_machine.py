@@ -573,6 +573,15 @@ def test_the_wait_for_a_decode_node_ends_with_the_name_of_the_lost_one() -> None
     assert served.error.retry_after_s is not None
 
 
+def test_a_new_request_that_waited_for_a_place_goes_to_a_full_node_in_the_end() -> None:
+    served = Served(decodes=1, start=False)
+    served.fleet.lose("d1")
+    assert served.handle(events.Started()) == []
+    served.fleet.connect("d1", 0.0, restarts=1)  # and has places for others only
+    assert served.handle(TimePassed(), after_s=19.0) == []
+    assert only(served.handle(TimePassed(), after_s=1.0), SubmitToDecode).address == "d1"
+
+
 def test_every_loss_allows_a_wait_of_its_own() -> None:
     served = decoding(decodes=1)
     served.session_lost()

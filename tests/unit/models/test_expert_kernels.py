@@ -13,12 +13,16 @@ from baton.models.families.moe.gpt_oss_config import GptOssSwitches
 from baton.models.families.moe.llama4 import Llama4Experts
 from baton.models.kernels.moe.expert_choice import choose_experts
 from baton.models.kernels.moe.expert_order import num_tiles_max, order_by_expert, sort_assignments
+from baton.models.kernels.moe.expert_weights import ExpertWeights
 from baton.models.kernels.moe.grouped_gemm import SharedWeights
+from baton.models.kernels.moe.grouped_prompts import choose_tile
 from baton.models.kernels.moe.grouped_tiles import tiles_for
+from baton.models.kernels.moe.prompts_probe import multiply_in_torch
 from baton.models.kernels.moe.routing import route, router_logits
 from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.experts import Experts
 from baton.models.layers.moe.router import Router
+from baton.tritonlib.hopper_check import is_hopper
 from tests.device import DEVICE
 
 GPT_OSS = GptOssSwitches(swiglu_limit=1.5, swiglu_alpha=1.7)
@@ -67,10 +71,16 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def run(
-    experts: Experts | Llama4Experts | GptOssExperts | Gemma4Experts, x_TD: Tensor, experts_TK: Tensor, **options: Any
+    experts: Experts | Llama4Experts | GptOssExperts | Gemma4Experts,
+    x_TD: Tensor,
+    experts_TK: Tensor,
+    *,
+    weights_TK: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """(result of the kernels, result of a CPU in float32)"""
-    weights_TK = torch.rand(experts_TK.shape)
+    if weights_TK is None:
+        weights_TK = torch.rand(experts_TK.shape)
     on_device = {name: option.to(DEVICE) for name, option in options.items()}
     experts.to(DEVICE)
     actual = experts.run_grouped(x_TD.to(DEVICE), weights_TK.to(DEVICE), experts_TK.to(DEVICE), **on_device)
@@ -344,8 +354,15 @@ def test_fp8_weights_are_scaled_by_blocks(
         setattr(experts, name, nn.Parameter(numbers, requires_grad=False))
         scales = torch.rand(2, *blocks).mul_(0.2).add_(0.02)
         setattr(experts, f"{name}_scale_inv", nn.Parameter(scales, requires_grad=False))
-    x_TD = torch.randn(num_tokens, size).to(dtype)
-    actual, expected = run(experts, x_TD, chosen(num_tokens, 2, 2))
+    x_TD, experts_TK = torch.randn(num_tokens, size).to(dtype), chosen(num_tokens, 2, 2)
+    weights_TK = torch.rand(experts_TK.shape)
+    actual, expected = run(experts, x_TD, experts_TK, weights_TK=weights_TK)
+    if is_hopper(torch.device(DEVICE)) and choose_tile(experts_TK.numel(), 2, size, is_fp8=True) is not None:
+        # There the kernels for prompts round their inputs to fp8, as checkpoints with such weights expect.
+        gate_up = ExpertWeights(experts.gate_up_proj, scales=experts.gate_up_proj_scale_inv)
+        down = ExpertWeights(experts.down_proj, scales=experts.down_proj_scale_inv)
+        parts_SD = multiply_in_torch(x_TD, weights_TK, experts_TK, gate_up, down)
+        expected = parts_SD.unflatten(0, experts_TK.shape).sum(1)
     assert error(actual, expected) < bound
 
 

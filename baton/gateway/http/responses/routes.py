@@ -13,10 +13,11 @@ from starlette.responses import Response
 from baton.core.errors import ContextOverflow, InvalidRequest
 from baton.gateway.core.json_reader import TooManyValues, parse_json
 from baton.gateway.http.call import HttpCall
-from baton.gateway.http.checking import checked, short
+from baton.gateway.http.checking import checked
 from baton.gateway.http.chunks import receipt_json
 from baton.gateway.http.counting import encode_chat
 from baton.gateway.http.event_stream import HttpJob
+from baton.gateway.http.field_errors import short
 from baton.gateway.http.head import check_content
 from baton.gateway.http.logprobs import LogprobWriter
 from baton.gateway.http.responses.answer import Identity, ResponseObject, response_id

@@ -1,7 +1,7 @@
 """The products of `grouped_hopper` with weights and activations of fp8, whose sums of 128 inputs are scaled and added
 up in float32.
 
-Legend as in `grouped_hopper`.
+Legend as in `grouped_hopper_steps`.
 """
 
 # mypy: disable-error-code="assignment,attr-defined,union-attr"
@@ -12,23 +12,23 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from baton.models.formats import fp8
-from baton.models.kernels.moe.grouped_hopper import (
+from baton.models.kernels.moe.grouped_hopper_steps import (
     BOX,
     ROWS,
     WARPS,
+    Results,
     Rows,
-    Stages,
     Tiles,
     copy_steps,
+    leave_unread,
+    new_stages,
     num_items,
-    store_box,
+    silu_and_multiply,
+    store_in_order,
+    store_weighted,
     tile_of,
 )
 
@@ -43,15 +43,6 @@ class Scales(NamedTuple):
     rows: gl.tensor
     weights: gl.tensor
     stride: gl.tensor
-
-
-class Results(NamedTuple):
-    """What a product's results need, and where they and their scales go."""
-
-    out: gl.tensor
-    scales: gl.tensor
-    order: gl.tensor
-    row_weights: gl.tensor
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])
@@ -81,18 +72,8 @@ def multiply_grouped_fp8(
 ):
     """Does what `grouped_hopper.multiply_grouped` does, with two warpgroups that multiply; gated results are in fp8,
     with a scale for each row's STEP channels."""
-    dtype: gl.constexpr = weights.dtype
-    EACH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, _STEP], dtype)
     COPYING: gl.constexpr = 4 if x_map is None else 1
-    rows = gl.allocate_shared_memory(dtype, [STAGES * 2, _ROWS, _STEP], EACH)
-    weight_stages = gl.allocate_shared_memory(dtype, [2 * STAGES, _BOX, _STEP], weights.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 if COPYING == 1 else 129)
-        mbarrier.init(empty.index(stage), count=2)
-    fence_async_shared()
-    stages = Stages(rows, weight_stages, full, empty)
+    stages = new_stages(weights, STAGES, 2, x_map is None)
     source = Rows(x_map, x, x_stride, order)
     tiles = Tiles(tiles_ptr, num_tiles)
     scales = Scales(x_scales, weight_scales, x_scales_stride)
@@ -170,11 +151,7 @@ def _multiply(
                     OUT, GATED, POWER_OF_TWO,
                 )  # fmt: skip
             else:
-                for _ in range(COLUMNS):
-                    stage = turn % STAGES
-                    mbarrier.wait(stages.full.index(stage), (turn // STAGES) & 1)
-                    mbarrier.arrive(stages.empty.index(stage), count=1)
-                    turn += 1
+                turn = leave_unread(stages, turn, COLUMNS)
 
 
 @gluon.jit
@@ -192,25 +169,16 @@ def _store(
     GATED: gl.constexpr,
     POWER_OF_TWO: gl.constexpr,
 ):
-    OF_16: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [_WARPS, 1], [1, 0])
-    OF_8: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [_WARPS, 1], [1, 0])
-    LAYOUT: gl.constexpr = OF_16 if GATED else OF_8
-    places_S = first + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
-    exists_S = places_S < stop
     if GATED:
-        values_C = left_C / (1.0 + gl.exp(-left_C)) * right_C
-        values_C = values_C.to(gl.bfloat16).to(gl.float32)
+        OF_16: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [_WARPS, 1], [1, 0])
+        values_C = silu_and_multiply(left_C, right_C).to(gl.bfloat16).to(gl.float32)
         scale_C = gl.maximum(gl.max(gl.abs(values_C), 1), _SMALLEST) / _LARGEST
         if POWER_OF_TWO:
             bits_C = scale_C.to(gl.int32, bitcast=True)
             scale_C = (((bits_C + 0x7FFFFF) >> 23) << 23).to(gl.float32, bitcast=True)
         gl.store(results.scales + places_C.to(gl.int64) * (OUT // _STEP) + channel // _STEP, scale_C, mask=exists_C)
-        store_box(values_C / scale_C[:, None], places_S, exists_S, results.out, channel, OUT, LAYOUT)
+        store_in_order(values_C / scale_C[:, None], results, first, stop, channel, OUT, OF_16)
     else:
-        if results.row_weights is not None:
-            factors_C = gl.load(results.row_weights + assignments_C, mask=exists_C, other=0.0)[:, None]
-            left_C *= factors_C
-            right_C *= factors_C
-        assignments_S = gl.load(results.order + places_S, mask=exists_S, other=0)
-        store_box(left_C, assignments_S, exists_S, results.out, channel, OUT, LAYOUT)
-        store_box(right_C, assignments_S, exists_S, results.out, channel + _BOX, OUT, LAYOUT)
+        OF_8: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [_WARPS, 1], [1, 0])
+        factors_C = gl.load(results.row_weights + assignments_C, mask=exists_C, other=0.0)
+        store_weighted(left_C, right_C, factors_C, results, first, stop, channel, OUT, OF_8)

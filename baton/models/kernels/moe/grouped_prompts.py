@@ -130,17 +130,16 @@ def multiply(
     parts_SD = x_TD.new_empty(rows, channels)
     if gate_up.scales is None:
         gated_SI = x_TD.new_empty(rows, intermediate)
-        launch(x_TD, gate_up, order, None, gated_SI, tile, choices=choices, gated=True)
-        launch(gated_SI, down, order, weights_TK, parts_SD, tile, choices=1, gated=False)
+        launch(x_TD, gate_up, order, None, gated_SI, tile, choices=choices)
+        launch(gated_SI, down, order, weights_TK, parts_SD, tile, choices=1)
         return parts_SD
     stored_TD, scales_TB = quantize_blocks(x_TD, power_of_two=gate_up.power_of_two_inputs)
-    gated_SI = x_TD.new_empty(rows, intermediate, dtype=fp8.E4M3)
-    gated_scales_SB = x_TD.new_empty(rows, intermediate // FP8_BLOCK, dtype=torch.float32)
     # A row's scales are next to each other, because a program reads some rows' scales of all steps.
-    launch_fp8(
-        stored_TD, scales_TB.contiguous(), gate_up, order, None, gated_SI, gated_scales_SB, tile, choices=choices
-    )
-    launch_fp8(gated_SI, gated_scales_SB, down, order, weights_TK, parts_SD, None, tile, choices=1)
+    scales_TB = scales_TB.contiguous()
+    gated_SI = x_TD.new_empty(rows, intermediate, dtype=fp8.E4M3)
+    gated_SB = x_TD.new_empty(rows, intermediate // FP8_BLOCK, dtype=torch.float32)
+    launch(stored_TD, gate_up, order, None, gated_SI, tile, choices=choices, x_scales=scales_TB, out_scales=gated_SB)
+    launch(gated_SI, down, order, weights_TK, parts_SD, tile, choices=1, x_scales=gated_SB)
     return parts_SD
 
 
@@ -153,79 +152,53 @@ def launch(
     tile: PromptTile,
     *,
     choices: int,
-    gated: bool,
+    x_scales: Tensor | None = None,
+    out_scales: Tensor | None = None,
 ) -> None:
-    """Launches one of the products: of gathered rows of x, `choices` for each, if `gated`."""
+    """Launches the gated product, of gathered rows of x, `choices` for each, or with `row_weights` the other one.
+
+    Args:
+        x_scales: of rows in fp8, with `out_scales` for gated results.
+    """
     # NOTE: imported here because Gluon is experimental: with another Triton the import may fail.
-    from baton.models.kernels.moe.grouped_hopper import BOX, ROWS, WARPS, multiply_grouped
-
-    multiply_grouped[(_num_programs(out, order, BOX if gated else 2 * BOX),)](
-        None if gated else _in_boxes(x, ROWS),
-        x,
-        _in_boxes(layer.weights_ENC.flatten(0, 1), BOX),
-        order.order_P,
-        order.tiles_3L,
-        row_weights,
-        out,
-        x.stride(0),
-        order.num_tiles,
-        CHOICES=choices,
-        OUT=out.shape[1],
-        IN=x.shape[1],
-        GATED=gated,
-        GROUPS=tile.groups,
-        STAGES=tile.stages[0 if gated else 1],
-        TOGETHER=tile.together,
-        REGISTERS=tile.registers[0],
-        COPY_REGISTERS=tile.registers[1],
-        num_warps=WARPS,
-        maxnreg=tile.launched,
-    )
-
-
-def launch_fp8(
-    x: Tensor,
-    x_scales: Tensor,
-    layer: ExpertWeights,
-    order: ExpertOrder,
-    row_weights: Tensor | None,
-    out: Tensor,
-    out_scales: Tensor | None,
-    tile: PromptTile,
-    *,
-    choices: int,
-) -> None:
-    """Launches one of the products of fp8 numbers: the gated one, if its result has scales."""
-    from baton.models.kernels.moe.grouped_hopper import BOX, ROWS, WARPS
+    from baton.models.kernels.moe.grouped_hopper import multiply_grouped
     from baton.models.kernels.moe.grouped_hopper_fp8 import multiply_grouped_fp8
+    from baton.models.kernels.moe.grouped_hopper_steps import BOX, ROWS, WARPS
 
-    gated = out_scales is not None
-    multiply_grouped_fp8[(_num_programs(out, order, BOX if gated else 2 * BOX),)](
-        None if gated else _in_boxes(x, ROWS),
-        x,
-        x_scales,
-        _in_boxes(layer.weights_ENC.flatten(0, 1), BOX),
-        layer.scales,
-        order.order_P,
-        order.tiles_3L,
-        row_weights,
-        out,
-        out_scales,
-        x.stride(0),
-        x_scales.stride(0),
-        order.num_tiles,
-        CHOICES=choices,
-        OUT=out.shape[1],
-        IN=x.shape[1],
-        GATED=gated,
-        POWER_OF_TWO=layer.power_of_two_inputs,
-        STAGES=tile.stages[0 if gated else 1],
-        TOGETHER=tile.together,
-        REGISTERS=tile.registers[0],
-        COPY_REGISTERS=tile.registers[1],
-        num_warps=WARPS,
-        maxnreg=tile.launched,
-    )
+    gated = row_weights is None
+    grid = (_num_programs(out, order, BOX if gated else 2 * BOX),)
+    arguments = {
+        "x_map": None if gated else _in_boxes(x, ROWS),
+        "x": x,
+        "weights": _in_boxes(layer.weights_ENC.flatten(0, 1), BOX),
+        "order": order.order_P,
+        "tiles_ptr": order.tiles_3L,
+        "row_weights": row_weights,
+        "out": out,
+        "x_stride": x.stride(0),
+        "num_tiles": order.num_tiles,
+        "CHOICES": choices,
+        "OUT": out.shape[1],
+        "IN": x.shape[1],
+        "GATED": gated,
+        "STAGES": tile.stages[0 if gated else 1],
+        "TOGETHER": tile.together,
+        "REGISTERS": tile.registers[0],
+        "COPY_REGISTERS": tile.registers[1],
+        "num_warps": WARPS,
+        "maxnreg": tile.launched,
+    }
+    if x_scales is None:
+        multiply_grouped[grid](**arguments, GROUPS=tile.groups)
+    else:
+        multiply_grouped_fp8[grid](
+            **arguments,
+            x_scales=x_scales,
+            weight_scales=layer.scales,
+            out_scales=out_scales,
+            x_scales_stride=x_scales.stride(0),
+            POWER_OF_TWO=layer.power_of_two_inputs,
+        )
 
 
 def _num_programs(out: Tensor, order: ExpertOrder, channels: int) -> int:

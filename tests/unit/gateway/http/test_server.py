@@ -191,6 +191,18 @@ async def test_a_body_that_stops_coming_is_not_waited_for(door: HttpGateway, mon
     assert await wire.closed()
 
 
+async def test_a_body_that_comes_bit_by_bit_has_one_time_for_all_of_it(
+    door: HttpGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(baton.gateway.http.protocol, "BODY_S", 0.0)
+    wire = await begun(door, 100)
+    wire.writer.write(b"{")
+    answer = await wire.answer()
+    assert answer.status == 408
+    assert answer.error["message"].startswith("no whole body within")
+    assert await wire.closed()
+
+
 async def test_a_stream_may_take_longer_than_its_request(door: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baton.gateway.http.event_stream, "KEEP_ALIVE_S", 0.01)
     body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 10, "stream": True}).encode()

@@ -4,6 +4,7 @@ an older release names what to use."""
 import io
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -124,7 +125,7 @@ def _without_older_flag(error: Any) -> str:
 
 def _value_of(arguments: Sequence[str], flags: Sequence[str]) -> str | None:
     """Returns the value that the command line gives for a flag; click's errors about bounds do not name it."""
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, following in zip_longest(arguments, arguments[1:]):
         flag, has_value, value = argument.partition("=")
         if flag in flags:
             return value if has_value else following

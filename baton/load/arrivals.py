@@ -23,11 +23,13 @@ def arrival_times(
             is steadier than Poisson.
 
     Raises:
-        InvalidRequest: rate or burstiness is not above 0.
+        InvalidRequest: rate or burstiness is not above 0, or 1e9 or more.
     """
     for name, value in (("rate", rate), ("burstiness", burstiness)):
         if not 0 < value < 1e9:
-            raise InvalidRequest(f"the {name} is {value:g}, not above 0", field=name, value=value)
+            raise InvalidRequest(
+                f"the {name} is {value:g}", field=name, value=value, allowed=("above 0", "below 1e+09")
+            )
     return _times(kind, rate, rng, burstiness, start_s)
 
 

@@ -22,6 +22,7 @@ class GrpcAsker:
 
     clients: list[AsyncClient]
     prompts: PromptMaker
+    model: str = ""  # empty: the served model
     slo: Slo | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     _next: int = 0
@@ -32,6 +33,7 @@ class GrpcAsker:
         addresses: Sequence[str],
         connections: int,
         prompts: PromptMaker,
+        model: str,
         slo: Slo | None,
         sampling: dict[str, Any],
         *,
@@ -42,7 +44,7 @@ class GrpcAsker:
             first = number % len(addresses)  # the others are asked if it is lost
             ordered = [*addresses[first:], *addresses[:first]]
             clients.append(AsyncClient(addresses=ordered, api_key=api_key or None, retry_s=0.0))
-        return cls(clients, prompts, slo, sampling)
+        return cls(clients, prompts, model, slo, sampling)
 
     def prepare(self, request: PlannedRequest) -> tuple[PlannedRequest, list[int]]:
         return request, self.prompts.token_ids(request)
@@ -52,7 +54,7 @@ class GrpcAsker:
         self._next += 1
         client = self.clients[self._next % len(self.clients)]
         sampling = {"max_tokens": request.output_tokens, "ignore_eos": True, **self.sampling}
-        options = Options(request_id=self.prompts.contents.request_id(request.index))
+        options = Options(model=self.model, request_id=self.prompts.contents.request_id(request.index))
         if request.session >= 0:
             options["session_id"] = f"bench-{request.session}"
         if self.slo is not None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.client.client import AsyncClient
-from baton.core.errors import NoNode
+from baton.core.errors import NoNode, UnknownModel
 from baton.load.answer import AskError, LoadAnswer
 from baton.load.http_stream import HttpStreams
 from baton.load.openai_asker import Dialect, OpenAiAsker
@@ -45,7 +45,10 @@ async def _probe_grpc(target: Target) -> Server:
         models = await client.list_models()
     if not models:
         raise NoNode(f"{target.address} serves no model yet", field="target", cure="wait until its nodes are ready")
-    card = models[0]
+    card = next((card for card in models if target.model in ("", card.name)), None)
+    if card is None:
+        names = tuple(card.name for card in models)
+        raise UnknownModel(f"model {target.model!r} is not served", field="model", value=target.model, allowed=names)
     # The last ids of a vocabulary are special tokens.
     low = min(_VOCABULARY[0], card.vocab_size // 4)
     contents = Contents(vocabulary=(low, max(low + 1, card.vocab_size * 9 // 10)))

@@ -159,7 +159,9 @@ class Server:
         extra = {} if temperature is None else {"temperature": temperature}
         target = self.target
         if target.api is Api.GRPC:
-            return GrpcAsker.connect(target.addresses, connections, prompts, slo, extra, api_key=target.api_key)
+            return GrpcAsker.connect(
+                target.addresses, connections, prompts, target.model, slo, extra, api_key=target.api_key
+            )
         chat = target.api is Api.CHAT
         askers = [
             OpenAiAsker(target.streams(address), prompts, self.model, chat, self.dialect, slo, extra)

@@ -63,7 +63,7 @@ MEANINGS = {
     Attribute.FIRST_TOKEN_S: "seconds from arrival to the first token",
     Attribute.INPUT_TOKENS: "tokens of the prompt, or of all prompts of a `pool`",
     Attribute.OUTPUT_TOKENS: "tokens of all outputs; of a `decode`: of this attempt",
-    Attribute.CACHED_TOKENS: "tokens of the prompt that the decode node's prefix cache had",
+    Attribute.CACHED_TOKENS: "tokens of the prompt that no node computed, because prefix caches had their KV",
     Attribute.ERROR_TYPE: "the error's reason, as in metrics; only on spans that failed",
     Attribute.REQUEST_ID: "the request's id, as in headers, receipts and log lines",
     Attribute.CLIENT: "name of the client, where clients have keys",

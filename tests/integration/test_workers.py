@@ -28,6 +28,7 @@ from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.protos.v1.operations_pb2_grpc import OperationsStub
 from baton.rpc.channels import connect
 from baton.rpc.server import ListenAddress, why_taken
+from baton.rpc.sockets import bind
 from baton.settings.config import DEMO_MODELS
 from baton.settings.gateway_config import GatewaySettings
 
@@ -298,6 +299,20 @@ async def test_workers_end_with_a_parent_that_is_killed_and_leave_their_ports(st
                 await asyncio.sleep(0.01)
             while why_taken(ListenAddress.parse(gateway.address, field="listen")) is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+async def test_ended_connections_of_a_gateway_with_one_process_do_not_hold_its_port(start: Machines) -> None:
+    listening = bind("127.0.0.1:0", field="metrics_listen")
+    assert listening is not None
+    listening.setblocking(True)
+    port = listening.getsockname()[1]
+    with listening, socket.create_connection(("127.0.0.1", port)) as client:
+        accepted, _ = listening.accept()
+        accepted.close()  # this side closes first, so the kernel keeps the connection for a minute
+        assert await asyncio.to_thread(client.recv, 1) == b""
+    async with scripted_decode() as decode:
+        listen = f"127.0.0.1:{port}"
+        await asyncio.to_thread(start.gateway, [], [decode], workers=2, local_policy="local", metrics_listen=listen)
 
 
 async def test_a_ready_file_that_cannot_be_written_ends_the_gateway(start: Machines) -> None:

@@ -91,7 +91,7 @@ class RequestRecord:
         tracer = records.tracer
         self.trace = None if tracer is None else tracer.begin(request_id, caller_trace, self.started_at_s, answer_id)
         self._begun = False
-        self._ended: list[Ended] = []
+        self._ended_by_index: dict[int, Ended] = {}  # the first output's receipt describes the request
         self._failures = ""
         self._admitted_s: float | None = None
         self._ttft_s: float | None = None
@@ -132,12 +132,12 @@ class RequestRecord:
         self._records.meter.output_ended(machine.ended, machine.retries)
         self._failures = self._failures or machine.failures
         self._tokens += machine.new_tokens
-        if self._journal is None:
+        if self._journal is None or journal.index < self._journal.index:
             self._journal = journal
             first_at_s = machine.first_token_at_s
             self._ttft_s = None if first_at_s is None else first_at_s - self.started_at_s
         if machine.ended is not None:
-            self._ended.append(machine.ended)
+            self._ended_by_index[journal.index] = machine.ended
 
     def pooled(self, batches: Sequence[PooledBatch]) -> None:
         """Records the batches of a request whose prompts were pooled."""
@@ -184,6 +184,11 @@ class RequestRecord:
             self.cancelled()
             return
         self._end(Outcome.FAILED, InternalError(f"{type(error).__name__} in the gateway"))
+
+    @property
+    def _ended(self) -> list[Ended]:
+        """The outputs that were served to their end, in the order of their indices."""
+        return [ended for _, ended in sorted(self._ended_by_index.items())]
 
     def _end(self, outcome: Outcome, error: BatonError | None = None) -> None:
         records, seconds = self._records, monotonic() - self.started_at_s

@@ -218,6 +218,8 @@ def _reserve(listen: str, field: str) -> socket.socket:
         host = bindable_host(where.host, ipv6=has_ipv6())
         found = socket.getaddrinfo(host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         reserved = socket.socket(found[0][0])
+        # Connections of an earlier gateway with one process do not hold the port.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             reserved.bind(found[0][4])

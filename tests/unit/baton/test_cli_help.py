@@ -70,6 +70,15 @@ def test_a_flag_of_an_older_release_or_a_setting_names_what_to_use(
     assert capsys.readouterr().err == f"baton: {flag} is not a flag of `{command}`; {cure}; see `{command} --help`\n"
 
 
+def test_a_flag_that_is_missing_from_an_empty_command_line_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    app = new_app()
+    app.command()(plan)
+    with pytest.raises(SystemExit) as ended:
+        run(app, [], "baton plan")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "baton: Missing option '--model'; see `baton plan --help`\n"
+
+
 @pytest.mark.parametrize("function", [bench, plan], ids=lambda function: function.__name__)
 def test_every_flag_of_bench_and_plan_is_shown_whole(function: object, capsys: pytest.CaptureFixture[str]) -> None:
     app = new_app()

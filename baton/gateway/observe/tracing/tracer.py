@@ -6,6 +6,7 @@ So a trace is either complete or absent, even when a node dies, and one process 
 
 import random
 import time
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -108,7 +109,7 @@ class RequestTrace:
         self._admitted_at_s = now_s
 
     def output_ended(self, journal: Journal, machine: RequestMachine, now_s: float) -> None:
-        self._outputs.append((journal, machine, now_s))
+        insort(self._outputs, (journal, machine, now_s), key=lambda output: output[0].index)
 
     def pooled(self, batches: Sequence[PooledBatch]) -> None:
         self._batches = batches

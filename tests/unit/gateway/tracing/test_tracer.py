@@ -110,6 +110,17 @@ def test_a_huge_model_name_is_cut() -> None:
     assert len(b"".join(traces.exported)) < 5000
 
 
+def test_the_first_output_describes_a_request_whichever_output_ends_first() -> None:
+    first, second = Traced(index=0), Traced(index=1)
+    for output, cached in ((first, 16), (second, 48)):
+        output.decode(reserved())
+        scheduled = prefill_pb2.PrefillScheduled(cached_tokens=cached)
+        output.prefill(prefill_pb2.PrefillEvent(scheduled=scheduled), first_token(), SENT)
+        output.decode(decode_pb2.Admitted(), token(1, LENGTH))
+    trace = Traces().end(second, first)
+    assert attributes(trace.root)["gen_ai.usage.cache_read.input_tokens"] == 16
+
+
 def batch(node: str, *retries: Retry, called_s: float) -> PooledBatch:
     """A batch of 40 tokens, 8 of them cached, that took half a second."""
     pooled = [prefill_pb2.PooledPrompt(cached_tokens=8), prefill_pb2.PooledPrompt()]

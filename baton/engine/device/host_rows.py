@@ -21,21 +21,23 @@ from baton.engine.sampling.decode_rows import DecodeSampling
 # Triton compiles a kernel again for a pointer that is not a multiple of 16, and wide loads need more. With this
 # multiple every field begins at a multiple of 256 bytes.
 ROWS_MULTIPLE = 64
-# What the host writes for each row in addition to the numbers for sampling, and the value of padding.
+# What the host writes for each row in addition to the numbers for sampling, and the value of padding: first what
+# `_numbers` returns for a changed row, in its order. Fields of one type that follow each other are written together.
 _FIELDS = (
     ("token_ids", np.int32, 0),
     ("token_source", np.int32, 0),
     ("seq_lens", np.int32, 0),
-    ("new_block", np.int32, 0),
-    ("new_block_place", np.int64, 0),
-    ("positions", np.int64, 0),
-    ("slot_mapping", np.int64, -1),
     ("adapters", np.int32, -1),
     ("state_slots", np.int32, -1),
     ("state_next", np.int32, -1),
     ("next_tokens", np.int32, -1),
     ("num_slots", np.int32, 0),
+    ("positions", np.int64, 0),
+    ("slot_mapping", np.int64, -1),
+    ("new_block", np.int32, 0),
+    ("new_block_place", np.int64, 0),
 )
+_NUM_INT32, _NUM_NUMBERS = 8, 10
 # Fields that grow by one with each token of a row. Slots too: a row that gets another block is a changed row.
 _GROWING = "seq_lens", "positions", "slot_mapping"
 _NO_BLOCKS = int_array()
@@ -69,6 +71,9 @@ class HostRows:
             start += values.nbytes
         self.num_computed = np.zeros(max_rows, np.int32)
         self.sampling = DecodeSampling(SamplingArrays(*(self.fields[name] for name in sampling._fields)))
+        int32_bytes, int64_bytes = 4 * _NUM_INT32 * max_rows, 8 * (_NUM_NUMBERS - _NUM_INT32) * max_rows
+        self._int32 = self.memory[:int32_bytes].view(np.int32).reshape(_NUM_INT32, max_rows)
+        self._int64 = self.memory[int32_bytes : int32_bytes + int64_bytes].view(np.int64).reshape(-1, max_rows)
         self._growing = [
             self.num_computed,
             *(self.fields[name] for name in _GROWING),
@@ -148,31 +153,27 @@ class HostRows:
         return others
 
     def _write(self, places: list[int], rows: list[BatchRow]) -> None:
-        fields, max_rows, places_C = self.fields, len(self._rows), np.array(places)
-        _, tokens, starts, blocks, samples, sources, _, adapters, state_slots, *_ = zip(*rows, strict=True)
-        sources_C = [
-            max_rows + place if source is None else source for place, source in zip(places, sources, strict=True)
-        ]
-        assert max(sources_C) < 2 * max_rows, "a token source is not a row of a step"
-        starts_C = np.array(starts)
-        columns_C, offsets_C = np.divmod(starts_C, self._block_size)
-        blocks_C = np.array([ids[column] for ids, column in zip(blocks, columns_C.tolist(), strict=True)])
-        fields["token_ids"][places_C] = [ids[0] for ids in tokens]
-        fields["token_source"][places_C] = sources_C
-        fields["adapters"][places_C] = adapters
-        fields["state_slots"][places_C] = state_slots
-        fields["state_next"][places_C] = [row.state_next for row in rows]
-        fields["next_tokens"][places_C] = list(map(known_next_token, rows))
-        fields["num_slots"][places_C] = np.array([len(ids) for ids in blocks]) * self._block_size
-        fields["positions"][places_C] = self.num_computed[places_C] = starts_C
-        fields["seq_lens"][places_C] = starts_C + 1
-        fields["slot_mapping"][places_C] = blocks_C * self._block_size + offsets_C
-        self.sampling.write(places, samples)
-        for place, ids in zip(places, blocks, strict=True):
-            if ids is not self._blocks[place]:
-                self._missing[place] = ids
+        numbers = np.array([self._numbers(place, row) for place, row in zip(places, rows, strict=True)], np.int64).T
+        places_C = np.array(places)
+        self._int32[:, places_C] = numbers[:_NUM_INT32]
+        self._int64[:, places_C] = numbers[_NUM_INT32:]
+        self.num_computed[places_C] = [row.token_start for row in rows]
+        self.sampling.write(places, [row.sample for row in rows])
+        for place, row in zip(places, rows, strict=True):
+            if row.block_ids is not self._blocks[place]:
+                self._missing[place] = row.block_ids
             else:
                 self._missing.pop(place, None)
+
+    def _numbers(self, place: int, row: BatchRow) -> tuple[int, ...]:
+        """The first fields of a row, in their order."""
+        start, blocks, source = row.token_start, row.block_ids, row.token_source
+        assert source is None or source < 2 * len(self._rows), "a token source is not a row of a step"
+        source = len(self._rows) + place if source is None else source
+        slot = blocks[start // self._block_size] * self._block_size + start % self._block_size
+        state = row.state_slot, row.state_next, known_next_token(row)
+        num_slots = len(blocks) * self._block_size
+        return row.token_ids[0], source, start + 1, row.adapter, *state, num_slots, start, slot
 
     def _pad(self, rows: range) -> None:
         padded = slice(rows.start, rows.stop)

@@ -34,6 +34,7 @@ class DecodeOrder:
         self.work = StepWork()
         self._decoding: list[RequestState] = []
         self._placed: list[RequestState] = []
+        self._members: set[RequestState] = set()
 
     def place(self, decoding: list[RequestState]) -> list[RequestState]:
         """Returns the requests in the order of their places. Free places go first to newcomers, then to requests that
@@ -41,20 +42,22 @@ class DecodeOrder:
         num_rows = len(decoding)
         if decoding != self._decoding:
             self._decoding = decoding
-            self._placed = _kept_places(self._placed, decoding)
+            self._keep_places(decoding)
             self.work = StepWork(num_rows, sum([state.num_scheduled for state in decoding]) + num_rows)
         elif num_rows:  # each context has grown by one token
             self.work = StepWork(num_rows, self.work.keys + num_rows)
         return self._placed
 
-
-def _kept_places(before: list[RequestState], decoding: list[RequestState]) -> list[RequestState]:
-    stay, known = set(decoding), set(before)
-    newcomers = [state for state in decoding if state not in known]
-    places = [state if state in stay else None for state in before[: len(decoding)]]
-    moved = [state for state in before[len(decoding) :] if state in stay]
-    filling = iter([*newcomers, *moved])
-    return [next(filling) if state is None else state for state in places] + list(filling)
+    def _keep_places(self, decoding: list[RequestState]) -> None:
+        known, self._members = self._members, set(decoding)
+        num_rows, before = len(decoding), self._placed
+        filling = [state for state in decoding if state not in known] if self._members - known else []
+        filling += [state for state in before[num_rows:] if state in self._members]
+        self._placed = before[:num_rows]
+        free = sorted(state.row_index for state in known - self._members if state.row_index < num_rows)
+        for place, state in zip(free, filling):
+            self._placed[place] = state
+        self._placed += filling[len(free):]
 
 
 class StepSnapshot(NamedTuple):

@@ -10,30 +10,29 @@ from baton.protos.v1 import common_pb2
 from baton.rpc.convert import finish_reason_to_proto, set_logprobs
 from decode_node.decode_task import DecodePhase, DecodeTask
 
+_FEW = 64  # tokens that cost next to nothing to copy
+
 
 class StepMessages:
     """Makes the messages of one step after another, from the same parts."""
 
     def __init__(self) -> None:
-        self._plain: dict[int, _PlainTokens] = {}  # by session
+        self._kept: dict[int, _KeptMessage] = {}  # by session
 
     def session_closed(self, session: int) -> None:
-        self._plain.pop(session, None)
+        self._kept.pop(session, None)
 
     def of(
         self, events: StepEvents, tasks: Mapping[str, DecodeTask], now_s: float
     ) -> tuple[dict[int, pb.SessionResponse], list[DecodeTask]]:
         """The messages of a step, by session, and the requests that have finished with it.
 
-        Tokens that say more than their number come after all others. All tokens of a request with guesses are among
-        them, because the tokens of one request stay in order.
-
         Args:
             tasks: the node's requests by their ids in the engine. Tokens of other requests, and of ending ones, are
                 left out.
         """
-        plain: dict[int, list[tuple[int, TokenOutput]]] = {}
-        special: list[tuple[DecodeTask, TokenSampled]] = []
+        by_session: dict[int, list[tuple[int, TokenOutput]]] = {}
+        special: list[tuple[int, DecodeTask, TokenSampled]] = []  # tokens with more than a number, and their places
         decoding = DecodePhase.DECODING  # looked up once, not for every token
         drafts = {each.request_id: each for each in events.drafts}
         for sampled in events.tokens:
@@ -41,36 +40,35 @@ class StepMessages:
             task = tasks.get(request_id)
             if task is None or task.phase is not decoding:
                 continue
-            tokens = plain.get(task.session)
+            tokens = by_session.get(task.session)
             if tokens is None:
-                tokens = plain[task.session] = []
+                tokens = by_session[task.session] = []
             if (
-                finish_reason is None
-                and token.logprob is None
-                and task.prefill_started_s is None
-                and not (drafts and request_id in drafts)
+                finish_reason is not None
+                or token.logprob is not None
+                or task.prefill_started_s is not None
+                or (drafts and request_id in drafts)
             ):
-                tokens.append((task.key, token))
-            else:
-                special.append((task, sampled))
-        messages = {session: self._plain_message(session, tokens) for session, tokens in plain.items()}
-        for task, sampled in special:
-            _add_special(messages[task.session].step, task, sampled, drafts.pop(sampled.request_id, None), now_s)
+                special.append((len(tokens), task, sampled))
+            tokens.append((task.key, token))
+        messages = {session: self._message(session, tokens) for session, tokens in by_session.items()}
+        for place, task, sampled in special:
+            sent = messages[task.session].step.tokens[place]
+            _complete(sent, task, sampled, drafts.pop(sampled.request_id, None), now_s)
         for scored in events.scored:
             if (task := tasks.get(scored.request_id)) is not None and task.session in messages:
                 _add_prompt_logprobs(messages[task.session].step, task.key, scored)
-        return messages, [task for task, sampled in special if sampled.finish_reason is not None]
+        return messages, [task for _, task, sampled in special if sampled.finish_reason is not None]
 
-    def _plain_message(self, session: int, tokens: Sequence[tuple[int, TokenOutput]]) -> pb.SessionResponse:
-        kept = self._plain.get(session)
+    def _message(self, session: int, tokens: Sequence[tuple[int, TokenOutput]]) -> pb.SessionResponse:
+        kept = self._kept.get(session)
         if kept is None or kept.is_too_large_for(len(tokens)):
-            kept = self._plain[session] = _PlainTokens()
-        return kept.message(tokens)
+            kept = self._kept[session] = _KeptMessage()
+        return kept.filled(tokens)
 
 
-class _PlainTokens:
-    """A session's message of plain tokens, which every step fills again and then copies: this takes half of the time of
-    making it."""
+class _KeptMessage:
+    """A session's message, which every step fills again and then copies: this takes half of the time of making it."""
 
     def __init__(self) -> None:
         self._response = pb.SessionResponse(step=pb.Step())
@@ -78,11 +76,11 @@ class _PlainTokens:
 
     def is_too_large_for(self, num_tokens: int) -> bool:
         """Whether most of the message would be copied for nothing."""
-        # NOTE: a message keeps the memory of deleted tokens, so it never loses any.
-        return len(self._tokens) > 64 + 2 * num_tokens
+        # NOTE: a message keeps the memory of deleted tokens, so none are deleted.
+        return len(self._tokens) > _FEW + 2 * num_tokens
 
-    def message(self, tokens: Sequence[tuple[int, TokenOutput]]) -> pb.SessionResponse:
-        """A message with these tokens and the keys of their requests."""
+    def filled(self, tokens: Sequence[tuple[int, TokenOutput]]) -> pb.SessionResponse:
+        """A new message with these tokens, each with its request's key."""
         add = self._response.step.tokens.add
         while len(self._tokens) < len(tokens):
             added = add()
@@ -96,17 +94,13 @@ class _PlainTokens:
         return copied
 
 
-def _add_special(
-    step: pb.Step, task: DecodeTask, sampled: TokenSampled, checked: DraftsChecked | None, now_s: float
+def _complete(
+    sent: pb.StepToken, task: DecodeTask, sampled: TokenSampled, checked: DraftsChecked | None, now_s: float
 ) -> None:
-    """Adds a token with all that it says."""
+    """Adds what the token says besides its number."""
     _, token, finish_reason, stop_reason = sampled
-    sent = step.tokens.add()
-    sent.key = task.key
-    message = sent.token
-    message.token_id, message.index = token.token_id, token.index
     if token.logprob is not None:
-        set_logprobs(message, token)
+        set_logprobs(sent.token, token)
     if task.prefill_started_s is not None:
         _add_prefill(sent, task, now_s)
     if checked is not None:

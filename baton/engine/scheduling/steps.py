@@ -56,9 +56,9 @@ class DecodeOrder:
         filling += [state for state in before[num_rows:] if state in self._members]
         self._placed = before[:num_rows]
         free = sorted(state.row_index for state in known - self._members if state.row_index < num_rows)
-        for place, state in zip(free, filling):
+        for place, state in zip(free, filling[: len(free)], strict=True):
             self._placed[place] = state
-        self._placed += filling[len(free):]
+        self._placed += filling[len(free) :]
 
 
 class StepSnapshot(NamedTuple):

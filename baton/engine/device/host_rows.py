@@ -34,10 +34,11 @@ _FIELDS = (
     ("num_slots", np.int32, 0),
     ("positions", np.int64, 0),
     ("slot_mapping", np.int64, -1),
-    ("new_block", np.int32, 0),
-    ("new_block_place", np.int64, 0),
 )
-_NUM_INT32, _NUM_NUMBERS = 8, 10
+_NUM_INT32, _NUM_INT64 = 8, 2
+# A step brings the device this many blocks more than there are rows. Rows with further ones are copied by themselves,
+# which costs the host as much as writing all rows of a step.
+_MORE_BLOCKS = 512
 # Fields that grow by one with each token of a row. Slots too: a row that gets another block is a changed row.
 _GROWING = "seq_lens", "positions", "slot_mapping"
 _NO_BLOCKS = int_array()
@@ -63,6 +64,9 @@ class HostRows:
         sampling.fill(())
         padding: dict[str, NDArray[Any]] = {name: np.full(max_rows, value, dtype) for name, dtype, value in _FIELDS}
         padding |= sampling._asdict()
+        self._nowhere = max_rows * table_width
+        padding["new_block"] = np.zeros(max_rows + _MORE_BLOCKS, np.int32)
+        padding["new_block_place"] = np.full(max_rows + _MORE_BLOCKS, self._nowhere, np.int64)
         self.memory = np.concatenate([values.view(np.uint8) for values in padding.values()])
         self.fields: dict[str, NDArray[Any]] = {}
         start = 0
@@ -71,7 +75,7 @@ class HostRows:
             start += values.nbytes
         self.num_computed = np.zeros(max_rows, np.int32)
         self.sampling = DecodeSampling(SamplingArrays(*(self.fields[name] for name in sampling._fields)))
-        int32_bytes, int64_bytes = 4 * _NUM_INT32 * max_rows, 8 * (_NUM_NUMBERS - _NUM_INT32) * max_rows
+        int32_bytes, int64_bytes = 4 * _NUM_INT32 * max_rows, 8 * _NUM_INT64 * max_rows
         self._int32 = self.memory[:int32_bytes].view(np.int32).reshape(_NUM_INT32, max_rows)
         self._int64 = self.memory[int32_bytes : int32_bytes + int64_bytes].view(np.int64).reshape(-1, max_rows)
         self._growing = [
@@ -81,21 +85,18 @@ class HostRows:
         ]
         self._max_blocks = max_blocks
         self._table_width = table_width
-        self._nowhere = max_rows * table_width
-        self._padding = {name: value for name, _, value in _FIELDS} | {"new_block_place": self._nowhere}
-        self.fields["new_block_place"][:] = self._nowhere
         self._block_size = block_size
         self._step = self._size = 0
         # None: no row, or one that the next step cannot share.
         self._rows: list[BatchRow | None] = [None] * max_rows
-        # The blocks that the device has of each row, the blocks that it lacks, and the rows that get one with a step.
+        # The blocks that the device has of each row, those that it lacks, and how many blocks the step brings it.
         self._blocks: list[IntArray] = [_NO_BLOCKS] * max_rows
         self._missing: dict[int, IntArray] = {}
-        self._growing_rows: list[int] = []
+        self._num_new_blocks = 0
 
     def take(self, rows: Sequence[BatchRow], *, step: int, prompts: Sequence[BatchRow] = ()) -> dict[int, IntArray]:
-        """Takes over the rows of a step. Returns the blocks of rows whose blocks the device must replace; a row that
-        only gets one more block is not among them, because the step itself adds it.
+        """Takes over the rows of a step. Returns the blocks of rows that the step itself cannot bring to the device,
+        because there are too many.
 
         Args:
             prompts: rows that follow; only their sampling is taken, and otherwise they are padding.
@@ -122,7 +123,7 @@ class HostRows:
         if prompts:
             self.sampling.write(range(size, all_rows), [row.sample for row in prompts])
             self._size = all_rows
-        return self._grow() if self._missing or self._growing_rows else {}
+        return self._bring_blocks() if self._missing or self._num_new_blocks else {}
 
     @property
     def has_adapters(self) -> bool:
@@ -137,19 +138,24 @@ class HostRows:
                 self._blocks[place] = ids
             self._missing = {}
 
-    def _grow(self) -> dict[int, IntArray]:
-        """Adds the new blocks of rows with one more block to the step. Returns the blocks of the other changed rows."""
+    def _bring_blocks(self) -> dict[int, IntArray]:
+        """Adds the blocks that the device lacks to the step: often just the last one of a row. Returns the blocks of
+        rows for which it has no room."""
         new_block, new_block_place = self.fields["new_block"], self.fields["new_block_place"]
-        new_block_place[self._growing_rows] = self._nowhere
-        growing, others = [], {}
-        for place, ids in self._missing.items():
-            known = len(ids) - 1
-            if ids[:known] == self._blocks[place]:
-                new_block[place], new_block_place[place] = ids[known], place * self._table_width + known
-                growing.append(place)
-            else:
-                others[place] = ids
-        self._growing_rows = growing
+        places: list[int] = []
+        blocks: list[int] = []
+        others: dict[int, IntArray] = {}
+        for row, ids in self._missing.items():
+            last, start = len(ids) - 1, row * self._table_width
+            first = last if ids[:last] == self._blocks[row] else 0
+            if len(blocks) + len(ids) - first > len(new_block):
+                others[row] = ids
+                continue
+            places += range(start + first, start + len(ids))
+            blocks += ids[first:]
+        new_block[: len(blocks)], new_block_place[: len(places)] = blocks, places
+        new_block_place[len(places) : self._num_new_blocks] = self._nowhere
+        self._num_new_blocks = len(places)
         return others
 
     def _write(self, places: list[int], rows: list[BatchRow]) -> None:
@@ -177,7 +183,7 @@ class HostRows:
 
     def _pad(self, rows: range) -> None:
         padded = slice(rows.start, rows.stop)
-        for name, value in self._padding.items():
+        for name, _, value in _FIELDS:
             self.fields[name][padded] = value
         self.num_computed[padded] = 0
         self.sampling.pad(rows)

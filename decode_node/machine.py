@@ -43,7 +43,7 @@ from decode_node.events import (
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal, handed_over
 from decode_node.local_prefill import requested_local_reason
 from decode_node.rules import DecodeRules
-from decode_node.step_messages import step_messages
+from decode_node.step_messages import StepMessages
 from decode_node.submitted import engine_request, placement_name
 from decode_node.task_times import Deadlines
 
@@ -72,6 +72,7 @@ class DecodeMachine:
         self._queue = BlockQueue(waiting_max=rules.waiting_max)
         self._prefetching: dict[str, EngineRequest] = {}  # by engine id; they are not in the queue yet
         self._deadlines = Deadlines()
+        self._step_messages = StepMessages()
         self._draining = False
         self._closing = False
 
@@ -124,6 +125,7 @@ class DecodeMachine:
                 return self._session_message(session, message, now_s)
             case SessionClosed(session=session):
                 self._sessions.discard(session)
+                self._step_messages.session_closed(session)
                 return self._cancel(task for task in self._by_key.values() if task.session == session)
             case HandOverReceived(message=hand_over, incarnation=incarnation, has_draft=has_draft):
                 return self._peer_report(incarnation, handed_over(hand_over, has_draft=has_draft), now_s)
@@ -255,7 +257,7 @@ class DecodeMachine:
         for chunk in events.chunks:
             if (task := tasks.get(chunk.request_id)) is not None:
                 task.chunk_computed(chunk, now_s)
-        messages, finished = step_messages(events, tasks, now_s)
+        messages, finished = self._step_messages.of(events, tasks, now_s)
         commands: list[Command] = [Send(session, message) for session, message in messages.items()]
         for task in finished:
             commands += self._update_tables(task, task.finished())

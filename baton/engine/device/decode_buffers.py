@@ -39,8 +39,8 @@ class DecodeBuffers:
         state_slots, state_next: [N] int32, as `StateRows` has them; -1 for none.
         next_tokens: [N] int32, the token after each row's, if the host knows it; -1: the step draws it.
         num_slots: [N] int32, the slots of each row's blocks.
-        new_block: [N] int32, the one block that the row gets with this step.
-        new_block_place: [N] int64, its flat index in the table; for a row without a new block, in the last row.
+        new_block: [M] int32, blocks that rows get with this step; M is fixed and larger than N.
+        new_block_place: [M] int64, their flat indices in the table; where there is no new block, in the last row.
         sampling: for `choose_tokens`.
         hidden: [N, D], where a step leaves the states of this rank's rows that the layer that drafts tokens reads;
             None: there is none.
@@ -105,8 +105,8 @@ class DecodeBuffers:
         )
 
     def fill(self, rows: Sequence[BatchRow], *, step: int, slot: StepSlot, prompts: Sequence[BatchRow] = ()) -> None:
-        """Writes the rows of a step, one token each. Queues one copy to the device, and another one when a row's blocks
-        are replaced; the host does not wait.
+        """Writes the rows of a step, one token each. Queues one copy to the device, and another one for rows with very
+        many new blocks; the host does not wait.
 
         Args:
             prompts: rows that follow; only their sampling is written.
@@ -123,9 +123,9 @@ class DecodeBuffers:
         slot.inputs_host[:] = self.host.memory
         self.inputs.copy_(slot.inputs, non_blocking=True)
 
-    def place_new_blocks(self, size: int) -> None:
+    def place_new_blocks(self) -> None:
         """Completes the block table at the start of a step, because attention plans by it."""
-        self.table.view(-1).index_copy_(0, self.new_block_place[:size], self.new_block[:size])
+        self.table.view(-1).index_copy_(0, self.new_block_place, self.new_block)
 
     def look_tokens_up(self, size: int) -> Tensor:
         """[size] int32, the tokens that the step computes."""

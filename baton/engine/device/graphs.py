@@ -331,10 +331,8 @@ class DecodeGraphs:
 
     def _begin(self, size: int) -> None:
         """Makes the tables of the step complete."""
-        if self.owned is None:
-            self.buffers.place_new_blocks(size)
-        else:
-            self.buffers.place_new_blocks(self.owned.num_rows(size))
+        self.buffers.place_new_blocks()
+        if self.owned is not None:
             self.owned.take_own(size)
 
     def fill_for_capture(self, size: int) -> None:

@@ -21,21 +21,24 @@ from baton.engine.sampling.decode_rows import DecodeSampling
 # Triton compiles a kernel again for a pointer that is not a multiple of 16, and wide loads need more. With this
 # multiple every field begins at a multiple of 256 bytes.
 ROWS_MULTIPLE = 64
-# What the host writes for each row in addition to the numbers for sampling, and the value of padding.
+# What the host writes for each row in addition to the numbers for sampling, and the value of padding: first what
+# `_numbers` returns for a changed row, in its order. Fields of one type that follow each other are written together.
 _FIELDS = (
     ("token_ids", np.int32, 0),
     ("token_source", np.int32, 0),
     ("seq_lens", np.int32, 0),
-    ("new_block", np.int32, 0),
-    ("new_block_place", np.int64, 0),
-    ("positions", np.int64, 0),
-    ("slot_mapping", np.int64, -1),
     ("adapters", np.int32, -1),
     ("state_slots", np.int32, -1),
     ("state_next", np.int32, -1),
     ("next_tokens", np.int32, -1),
     ("num_slots", np.int32, 0),
+    ("positions", np.int64, 0),
+    ("slot_mapping", np.int64, -1),
 )
+_NUM_INT32, _NUM_INT64 = 8, 2
+# A step brings the device this many blocks more than there are rows. Rows with further ones are copied by themselves,
+# which costs the host as much as writing all rows of a step.
+_MORE_BLOCKS = 512
 # Fields that grow by one with each token of a row. Slots too: a row that gets another block is a changed row.
 _GROWING = "seq_lens", "positions", "slot_mapping"
 _NO_BLOCKS = int_array()
@@ -61,6 +64,9 @@ class HostRows:
         sampling.fill(())
         padding: dict[str, NDArray[Any]] = {name: np.full(max_rows, value, dtype) for name, dtype, value in _FIELDS}
         padding |= sampling._asdict()
+        self._nowhere = max_rows * table_width
+        padding["new_block"] = np.zeros(max_rows + _MORE_BLOCKS, np.int32)
+        padding["new_block_place"] = np.full(max_rows + _MORE_BLOCKS, self._nowhere, np.int64)
         self.memory = np.concatenate([values.view(np.uint8) for values in padding.values()])
         self.fields: dict[str, NDArray[Any]] = {}
         start = 0
@@ -69,6 +75,9 @@ class HostRows:
             start += values.nbytes
         self.num_computed = np.zeros(max_rows, np.int32)
         self.sampling = DecodeSampling(SamplingArrays(*(self.fields[name] for name in sampling._fields)))
+        int32_bytes, int64_bytes = 4 * _NUM_INT32 * max_rows, 8 * _NUM_INT64 * max_rows
+        self._int32 = self.memory[:int32_bytes].view(np.int32).reshape(_NUM_INT32, max_rows)
+        self._int64 = self.memory[int32_bytes : int32_bytes + int64_bytes].view(np.int64).reshape(-1, max_rows)
         self._growing = [
             self.num_computed,
             *(self.fields[name] for name in _GROWING),
@@ -76,21 +85,18 @@ class HostRows:
         ]
         self._max_blocks = max_blocks
         self._table_width = table_width
-        self._nowhere = max_rows * table_width
-        self._padding = {name: value for name, _, value in _FIELDS} | {"new_block_place": self._nowhere}
-        self.fields["new_block_place"][:] = self._nowhere
         self._block_size = block_size
         self._step = self._size = 0
         # None: no row, or one that the next step cannot share.
         self._rows: list[BatchRow | None] = [None] * max_rows
-        # The blocks that the device has of each row, the blocks that it lacks, and the rows that get one with a step.
+        # The blocks that the device has of each row, those that it lacks, and how many blocks the step brings it.
         self._blocks: list[IntArray] = [_NO_BLOCKS] * max_rows
         self._missing: dict[int, IntArray] = {}
-        self._growing_rows: list[int] = []
+        self._num_new_blocks = 0
 
     def take(self, rows: Sequence[BatchRow], *, step: int, prompts: Sequence[BatchRow] = ()) -> dict[int, IntArray]:
-        """Takes over the rows of a step. Returns the blocks of rows whose blocks the device must replace; a row that
-        only gets one more block is not among them, because the step itself adds it.
+        """Takes over the rows of a step. Returns the blocks of rows that the step itself cannot bring to the device,
+        because there are too many.
 
         Args:
             prompts: rows that follow; only their sampling is taken, and otherwise they are padding.
@@ -117,7 +123,7 @@ class HostRows:
         if prompts:
             self.sampling.write(range(size, all_rows), [row.sample for row in prompts])
             self._size = all_rows
-        return self._grow() if self._missing or self._growing_rows else {}
+        return self._bring_blocks() if self._missing or self._num_new_blocks else {}
 
     @property
     def has_adapters(self) -> bool:
@@ -132,51 +138,52 @@ class HostRows:
                 self._blocks[place] = ids
             self._missing = {}
 
-    def _grow(self) -> dict[int, IntArray]:
-        """Adds the new blocks of rows with one more block to the step. Returns the blocks of the other changed rows."""
+    def _bring_blocks(self) -> dict[int, IntArray]:
+        """Adds the blocks that the device lacks to the step: often just the last one of a row. Returns the blocks of
+        rows for which it has no room."""
         new_block, new_block_place = self.fields["new_block"], self.fields["new_block_place"]
-        new_block_place[self._growing_rows] = self._nowhere
-        growing, others = [], {}
-        for place, ids in self._missing.items():
-            known = len(ids) - 1
-            if ids[:known] == self._blocks[place]:
-                new_block[place], new_block_place[place] = ids[known], place * self._table_width + known
-                growing.append(place)
-            else:
-                others[place] = ids
-        self._growing_rows = growing
+        places: list[int] = []
+        blocks: list[int] = []
+        others: dict[int, IntArray] = {}
+        for row, ids in self._missing.items():
+            last, start = len(ids) - 1, row * self._table_width
+            first = last if ids[:last] == self._blocks[row] else 0
+            if len(blocks) + len(ids) - first > len(new_block):
+                others[row] = ids
+                continue
+            places += range(start + first, start + len(ids))
+            blocks += ids[first:]
+        new_block[: len(blocks)], new_block_place[: len(places)] = blocks, places
+        new_block_place[len(places) : self._num_new_blocks] = self._nowhere
+        self._num_new_blocks = len(places)
         return others
 
     def _write(self, places: list[int], rows: list[BatchRow]) -> None:
-        fields, max_rows, places_C = self.fields, len(self._rows), np.array(places)
-        _, tokens, starts, blocks, samples, sources, _, adapters, state_slots, *_ = zip(*rows, strict=True)
-        sources_C = [
-            max_rows + place if source is None else source for place, source in zip(places, sources, strict=True)
-        ]
-        assert max(sources_C) < 2 * max_rows, "a token source is not a row of a step"
-        starts_C = np.array(starts)
-        columns_C, offsets_C = np.divmod(starts_C, self._block_size)
-        blocks_C = np.array([ids[column] for ids, column in zip(blocks, columns_C.tolist(), strict=True)])
-        fields["token_ids"][places_C] = [ids[0] for ids in tokens]
-        fields["token_source"][places_C] = sources_C
-        fields["adapters"][places_C] = adapters
-        fields["state_slots"][places_C] = state_slots
-        fields["state_next"][places_C] = [row.state_next for row in rows]
-        fields["next_tokens"][places_C] = list(map(known_next_token, rows))
-        fields["num_slots"][places_C] = np.array([len(ids) for ids in blocks]) * self._block_size
-        fields["positions"][places_C] = self.num_computed[places_C] = starts_C
-        fields["seq_lens"][places_C] = starts_C + 1
-        fields["slot_mapping"][places_C] = blocks_C * self._block_size + offsets_C
-        self.sampling.write(places, samples)
-        for place, ids in zip(places, blocks, strict=True):
-            if ids is not self._blocks[place]:
-                self._missing[place] = ids
+        numbers = np.array([self._numbers(place, row) for place, row in zip(places, rows, strict=True)], np.int64).T
+        places_C = np.array(places)
+        self._int32[:, places_C] = numbers[:_NUM_INT32]
+        self._int64[:, places_C] = numbers[_NUM_INT32:]
+        self.num_computed[places_C] = [row.token_start for row in rows]
+        self.sampling.write(places, [row.sample for row in rows])
+        for place, row in zip(places, rows, strict=True):
+            if row.block_ids is not self._blocks[place]:
+                self._missing[place] = row.block_ids
             else:
                 self._missing.pop(place, None)
 
+    def _numbers(self, place: int, row: BatchRow) -> tuple[int, ...]:
+        """The first fields of a row, in their order."""
+        start, blocks, source = row.token_start, row.block_ids, row.token_source
+        assert source is None or source < 2 * len(self._rows), "a token source is not a row of a step"
+        source = len(self._rows) + place if source is None else source
+        slot = blocks[start // self._block_size] * self._block_size + start % self._block_size
+        state = row.state_slot, row.state_next, known_next_token(row)
+        num_slots = len(blocks) * self._block_size
+        return row.token_ids[0], source, start + 1, row.adapter, *state, num_slots, start, slot
+
     def _pad(self, rows: range) -> None:
         padded = slice(rows.start, rows.stop)
-        for name, value in self._padding.items():
+        for name, _, value in _FIELDS:
             self.fields[name][padded] = value
         self.num_computed[padded] = 0
         self.sampling.pad(rows)

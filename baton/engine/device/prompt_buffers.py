@@ -236,7 +236,7 @@ class PromptBuffers:
 
     def begin(self, size: int) -> None:
         """Completes the decodes' block tables at the start of a step."""
-        self.decodes.place_new_blocks(self.all_decodes(size))
+        self.decodes.place_new_blocks()
         if self.owned is not None:
             self.owned.take_own(self.most_decodes(size))
 

@@ -104,7 +104,11 @@ class BlockManager:
                 del self._free[block_id]
             self._references[block_id] += 1
         self.num_references += len(cached) + num_fresh
-        return [*cached, *[self._take_free() for _ in range(num_fresh)]]
+        fresh = [self._free.popitem(last=False)[0] for _ in range(num_fresh)]
+        for block_id in fresh:
+            self._references[block_id] = 1
+            self._forget(block_id)
+        return [*cached, *fresh]
 
     def give_back(self, block_ids: Sequence[int]) -> None:
         """Drops one reference of each block. The last blocks of a sequence are taken again before its first ones."""
@@ -153,9 +157,10 @@ class BlockManager:
         self._by_content[key.parent, key.tokens] = key
         if windowless:
             self._windowless.add(block_id)
-        self._unreported.add(block_id)
-        if reported:
-            self.report((block_id,))
+        if not reported:
+            self._unreported.add(block_id)
+        elif self._changes is not None and not windowless:
+            self._note(key.digest, key)
 
     def report(self, block_ids: Iterable[int]) -> None:
         """Shows these blocks to followers of the cache, if they serve every sequence."""
@@ -238,12 +243,6 @@ class BlockManager:
         self._changes[digest] = key
         if len(self._changes) > self.num_blocks // 2 + _CHANGES_MIN:  # then reading all keys costs less
             self._changes = None
-
-    def _take_free(self) -> int:
-        block_id, _ = self._free.popitem(last=False)
-        self._references[block_id] = 1
-        self._forget(block_id)
-        return block_id
 
     def _forget(self, block_id: int) -> None:
         key = self._keys[block_id]

@@ -95,7 +95,6 @@ class Drafts:
             sampled.append((state.request_id, token, end.reason, end.stop_reason))
             if end.reason is not None:
                 break
-        state.num_pending = 0
         state.num_computed = state.num_scheduled = state.num_tokens - 1
         return DraftsChecked(state.request_id, drafted, len(sampled) - 1), sampled
 

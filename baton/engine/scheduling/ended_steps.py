@@ -70,7 +70,6 @@ class EndedSteps:
             # Nearly every row of a decode node takes this path, so it has only what a decode needs.
             if row.since is not None and token.__class__ is TokenOutput:
                 state.num_computed = stop = start + 1
-                state.num_pending -= 1
                 state.tokens.append(token.token_id)
                 if not stop % block_size:
                     self._blocks.register(state)
@@ -102,7 +101,6 @@ class EndedSteps:
             if token is None:
                 continue
             assert isinstance(token, TokenOutput), "only rows with drafts yield several tokens"
-            state.num_pending -= 1
             state.tokens.append(token.token_id)
             if stop >= state.decode_stop or token.token_id in state.end_token_ids:
                 sampled.append(self._last_token(state, token))

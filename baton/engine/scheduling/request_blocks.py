@@ -6,7 +6,7 @@ With attention data parallelism each rank has a pool of blocks, and a request ha
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from baton.core.kv_entries import ENTRY_TOKENS
@@ -235,10 +235,15 @@ class RequestBlocks:
             self.extend(state, wanted)
         return min(num_drafts, len(state.blocks) * self._block_size - state.num_scheduled - 1)
 
-    def can_extend(self, states: Iterable[RequestState]) -> bool:
-        """Whether there is one more block for each of the requests."""
-        wanted = Counter(state.pool for state in states)
-        return all(count <= self._pools[pool].num_free for pool, count in wanted.items())
+    def add_one_each(self, states: Sequence[RequestState]) -> bool:
+        """Gives each of the requests one more block. Returns False and changes nothing when too few are free."""
+        shares = [[state for state in states if state.pool == number] for number in range(len(self._pools))]
+        if any(len(share) > pool.num_free for share, pool in zip(shares, self._pools, strict=True)):
+            return False
+        for share, pool in zip(shares, self._pools, strict=True):
+            for state, block_id in zip(share, pool.take((), len(share)), strict=True):
+                state.blocks.append(block_id)
+        return True
 
     def register(self, state: RequestState) -> None:
         """Offers the request's full, computed blocks to later requests."""
@@ -246,15 +251,17 @@ class RequestBlocks:
             return
         # In a model with states, later blocks serve only requests whose state arrives.
         reported_tokens = state.state_tokens if self.states.unit else state.num_computed
-        for index in range(state.num_registered, state.num_computed // self._block_size):
-            self._pools[state.pool].register(
+        register, block_size, first = self._pools[state.pool].register, self._block_size, state.num_registered
+        state.num_registered = stop = max(first, state.num_computed // block_size)
+        for index, key in enumerate(state.keys.run(first, stop, state.tokens), first):
+            start = index * block_size
+            register(
                 state.blocks[index],
-                state.keys.key(index, state.tokens),
+                key,
                 root=state.keys.root,
-                windowless=index * self._block_size < state.windows_from,
-                reported=(index + 1) * self._block_size <= reported_tokens,
+                windowless=start < state.windows_from,
+                reported=start + block_size <= reported_tokens,
             )
-            state.num_registered = index + 1
         if self.offload is not None:
             self.offload.saves.registered(state)
 

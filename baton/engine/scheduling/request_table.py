@@ -104,11 +104,12 @@ class RequestTable:
         block_size = self._block_size
         decoding = [state for state in unsteady if state.decoding]
         full = [state for state in decoding if state.num_scheduled == len(state.blocks) * block_size]
-        if self.in_flight and not self.blocks.can_extend(full):
-            return None
-        for state in full:
-            while state.phase is RequestPhase.RUNNING and not self.blocks.extend(state, state.num_scheduled + 1):
-                self.preempt(self.roster.last_decoder(state.pool), now)
+        if not self.blocks.add_one_each(full):
+            if self.in_flight:
+                return None
+            for state in full:
+                while state.phase is RequestPhase.RUNNING and not self.blocks.extend(state, state.num_scheduled + 1):
+                    self.preempt(self.roster.last_decoder(state.pool), now)
         for state in decoding:
             if state.phase is RequestPhase.RUNNING:
                 # Not beyond the block of the next token: rows do not have the blocks yet that guesses were given.

@@ -178,7 +178,8 @@ class Scheduler:
         drafts = self._drafts.choose(decoding) if self._drafts is not None and not self._in_flight else {}
         if drafts:
             decoding = [state for state in decoding if state not in drafts]
-        step.add_decodes(self._decode_order.place(decoding), self._decode_order.work)
+        placed = self._decode_order.place(decoding)
+        step.add_decodes(placed, self._decode_order.work, ahead=bool(self._in_flight))
         step.add_drafts(drafts)
         if self._drafts is not None and (late or drafts):
             step.wait_s = self._drafts.wait_s(step)

@@ -57,7 +57,6 @@ class RequestState:
             the cached tokens is not kept.
         num_computed: leading tokens whose KV is in `blocks`.
         num_scheduled: leading tokens whose KV is in `blocks` or is being computed by a step in flight.
-        num_pending: tokens after `tokens` that steps in flight are drawing.
         row_index: place of the request's row in the last step that has one.
         shared_row: this row, if the next step may share it at the same place; None: the next step needs a new row.
         prompt_tokens: the length of its prompt, without any output.
@@ -92,7 +91,7 @@ class RequestState:
     __slots__ = (
         "_adapter", "_eos_token_ids", "_grammar_ends", "_max_tokens", "_min_tokens", "_row_blocks", "_samples",
         "_stop_token_ids", "blocks", "decode_stop", "due_s", "end_token_ids", "entry_keys", "is_followed",
-        "is_shared", "keys", "num_cached", "num_computed", "num_offered", "num_pending", "num_registered",
+        "is_shared", "keys", "num_cached", "num_computed", "num_offered", "num_registered",
         "num_reported", "num_scheduled", "num_shown", "owner", "passing", "phase", "place", "pooling",
         "prefill_only", "prefill_stop", "prompt_tokens", "queued_at", "request", "request_id", "restart_at",
         "restore_from", "row_index", "scored", "shared_row", "snapshot_stops", "splits", "started",
@@ -126,7 +125,6 @@ class RequestState:
         self.num_cached = self.restart_at = 0
         self.num_computed = 0
         self.num_scheduled = 0
-        self.num_pending = 0
         self.row_index = 0
         self.shared_row: BatchRow | None = None
         self.steady_stop = 0
@@ -306,8 +304,7 @@ class RequestState:
         if len(self._row_blocks) != num_blocks:
             self._row_blocks = self.blocks[:num_blocks]
         sample = None
-        if stop == known + self.num_pending and self.pooling is None:
-            self.num_pending += 1
+        if stop >= known and self.pooling is None:
             output_index = stop - self.prompt_tokens
             sample = self._samples.row(output_index, self.tokens)
             if sample.forbidden or sample.history:  # the next row differs in more than its index

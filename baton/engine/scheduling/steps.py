@@ -5,6 +5,7 @@ The oldest step in flight runs while the next one is prepared, so there are at m
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from baton.core.block_keys import BlockKey
@@ -34,6 +35,7 @@ class DecodeOrder:
         self.work = StepWork()
         self._decoding: list[RequestState] = []
         self._placed: list[RequestState] = []
+        self._members: set[RequestState] = set()
 
     def place(self, decoding: list[RequestState]) -> list[RequestState]:
         """Returns the requests in the order of their places. Free places go first to newcomers, then to requests that
@@ -41,20 +43,22 @@ class DecodeOrder:
         num_rows = len(decoding)
         if decoding != self._decoding:
             self._decoding = decoding
-            self._placed = _kept_places(self._placed, decoding)
+            self._keep_places(decoding)
             self.work = StepWork(num_rows, sum([state.num_scheduled for state in decoding]) + num_rows)
         elif num_rows:  # each context has grown by one token
             self.work = StepWork(num_rows, self.work.keys + num_rows)
         return self._placed
 
-
-def _kept_places(before: list[RequestState], decoding: list[RequestState]) -> list[RequestState]:
-    stay, known = set(decoding), set(before)
-    newcomers = [state for state in decoding if state not in known]
-    places = [state if state in stay else None for state in before[: len(decoding)]]
-    moved = [state for state in before[len(decoding) :] if state in stay]
-    filling = iter([*newcomers, *moved])
-    return [next(filling) if state is None else state for state in places] + list(filling)
+    def _keep_places(self, decoding: list[RequestState]) -> None:
+        known, self._members = self._members, set(decoding)
+        num_rows, before = len(decoding), self._placed
+        filling = sorted(self._members - known, key=attrgetter("place"))
+        filling += [state for state in before[num_rows:] if state in self._members]
+        self._placed = before[:num_rows]
+        free = sorted(state.row_index for state in known - self._members if state.row_index < num_rows)
+        for place, state in zip(free, filling[: len(free)], strict=True):
+            self._placed[place] = state
+        self._placed += filling[len(free) :]
 
 
 class StepSnapshot(NamedTuple):
@@ -134,15 +138,18 @@ class NextStep:
         self._block_size = block_size
         self._now = now
 
-    def add_decodes(self, states: list[RequestState], work: StepWork) -> None:
-        """Adds the next token of each request, in this order; `work` is theirs. Call it before `plan_chunk`."""
+    def add_decodes(self, states: list[RequestState], work: StepWork, *, ahead: bool) -> None:
+        """Adds the next token of each request, in this order. Call it before `plan_chunk`.
+
+        Args:
+            work: theirs.
+            ahead: whether the previous step, whose tokens come before these, is still in flight.
+        """
         append = self.rows.append
         for place, state in enumerate(states):
             row = state.shared_row
-            if row is not None and place == state.row_index and state.num_pending:
-                # the row of the previous step, one token further on
-                state.num_scheduled += 1
-                state.num_pending += 1
+            if ahead and row is not None and place == state.row_index:
+                state.num_scheduled += 1  # the row of the previous step, one token further on
             else:
                 row = state.next_decode(place, step=self.number, block_size=self._block_size)
             append(row)

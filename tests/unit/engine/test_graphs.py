@@ -69,7 +69,7 @@ def slot_of(buffers: DecodeBuffers) -> StepSlot:
 def run(buffers: DecodeBuffers, rows: list[BatchRow]) -> None:
     """Fills the buffers as a step does, without a model."""
     buffers.fill(rows, step=0, slot=slot_of(buffers))
-    buffers.place_new_blocks(len(rows))
+    buffers.place_new_blocks()
     buffers.host.copied()
 
 
@@ -159,7 +159,7 @@ def test_a_captured_step_depends_on_no_value_of_the_host(family: str, name: str,
 
     def captured() -> Tensor:
         with torch.inference_mode():
-            buffers.place_new_blocks(3)
+            buffers.place_new_blocks()
             return decode_step(model, cache, buffers, backend.builder.build_for_cudagraph_capture(common), 3)
 
     cache.storage.zero_()
@@ -299,11 +299,11 @@ def test_memory_taken_by_another_process_does_not_count_for_a_capture() -> None:
     assert len(capture_sizes(256)) * taken_bytes(before, FreeMemory(0, before.reserved)) < 700 * mib
 
 
-def blocks_of(host: HostRows, buffers: DecodeBuffers) -> dict[int, int]:
-    """The new blocks that rows get with the step."""
-    nowhere = buffers.block_table.numel()
-    places, blocks = host.fields["new_block_place"].tolist(), host.fields["new_block"].tolist()
-    return {row: blocks[row] for row, place in enumerate(places) if place != nowhere}
+def new_blocks(host: HostRows, buffers: DecodeBuffers) -> dict[tuple[int, int], int]:
+    """The blocks that the step brings, by row and column."""
+    nowhere, width = buffers.block_table.numel(), buffers.block_table.shape[1]
+    listed = zip(host.fields["new_block_place"].tolist(), host.fields["new_block"].tolist(), strict=True)
+    return {divmod(place, width): block for place, block in listed if place != nowhere}
 
 
 def test_blocks_count_as_copied_only_when_they_are() -> None:
@@ -311,11 +311,23 @@ def test_blocks_count_as_copied_only_when_they_are() -> None:
     buffers = buffers_of()
     host = buffers.host
     rows = [row(1, 8, [5, 4, 3]), row(1, 0, [9])]
-    assert host.take(rows, step=0) == host.take(rows, step=0) == {0: rows[0].block_ids}
-    assert blocks_of(host, buffers) == {1: 9}
+    for _ in range(2):
+        assert host.take(rows, step=0) == {}
+        assert new_blocks(host, buffers) == {(0, 0): 5, (0, 1): 4, (0, 2): 3, (1, 0): 9}
     host.copied()
     assert host.take(rows, step=0) == {}
-    assert blocks_of(host, buffers) == {}
+    assert new_blocks(host, buffers) == {}
+
+
+def test_blocks_for_which_a_step_has_no_room_are_copied_by_themselves() -> None:
+    num_blocks = 400
+    buffers = buffers_of(max_context_tokens=num_blocks * BLOCK_SIZE)
+    rows = [row(1, 0, list(range(start, start + num_blocks))) for start in (1, 1000)] + [row(1, 0, [7])]
+    assert buffers.host.take(rows, step=0) == {1: rows[1].block_ids}
+    run(buffers, rows)
+    table = buffers.block_table[:3, :num_blocks]
+    assert table[:2].tolist() == [list(each.block_ids) for each in rows[:2]]
+    assert table[2, 0] == 7
 
 
 def test_a_row_draws_as_its_own_request_asks() -> None:
@@ -337,11 +349,11 @@ def test_a_row_that_grows_by_a_block_gets_it_with_the_step() -> None:
     run(buffers, [row(1, 4, [5, 4]), other])
     longer = [row(1, 8, [5, 4, 3]), other._replace(token_start=5)]
     assert buffers.host.take(longer, step=0) == {}
-    assert blocks_of(buffers.host, buffers) == {0: 3}
+    assert new_blocks(buffers.host, buffers) == {(0, 2): 3}
     run(buffers, longer)
     assert buffers.block_table[:2, :3].tolist() == [[5, 4, 3], [7, 8, 0]]
-    run(buffers, [row(1, 9, [5, 4, 3]), row(1, 8, [7, 8, 9])])
-    assert blocks_of(buffers.host, buffers) == {1: 9}
+    run(buffers, [longer[0]._replace(token_start=9), row(1, 8, [7, 8, 9])])
+    assert new_blocks(buffers.host, buffers) == {(1, 2): 9}
     assert buffers.block_table[:2, :3].tolist() == [[5, 4, 3], [7, 8, 9]]
 
 

@@ -18,4 +18,4 @@ ANY_QUERY_LEN = 2**15
 
 def split_tokens_of(num_heads: int) -> int:
     """Number of latent tokens per partial result of a decode; larger where many heads make partial results large."""
-    return 1024 if num_heads <= 32 else 4096
+    return 512 if num_heads <= 32 else 4096

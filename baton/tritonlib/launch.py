@@ -54,6 +54,12 @@ def shared_bytes(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", _SHARED_BYTES_OF_MOST))
 
 
+def overlap_alike(device: torch.device, *, rows: int) -> dict[str, bool]:
+    """Does what `overlap` does, with one compiled kernel for any number of rows, so that these do not change its bits:
+    without an overlapping launch, waiting and starting dependents are nothing."""
+    return {"OVERLAP": _can_overlap(device), "launch_pdl": rows <= MOST_OVERLAPPING_ROWS and _can_overlap(device)}
+
+
 class PreparedKernel:
     """A kernel that is compiled once, for one device and one set of constants.
 

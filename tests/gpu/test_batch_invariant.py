@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from baton.core.sampling import ResolvedSampling
+from baton.models.kernels.matmul.decode_matmul import DecodeTile
+from baton.models.kernels.matmul.few_rows_in_order import NarrowTile, multiply_few_rows
 from baton.models.kernels.matmul.matmul import (
     TILES,
     choose_tile,
@@ -19,6 +21,8 @@ from baton.models.kernels.matmul.matmul import (
     multiply_in_tiles,
     multiply_invariant,
 )
+from baton.models.kernels.moe.expert_weights import ExpertWeights
+from baton.models.kernels.moe.grouped_gemm import SharedWeights, run_gated_experts
 from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.demo import build_demo, generate
@@ -124,7 +128,33 @@ def test_every_tile_sums_in_the_same_order(dtype: torch.dtype) -> None:
         results.append(x.new_empty(384, 1024))
         multiply_in_tiles(x, weight, None, results[-1], tile)
     assert all(torch.equal(result, results[0]) for result in results)
+    for few in (NarrowTile(16, 128, 6, 4), NarrowTile(32, 128, 6, 4), DecodeTile(32, 64, 128, 4, 4)):
+        out = x.new_empty(32, 1024)
+        multiply_few_rows(x[:32], weight, None, out, few)
+        assert torch.equal(out, results[0][:32]), few
     assert not torch.equal(x[:, :2048] @ weight[:, :2048].t() + x[:, 2048:] @ weight[:, 2048:].t(), results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_have_the_same_bits_among_any_number_of_tokens(dtype: torch.dtype) -> None:
+    """Few tokens take every tile, many tokens the kernel for prompts."""
+    gate_up, down = (
+        ExpertWeights(random(8, 2 * 704, 512, dtype=dtype) / 16),
+        ExpertWeights(random(8, 512, 704, dtype=dtype) / 16),
+    )
+    shared = SharedWeights(random(2 * 1408, 512, dtype=dtype) / 16, random(512, 1408, dtype=dtype) / 16)
+    x, weights = random(1500, 512, dtype=dtype), torch.rand(1500, 2, device="cuda")
+    experts = torch.rand(1500, 8, device="cuda").topk(2).indices.int()
+
+    def outputs(rows: slice, shared: SharedWeights | None) -> Tensor:
+        return run_gated_experts(
+            x[rows], weights[rows], experts[rows], gate_up, down, batch_invariant=True, shared=shared
+        )
+
+    for chosen in (None, shared):
+        together = outputs(slice(0, 1500), chosen)
+        for start, stop in ((0, 1), (3, 20), (700, 740), (40, 180), (1000, 1500)):
+            assert torch.equal(outputs(slice(start, stop), chosen), together[start:stop]), (start, stop)
 
 
 def test_a_row_has_the_same_bits_anywhere_in_a_tile() -> None:

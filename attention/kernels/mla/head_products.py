@@ -67,7 +67,7 @@ class HeadProducts:
 
     def __call__(self, x_HTI: Tensor, weight_HIO: Tensor, out_HTO: Tensor) -> None:
         num_heads, num_tokens, num_inputs = x_HTI.shape
-        if num_tokens > MAX_TOKENS or x_HTI.dtype != weight_HIO.dtype or not _copyable(weight_HIO):
+        if num_tokens > MAX_TOKENS or x_HTI.dtype != weight_HIO.dtype or not copyable(weight_HIO):
             torch.bmm(x_HTI, weight_HIO, out=out_HTO)
         elif num_tokens:
             tile = choose(num_heads, num_inputs, weight_HIO.shape[2], self.num_sms)
@@ -108,7 +108,7 @@ def multiply_heads(x_HTI: Tensor, weight_HIO: Tensor, out_HTO: Tensor, tile: Hea
     )
 
 
-def _copyable(weight_HIO: Tensor) -> bool:
+def copyable(weight_HIO: Tensor) -> bool:
     """Whether the copy engine can read the weight in tiles of all inputs."""
     stride_H, stride_I, stride_O = weight_HIO.stride()
     return (

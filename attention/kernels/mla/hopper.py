@@ -63,7 +63,8 @@ def launch(
     out: Tensor,
     lse_HR: Tensor | None,
 ) -> None:
-    num_heads, tokens = q_RHC.shape[1], plan.tile_tokens
+    # Decodes need no full query tile: `attend` gives them the same bits without.
+    num_heads, tokens = q_RHC.shape[1], 1 if tiles is None else plan.tile_tokens
     num_reqs, most_reqs = len(seq_lens), most_requests(len(seq_lens), tiles)
     _, num_blocks, block_size, _, channels = kv_layer.shape
     stride_B, stride_N = kv_layer.stride()[1:3]

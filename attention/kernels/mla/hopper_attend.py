@@ -1,8 +1,10 @@
 """The multiplying warps that both Hopper kernels of latent decodes share.
 
 With few members, scores and result are transposed: keys and channels are rows, members are columns. Otherwise two
-warpgroups share them, each with half of the keys for the scores and half of the channels for the result. Legend as in
-`attention.kernels.mla.plan`; S keys of a tile.
+warpgroups share them, each with half of the keys for the scores and half of the channels for the result. With a fixed
+split both give the same bits: the instruction adds the same 16 products at a time, a member's weights are summed as
+integers, and the compiler has no choice of what to round (`tests/unit/attention/test_mla_query_tiles.py`, on a GPU).
+Legend as in `attention.kernels.mla.plan`; S keys of a tile.
 """
 
 from __future__ import annotations
@@ -156,8 +158,8 @@ def attend(
                 mbarrier.wait(full.index(buffer), (count // STAGES) & 1)
                 tile_L = tiles_L.index(buffer)
                 tile_P = tiles_P.index(buffer)
-                scores = _scores(tile_L, tile_P, q_L, q_P, scores_shape, mma_S, KEYS_FIRST) * scale
-                acc, highest_M, total = _add_tile(tile_L, weights, scores, acc, highest_M, total, KEYS_FIRST)
+                scores = _scores(tile_L, tile_P, q_L, q_P, scores_shape, mma_S, KEYS_FIRST)
+                acc, highest_M, total = _add_tile(tile_L, weights, scores, scale, acc, highest_M, total, KEYS_FIRST)
                 # NOTE: wait at once. Queueing the next scores after this product and waiting only then is 3 to 10 %
                 # slower, because the next tile is requested later.
                 mbarrier.arrive(empty.index(buffer), count=1)
@@ -170,16 +172,16 @@ def attend(
                 tile_L = tiles_L.index(buffer)
                 tile_P = tiles_P.index(buffer)
                 _clear_rows(tile_L, num_keys, TILE, LATENT)
-                scores = _scores(tile_L, tile_P, q_L, q_P, scores_shape, mma_S, KEYS_FIRST) * scale
+                scores = _scores(tile_L, tile_P, q_L, q_P, scores_shape, mma_S, KEYS_FIRST)
                 seen = _across_members(keys_S < num_keys, KEYS_FIRST)
                 if TOKENS > 1:
                     num_seen_M = num_keys - _tokens_after(seq_len, scored_M, num_heads, TOKENS)
                     seen = seen & (_across_members(keys_S, KEYS_FIRST) < _along_members(num_seen_M, KEYS_FIRST))
                 scores = gl.where(seen, scores, -float("inf"))
-                acc, highest_M, total = _add_tile(tile_L, weights, scores, acc, highest_M, total, KEYS_FIRST)
+                acc, highest_M, total = _add_tile(tile_L, weights, scores, scale, acc, highest_M, total, KEYS_FIRST)
                 mbarrier.arrive(empty.index(buffer), count=1)
                 count += 1
-            total_M = gl.convert_layout(gl.sum(total, AXIS), per_member_L)
+            total_M = gl.convert_layout(_sum_of_keys(total, AXIS, SPLIT_TILES), per_member_L)
             acc = acc / _along_members(total_M, KEYS_FIRST)
             lse_M = (gl.convert_layout(highest_M, per_member_L) + gl.log2(total_M)) * 0.6931471805599453
             exists_M, heads_M, rows_M, places_M = _members(
@@ -264,14 +266,15 @@ def _scores(tile_L, tile_P, q_L, q_P, shape: gl.constexpr, layout: gl.constexpr,
 
 
 @gluon.jit
-def _add_tile(tile_L, weights_tile, scores, acc, highest_M, total, KEYS_FIRST: gl.constexpr):
+def _add_tile(tile_L, weights_tile, scores, scale, acc, highest_M, total, KEYS_FIRST: gl.constexpr):
     """Adds a tile to the online softmax; returns (values, highest scores, weights) so far. Weights are summed over a
     tile's keys only at the end."""
     AXIS: gl.constexpr = 0 if KEYS_FIRST else 1
-    new_highest_M = gl.maximum(highest_M, gl.max(scores, AXIS))
+    new_highest_M = gl.maximum(highest_M, gl.max(scores, AXIS) * scale)
     shrink_M = gl.exp2(highest_M - new_highest_M)
-    weights = gl.exp2(scores - _along_members(new_highest_M, KEYS_FIRST))
-    total = total * _along_members(shrink_M, KEYS_FIRST) + weights
+    ones = gl.full(scores.shape, 1.0, gl.float32, layout=scores.type.layout)
+    weights = gl.exp2(gl.fma(scores, ones * scale, ones * _along_members(-new_highest_M, KEYS_FIRST)))
+    total = gl.fma(total, ones * _along_members(shrink_M, KEYS_FIRST), weights)
     weights_tile.store(weights.to(tile_L.dtype))
     fence_async_shared()
     acc = acc * _along_members(gl.convert_layout(shrink_M, gl.SliceLayout(AXIS, acc.type.layout)), KEYS_FIRST)
@@ -280,6 +283,16 @@ def _add_tile(tile_L, weights_tile, scores, acc, highest_M, total, KEYS_FIRST: g
     else:
         acc = warpgroup_mma(weights_tile, tile_L, acc, is_async=True)
     return warpgroup_mma_wait(0, deps=(acc,)), new_highest_M, total
+
+
+@gluon.jit
+def _sum_of_keys(total, AXIS: gl.constexpr, SPLIT_TILES: gl.constexpr):
+    """Sums weights over the keys. With a fixed split the sum must not depend on the layout, so it is one of integers,
+    which is exact. A weight is at most 1 in each tile, so the sum is at most 2**30 units."""
+    if SPLIT_TILES:
+        UNIT: gl.constexpr = 2.0**30 / (total.shape[AXIS] * SPLIT_TILES)
+        return gl.sum((total * UNIT).to(gl.int32), AXIS).to(gl.float32) * (1.0 / UNIT)
+    return gl.sum(total, AXIS)
 
 
 @gluon.jit

@@ -22,9 +22,8 @@ def merge_splits(
     num_heads, latent = out.shape[1:]
     num_reqs, most_reqs = len(seq_lens), most_requests(len(seq_lens), tiles)
     slot_tokens = 1 if tiles is None else plan.tile_tokens
-    # A small batch is cut into many parts per request, so many programs share one request's merge. The number of
-    # programs decides the order of the sums, so with a fixed split it is the same for any batch.
-    few = (plan.split_tiles > 0 or num_reqs * num_heads < 4 * plan.num_workers) and not interpreted()
+    # A small batch is cut into many parts per request, so many programs share one request's merge.
+    few = num_reqs * slot_tokens * num_heads < 4 * plan.num_workers and not interpreted()
     block_v = min(triton.next_power_of_2(latent), 128 if few else 512)
     block_h = 1 if few else min(triton.next_power_of_2(num_heads), 4)
     _merge_splits[(num_reqs * slot_tokens, triton.cdiv(num_heads, block_h), triton.cdiv(latent, block_v))](
@@ -46,11 +45,19 @@ def merge_splits(
         BLOCK_R=requests_of_a_block(most_reqs),
         BLOCK_H=block_h,
         BLOCK_V=block_v,
-        BLOCK_S=16 if few else 2,
+        AT_ONCE=16 if few else 4,
         INTERPRETED=interpreted(),
         **overlap(out.device, rows=most_reqs),
         num_warps=4,
     )
+
+
+@triton.jit
+def _slots(splits, first_slot, SPLIT_TILES: tl.constexpr):
+    """A request's first part is in its worker's second slot; other parts are in their workers' first slots."""
+    if SPLIT_TILES:
+        return first_slot.to(tl.int64) + splits
+    return first_slot.to(tl.int64) + 2 * splits + (splits == 0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
@@ -75,11 +82,15 @@ def _merge_splits(
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Merges BLOCK_H heads and BLOCK_V channels of one token, unless one worker had the token's whole request."""
+    """Merges BLOCK_H heads and BLOCK_V channels of one token, unless one worker had the token's whole request.
+
+    Each number is one sum over the splits in their order, whose steps the compiler has no choice of how to round. So
+    the blocks do not change the bits. Results of AT_ONCE splits are loaded at once.
+    """
     start_dependents(OVERLAP)
     request = tl.program_id(0) // slot_tokens
     place = tl.program_id(0) % slot_tokens
@@ -111,25 +122,28 @@ def _merge_splits(
         highest_H = tl.full([BLOCK_H], -float("inf"), tl.float32)
         total_H = tl.zeros([BLOCK_H], tl.float32)
         acc_HV = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
-        for begin in range(0, bound(num_splits, INTERPRETED), BLOCK_S):
-            splits_S = begin + tl.arange(0, BLOCK_S)
-            # A request's first part is in its worker's second slot; other parts are in their workers' first slots.
-            slots_S = first_slot + (splits_S if SPLIT_TILES else 2 * splits_S + (splits_S == 0).to(tl.int32))
-            rows_SH = (slots_S.to(tl.int64)[:, None] * slot_tokens + place) * num_heads + heads_H[None, :]
+        for begin in range(0, bound(num_splits, INTERPRETED), 16):
+            splits_S = begin + tl.arange(0, 16)
+            rows_SH = _slots(splits_S, first_slot, SPLIT_TILES)[:, None] * slot_tokens + place
             mask_SH = (splits_S < num_splits)[:, None] & head_mask[None, :]
-            lse_SH = tl.load(partial_lse + rows_SH, mask=mask_SH, other=-float("inf"))
-            part_SHV = tl.load(
-                partial_output + rows_SH[:, :, None] * LATENT + channels_V[None, None, :],
-                mask=mask_SH[:, :, None] & (channels_V < LATENT)[None, None, :],
-                other=0.0,
-            )
-            # Heads past the last have no partial results, and -inf minus -inf is NaN.
-            new_highest_H = tl.where(head_mask, tl.maximum(highest_H, tl.max(lse_SH, 0)), 0.0)
-            weights_SH = tl.exp(lse_SH - new_highest_H[None, :])
-            shrink_H = tl.exp(highest_H - new_highest_H)
-            total_H = total_H * shrink_H + tl.sum(weights_SH, 0)
-            acc_HV = acc_HV * shrink_H[:, None] + tl.sum(part_SHV * weights_SH[:, :, None], 0)
-            highest_H = new_highest_H
+            lse_SH = tl.load(partial_lse + rows_SH * num_heads + heads_H[None, :], mask=mask_SH, other=-float("inf"))
+            highest_H = tl.maximum(highest_H, tl.max(lse_SH, 0))
+        # Heads past the last have no partial results, and -inf minus -inf is NaN.
+        highest_H = tl.where(head_mask, highest_H, 0.0)
+        for begin in range(0, bound(num_splits, INTERPRETED), AT_ONCE):
+            for one in tl.static_range(AT_ONCE):
+                split = begin + one
+                rows_H = (_slots(split, first_slot, SPLIT_TILES) * slot_tokens + place) * num_heads + heads_H
+                exists_H = head_mask & (split < num_splits)
+                lse_H = tl.load(partial_lse + rows_H, mask=exists_H, other=-float("inf"))
+                part_HV = tl.load(
+                    partial_output + rows_H[:, None] * LATENT + channels_V[None, :],
+                    mask=exists_H[:, None] & (channels_V < LATENT)[None, :],
+                    other=0.0,
+                )
+                weight_H = tl.exp(lse_H - highest_H)
+                total_H += weight_H
+                acc_HV = tl.fma(part_HV, tl.broadcast_to(weight_H[:, None], part_HV.shape), acc_HV)
         empty_H = total_H == 0.0
         total_H = tl.where(empty_H, 1.0, total_H)
         target = out + row.to(tl.int64) * out_stride_R + heads_H[:, None] * out_stride_H + channels_V[None, :]

@@ -6,7 +6,8 @@ requests, H heads, L latent channels, M members (heads of the tokens of a query 
 
 With a fixed split, a program computes a query tile: the tokens of one request between two multiples of `tile_tokens`,
 counted from the request's first token. A decode's query tile has one token, a prompt's up to all. A token has the same
-place among the members in both, and the same tiles of keys, so it gets the same bits from the same instructions.
+tiles of keys in both, so it gets the same bits: from the same instructions at the same place among the members, or, on
+Hopper, from products whose bits do not depend on the axis of the members (`attention.kernels.mla.hopper_attend`).
 """
 
 import importlib

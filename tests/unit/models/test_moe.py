@@ -89,6 +89,13 @@ def test_shared_experts_of_few_tokens_are_computed_with_the_chosen_ones(shared_s
     assert layer.shared_weights(1000) is None
 
 
+def test_batch_invariant_shared_experts_are_computed_with_the_chosen_ones_whatever_the_number_of_tokens() -> None:
+    layer = layer_with_shared(12)
+    make_batch_invariant(layer)
+    assert layer.shared_weights(1) is not None
+    assert layer.shared_weights(1000) is not None
+
+
 def test_large_shared_experts_are_computed_by_themselves() -> None:
     small = layer_with_shared(12).gate.moe
     with torch.device("meta"):
@@ -109,14 +116,7 @@ def with_another_product(layer: MoE) -> None:
     mlp_of(layer).gate_up_proj.multiply = lambda x, weight, bias: x @ weight.t()
 
 
-def with_invariant_experts(layer: MoE) -> None:
-    layer.experts.batch_invariant = True
-
-
-@pytest.mark.parametrize(
-    "change",
-    [make_batch_invariant, with_invariant_experts, with_bias, with_another_activation, with_another_product],
-)
+@pytest.mark.parametrize("change", [with_bias, with_another_activation, with_another_product])
 def test_shared_experts_that_are_computed_otherwise_are_computed_by_themselves(change: Callable[[MoE], None]) -> None:
     layer = layer_with_shared(12)
     assert layer.shared_weights(1) is not None

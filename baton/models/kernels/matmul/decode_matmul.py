@@ -152,12 +152,22 @@ def new_counters(weight_NK: Tensor) -> Tensor:
     return torch.zeros(triton.cdiv(weight_NK.shape[0], _MIN_TILE_ROWS), dtype=torch.int32, device=weight_NK.device)
 
 
-def multiply(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, arrived: Tensor, tile: DecodeTile) -> Tensor:
+def multiply(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    arrived: Tensor | None,
+    tile: DecodeTile,
+    *,
+    out_MN: Tensor | None = None,
+) -> Tensor:
     """Launches the kernel. Programs that share a tile add up their sums in a fixed order, so the same call gives the
     same bits every time; another number of tokens may give others.
 
     Args:
         x_MK: at most `tile.tokens` rows, adjacent in memory or a multiple of 16 bytes apart.
+        arrived: not needed where no programs share a tile.
+        out_MN: memory for the result, contiguous; None: new memory.
     """
     num_tokens, channels = x_MK.shape
     rows = weight_NK.shape[0]
@@ -165,7 +175,8 @@ def multiply(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, arrived: Te
     assert tile.rows >= _MIN_TILE_ROWS
     tiles = triton.cdiv(rows, tile.rows)
     splits = min(tile.splits, triton.cdiv(channels, tile.depth))
-    out_MN = torch.empty(num_tokens, rows, dtype=x_MK.dtype, device=x_MK.device)
+    if out_MN is None:
+        out_MN = torch.empty(num_tokens, rows, dtype=x_MK.dtype, device=x_MK.device)
     partial = None
     if splits > 1:
         partial = torch.empty(tiles * splits, tile.rows, tile.tokens, dtype=torch.float32, device=x_MK.device)
@@ -234,7 +245,7 @@ def multiply_few_rows(
     tile, part = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, stop = _share(part, tl.cdiv(num_channels, DEPTH), splits)
     if OVERLAP and PREFETCHED:
-        _prefetch(weight_ptr, num_rows, num_channels, tile * ROWS, first, stop, ROWS, DEPTH, PREFETCHED)
+        prefetch_weights(weight_ptr, num_rows, num_channels, tile * ROWS, first, stop, ROWS, DEPTH, PREFETCHED)
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)
     sum_NM = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -268,7 +279,7 @@ def _share(part, steps, splits):
 
 
 @triton.jit
-def _prefetch(
+def prefetch_weights(
     weight_ptr,
     num_rows,
     num_channels,

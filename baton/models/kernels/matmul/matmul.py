@@ -18,6 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attention.kernels.mla.head_products import MAX_TOKENS, HeadTile, copyable, multiply_heads
+from baton.models.kernels.matmul import few_rows_in_order
+from baton.models.kernels.matmul.few_rows_in_order import adds_alike
 from baton.models.kernels.matmul.row_blocks import multiply_in_blocks
 from baton.tritonlib.launch import bound, interpreted
 
@@ -54,6 +57,8 @@ TILES = (_NARROW, _HIGH, _WIDE, _DEEP, _SQUARE)
 _PADDED_ROWS, _WHOLE_ROWS = 256, 64
 # From this many rows on, arithmetic takes most of the time for any number of columns.
 _MANY_ROWS = 1024
+# For few rows of heads; fewer outputs would take another instruction.
+_HEAD_TILE = HeadTile(64, num_warps=4)
 # For any strides and dtypes. Products of float32 are unrolled into registers, which spill unless tiles are small.
 _STRIDED = MatmulTile(64, 64, 64, num_warps=4, num_stages=3)
 _STRIDED_FLOAT32 = MatmulTile(32, 32, 32, num_warps=4, num_stages=2)
@@ -79,6 +84,9 @@ def multiply_heads_invariant(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor)
     if x_HMK.shape[1] == 0:
         return
     if x_HMK.is_cuda:
+        if x_HMK.shape[1] <= MAX_TOKENS and adds_alike(x_HMK.device) and copyable(weight_HKN):
+            multiply_heads(x_HMK, weight_HKN, out_HMN, _HEAD_TILE)
+            return
         multiply_strided(x_HMK, weight_HKN, None, out_HMN)
     else:
         multiply_in_blocks(x_HMK, weight_HKN, out_HMN)
@@ -114,6 +122,13 @@ def multiply_in_tiles(
         multiply_strided(x_MK.unsqueeze(0), weight_HKN, bias_N, out_MN.unsqueeze(0))
         return
     num_rows, num_columns = out_MN.shape
+    few_rows = tile is None and num_rows <= few_rows_in_order.MAX_ROWS and adds_alike(x_MK.device)
+    if few_rows and weight_NK.is_contiguous() and out_MN.is_contiguous():
+        if not _has_tiles(x_MK):
+            x_MK = x_MK.clone(memory_format=torch.contiguous_format)
+        few = few_rows_in_order.choose(num_rows, num_columns, num_sms=_num_sms(x_MK.device))
+        few_rows_in_order.multiply_few_rows(x_MK, weight_NK, bias_N, out_MN, few)
+        return
     if num_rows % _WHOLE_ROWS and num_rows <= _PADDED_ROWS:
         x_MK = _in_whole_tiles(x_MK)
     elif not _has_tiles(x_MK):

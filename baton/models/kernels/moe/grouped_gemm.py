@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.models.kernels.matmul.few_rows_in_order import adds_alike
 from baton.models.kernels.moe import grouped_prompts
 from baton.models.kernels.moe.expert_order import ExpertOrder, order_by_expert
 from baton.models.kernels.moe.expert_sum import sum_choices
@@ -93,7 +94,7 @@ def run_gated_experts(
         weights_TK: float32.
         experts_TK: of any integer type; contiguous, as the weights are. A token's experts differ.
         weights_on_input: the weights multiply the experts' inputs instead of their outputs.
-        batch_invariant: one shape of tiles for every number of tokens.
+        batch_invariant: a token's bits do not depend on the number of tokens.
         shared: only together with routed experts that use silu.
         of: number of experts from which tokens chose, if the weights cover only some of them. `experts_TK` is then
             below 0 for the others, which contribute 0.
@@ -104,6 +105,7 @@ def run_gated_experts(
     if not num_tokens:
         return out_TD
     num_experts, channels, intermediate = down.weights_ENC.shape
+    batch_invariant &= not _adds_alike(x_TD, gate_up)
     if shared is None and activation == SILU and not (batch_invariant or weights_on_input):
         parts_SD = grouped_prompts.run(x_TD, weights_TK, experts_TK, gate_up, down, of=of)
         if parts_SD is not None:
@@ -161,7 +163,7 @@ def multiply_by_expert(
         num_experts=num_experts if of is None else of,
         dtype=x_SC.dtype,
         fp8=layer.scales is not None,
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant and not _adds_alike(x_SC, layer),
     ).down
     order = order_by_expert(experts_TK, num_experts=num_experts, tile_tokens=tiles.tokens, partial=of is not None)
     x_PC = x_SC if order.order_P is None else x_SC.index_select(0, order.order_P)
@@ -298,6 +300,11 @@ def _launch_sum(
         **overlap(out_TD.device, rows=num_tokens),
         num_warps=4,
     )
+
+
+def _adds_alike(x: Tensor, layer: ExpertWeights) -> bool:
+    """Whether tiles of all sizes have the same bits."""
+    return layer.scales is None and adds_alike(x.device)
 
 
 def _part(scales: Tensor | None, axis: int, size: int, *, halves: int = 1) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.models.kernels.recurrent.prompt_tiles import find_tile, most_tiles
 from baton.models.kernels.recurrent.state_rows import StateRows
 from baton.models.kernels.recurrent.token_walk import next_decode
-from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
+from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap_alike, start_dependents
 from baton.tritonlib.rounding import round_to
 
 # Tokens and channels of one program of a prompt, and how many tokens it computes at once; a decode's program has one.
@@ -98,7 +98,7 @@ def _launch(
         BEGUN=triton.next_power_of_2(max(1, weight_XW.shape[1] - 1)),
         TILE_X=channels,
         INTERPRETED=interpreted(),
-        **(overlap(out_TX.device, rows=num_tokens) if decodes and not rows.in_order else {"OVERLAP": False}),
+        **(overlap_alike(out_TX.device, rows=num_tokens) if decodes else {"OVERLAP": False}),
         num_warps=_NUM_WARPS,
     )
 

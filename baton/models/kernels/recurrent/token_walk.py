@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.models.kernels.recurrent.state_rows import StateRows
+from baton.tritonlib.launch import prefetch
 
 SAME_FOR_ALL = ("in_prompts", "has_next", "num_snapshots")
 ANY_ALIGNMENT = ("slots_ptr", "lens_ptr", "starts_ptr", "next_ptr", "snapshot_slots_ptr", "snapshot_lens_ptr")
@@ -89,3 +90,13 @@ def next_decode(next_ptr, slots_ptr, token, has_next):
 def load_token(ptrs, token, stride, mask):
     """A token's numbers, 0 where masked."""
     return tl.load(ptrs + token * stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def prefetch_token(ptr, token, stop, stride, NUMBERS: tl.constexpr, AHEAD: tl.constexpr):
+    """Brings a token's adjacent numbers into L2, AHEAD tokens before they are loaded."""
+    if AHEAD:
+        LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+        LINES: tl.constexpr = (NUMBERS + LINE - 1) // LINE
+        later = tl.minimum(token + AHEAD, stop - 1)
+        prefetch(ptr + later * stride + tl.arange(0, LINES) * LINE)

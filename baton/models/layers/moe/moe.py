@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from baton.models.config.model_config import MoEConfig
 from baton.models.kernels.activation import multiply_by_sigmoid
 from baton.models.kernels.matmul.decode_matmul import DecodeMultiply
+from baton.models.kernels.matmul.matmul import multiply_invariant
 from baton.models.kernels.moe.grouped_gemm import SharedWeights
 from baton.models.kernels.moe.zero_experts import given_back
 from baton.models.layers.elementwise import sigmoid
@@ -24,7 +25,8 @@ from baton.models.layers.parallel import ParallelModule
 # Up to this many tokens, the launches of routed experts also compute the shared ones, unless the shared experts' first
 # product reads more than the bytes below: such products are as fast in launches of their own. Decode steps of
 # DeepSeek-V2-Lite on an H200 take 14 % less time this way at 1 token, 4 % at 8, 5 % at 32, 3 % at 64, 1 % at 96, and 0
-# to 1 % less beyond; a layer of DeepSeek-V3's size takes 1.4 % longer at 1 token.
+# to 1 % less beyond; a layer of DeepSeek-V3's size takes 1.4 % longer at 1 token. In batch-invariant mode any number of
+# tokens must be computed alike: a prompt of 8192 tokens takes 2 % longer this way.
 _MAX_TOKENS_IN_ONE_LAUNCH = 96
 _MAX_BYTES_IN_ONE_LAUNCH = 32 << 20
 
@@ -88,13 +90,14 @@ class MoE(ParallelModule):
     def shared_weights(self, num_tokens: int) -> SharedWeights | None:
         """Returns the shared experts' weights if the launches of routed experts also compute them, else None.
 
-        They do for few tokens if the shared experts are small, are a multiple of a routed expert's size (one rank's
-        part may not be), and have no adapters and no bias, scales or activation that routed experts lack.
+        They do for few tokens, or batch-invariant ones, if the shared experts are small, are a multiple of a routed
+        expert's size (one rank's part may not be), and have no adapters and no bias, scales or activation that routed
+        experts lack.
         """
         experts, mlp, gate = self.experts, self.shared_experts, self.shared_expert_gate
         if mlp is None or experts.adapted is not None:
             return None
-        if num_tokens > _MAX_TOKENS_IN_ONE_LAUNCH or experts.batch_invariant:
+        if num_tokens > _MAX_TOKENS_IN_ONE_LAUNCH and not experts.batch_invariant:
             return None
         if mlp.activate is not silu_and_multiply or mlp.down_proj.in_features % experts.down_proj.shape[2]:
             return None
@@ -117,4 +120,4 @@ def given_back_in_torch(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *,
 
 def _is_plain(multiply: Multiply) -> bool:
     """Whether the method is a plain product of unquantized numbers."""
-    return multiply is linear or isinstance(multiply, DecodeMultiply)
+    return multiply in (linear, multiply_invariant) or isinstance(multiply, DecodeMultiply)

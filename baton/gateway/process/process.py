@@ -1,7 +1,6 @@
 """Runs one process that serves requests, from its start to its drain: the whole gateway, or one of its workers."""
 
 import asyncio
-import gc
 import logging
 import socket
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
+from baton.core.garbage import keep_collections_rare
 from baton.core.logs import count_dropped_lines, show_name
 from baton.gateway.core.shared_sends import SharedSends
 from baton.gateway.core.shared_sessions import SharedSessions
@@ -39,10 +39,6 @@ log = logging.getLogger("baton")
 
 # A worker waits at most this long for nodes before it accepts connections. Clients then get an error, not silence.
 _NODES_TIMEOUT_S = 5.0
-# Thresholds of Python's garbage collector. With the defaults of 700, 10 and 10, it takes a fifth of the time of a
-# process with 512 streams and pauses them for 50 to 140 ms. It is rarely needed: requests leave no cycles except a few
-# small objects of gRPC (`tests/unit/gateway/test_garbage.py`).
-_GC_THRESHOLDS = (50_000, 5, 10)
 
 
 @dataclass(frozen=True)
@@ -201,8 +197,7 @@ async def run(
             await stack.enter_async_context(http)
         add_services(server, settings, serving, connections, view)
         await server.start(SERVICE_NAMES)
-        gc.freeze()  # objects from the start are never garbage, and to scan them all would pause the streams
-        gc.set_threshold(*_GC_THRESHOLDS)
+        keep_collections_rare()
         if http is not None:
             log.info("HTTP on %s", http.url)
         if bound.pems is not None and not bound.door.locked:

@@ -39,7 +39,7 @@ class RoleServices(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServi
         self._name, self._servicers = name, servicers
 
     def refuse(self) -> None:
-        """Refuses all calls from now on; running calls go on."""
+        """Refuses all calls from now on; running calls continue."""
         self._servicers = {}
 
     async def end(self) -> None:

@@ -106,10 +106,10 @@ class RoleSwitch:
 
     async def switch(self, request: pb.SwitchRoleRequest) -> AsyncIterator[node_status_pb2.RoleSwitchProgress]:
         """Begins a switch, or follows a running switch to the same role; yields its progress until it is done. The
-        switch goes on when the caller leaves.
+        switch continues if the caller disconnects.
 
         Raises:
-            InvalidRequest: there is no such role, or this node's settings or certificate do not allow it.
+            InvalidRequest: the role does not exist, or this node's settings or certificate do not allow it.
             Overloaded: the node is switching to another role, or has had its role for less than `dwell_s`.
             Draining: the process is ending.
         """

@@ -267,7 +267,7 @@ async def _first_failed(waits: "dict[asyncio.Task[int], int]", *, within_s: floa
 
 
 def how_ended(code: int) -> str:
-    """How a process with this exit code ended, in words."""
+    """Describes in words how a process with this exit code ended."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

@@ -1,7 +1,7 @@
 """The Prefill and Decode services of a node's server, which pass every call on to the node's present role.
 
-A gRPC server takes no services after its start, so it has both from the start, before the model is loaded. A role's
-calls end with the role.
+A gRPC server accepts no services once it has started, so it has both from the start, before the model is loaded. A
+role's calls end with the role.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The present role of a node process, and the switch to another role while the process runs.
 
-The engine stays, with its weights, cache and graphs. The role's part, which is everything that other processes know of
-the node, ends after a drain and is made anew under a new incarnation. So no lease, pair, ticket or cached knowledge of
-the old role is valid in the new one.
+The engine stays, with its weights, cache and graphs. The role's part, which is everything that other processes know
+about the node, ends after a drain and is rebuilt under a new incarnation. So no lease, pair, ticket or cached knowledge
+of the old role is valid in the new one.
 """
 
 import asyncio
@@ -262,7 +262,7 @@ class RoleSwitch:
 
 
 async def links_end(linked: Callable[[], bool], stop: asyncio.Event) -> bool:
-    """Waits until the node has no links, but not for ones of a peer that stands still. Returns whether it has none.
+    """Waits until the node has no links, except those of a stalled peer. Returns whether it has none.
 
     Args:
         stop: set when the process is to end.

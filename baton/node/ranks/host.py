@@ -1,4 +1,4 @@
-"""The life of a host above 0: its ranks join host 0, compute, and end with it. The host serves only its health.
+"""The life of a host above 0: its ranks join host 0, compute, and end with it. The host serves only health checks.
 
 Its ranks are child processes with plain sockets; this process carries their bytes to host 0 and back.
 """

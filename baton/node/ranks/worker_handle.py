@@ -1,4 +1,4 @@
-"""A rank above 0, as rank 0's process has it: the process, the two connections to it, and what it has answered."""
+"""A rank above 0, as seen by rank 0's process: the process, the two connections to it, and its answers."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""A batch's metadata for all layers and backends: the places of queries, sequences and new tokens.
+"""A batch's metadata for all layers and backends: positions of queries, sequences and new tokens.
 
 Callers that form a batch use `plan_batch`. Legend: R requests, T tokens.
 """

@@ -1,4 +1,5 @@
-"""The facts about a machine that decide which attention backends fit. They are probed once when a node is built."""
+"""Facts about the machine that decide which attention backends it supports. They are probed once, when a node is
+built."""
 
 import importlib.util
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Rows of a decode step that share their first blocks, in tensors that a captured step reads.
 
-The host only says which rows share how many keys. The step itself then splits each row's block table after these keys,
-so that cascade attention (`attention.cascade`) reads the shared ones once. Legend: N most rows, R rows of a step, B
-blocks of a row.
+The host only provides which rows share how many keys. The step itself then splits each row's block table after these
+keys, so that cascade attention (`attention.cascade`) reads the shared ones once. Legend: N maximum rows, R rows of a
+step, B blocks of a row.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""An attention output that is quantized for the layer that reads it."""
+"""An attention output, quantized for the layer that reads it."""
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
 """Turns a batch into one of decodes, where every new token is a request of its own.
 
-The plain-torch backends compute prompts so in batch-invariant mode: a token then has the bits of a decode by
+The plain-torch backends compute prompts this way in batch-invariant mode: a token then has the bits of a decode by
 construction. Its KV and that of the tokens before it are in the cache when attention begins, so nothing else changes.
 Legend: R requests, T tokens.
 """

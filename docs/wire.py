@@ -28,7 +28,7 @@ def page() -> str:
     return f"""# Wire protocol
 
 Nodes exchange two kinds of messages: gRPC messages control what happens, and UCX messages carry KV. The [.proto
-files](../protos/baton/internal/v1/decode.proto) are the reference for every gRPC message. This page has the order in
+files](../protos/baton/internal/v1/decode.proto) are the reference for every gRPC message. This page gives the order in
 which they are sent, and the bytes of a segment. `make docs` writes its tables from the code.
 
 ## Services
@@ -78,7 +78,7 @@ speak, and is refused if there is none.
 - **Version 6**: the ranks of a node may each have their own requests (`--attention-data-parallel`). The node's tickets
   then name the receiving rank, and every rank of such a sender is linked with every rank of the receiver. Such a node
   refuses peers of older versions.
-- **Version 7**: a cache may have a third part besides KV, that of layers that draft tokens. It travels if both nodes
+- **Version 7**: a cache may have a third part besides KV: that of layers that draft tokens. It is sent if both nodes
   have it and speak this version.
 
 New protobuf fields need no new version, because older nodes ignore them. `make check` refuses any change that is not an
@@ -96,9 +96,9 @@ The prefill node answers with events:
 
 {_oneof(prefill_pb2.PrefillEvent)}
 When all KV is computed, the prefill node sends `HandOver` with the first token, on the pair's stream; the last segments
-may still be on their way. The decode node closes the lease when it has the KV of all tokens and the hand-over. If the
+may still be in flight. The decode node closes the lease when it has the KV of all tokens and the hand-over. If the
 request ends early, the decode node sends `LeaseEnded`. The prefill node then stops, and answers `Quiet` once nothing of
-the lease is in flight. The decode node frees the blocks only after that, so a late write never reaches them.
+the lease is in flight. The decode node frees the blocks only then, so no late write can reach them.
 
 ## Segments
 
@@ -111,8 +111,8 @@ serialized `Segment`, whose fields all have a fixed size:
 - **Parts.** Layers are numbered consecutively over all parts of a cache: KV, then the index of sparse attention, then
   the state of recurrent layers, then KV of layers that draft tokens and their own index. A segment lies in one part.
   Each part has its own heads, which the ranks split. Only the first part is converted to another dtype.
-- **Tokens.** Index and drafts' KV have the same tokens as KV. A state is sent once for each lease, at the last token
-  that it contains, so a state of another length is refused.
+- **Tokens.** The index and the KV of draft layers have the same tokens as KV. A state is sent once for each lease, at
+  the last token that it contains, so a state of another length is refused.
 - **Digest.** The digest is the sum, modulo 2^64, of the payload's digest, which
   [digest.py](../baton/kvcache/wire/digest.py) defines, and 64 bits of a BLAKE2b hash over all other fields.
 - **Seal.** With a key, the hash is keyed. Another 64 bits of it are the seal, which takes the place of the incarnation.

@@ -1,7 +1,7 @@
 """Conversion of KV to the receiver's dtype: source, target and scales. Pure values; no torch.
 
-The sender converts, so that fewer bytes travel and the receiver gets what its own cache would hold. Index and state are
-never converted.
+The sender converts, so that fewer bytes are sent, and they are what the receiver's own cache would hold. Index and
+state are never converted.
 """
 
 import math

@@ -1,7 +1,8 @@
-"""Cuts from an entry what a rank of another node keeps of it, and joins such pieces. Knows no transport and no store.
+"""Cuts an entry into the pieces that ranks of another node keep, and joins such pieces. Knows no transport and no
+store.
 
-Ranks of two nodes of unlike tensor parallelism keep other heads, or other layers, of the same entry. A piece travels as
-an entry's message does, with a trailer that names it and has its digest. It is cut only from a message that has been
+Ranks of nodes with different tensor parallelism keep different heads, or layers, of the same entry. A piece is sent
+like an entry's message, with a trailer that names it and has its digest. It is cut only from a message that has been
 checked, so damage at the owner never becomes part of a piece.
 """
 
@@ -28,7 +29,7 @@ Between = Callable[[], object]
 
 
 class EntryCut:
-    """What one link carries of each entry that this rank keeps, or is to keep; or of one piece of a state.
+    """The part of each entry, or of one piece of a state, that one link carries.
 
     Args:
         layout: of this rank's entries.
@@ -36,7 +37,7 @@ class EntryCut:
 
     Attributes:
         message_bytes: size of the link's message about an entry: its pieces, one after the other.
-        cells: how many (layer, head) cells the pieces have.
+        cells: number of (layer, head) cells of the pieces.
     """
 
     def __init__(self, layout: EntryLayout, pieces: Sequence[tuple[EntryMessage, Flow]]) -> None:
@@ -53,7 +54,7 @@ class EntryCut:
         """Writes the pieces of an entry to a message. Returns False if the entry is damaged.
 
         Args:
-            named: the entry that the pieces' trailers name: itself, or the one that a state comes after.
+            named: the entry that the pieces' trailers name: itself, or the one before a state.
         """
         for piece in self._pieces:
             if not is_whole(self._layout.segment(key, piece.form), piece.held(entry), between):
@@ -73,7 +74,7 @@ class EntryCut:
 
 @dataclass(frozen=True)
 class LinkCuts:
-    """What one link carries of what this rank keeps, or is to keep.
+    """The parts of this rank's entries and states that one link carries.
 
     Attributes:
         entry: of each entry; None: nothing.
@@ -91,7 +92,7 @@ class LinkCuts:
 
 
 def cuts_of(layout: EntryLayout, link: EntryLink) -> LinkCuts | None:
-    """What a link carries. Returns None if it carries entries and states as they are kept."""
+    """The parts that a link carries. Returns None if it carries whole entries and states."""
     if not link.flows:
         return None
     in_entry: list[tuple[EntryMessage, Flow]] = []
@@ -111,7 +112,7 @@ def cuts_of(layout: EntryLayout, link: EntryLink) -> LinkCuts | None:
 
 
 def cells_of(forms: Iterable[EntryMessage]) -> int:
-    """How many (layer, head) cells messages have."""
+    """Number of (layer, head) cells of messages."""
     return sum(len(form.layers) * len(form.heads) for form in forms)
 
 

@@ -1,7 +1,7 @@
-"""Joins an entry of one rank from what the ranks of a node with another number of them keep. Knows no store.
+"""Joins a rank's entry from the entries of a node with a different number of ranks. Knows no store.
 
-As with pieces that travel (`entry_cuts`), each message is checked before anything is taken from it, and the joined
-entry gets trailers of its own.
+As with pieces that are sent (`entry_cuts`), each message is checked before anything is copied from it, and the joined
+entry has its own trailers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from kvtransfer.stores.entry import EntryLayout, EntryMessage, StateKey, state_k
 
 @dataclass(frozen=True)
 class JoinPart:
-    """What is taken from one entry of another rank, or from one piece of its state.
+    """The part that is copied from one entry of another rank, or from one piece of its state.
 
     Attributes:
         layout: of the other rank's entries.
@@ -46,7 +46,7 @@ class JoinPart:
 
 
 class EntryJoin:
-    """How a rank's entries are joined.
+    """The way in which a rank's entries are joined.
 
     Args:
         ours: layout of this rank's entries.
@@ -76,7 +76,7 @@ class EntryJoin:
         )
 
     def parts(self, wanted: EntryKey) -> Sequence[JoinPart]:
-        """What an entry, or a piece of a state, is joined from."""
+        """The parts from which an entry, or a piece of a state, is joined."""
         if isinstance(wanted, StateKey):
             return self._state[wanted.piece]
         return [part for part in self._entry if part.cells]

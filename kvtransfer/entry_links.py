@@ -1,8 +1,8 @@
-"""The links over which entries go from one node to another, and what each carries. Pure; no torch.
+"""The links over which one node sends entries to another, and the parts that each carries. Pure; no torch.
 
-Ranks that keep the same of an entry exchange it whole. Others send the flows of their link: some heads, or some layers.
-A recurrent state lies in pieces, which ranks of unlike nodes cut in other places. So its flows are cut at the pieces of
-both ranks: each lies in one piece of the owner and in one of the reader.
+Ranks that keep the same part of an entry exchange it whole. Others send the flows of their link: some heads, or some
+layers. A recurrent state is kept in pieces, whose bounds differ if the nodes' ranks do. So its flows are cut at the
+bounds of both: each lies in one piece of the owner and in one piece of the reader.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,10 +3,10 @@
 reader: takes places in host memory ──► receives each entry straight into its place ──► the entry can be found
 owner:  host memory or a store ──► pins the entry ──► sends it from where it lies ──► unpins it
 
-Between ranks that keep unlike parts of an entry, the owner sends a piece that it has cut from the entry, and the reader
-joins the pieces of all its links (`EntryCut`).
+Between ranks that keep different parts of an entry, the owner sends a piece that it has cut from the entry, and the
+reader joins the pieces of all its links (`EntryCut`).
 
-A pull has no cache in it: its reader checks an entry when it loads it, as it checks one from a file.
+A pull does not touch the cache: the reader checks an entry when it loads it, as it does with one from a file.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class EntryPulls:
 
     @property
     def in_flight(self) -> int:
-        """How many pulls have not ended, at either end."""
+        """Number of pulls that have not ended, at either end."""
         return sum(bool(pull.coming) for pull in self.receiver.pulls.values()) + len(self.sender.serving)
 
     def drop_root(self, root: bytes) -> None:
@@ -59,6 +59,6 @@ class EntryPulls:
         return pulled or served
 
     def close(self) -> None:
-        """Gives everything back, once the transport is closed."""
+        """Releases everything, once the transport is closed."""
         self.receiver.close()
         self.sender.close()

@@ -163,7 +163,7 @@ class LeaseTable:
     def arrival(
         self, tag: Tag, now_s: float, *, group: int | None = None, incarnation: int = 0
     ) -> SegmentRefusal | None:
-        """The reason to refuse memory to a message with that tag; None if it may get memory.
+        """The reason to refuse memory to a message with that tag; None if it may have memory.
 
         Claims nothing, because anybody may have sent the message.
 

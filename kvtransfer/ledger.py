@@ -13,7 +13,7 @@ FIRST_PULL_LINK = 1 << 40
 
 
 def is_pull_link(peer: int) -> bool:
-    """Whether a peer's number is that of a link for pulls."""
+    """Whether a peer's number names a link for pulls."""
     return peer >= FIRST_PULL_LINK
 
 
@@ -24,7 +24,7 @@ class Peer:
     Attributes:
         payload_limit: largest payload of one message to it.
         carrier: what moves the bytes; empty until it is connected.
-        through_host: the cache is on a GPU, and KV of this peer goes through host memory.
+        through_host: the cache is on a GPU, and this peer's KV is staged in host memory.
         link: as measured when the pair was made; None until then.
         group: shared by the ranks of one node; None: the peer is alone.
         converter: applied to KV sent to this peer; None: KV keeps its dtype.
@@ -52,7 +52,7 @@ class Peer:
 
     @property
     def transport(self) -> str:
-        """What carries the bytes, for operators."""
+        """The carrier of the bytes, for operators."""
         return f"{self.carrier} through host memory" if self.through_host else self.carrier
 
 

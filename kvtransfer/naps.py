@@ -1,4 +1,4 @@
-"""Decides how long the transfer thread sleeps between two polls of the messages in flight. Pure.
+"""Decides how long the transfer thread sleeps between polls of messages in flight. Pure.
 
 While messages are in flight, it sleeps for a fraction of the time since the last event. On two busy cores, naps of 20
 us moved 0.8-2.4 GB/s through shared memory, waiting for UCX's event 0.2, and polling without a pause 0.1-0.2: each

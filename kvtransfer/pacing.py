@@ -1,4 +1,4 @@
-"""When the transfer thread acts: a budget of bytes over time, and how punctually Linux wakes it."""
+"""Timing of the transfer thread: a rate limit on bytes, and punctual wake-ups by Linux."""
 
 import ctypes
 
@@ -9,8 +9,8 @@ _KEPT_S = 0.02
 class RateLimit:
     """Limits the average rate of bytes, for messages of any size.
 
-    A message may be taken while the budget is not overdrawn; the next one waits until the debt is paid back. So no
-    message is too large to be taken.
+    A message may be received while the budget is not overdrawn; the next one waits until the debt is paid back. So no
+    message is too large to be received.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -18,7 +18,7 @@ class RateLimit:
         self._even_at_s = float("-inf")
 
     def wait_s(self, now_s: float) -> float:
-        """Time until a message may be taken; 0 if it may be taken now."""
+        """Time until a message may be received; 0 if it may be received now."""
         return max(0.0, self._even_at_s - now_s)
 
     def take(self, num_bytes: int, now_s: float) -> None:

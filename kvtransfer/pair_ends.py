@@ -1,4 +1,4 @@
-"""One node's ends of the links of a pair: which of its ranks has each, under which number, and what it carries.
+"""One node's ends of a pair's links: the rank, the number and the KV of each.
 
 `kvtransfer.flows` defines the links of a pair of nodes. Both nodes number them alike: the pair's own number plus the
 other node's rank. A node of one rank is the simplest case.
@@ -58,5 +58,5 @@ def rounds_of(ends: Sequence[PairEnd]) -> list[list[PairEnd]]:
 
 
 def lanes_of(ends: Sequence[PairEnd]) -> int:
-    """How many links can be in use at once without sharing a rank."""
+    """Number of links that can be in use at once without sharing a rank."""
     return min(len({end.link.sender_rank for end in ends}), len({end.link.receiver_rank for end in ends}))

@@ -12,7 +12,7 @@ from kvtransfer.segments import Segment
 
 
 class PartPlace(NamedTuple):
-    """Where a segment lies in its part's cache: the cache's own layers and heads, and positions in its blocks."""
+    """The place of a segment in its part's cache: the cache's own layers and heads, and positions in its blocks."""
 
     part: int
     layers: range
@@ -40,7 +40,7 @@ class Part:
     drafts: bool = False
 
     def place(self, segment: Segment) -> PartPlace:
-        """Where one of this part's segments lies. A state's slot holds one cell, so its token is always 0."""
+        """The place of one of this part's segments. A state's slot holds one cell, so its token is always 0."""
         layers, heads = self.cells(segment.layers, segment.heads)
         if self.spec.kind is KVKind.STATE:
             return PartPlace(self.number, layers, 0, 1, heads)

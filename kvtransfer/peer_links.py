@@ -1,6 +1,6 @@
 """The links of one rank to its peers, on the transfer thread: opened, connected, measured and closed.
 
-What goes over a link is the matter of the sender, the receiver and the pulls.
+The sender, the receiver and the pulls decide what is sent over a link.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ class PeerLinks:
         future.set_result(None)
 
     def disconnect(self, peer: int, future: "Future[tuple[int, ...]]") -> None:
-        """Closes the link. The future gets the peer's open leases once nothing of the peer is in flight."""
+        """Closes the link. The future's result is the peer's open leases, once nothing of the peer is in flight."""
         if peer not in self._listening:
             future.set_result(())
             return

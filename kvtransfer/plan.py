@@ -31,7 +31,7 @@ def wire_oldest(spec: KVCacheSpec, *, attention_data_parallel: bool = False) -> 
 class NodeDescription:
     """A node as its peers see it.
 
-    Model identity, `spec` but for its `draft`, `batch_invariant` and `rows_in_order` must be equal on both ends, and
+    Model identity, `spec` except its `draft`, `batch_invariant` and `rows_in_order` must be equal on both ends, and
     wire ranges must overlap; an unknown content digest equals all, because older versions have none. `shape` and
     `package_version` may differ. So may `tensor_parallel_size`, `attention_data_parallel` and `expert_parallel`, except
     between batch-invariant nodes: they decide which parts ranks add up. The dtype of `spec` may differ if the receiver
@@ -95,10 +95,10 @@ class PlanRefused(PeerRefused):
 
 @dataclass(frozen=True)
 class WirePlan:
-    """How KV travels between two nodes that agreed: the same for both ends, without blocks or layout.
+    """The form in which two nodes agreed to exchange KV: the same at both ends, without blocks or layout.
 
     Attributes:
-        spec: of KV as it travels, which is as the receiver stores it. Without `draft` if one of them has none.
+        spec: of KV as it is sent, which is as the receiver stores it. Without `draft` if one of them has none.
         converted_from: dtype of the sender's cache; None if the receiver's is the same.
     """
 
@@ -113,7 +113,7 @@ class WirePlan:
 
     @property
     def has_draft(self) -> bool:
-        """Whether KV of layers that draft tokens travels too."""
+        """Whether KV of layers that draft tokens is sent too."""
         return self.spec.draft is not None
 
     @property

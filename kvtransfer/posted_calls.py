@@ -42,10 +42,10 @@ class PostedCalls:
         return self._wake_fd >= 0
 
     def post(self, function: Callable[["Future[T]"], None], *, is_urgent: bool = True) -> "Future[T]":
-        """Lets the thread run a function, which completes the future that it receives, or begins what does.
+        """Lets the thread run a function, which completes the future that it receives, now or later.
 
         Args:
-            is_urgent: more happens soon after it, and somebody waits for that.
+            is_urgent: it is followed soon by something that a caller waits for.
         """
         future: Future[T] = Future()
 

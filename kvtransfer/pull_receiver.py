@@ -95,7 +95,7 @@ class _Pull:
         return self.pieces[number][0] if number < self.num_entries or after is None else after
 
     def awaits(self, first: int) -> bool:
-        """Whether one of the first pieces is still to come."""
+        """Whether one of the first pieces has not arrived yet."""
         return any(number < first for number in self.coming)
 
     def place_of(self, peer: int, index: int) -> tuple[int, EntryCut | None]:
@@ -120,11 +120,11 @@ class _Pull:
 
 
 class PullReceiver:
-    """What one rank receives by pulls from other nodes.
+    """The entries that one rank receives by pulls from other nodes.
 
     Args:
         clock: monotonic seconds.
-        between: called while pieces are joined, so that the transport goes on.
+        between: called while pieces are joined, so that the transport continues.
 
     Attributes:
         pulls: those that have not ended, by number.
@@ -226,7 +226,7 @@ class PullReceiver:
         return any(pulled)
 
     def close(self) -> None:
-        """Gives all places back, once the transport is closed."""
+        """Releases all places, once the transport is closed."""
         for pull in self.pulls.values():
             for coming in pull.coming.values():
                 self._tiers.abandon(coming.place)

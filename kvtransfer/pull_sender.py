@@ -78,17 +78,17 @@ class _Serving:
 
     @property
     def num_sent(self) -> int:
-        """How many of the first entries have been sent, once it is over."""
+        """Number of leading entries that were sent, once the pull is over."""
         if self.stop == len(self.wanted):
             return len(self.job)
         return min(self.wanted[self.stop].index, len(self.job.keys))
 
 
 class PullSender:
-    """What one rank sends for pulls of other nodes.
+    """The entries that one rank sends for pulls of other nodes.
 
     Args:
-        between: called while pieces are cut, so that the transport goes on.
+        between: called while pieces are cut, so that the transport continues.
 
     Attributes:
         serving: pulls that have not ended.

@@ -43,18 +43,18 @@ class RankTransfer(Protocol):
     """
 
     def watch(self, on_link_failed: OnLinkFailed, on_failed: OnFailed) -> None:
-        """Sets the callbacks for a broken link and for a transfer that cannot go on; call it before `start`."""
+        """Sets the callbacks for a broken link and for a transfer that cannot continue; call it before `start`."""
         ...
 
     async def start(self) -> None:
         """Opens the transport.
 
         Raises:
-            ConfigError: there is no such transport, or it cannot start.
+            ConfigError: the transport does not exist, or cannot start.
         """
 
     async def close(self) -> None:
-        """Cancels what is in flight. Every call that still waits gets an error."""
+        """Cancels what is in flight. Every call that still waits raises an error."""
 
     async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
         """Closes the transport and opens it again for another incarnation of the node. Entries stay, and so do their
@@ -68,7 +68,8 @@ class RankTransfer(Protocol):
         """Opens this end of a link; returns the address for this one peer's `connect`.
 
         Args:
-            peer: at the receiver, the sender number that it drew for the peer; at the sender, a number of its own.
+            peer: at the receiver, the sender number that it chose for the peer; at the sender, its own number for the
+                peer.
 
         Raises:
             InternalError: the number is in use.
@@ -91,7 +92,7 @@ class RankTransfer(Protocol):
         """Makes the endpoint to a peer that listens.
 
         Args:
-            message_bytes: the largest message that the peer takes; None: this rank's own limit.
+            message_bytes: the largest message that the peer accepts; None: this rank's own limit.
             group: shared by peers that fill leases together; None: the peer fills them alone.
             conversion: applied to the KV sent to this peer; None: KV keeps its dtype.
             incarnation: of the peer's node, which fills no lease that is bound to another incarnation.
@@ -196,7 +197,7 @@ class RankTransfer(Protocol):
         ...
 
     async def find_entries(self, keys: tuple[EntryKey, ...]) -> int:
-        """How many of the first keys the stores have. A later load may find fewer."""
+        """Returns how many leading keys the stores have. A later load may find fewer."""
         ...
 
     async def find_state(self, after: tuple[EntryKey, ...]) -> int:

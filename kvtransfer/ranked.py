@@ -41,7 +41,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
 
     Args:
         makers: each makes one rank's transfer; rank 0's comes first.
-        message_bytes: the largest message that each of them takes.
+        message_bytes: the largest message that each of them accepts.
         has_stores: whether there may be stores below host memory.
 
     Attributes:
@@ -63,8 +63,8 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         self.entries = RankedEntries(self._ranks, self._pairs, has_stores=has_stores)
 
     def on_failed(self, callback: OnFailed) -> None:
-        """Sets the callback for a rank that cannot go on. It is called once, on the event loop, and at once if a rank
-        has failed already."""
+        """Sets the callback for a rank that cannot continue. It is called once, on the event loop, and at once if a
+        rank has failed already."""
         self._on_failed = callback
         if self._failure is not None:
             callback(self._failure)
@@ -274,5 +274,5 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         )
 
     def stuck(self, *, after_s: float) -> str:
-        """Where the first stuck rank is stuck; empty if none is."""
+        """The place where the first stuck rank is stuck; empty if none is."""
         return next((where for rank in self._ranks if (where := rank.stuck(after_s=after_s))), "")

@@ -1,6 +1,6 @@
-"""A node's entries over all its ranks: KV outside of its cache, in stores, and on its way between nodes.
+"""A node's entries over all its ranks: KV outside of its cache, in stores, and in flight between nodes.
 
-An entry counts where every rank has its share, or where the blocks have an owner, its owner.
+An entry counts if every rank has its share or, if the blocks have an owner, if the owner has it.
 """
 
 import math
@@ -60,7 +60,7 @@ class RankedEntries:
     async def begin_pull(self, pair: int, job: PullJob, *, owner: int | None = None) -> int:
         """
         Args:
-            owner: the only rank of this node that gets them; None: every rank gets its share.
+            owner: the only rank of this node that receives them; None: every rank receives its share.
         """
         by_rank: dict[int, tuple[RankTransfer, list[EntryLink]]] = {}
         for end in self._linked(pair, receiver=owner):

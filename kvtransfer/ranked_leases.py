@@ -1,6 +1,6 @@
 """A node's leases over all its ranks: open on every rank, and filled once every rank has its share.
 
-A lease that has an owner is open on that rank alone.
+A lease with an owner is open only on that rank.
 """
 
 import asyncio

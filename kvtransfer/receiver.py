@@ -1,7 +1,7 @@
 """The receiving half of the transfer thread: probe, look up the lease, receive, read, check, scatter, count.
 
-A message gets memory only after its tag has been looked up, and its bytes reach the cache only after its trailer and
-digest have been checked. The thread calls `step` repeatedly.
+A message is given memory only after its tag has been looked up, and its bytes reach the cache only after its trailer
+and digest have been checked. The thread calls `step` repeatedly.
 """
 
 from collections import Counter, deque
@@ -53,7 +53,7 @@ class Receiver:
 
     Args:
         on_filled, on_refused: called on the transfer thread.
-        on_entry: gets the messages of links for pulls, and receives or discards each.
+        on_entry: called with the messages of links for pulls; receives or discards each.
         catch_up: runs the calls posted so far. Since the thread last ran them, a lease may have been granted and its
             first segment may have arrived.
     """
@@ -103,7 +103,7 @@ class Receiver:
 
     @property
     def limited_s(self) -> float | None:
-        """How long the limit still delays messages that have arrived; None while it delays none."""
+        """Seconds for which the limit still delays messages that have arrived; None if it delays none."""
         if self._limit is None or not self._parked:
             return None
         return self._limit.wait_s(self._clock()) or None

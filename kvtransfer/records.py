@@ -69,8 +69,8 @@ class EntryLink:
 
 @dataclass(frozen=True)
 class PullJob:
-    """What one pull brings from one node to another: consecutive entries of a sequence, or a recurrent state, or both.
-    Wherever entries are counted, the state counts as one more, after the last entry.
+    """The KV that one pull brings from one node to another: consecutive entries of a sequence, a recurrent state, or
+    both. Wherever entries are counted, the state counts as one more, after the last entry.
 
     Attributes:
         number: of 40 bits; unknown to everybody but the two nodes.
@@ -106,7 +106,7 @@ class RefusedSegment:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What a sender sent to warm up a link."""
+    """The warm-up traffic that a sender sent over a link."""
 
     messages: int
     bytes: int
@@ -148,7 +148,7 @@ class EntryCounters:
         not_written: entries that were not written behind, because a store had too many writes before them.
         stores: the totals of each store below host memory, by its name.
         damaged_from: the damaged entries, by where they were, as `loaded`.
-        served: entries that other nodes got from here.
+        served: entries that were sent to other nodes.
         not_read: loads that ended before an entry, because its store was slower lately than computing.
     """
 

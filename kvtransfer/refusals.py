@@ -7,7 +7,7 @@ from kvtransfer.segments import WARM_UP, Tag
 
 
 class SegmentRefusal(StrEnum):
-    """Why a message was not scattered."""
+    """The reason why a message was not scattered."""
 
     LATE = "its lease has ended"
     UNKNOWN_SENDER = "its sender number belongs to another peer"

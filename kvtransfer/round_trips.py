@@ -1,4 +1,4 @@
-"""Latency of a link: messages of one byte go there and back until the shortest round trip is known.
+"""Measures a link's latency: one-byte messages are sent back and forth until the shortest round trip is known.
 
 The time includes both threads' polling and wake-ups, as in a transfer. It does not include a separate path of large
 payloads, such as a GPU's. Used by the transfer thread only.
@@ -41,7 +41,7 @@ class RoundTrips:
         return len(self._measuring)
 
     def measure(self, peer: int, now_s: float, future: "Future[float]") -> None:
-        """The future gets the seconds of one direction: half of the shortest round trip."""
+        """The future's result is the one-way latency in seconds: half of the shortest round trip."""
         self._measuring[peer] = _Measurement(future)
         self._ping(peer, self._measuring[peer], now_s)
 

@@ -1,6 +1,7 @@
 """One rank's KV transfer in its own process, as the event loop uses it.
 
-Owns one thread (`kvtransfer.worker`), which owns everything that moves bytes; calls go to it and futures come back.
+Owns one thread (`kvtransfer.worker`), which owns everything that moves bytes; it receives calls and answers through
+futures.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ from prefill_node.events import Called
 
 
 class CallSends:
-    """The sends of one call, one job at a time. What is computed while a job is under way is sent together.
+    """The sends of one call, one job at a time. KV that is computed while a job is under way is sent together.
 
     Attributes:
         under_way: whether the transport has a job that it has not completed.
@@ -42,7 +42,7 @@ class CallSends:
         self._segments: list[Segment] = []
 
     def computed(self, event: LayersComputed | ChunkComputed, now_s: float) -> list[SendKV]:
-        """Records what the cache holds now. Returns the next job, as `next` does."""
+        """Records the KV that the cache now holds. Returns the next job, as `next` does."""
         self._owner, self._block_ids = event.owner, event.block_ids
         if isinstance(event, LayersComputed):
             self._unsent.computed(event.token_stop, layer_stop=event.layer_stop, index_stop=event.index_stop)
@@ -77,7 +77,7 @@ class CallSends:
         return taken
 
     def summary(self, prefill_s: float | None) -> pb.PrefillSent:
-        """What the gateway learns once all is sent."""
+        """The summary for the gateway, once all KV is sent."""
         return pb.PrefillSent(
             tokens_sent=self._ticket.token_stop - self._ticket.token_start,
             bytes_sent=sum(segment.payload_bytes for segment in self._segments),
@@ -150,7 +150,7 @@ class Unsent:
             self._computed[layer] = max(self._computed[layer], token_stop)
 
     def take(self) -> list[SegmentPiece]:
-        """Takes all that is computed and was not taken before. Neighbouring layers with equal ranges share a piece."""
+        """Takes all computed KV that was not taken before. Neighbouring layers with equal ranges share a piece."""
         ranges = list(zip(self._taken, self._computed, strict=True))
         self._taken = self._computed[:]
         alike = [(tokens, list(layers)) for tokens, layers in groupby(range(len(ranges)), key=ranges.__getitem__)]

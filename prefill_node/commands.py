@@ -11,7 +11,8 @@ from kvtransfer.records import SendJob
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Read what stores have of this prompt into the cache. Answered by `Prefetched`, within a bound."""
+    """Load the prompt's KV from stores into the cache, as far as they have it. Answered by `Prefetched`, within a
+    bound."""
 
     call: int
     request: EngineRequest
@@ -19,7 +20,7 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Submit:
-    """Compute this prompt. Answered at once by `EngineRefused`, else only by steps."""
+    """Compute this prompt. Answered at once by `EngineRefused`, or else only by steps."""
 
     request: EngineRequest
 

@@ -58,11 +58,11 @@ class DecodePeer:
     Args:
         number: this node's number for the peer's first rank; the other ranks' numbers follow.
         timeout_s: for the handshake.
-        deliver: gets `LeaseEnded`, and `PeerLost` once.
+        deliver: called with `LeaseEnded`, and once with `PeerLost`.
         dial: credentials of the channel to it.
 
     Attributes:
-        state: what this node's status reports of the peer.
+        state: the peer's state in this node's status.
         link: as measured in the handshake; None until then.
         turn_s: median time from the event loop to the peer's sending threads and back.
     """

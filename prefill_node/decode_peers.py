@@ -1,6 +1,6 @@
 """All decode nodes that this node knows.
 
-Gateways request connections before traffic. A ticket for a node that is not connected makes the connection then.
+Gateways request connections before traffic. A ticket for a node that is not connected opens the connection.
 """
 
 import itertools
@@ -24,7 +24,7 @@ _CONNECTING_MAX = 256
 
 
 class DecodePeers:
-    """All decode nodes that this node knows, by address."""
+    """The decode nodes that this node knows, by address."""
 
     def __init__(self, node: Node, *, timeout_s: float, deliver: Deliver) -> None:
         self._node = node
@@ -41,7 +41,7 @@ class DecodePeers:
 
         Raises:
             Overloaded: too many connections are being made.
-            Draining: the node makes no new connections.
+            Draining: the node opens no new connections.
         """
         return await self._peer(address).settled()
 
@@ -52,7 +52,7 @@ class DecodePeers:
             PeerRefused: the two nodes cannot work together.
             NoNode: the decode node cannot be reached.
             Overloaded: too many connections are being made.
-            UnknownLease: the decode node has restarted since it gave the ticket.
+            UnknownLease: the decode node has restarted since it issued the ticket.
         """
         peer = self._peer(ticket.decode_address)
         state = await peer.settled()

@@ -88,7 +88,7 @@ class PrefillDriver:
     All methods belong to the event loop's thread.
 
     Args:
-        on_freed: called when a call has given its blocks back.
+        on_freed: called when a call has released its blocks.
 
     Attributes:
         peers: the decode nodes that calls send KV to.

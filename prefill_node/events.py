@@ -16,14 +16,14 @@ from kvtransfer.segments import Segment
 
 @dataclass(frozen=True)
 class PeerFacts:
-    """What the handshake found out about the decode node that a ticket names.
+    """Facts from the handshake with the decode node that a ticket names.
 
     Attributes:
         number: this node's number for the peer.
         sender_number: the peer's number for this node.
         kv_converted: how KV is converted, such as "bfloat16 to fp8"; empty if it is not.
         max_context_tokens: of the decode node; None: unknown.
-        has_draft: it takes KV of layers that draft tokens, if this node has such layers.
+        has_draft: it accepts KV of layers that draft tokens, if this node has such layers.
     """
 
     number: int
@@ -119,7 +119,7 @@ class Aborted:
 
 @dataclass(frozen=True)
 class LeaseEnded:
-    """The decode node has taken the lease back."""
+    """The decode node has ended the lease."""
 
     peer: int
     lease: int
@@ -135,12 +135,12 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class DrainStarted:
-    """New calls are refused from now on; running calls go on."""
+    """New calls are refused from now on; running calls continue."""
 
 
 @dataclass(frozen=True)
 class Closing:
-    """The process ends: calls that still run fail, so that gateways redo them elsewhere."""
+    """The process is exiting: running calls fail, so that gateways retry them on other nodes."""
 
 
 Event = (

@@ -37,7 +37,7 @@ class PrefillRules:
 
     Attributes:
         name: for errors.
-        spec: what the model keeps of a request.
+        spec: the model's cache for a request.
         prefetches: whether there are stores outside of the cache.
     """
 
@@ -64,7 +64,7 @@ class PrefillMachine:
         return request_id in self._tasks
 
     def refusal(self) -> BatonError | None:
-        """Why every new call is refused now. Returns None if new calls are admitted."""
+        """The reason to refuse every new call now. Returns None if new calls are admitted."""
         if self._draining:
             return errors.Draining(f"{self._rules.name} is draining", cure="send the request to another prefill node")
         return None

@@ -1,7 +1,7 @@
-"""The Pool calls of one prefill node: which prompts are in the engine, and what each call has got so far. Pure.
+"""The Pool calls of one prefill node: their prompts in the engine, and their results so far. Pure.
 
 Only a window of prompts is in the engine at a time, at least as much as the next two steps can compute. So a call with
-thousands of short texts fills every step, and any other prompt waits for two steps of them at most. Calls take turns.
+thousands of short texts fills every step, and any other prompt waits for at most two steps of them. Calls take turns.
 """
 
 from collections import deque
@@ -89,7 +89,7 @@ class PoolCalls:
 
     Args:
         step_tokens: tokens of one engine step.
-        max_requests: most requests of one engine step.
+        max_requests: maximum requests of one engine step.
     """
 
     def __init__(self, *, step_tokens: int, max_requests: int) -> None:
@@ -109,14 +109,14 @@ class PoolCalls:
         return request_id in self._in_engine
 
     def begin(self, call: PoolCall, now_s: float) -> list[PoolCommand]:
-        """Takes a call. Its requests get their ids here."""
+        """Accepts a call, and assigns ids to its requests."""
         call.requests = [replace(each, request_id=f"{call.number}:{index}") for index, each in enumerate(call.requests)]
         self._calls[call.number] = call
         self._turns.append(call)
         return self._end_if_complete(call, now_s) or self.fill(now_s)
 
     def fill(self, now_s: float) -> list[PoolCommand]:
-        """Submits prompts while the window has room, one of each call in turn."""
+        """Submits prompts while the window has room, from each call in turn."""
         commands: list[PoolCommand] = []
         while self._turns:
             call = self._turns[0]

@@ -1,6 +1,6 @@
 """One Prefill call from its ticket to its end: compute, send, hand over; or stop, become quiet, report. Pure.
 
-What is sent, and in which jobs, is the matter of `call_sends`.
+`call_sends` decides what is sent, and in which jobs.
 The call's blocks are freed only when all its segments are sent, or when nothing of its lease is in flight any more.
 """
 
@@ -45,7 +45,7 @@ TaskEvent = Prefetched | EngineRefused | EngineEvent | Sent | SendFailed | Becam
 
 
 class PrefillPhase(Enum):
-    """What a call waits for."""
+    """The event that a call waits for."""
 
     RUNNING = auto()  # for engine steps and its own sends
     STOPPING = auto()  # `BecameQuiet`
@@ -118,7 +118,7 @@ class PrefillTask:
         return [Prefetch(self.call, self._request) if self._prefetches else Submit(self._request)]
 
     def handle(self, event: TaskEvent, now_s: float) -> list[Command]:
-        """Reacts to a report of the engine or the transfer about this call."""
+        """Handles an event from the engine or the transfer about this call."""
         match self.phase:
             case PrefillPhase.RUNNING:
                 return self._run(event, now_s)

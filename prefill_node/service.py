@@ -26,7 +26,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    """Everything that one prefill node serves."""
+    """The services of one prefill node."""
 
     def __init__(self, node: Node, settings: PrefillSettings) -> None:
         self._decode = DecodeService(DecodeDriver(node, None)) if settings.also_decodes else None
@@ -96,7 +96,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._decode.stop_admission()
 
     async def close(self) -> None:
-        """Ends what still runs, with a typed error for each call, and closes every connection to a decode node."""
+        """Ends running calls, each with a typed error, and closes every connection to a decode node."""
         self._driver.deliver(Closing())
         self._pooling.close()
         if self._decode is not None:

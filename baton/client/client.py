@@ -78,7 +78,7 @@ class AsyncClient:
 
     @property
     def target(self) -> str:
-        """Address of the gateway that gets the next request."""
+        """Address of the gateway for the next request."""
         return self._gateways.current.target
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The gateways of one client: their channels, which one gets the next call, and what a failed call means."""
+"""The gateways of one client: their channels, the choice of one for the next call, and the meaning of failed calls."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ _RETRY_S = 60.0  # how long refusals are retried if the call has no deadline
 
 
 class LostGateway(Exception):
-    """A gateway cannot be reached or takes no requests; `error` is what the caller gets if no other gateway helps."""
+    """A gateway is unreachable or accepts no requests; `error` is raised if no other gateway can help."""
 
     def __init__(self, error: BatonError) -> None:
         super().__init__(str(error))
@@ -121,7 +121,7 @@ class Retries:
 
 
 class Gateways:
-    """One or several gateways in front of the same nodes. One of them gets all calls until it is lost.
+    """One or several gateways in front of the same nodes. All calls go to one of them until it is lost.
 
     Args:
         retry_s: see `Retries`.
@@ -143,7 +143,7 @@ class Gateways:
 
     @property
     def current(self) -> Gateway:
-        """The gateway that gets the next call."""
+        """The gateway for the next call."""
         return self.all[self._current]
 
     def leave(self, gateway: Gateway) -> None:

@@ -137,7 +137,7 @@ class AnswerProgress:
         """Returns the part of a message that the client does not have yet; None if it has all of it.
 
         Raises:
-            NoNode: the message comes from other weights than the answer so far.
+            NoNode: the message was computed with other weights than the answer so far.
         """
         if message.notice:
             return message

@@ -50,7 +50,7 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a client without the model's files needs to know about it.
+    """Facts about the model for clients that do not have its files.
 
     Attributes:
         default_sampling: the values of generation_config.json, under the names of `SamplingParams`.

@@ -62,7 +62,7 @@ class Client:
 
     @property
     def target(self) -> str:
-        """Address of the gateway that gets the next request."""
+        """Address of the gateway for the next request."""
         return self._client.target
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""Loads and unloads a node's adapters: at start, by RPC, and as they come and go in a watched directory.
+"""Loads and unloads a node's adapters: at start, by RPC, and as they appear in and disappear from a watched directory.
 
-Files are read and checked in a thread, so no step waits for them. An adapter that cannot be loaded at start ends the
-process; in the directory it is logged once and tried again when its files change, or a slot is free.
+Files are read and checked in a thread, so no step waits for them. If an adapter cannot be loaded at start, the process
+exits; in the directory, this is logged once, and retried when the adapter's files change or a slot is free.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class Adapters:
     """The adapters of one node. Used on the event loop while the engine runs.
 
     Args:
-        bank: the slots on rank 0; None: the node takes no adapters.
+        bank: the slots on rank 0; None: the node accepts no adapters.
         model_name: of the base model.
     """
 
@@ -48,7 +48,7 @@ class Adapters:
         """Loads an adapter from a directory under a name.
 
         Raises:
-            InvalidRequest: the name is wrong, the directory has no adapter for this model, or the node takes none.
+            InvalidRequest: the name is wrong, the directory has no adapter for this model, or the node accepts none.
             Overloaded: no slot is free.
         """
         if self._bank is None:
@@ -118,7 +118,8 @@ class Adapters:
     async def look(self, directory: Path) -> None:
         """Loads new and changed adapters, and unloads those whose directory is gone.
 
-        An adapter is loaded once two looks have found the same files: half-written files could be read as another one.
+        An adapter is loaded once two scans have found the same files, because half-written files could be read as
+        another adapter.
         """
         found, before = await asyncio.to_thread(_stamps, directory), self._there
         self._there = found

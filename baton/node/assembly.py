@@ -52,8 +52,8 @@ class Listener:
     """A driver's callbacks, called on the event loop.
 
     Args:
-        on_step: gets the steps of all requests; a driver ignores other drivers' requests.
-        on_filled, on_refused: get lease events; None if the driver gives no leases.
+        on_step: receives the steps of all requests; a driver ignores other drivers' requests.
+        on_filled, on_refused: receive lease events; None if the driver grants no leases.
         on_room: called when copies of KV have given blocks back, which no step shows; None if the driver reserves none.
     """
 
@@ -75,7 +75,7 @@ class Node:
         pulls: KV from and for other nodes; None: the node keeps none.
         gpus: memory, use and power of the node's GPUs on this host.
         shared_store: a digest of the store that it shares with others; empty: it shares none.
-        numbers: numbers that name calls and sessions in the engine, each drawn once in the life of the process.
+        numbers: unique numbers for calls and sessions in the engine; none is reused while the process runs.
         switches: number of role changes so far.
     """
 
@@ -194,7 +194,7 @@ class Node:
         engine_limits(settings, self.built, max_context_tokens=self.max_context_tokens)
 
     async def become(self, role: node_status_pb2.Role.ValueType, settings: NodeSettings) -> None:
-        """Takes another role, as a new incarnation, and keeps weights, cache and graphs.
+        """Switches to another role, as a new incarnation, and keeps weights, cache and graphs.
 
         Before the call the old role's drivers and the pulls are closed, and no request, lease or pair is left. After
         it the new role's drivers call `listen`.
@@ -212,7 +212,7 @@ class Node:
         self.switches += 1
 
     def listen(self, listener: Listener) -> None:
-        """Adds a driver, which receives steps and, if it gives leases, lease events.
+        """Adds a driver, which receives steps and, if it grants leases, lease events.
 
         Call it before the node is entered, and again after `become`. No two drivers' requests have the same id.
         """

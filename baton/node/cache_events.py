@@ -1,7 +1,7 @@
-"""The content of a node's prefix cache, for gateways that watch it: numbered batches of changes, and snapshots.
+"""Publishes a node's prefix cache to the gateways that watch it: numbered batches of changes, and snapshots.
 
 While there are watchers, the changes are collected at intervals, once for all of them, so a cache without watchers
-costs next to nothing. The latest batches are kept; a watcher that lacks older ones gets a snapshot.
+costs next to nothing. The latest batches are kept; a watcher that needs older ones receives a snapshot.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class CacheLog:
         return list(islice(self._kept, len(self._kept) - missing, None))
 
     def places(self, keys: Sequence[BlockKey]) -> tuple[list[int], list[int]]:
-        """Those of the blocks that must be loaded first, and those of them that are not in host memory either."""
+        """The blocks that must be loaded first, and the subset of these that is not in host memory."""
         outside = self._cache.outside([key.digest for key in keys])
         below = self._cache.only_below(outside) if outside else []
         return list(map(number_of, outside)), list(map(number_of, below))
@@ -100,7 +100,7 @@ class CacheEvents:
         self._collecting: asyncio.Task[None] | None = None
 
     def renew(self, incarnation: int) -> None:
-        """Begins another incarnation of the node. Streams end, and their watchers begin again."""
+        """Begins another incarnation of the node. Streams end, and their watchers start over."""
         self._incarnation = incarnation
         self._wake()
 

@@ -1,4 +1,4 @@
-"""The reason why a process of a node cannot go on, as the last line that it logs and its exit code."""
+"""The reason why a node's process cannot continue: its last log line and its exit code."""
 
 import logging
 import traceback

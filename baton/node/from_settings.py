@@ -71,7 +71,7 @@ def load(
     steps. It takes long, and all ranks call it together.
 
     Args:
-        supervisor: gets the progress if it is present; otherwise a terminal or the log does.
+        supervisor: receives the progress if there is one; otherwise it is shown on a terminal or logged.
 
     Raises:
         ConfigError: a setting, or the checkpoint that it names, cannot work.

@@ -1,7 +1,7 @@
 """Memory, use and power of a node's GPUs, read from the driver's NVML every few seconds.
 
 NVML is a library of the driver, so it is loaded by name and needs no package. Only the calls that every driver has had
-for ten years are used. Without the library a node reports no GPUs, and serves as ever.
+for ten years are used. Without the library a node reports no GPUs, and serves normally.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Nvml:
         """The handle of the GPU with this UUID, such as "GPU-8a4f...".
 
         Raises:
-            NvmlError: there is no such GPU.
+            NvmlError: no GPU has this UUID.
         """
         handle = ctypes.c_void_p()
         self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))

@@ -24,7 +24,7 @@ class LoadingProgress:
 
     Args:
         loaded: name of the thing being loaded, such as "weights".
-        console: gets the bar if it is a terminal; None: stderr.
+        console: shows the bar if it is a terminal; None: stderr.
         clock: monotonic seconds.
     """
 

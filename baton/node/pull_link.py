@@ -1,7 +1,7 @@
-"""The reader's end of a link to one node that has KV: a Pull stream, from its hello to its end.
+"""The reader's end of a link to one node that has KV: a Pull stream, from hello to close.
 
-A link lives as long as its stream, and a link that is not used ends. Any failure costs the link: both ends then drop
-what they hold for it, and the next pull makes a new one.
+A link lives as long as its stream, and a link that is not used ends. Any failure closes the link: both ends then drop
+what they hold for it, and the next pull opens a new one.
 """
 
 import asyncio
@@ -75,38 +75,38 @@ class PullLink:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or is about to."""
+        """Whether the link has ended, or is about to."""
         return self._error is not None
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is made, or cannot be."""
+        """Whether the link is connected, or cannot be."""
         return self._settled.is_set()
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is made."""
+        """Whether the link is connected."""
         return self._settled.is_set() and not self.is_over
 
     @property
     def why_unmade(self) -> BatonError | None:
-        """Why it could not be made; None if it was, or still may be."""
+        """Why the link could not be connected; None if it was, or still may be."""
         return None if self._was_made else self._error
 
     @property
     def is_used(self) -> bool:
-        """Whether a pull waits for it or runs over it."""
+        """Whether a pull waits for the link or runs over it."""
         return self._running > 0
 
     async def pull(self, keys: tuple[EntryKey, ...], *, owner: int | None) -> int:
-        """Brings the first of these entries to host memory. Returns how many of the first ones it has then. Whoever
-        cancels the call closes the link, too.
+        """Brings the first of these entries to host memory. Returns how many leading entries it then has. Cancelling
+        the call also closes the link.
 
         Args:
-            owner: the only rank of this node that gets them; None: every rank gets its share.
+            owner: the only rank of this node that receives them; None: every rank receives its share.
 
         Raises:
-            BatonError: the link cannot be made, or has broken.
+            BatonError: the link cannot be connected, or has broken.
         """
         async with self._in_use():
             return await self._pull(keys, None, owner)
@@ -118,12 +118,12 @@ class PullLink:
             return await self._pull(keys, after, None)
 
     async def search(self, keys: tuple[EntryKey, ...], *, held: int = 0, every: int = 0) -> int:
-        """How many of the first of these entries the other node has, without a gap after the ones that are `held` here.
-        So a pull that would bring nothing costs a question, and no entry leaves to make room for it.
+        """Returns how many of the first of these entries the other node has, without a gap after the `held` ones of
+        this node. So a useless pull costs one question, and no entry is evicted to make room for it.
 
         Args:
-            every: states are kept after each so many entries from the sequence's beginning. Then only entries up to the
-                last such state of the other node count. 0: no state is wanted.
+            every: stores keep a state after every `every` entries of the sequence. Only entries up to the other node's
+                last such state count. 0: no state is wanted.
 
         Raises:
             BatonError: as for `pull`.

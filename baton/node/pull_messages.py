@@ -26,7 +26,7 @@ def wanted_job(job: PullJob, *, owner: int | None = None) -> pb.WantedEntries:
     """The message that asks for what a pull is to bring.
 
     Args:
-        owner: the only rank of the reader that gets it; None: every rank gets its share.
+        owner: the only rank of the reader that receives it; None: every rank receives its share.
     """
     if job.state_after is None:
         return wanted_entries(job.number, job.keys, owner=owner)
@@ -52,7 +52,7 @@ def wanted_entries(
 
 
 def pull_job(wanted: pb.WantedEntries) -> PullJob:
-    """What a message asks for.
+    """The pull that a message asks for.
 
     Raises:
         InvalidRequest: its parts have no possible sizes.

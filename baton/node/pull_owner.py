@@ -1,6 +1,6 @@
-"""The owner's end of pulls: Pull streams of other nodes, and the entries that are sent to them.
+"""The owner's end of pulls: serves the Pull streams of other nodes and sends them entries.
 
-What others may hold here is bounded: links, pulls at a time, and the time of each pull.
+Limits what other nodes may use here: links, concurrent pulls, and the time of each pull.
 """
 
 import asyncio
@@ -114,8 +114,8 @@ class PullOwner:
             ConfigError: its ranks cannot split the kv heads.
             UnknownLease: it means another incarnation of this node.
             InvalidRequest: a message is impossible.
-            Overloaded: there are too many links, or the reader takes no answers.
-            Draining: this node makes no new links.
+            Overloaded: there are too many links, or the reader does not read its answers.
+            Draining: this node opens no new links.
             BatonError: the link could not be made.
         """
         hello = await self._hello(incoming)

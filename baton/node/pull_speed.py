@@ -31,10 +31,10 @@ class PullSpeed:
         self.samples.append(sample)
 
     def seconds(self, num_bytes: int, now_s: float) -> float | None:
-        """The predicted time of a pull; None while nothing is measured.
+        """The predicted time of a pull; None if no pull has been measured yet.
 
-        The smallest and the largest pull give fixed cost and rate. Pulls of about one size give a rate only: a larger
-        pull then seems longer than it is, and a smaller one costs at least as much as the shortest pull so far.
+        The smallest and the largest pull give fixed cost and rate. Pulls of about the same size give only a rate: a
+        larger pull then seems longer than it is, and a smaller one costs at least as much as the shortest pull so far.
         """
         valid = self._valid(now_s)
         if not valid:
@@ -48,7 +48,7 @@ class PullSpeed:
     def mean_costs(self, now_s: float) -> PullCosts | None:
         """Mean costs of pulls, for predictions; None while nothing is measured.
 
-        The fixed part is what is assumed of pulls, and at most half of the shortest one: else bytes could seem to cost
+        The fixed part is the assumed one, but at most half of the shortest pull; otherwise bytes could seem to cost
         nothing.
         """
         valid = self._valid(now_s)

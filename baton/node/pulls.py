@@ -1,4 +1,4 @@
-"""Pulls of a node: KV that another node keeps comes to this one's host memory, where it is faster than computing.
+"""Pulls KV that another node keeps into this node's host memory, if that is faster than computing it.
 
 `pull_link` is one link as its reader sees it, `pull_owner` serves the readers of this node.
 """
@@ -59,7 +59,7 @@ class Pulls:
         entry_bytes: size of an entry, over all ranks that have a share of it.
         spec: of the whole model.
         ranks: of this node.
-        costs: what steps of this node cost; None: not known yet.
+        costs: costs of this node's steps; None: not known yet.
         save_again: saves the first of some entries of this node that only its cache has, of one rank if each has its
             own requests.
         num_to_save: how many of them that would save.
@@ -125,7 +125,7 @@ class Pulls:
         ones host memory has then. It never raises, and ends within a bound.
 
         Args:
-            owner: the only rank of this node that gets them; None: every rank gets its share.
+            owner: the only rank of this node that receives them; None: every rank receives its share.
         """
         if not keys or not self._may_ask(kept):
             return 0
@@ -191,8 +191,8 @@ class Pulls:
 
     @property
     def mean_costs(self) -> PullCosts | None:
-        """What pulls from any node cost; None while nothing is measured. A pull that failed counts with the time that
-        it was given."""
+        """Mean costs of pulls from any node; None if no pull has been measured yet. A failed pull counts with its time
+        limit."""
         return self._of_all.mean_costs(self._clock())
 
     async def close(self) -> None:

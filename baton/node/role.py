@@ -28,7 +28,7 @@ class ServedRole(Protocol):
         """Whether this request of the engine belongs to the role."""
 
     def leases(self) -> Mapping[str, int]:
-        """Number of leases by state; empty if the role gives none."""
+        """Number of leases by state; empty if the role grants none."""
 
     @property
     def busy(self) -> bool:

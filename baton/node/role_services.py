@@ -1,7 +1,7 @@
 """The Prefill and Decode services of a node's server, which pass every call on to the node's present role.
 
-A gRPC server takes no services after its start, so it has both from the start, before the model is loaded. A role's
-calls end with the role.
+A gRPC server accepts no services once it has started, so it has both from the start, before the model is loaded. A
+role's calls end with the role.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class RoleServices(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServi
         self._name, self._servicers = name, servicers
 
     def refuse(self) -> None:
-        """Refuses all calls from now on; running calls go on."""
+        """Refuses all calls from now on; running calls continue."""
         self._servicers = {}
 
     async def end(self) -> None:

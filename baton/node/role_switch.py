@@ -1,8 +1,8 @@
 """The present role of a node process, and the switch to another role while the process runs.
 
-The engine stays, with its weights, cache and graphs. The role's part, which is everything that other processes know of
-the node, ends after a drain and is made anew under a new incarnation. So no lease, pair, ticket or cached knowledge of
-the old role is valid in the new one.
+The engine stays, with its weights, cache and graphs. The role's part, which is everything that other processes know
+about the node, ends after a drain and is rebuilt under a new incarnation. So no lease, pair, ticket or cached knowledge
+of the old role is valid in the new one.
 """
 
 import asyncio
@@ -106,10 +106,10 @@ class RoleSwitch:
 
     async def switch(self, request: pb.SwitchRoleRequest) -> AsyncIterator[node_status_pb2.RoleSwitchProgress]:
         """Begins a switch, or follows a running switch to the same role; yields its progress until it is done. The
-        switch goes on when the caller leaves.
+        switch continues if the caller disconnects.
 
         Raises:
-            InvalidRequest: there is no such role, or this node's settings or certificate do not allow it.
+            InvalidRequest: the role does not exist, or this node's settings or certificate do not allow it.
             Overloaded: the node is switching to another role, or has had its role for less than `dwell_s`.
             Draining: the process is ending.
         """
@@ -262,7 +262,7 @@ class RoleSwitch:
 
 
 async def links_end(linked: Callable[[], bool], stop: asyncio.Event) -> bool:
-    """Waits until the node has no links, but not for ones of a peer that stands still. Returns whether it has none.
+    """Waits until the node has no links, except those of a stalled peer. Returns whether it has none.
 
     Args:
         stop: set when the process is to end.

@@ -29,7 +29,7 @@ class Starting:
         supervisor: knows the present stage.
 
     Attributes:
-        service: the Node service, which gets the node's parts once it serves.
+        service: the Node service, which receives the node's parts once it serves.
         roles: the services of the roles, which refuse all calls until they get a role.
     """
 

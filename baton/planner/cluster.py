@@ -42,7 +42,7 @@ class ClusterSpec:
             tokens.
         link_bytes_per_s, link_latency_s: speed and latency of each prefill node's sends.
         host: times of hosts and gateways.
-        report_s: greatest age of a node's report when the gateway chooses.
+        report_s: maximum age of a node's report when the gateway chooses.
         events_s: delay until the gateway knows a change of a prefix cache.
         objective: of requests without an SLO.
         smooth_starts: whether gateways hold first tokens of hand-overs (`baton.gateway.fleet.second_token`).
@@ -70,7 +70,7 @@ class Simulation:
     Args:
         goal: its bounds are the requests' SLO.
         choose: replaces the gateway's own choice, for comparisons.
-        until_failed: stop once so many requests have missed the goal that its share cannot be reached.
+        until_failed: stop once too many requests have missed the goal to reach its share.
     """
 
     def __init__(

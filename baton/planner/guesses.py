@@ -1,4 +1,4 @@
-"""What draft tokens gain a simulated node, and what they cost its steps. Pure."""
+"""Gain and cost of draft tokens on a simulated node. Pure."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,12 +13,12 @@ _FORM = f"KEPT/TAKEN, such as 0.9/1.4, at most {MOST_GUESSES} taken"
 
 
 class GuessedStep(NamedTuple):
-    """A step that decodes.
+    """A decode-only step, with or without draft tokens.
 
     Args:
         seconds: its time.
-        tokens: mean tokens that each of its requests gets.
-        rise_s: by how much longer the step after it takes, because contexts have grown by one token.
+        tokens: mean number of tokens per request.
+        rise_s: extra time of the next step, because contexts have grown.
     """
 
     seconds: float
@@ -42,11 +42,11 @@ class Guesses:
         return f"{self.kept:.2f} of {self.taken:.2f} draft tokens accepted per step"
 
     def step(self, costs: StepCosts, work: StepWork, *, seats: int) -> GuessedStep:
-        """The step without prompts that gives most tokens a second, as nodes choose it: with drafts or without.
+        """The decode-only step with the most tokens per second, with or without draft tokens, as nodes choose it.
 
         Args:
             work: one token of each request.
-            seats: most rows of a step; each draft token takes one.
+            seats: maximum rows of a step; each draft token takes one.
         """
         best = GuessedStep(costs.seconds(work), 1.0, costs.key_s * work.decode_rows)
         least = LEAST_GAIN / best.seconds

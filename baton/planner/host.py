@@ -1,4 +1,4 @@
-"""What a request and a step take outside of the GPUs: on the hosts of the nodes and in the gateways. Pure."""
+"""Time that requests and steps spend outside of the GPUs: on the nodes' hosts and in the gateways. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class HostTimes:
         mixed_s: time of a step with prompts and decodes beyond what the step costs say.
         later_token_s: likewise, of each token of a prompt's second and later slices, which attend to earlier ones.
         row_s: host time for each decoding request of a step. A step takes at least this long for all its rows.
-        stall_share, stall_s: share of the steps whose tokens come late, and by how much.
+        stall_share, stall_s: share of the steps whose tokens are late, and their delay.
         token_s: time of one gateway process to send one token.
         gateways: number of gateway processes.
     """
@@ -37,8 +37,8 @@ class HostTimes:
     def wait_s(self, steps: Iterable[tuple[int, float]]) -> float:
         """Mean wait of a message at a gateway that sends the tokens of all nodes' steps.
 
-        A step's tokens arrive at once and are sent one after the other. A message that comes meanwhile finds half of
-        them before it on average.
+        A step's tokens arrive at once and are sent one after the other. A message that arrives meanwhile waits for half
+        of them on average.
 
         Args:
             steps: rows and seconds of the step that each node runs.
@@ -51,8 +51,8 @@ class HostTimes:
         return busy * share * max((rows for rows, _ in found), default=0) / 2
 
     def late_s(self, rows: int) -> float:
-        """How much later than the step's end a late token comes to the client: by a stall of the node, and after up to
-        half of the tokens of `rows` requests at the gateway."""
+        """Delay from the step's end until a late token reaches the client: a stall of the node, and up to half of the
+        tokens of `rows` requests at the gateway."""
         return self.stall_s + self.token_s / self.gateways * rows / 2
 
 

@@ -1,4 +1,4 @@
-"""One simulated request: what it asks for, where it is, and when its tokens came. Pure."""
+"""One simulated request: its load, its state, and the times of its tokens. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ class PlanJob:
         arrived_s: when its client sent it.
         due_s: when its first token is due; the order of prompts on a node.
         at, stop: the next prompt token to compute, and the first one not to compute, on the current node.
-        first_s, second_s, last_s: when tokens came; infinite: not yet.
+        first_s, second_s, last_s: arrival times of tokens; infinite: not yet.
         prefill, decode: numbers of its nodes; -1: none.
         runs: runs of the decode node's steps, each with their number and the gap between their tokens; this request's
             are from `first_run` to `last_run`.
         sent: prompt tokens whose KV has been sent.
-        late_share, late_s: share of its tokens that come late, and by how much.
+        late_share, late_s: share of its tokens that are late, and their delay.
         held_until_s: how long its first token may wait for the second one.
         begun: whether a step has computed a part of its prompt on the current node.
         ready_s: when its KV was complete on the decode node.

@@ -1,4 +1,4 @@
-"""How many tokens of KV a node of a plan keeps outside of its cache, and for how long. Pure."""
+"""Computes how many tokens of KV a plan's nodes keep outside of their caches, and for how long. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class StoreSizes:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What one store of a decode node holds.
+    """The capacity of one store of a decode node.
 
     Args:
         tokens: of KV.
@@ -31,7 +31,7 @@ class KeptTokens:
 
 
 def kept_tokens(plan: Plan, sizes: StoreSizes) -> Iterator[KeptTokens]:
-    """What each store of a decode node holds, at the rate that is asked for, or else at the best one."""
+    """The capacity of each store of a decode node, at the requested rate, or otherwise at the best one."""
     best, rate = plan.best, plan.question.rate or plan.best.rate
     request_tokens = plan.demand.prompt + plan.demand.output
     tokens_per_s = rate * request_tokens / best.spec.decodes

@@ -1,5 +1,5 @@
-"""Tracks what the simulated gateway knows, a little late: nodes' last reports, what was sent since, and the blocks in
-their prefix caches. Pure.
+"""The simulated gateway's slightly delayed knowledge: nodes' last reports, requests sent since, and the blocks in
+prefix caches. Pure.
 
 It accounts like `baton.gateway.fleet.fleet`, with the same `Backlog` and `PrefixIndex`.
 """
@@ -53,7 +53,7 @@ class _Known:
 
 
 class Known:
-    """What is known of all nodes.
+    """The gateway's knowledge of all nodes.
 
     Args:
         also_decodes: whether prefill nodes may serve requests alone.

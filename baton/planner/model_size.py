@@ -39,7 +39,7 @@ class ModelSize:
         copies: redundant experts, in addition to `experts`.
         ranks_min: fewest ranks such that a rank holds each expert at most once.
         windowed_share, window: share of layers that see only a window of recent tokens, and its size.
-        draft: the layer for multi-token prediction, which takes memory, and no time in steps without guesses.
+        draft: the layer for multi-token prediction, which takes memory, but no time in steps without draft tokens.
     """
 
     num_layers: int

@@ -1,8 +1,8 @@
 """Simulates one node of either role: a queue of prompts, decoding rows, and steps as long as `StepCosts` predicts.
 
 Steps that only decode are alike until a request ends or arrives, so they are simulated together
-(`baton.planner.step_run`). A step whose guesses give each request several tokens is simulated as so many steps that
-share its time. Pure.
+(`baton.planner.step_run`). A step in which draft tokens give each request several tokens is simulated as that many
+steps, which share its time. Pure.
 """
 
 import math
@@ -31,7 +31,7 @@ class SimulatedNode:
         queue: requests whose prompts are computed here, in the order of their places.
         ready: requests whose KV is here and that wait for a seat.
         blocked: requests that wait for room in the cache.
-        runs: past runs of steps, each with their number and the mean gap between tokens that do not come together.
+        runs: past runs of steps, each with their number and the mean gap between tokens of different steps.
         version: number of the current run; an event of an older run is void.
         busy_s: time of all steps that ended.
     """
@@ -82,7 +82,7 @@ class SimulatedNode:
         return SimulatedChanges(stored, gone, [each for each in left if each in self.host and each not in self.cache])
 
     def count_kept(self, prefix_ids: Sequence[int]) -> int:
-        """How many leading ids are in the cache or in host memory."""
+        """Number of leading ids that are in the cache or in host memory."""
         for place, prefix_id in enumerate(prefix_ids):
             if prefix_id not in self.cache and prefix_id not in self.host:
                 return place

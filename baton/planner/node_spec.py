@@ -20,8 +20,9 @@ class NodeSpec:
             budget.
         reports_factor: error of the reported costs, as a factor on what steps really cost.
         host_tokens: tokens whose KV host memory holds; 0: the node keeps none outside of its cache, and pulls none.
-        pull_costs: what its pulls from other nodes take.
-        guesses: of steps without prompts; others are simulated without, because they are as long as their bound.
+        pull_costs: times of its pulls from other nodes.
+        guesses: draft tokens of steps without prompts; other steps are simulated without, because they are as long as
+            their bound.
     """
 
     costs: StepCosts

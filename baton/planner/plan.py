@@ -1,7 +1,7 @@
 """Searches the cluster that a load needs: number and roles of nodes, step sizes, and the goodput to expect. Pure.
 
-Every option is simulated with the gateway's own choice. Without a number of GPUs, the least number is sought at which
-some option serves the wanted rate.
+Every option is simulated with the gateway's own choice. If the number of GPUs is not given, the plan
+has the smallest number with which some option serves the wanted rate.
 """
 
 from collections.abc import Callable, Iterable
@@ -84,7 +84,7 @@ class Question:
     """The question that a plan answers.
 
     Args:
-        rate: requests per second to serve; None: the most that `gpus` serve.
+        rate: requests per second to serve; None: the maximum that `gpus` can serve.
         gpus: number of GPUs; None: as few as serve `rate`.
         host_gib: host memory for KV of each rank.
         pull_costs: what a node's pulls from another one take.
@@ -157,7 +157,7 @@ def find_plan(question: Question, *, on_step: OnStep = lambda *_: None) -> Plan:
             are.
 
     Raises:
-        ConfigError: the GPUs are fewer than one node's, or even the most nodes do not serve the rate.
+        ConfigError: the GPUs are fewer than one node's, or even the maximum number of nodes does not serve the rate.
     """
     return _Search(question, on_step).find()
 

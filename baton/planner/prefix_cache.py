@@ -1,4 +1,4 @@
-"""A node's prefix cache in the simulation: the ids of prompts' pieces, the least recently used dropped first. Pure.
+"""A simulated node's prefix cache: an LRU cache with an id for each piece of a prompt. Pure.
 
 An id names a piece of a prompt together with all pieces before it, so a prompt has the leading ids that are present.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class SimulatedChanges(NamedTuple):
-    """Ids that came into a cache, that left it, and of the latter those that host memory still has."""
+    """Ids that were added to a cache, that were evicted, and the evicted ids that host memory still has."""
 
     stored: list[int]
     removed: list[int]
@@ -17,7 +17,7 @@ class SimulatedChanges(NamedTuple):
 
 
 class SimulatedPrefixCache:
-    """A prefix cache of ids in place of tokens, which drops the ids that were used longest ago.
+    """An LRU prefix cache of ids instead of tokens.
 
     Args:
         capacity: ids that fit.
@@ -34,7 +34,7 @@ class SimulatedPrefixCache:
         return len(self._ids)
 
     def count(self, prefix_ids: Sequence[int]) -> int:
-        """How many leading ids are present."""
+        """Number of leading ids that are present."""
         ids = self._ids
         for place, prefix_id in enumerate(prefix_ids):
             if prefix_id not in ids:
@@ -42,7 +42,7 @@ class SimulatedPrefixCache:
         return len(prefix_ids)
 
     def use(self, prefix_ids: Sequence[int]) -> SimulatedChanges:
-        """Stores the whole prompt, and drops what was used least recently. The ends of prompts go first."""
+        """Stores the whole prompt, and evicts the least recently used ids. The ends of prompts are evicted first."""
         ids = self._ids
         kept = prefix_ids[: self._capacity]
         stored = [prefix_id for prefix_id in kept if prefix_id not in ids]

@@ -1,4 +1,4 @@
-"""Simple choices of nodes, to compare the gateway's own with. Pure."""
+"""Simple policies for choosing nodes, as baselines for the gateway's own. Pure."""
 
 from collections.abc import Sequence
 from itertools import count

@@ -132,5 +132,5 @@ def _rank_state_bytes(size: ModelSize, ranks: int) -> float:
 
 
 def kv_holders(size: ModelSize, ranks: int) -> int:
-    """How many ranks hold different KV."""
+    """Number of ranks that hold different KV."""
     return ranks if size.own_requests else min(ranks, size.kv_heads)

@@ -14,7 +14,8 @@ class StepRun:
     """Running steps: `count` equal ones, or one with prompts.
 
     Args:
-        tokens: of each request in a step with guesses, which is simulated as so many steps; its tokens come together.
+        tokens: of each request in a step with draft tokens, which is simulated as that many steps; its tokens arrive
+            together.
     """
 
     started_s: float

@@ -35,15 +35,15 @@ class TransferRequest(Protocol):
     def done(self) -> bool: ...
 
     def failure(self) -> BatonError | None:
-        """Why a request that is done failed; None if it succeeded."""
+        """The reason why a finished request failed; None if it succeeded."""
         ...
 
 
 class Transport(Protocol):
     """One node's end of all its links. Peers are this node's own numbers.
 
-    Only methods with a Raises section raise. Any other failure costs one link: its requests fail, nothing more arrives,
-    and `failures` reports it.
+    Only methods with a Raises section raise. Any other failure breaks one link: its requests fail, nothing more
+    arrives, and `failures` reports it.
     """
 
     def listen(self, peer: int) -> bytes:
@@ -71,8 +71,8 @@ class Transport(Protocol):
         ...
 
     def carrier(self, peer: int) -> str:
-        """What moves most bytes of a connected peer: "cma", "sysv", "posix", "tcp", "cuda_ipc" or "loopback". The last
-        two reach GPU memory; the others need host memory.
+        """The carrier of most bytes of a connected peer: "cma", "sysv", "posix", "tcp", "cuda_ipc" or "loopback". The
+        last two reach GPU memory; the others need host memory.
 
         Raises:
             DataLoss: the link has no way to move them.

@@ -1,4 +1,4 @@
-"""One link of the UCX transport. All calls of ucxx about one peer are here, and an exception costs that link alone."""
+"""One link of the UCX transport. All calls of ucxx about one peer are here, and an exception breaks only that link."""
 
 import ctypes
 import time

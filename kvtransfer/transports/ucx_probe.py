@@ -118,7 +118,7 @@ class UcxProbe:
 
 
 def judge(ended_by: int, address: bytes) -> None:
-    """Raises what the end of an address's trial means, as `UcxProbe.check` does.
+    """Raises the error for the outcome of an address's trial, as `UcxProbe.check` does.
 
     Args:
         ended_by: 0, a signal, or `UNTRIED`.

@@ -1,4 +1,4 @@
-"""The ranks above 0 of a node: processes that start, are watched and end with the node.
+"""The ranks of a node above 0: starts their processes, watches them, and ends them with the node.
 
 A rank that ends by itself ends the node, because its part of the model is gone. Ranks of other hosts are started there
 (`baton.node.ranks.host`) and reach this process through its gate (`baton.node.ranks.gate`). A fault ends the node
@@ -109,7 +109,7 @@ class RankGroup:
 
     @contextmanager
     def ending_at_errors(self) -> Iterator[None]:
-        """Ends the node at an error of the block, before anything around the block closes, which may wait for ranks."""
+        """Ends the node if the block raises, before the enclosing contexts close, because these may wait for ranks."""
         try:
             yield
         except Exception as error:  # noqa: BLE001

@@ -1,4 +1,4 @@
-"""The life of a host above 0: its ranks join host 0, compute, and end with it. The host serves only its health.
+"""The life of a host above 0: its ranks join host 0, compute, and end with it. The host serves only health checks.
 
 Its ranks are child processes with plain sockets; this process carries their bytes to host 0 and back.
 """
@@ -267,7 +267,7 @@ async def _first_failed(waits: "dict[asyncio.Task[int], int]", *, within_s: floa
 
 
 def how_ended(code: int) -> str:
-    """How a process with this exit code ended, in words."""
+    """Describes in words how a process with this exit code ended."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

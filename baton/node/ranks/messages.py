@@ -50,8 +50,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Up:
-    """The answer to a `Setup`: the rank is about to meet the others. It comes once more when the rank's runner is
-    prepared. A `baton.node.fault.Fault` comes if the rank fails."""
+    """The answer to a `Setup`: the rank is about to meet the others. It is sent again when the rank's runner is
+    prepared. If the rank fails, it sends a `baton.node.fault.Fault`."""
 
 
 # ---- between rank 0 and its gate

@@ -83,7 +83,7 @@ class RemoteTransfer(RankTransfer):
         self._heartbeat_s = time.monotonic()
 
     def watch(self, on_link_failed: OnLinkFailed, on_failed: OnFailed) -> None:  # noqa: ARG002
-        """Sets the callback for broken links. A rank that cannot go on ends its process, which `RankGroup` notices."""
+        """Sets the callback for broken links. A rank that cannot continue exits, which `RankGroup` notices."""
         self._on_link_failed = on_link_failed
 
     async def start(self) -> None:

@@ -58,7 +58,7 @@ class TransferServer:
 
     Args:
         make: makes this rank's transfer for the node's incarnation.
-        guard: entered before the transfer opens, and again while it serves, so that it gets errors first.
+        guard: entered before the transfer opens, and again while it serves, so that it sees errors first.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TransferServer:
 
         Raises:
             EOFError: rank 0 is gone.
-            Draining: the transfer cannot go on.
+            Draining: the transfer cannot continue.
         """
         channel = await Channel.over(calls)
         try:

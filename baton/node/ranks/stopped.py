@@ -1,4 +1,4 @@
-"""Finds processes that a signal such as SIGSTOP has stopped, so that they neither work nor end."""
+"""Finds processes that a signal such as SIGSTOP has stopped, so that they neither run nor exit."""
 
 from collections.abc import Iterable
 from typing import ClassVar

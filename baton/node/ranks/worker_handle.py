@@ -1,4 +1,4 @@
-"""A rank above 0, as rank 0's process has it: the process, the two connections to it, and what it has answered."""
+"""A rank above 0, as seen by rank 0's process: the process, the two connections to it, and its answers."""
 
 import os
 import select
@@ -70,7 +70,7 @@ class Worker:
         return bool(steps.poll(0))
 
     def close(self) -> None:
-        """Lets the rank end. `receive_all` goes on until then."""
+        """Lets the rank end. `receive_all` continues until then."""
         with socket.socket(fileno=os.dup(self.steps.fileno())) as steps, suppress(OSError):
             steps.shutdown(socket.SHUT_WR)
         self.calls.close()

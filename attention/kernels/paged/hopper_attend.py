@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -20,6 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attention.kernels.paged.hopper_tile import seen_by
 from attention.kernels.paged.split import WRITTEN
+
+# Rows of a warpgroup.
+ROWS = gl.constexpr(64)
+COPIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 class ScoreOptions(NamedTuple):
@@ -47,7 +52,15 @@ class Split(NamedTuple):
     num_heads: gl.tensor
 
 
-class _Queries(NamedTuple):
+class Queries(NamedTuple):
+    """A warpgroup's rows of a tile. `valid_M`: the row is a query."""
+
+    tokens_M: gl.tensor
+    heads_M: gl.tensor
+    valid_M: gl.tensor
+
+
+class _Scored(NamedTuple):
     """A warpgroup's rows, as its softmax needs them; the slopes are None without ALiBi."""
 
     positions_M: gl.tensor
@@ -65,56 +78,49 @@ def attend(
     scoring,
     buffers,
     tile,
-    turn,
     sizes: gl.constexpr,
     mask: gl.constexpr,
     PAGED: gl.constexpr,
-    GOES_ON: gl.constexpr,
 ):
-    """Computes one warpgroup's 64 of a tile's 128 rows. Keys and values are in the rings from place `turn` on. With
-    GOES_ON, the last place is released too, for the next tile."""
-    PACK: gl.constexpr = sizes.pack
-    BLOCK_A: gl.constexpr = sizes.block_a
-    BLOCK_P: gl.constexpr = sizes.block_p
-    BLOCK_V: gl.constexpr = sizes.block_v
-    BLOCK_N: gl.constexpr = sizes.block_n
+    """Computes one warpgroup's 64 of a tile's 128 rows."""
     STAGES: gl.constexpr = sizes.stages
-    LIMITED: gl.constexpr = mask.window != 0 or mask.chunk != 0
-    SPLIT: gl.constexpr = split.out_ptr is not None
-    ROWS: gl.constexpr = buffers.q_A.shape[1]
-    FIRST: gl.constexpr = WARPGROUP * ROWS
-    USED: gl.constexpr = 2 * ROWS // PACK * PACK
-    dtype: gl.constexpr = buffers.k_A.dtype
+    q_A, q_P = buffers.q_A.index(WARPGROUP), buffers.q_P.index(WARPGROUP)
+    load_queries(WARPGROUP, q, q_A, q_P, tile, sizes)
+    queries = queries_of(WARPGROUP, tile, sizes)
+    max_M, sum_M = first_sums(queries, split, scoring)
+    acc_MV = new_acc(sizes)
+    num_tiles = gl.cdiv(tile.stop_key, sizes.block_n) - tile.first_key // sizes.block_n
+    if num_tiles > 0:
+        first_scores_MN = multiply_first(q_A, q_P, buffers, sizes)
+        acc_MV, weights, max_M, sum_M = attend_keys(
+            WARPGROUP, q_A, q_P, first_scores_MN, max_M, sum_M, queries, buffers, tile, 0, scoring, sizes, mask
+        )
+        last = num_tiles - 1
+        values = await_last_values(buffers, tile, last, sizes, mask, PAGED)
+        acc = warpgroup_mma(weights, values, acc_MV, is_async=True)
+        acc_MV = warpgroup_mma_wait(0, deps=(acc,))
+    write(WARPGROUP, out, split, lse, acc_MV, max_M, sum_M, q_A, queries, tile, sizes)
+
+
+@gluon.jit
+def queries_of(WARPGROUP: gl.constexpr, tile, sizes: gl.constexpr):
+    PACK: gl.constexpr = sizes.pack
+    BLOCK_N: gl.constexpr = sizes.block_n
     mma_N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    mma_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma_V, 2)
-    per_row: gl.constexpr = gl.SliceLayout(1, mma_N)
-    per_row_V: gl.constexpr = gl.SliceLayout(1, mma_V)
-    copies: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows_M = WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_N))
+    tokens_M = tile.first_token + rows_M // PACK
+    heads_M = tile.head + rows_M % PACK
+    return Queries(tokens_M, heads_M, _are_queries(rows_M, tokens_M, tile, PACK))
 
-    query_start, query_len, seq_len = tile.query_start, tile.query_len, tile.seq_len
-    first_token, head, heads_left = tile.first_token, tile.head, tile.heads_left
-    tiles_A, tiles_P, tiles_V = buffers.k_A, buffers.k_P, buffers.v
-    full_k, empty_k, full_v, empty_v = buffers.full_k, buffers.empty_k, buffers.full_v, buffers.empty_v
 
-    rows_C = FIRST + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copies))
-    tokens_C = first_token + rows_C // PACK
-    valid_C = (tokens_C < query_len) & (rows_C < USED) & (rows_C % PACK < heads_left)
-    q_rows_C = (query_start + tokens_C).to(gl.int64) * q.stride_t + (head + rows_C % PACK) * q.stride_h
-    q_A = buffers.q_A.index(WARPGROUP)
-    q_P = buffers.q_P.index(WARPGROUP)
-    _load_queries(q.ptr + q_rows_C, q_A, q_P, valid_C, copies, sizes.key_size, BLOCK_P)
-
-    rows_M = FIRST + gl.arange(0, ROWS, layout=per_row)
-    tokens_M = first_token + rows_M // PACK
-    positions_M = seq_len - query_len + tokens_M
-    heads_M = head + rows_M % PACK
-    valid_M = (tokens_M < query_len) & (rows_M < USED) & (rows_M % PACK < heads_left)
-    slopes_M = None
-    if scoring.alibi_slopes_ptr is not None:
-        slopes_M = gl.load(scoring.alibi_slopes_ptr + heads_M, mask=valid_M, other=0.0) * 1.4426950408889634
+@gluon.jit
+def first_sums(queries, split, scoring):
+    """Returns the rows' maximum and sum before any key: those of the sinks."""
+    SPLIT: gl.constexpr = split.out_ptr is not None
+    per_row: gl.constexpr = queries.heads_M.type.layout
     if scoring.sinks_ptr is not None:
-        max_M = gl.load(scoring.sinks_ptr + heads_M, mask=valid_M, other=0.0).to(gl.float32) * 1.4426950408889634
+        sinks_M = gl.load(scoring.sinks_ptr + queries.heads_M, mask=queries.valid_M, other=0.0)
+        max_M = sinks_M.to(gl.float32) * 1.4426950408889634
         sum_M = gl.full([ROWS], 1.0, gl.float32, layout=per_row)
         if SPLIT:  # the first split has the sinks
             max_M = gl.where(split.index == 0, max_M, -float("inf"))
@@ -122,91 +128,210 @@ def attend(
     else:
         max_M = gl.full([ROWS], -float("inf"), gl.float32, layout=per_row)
         sum_M = gl.zeros([ROWS], gl.float32, layout=per_row)
-    acc_MV = gl.zeros([ROWS, BLOCK_V], gl.float32, layout=mma_V)
-    queries = _Queries(positions_M, slopes_M, seq_len)
+    return max_M, sum_M
 
-    start, stop = tile.first_key // BLOCK_N, gl.cdiv(tile.stop_key, BLOCK_N)
-    if start < stop:
-        first_position = seq_len - query_len + first_token + FIRST // PACK
-        last_position = seq_len - query_len + gl.minimum(first_token + (FIRST + ROWS - 1) // PACK, query_len - 1)
-        _, _, full_start, full_stop = seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
-        # A split may begin after the last key that all rows see.
-        full_stop = gl.maximum(gl.minimum(full_stop, stop - 1), start)
-        full_start = gl.maximum(gl.minimum(full_start, full_stop), start)
 
+@gluon.jit
+def new_acc(sizes: gl.constexpr):
+    BLOCK_V: gl.constexpr = sizes.block_v
+    mma_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    return gl.zeros([ROWS, BLOCK_V], gl.float32, layout=mma_V)
+
+
+@gluon.jit
+def multiply_first(q_A, q_P, buffers, sizes: gl.constexpr):
+    """Returns the products with the first tile of keys in the ring."""
+    BLOCK_N: gl.constexpr = sizes.block_n
+    mma_N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    mbarrier.wait(buffers.full_k.index(0), 0)
+    scores = multiply_keys(q_A, q_P, buffers.k_A.index(0), buffers.k_P.index(0), sizes.block_p, mma_N)
+    scores_MN = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(buffers.empty_k.index(0), count=1)
+    return scores_MN
+
+
+@gluon.jit
+def attend_keys(
+    WARPGROUP: gl.constexpr,
+    q_A,
+    q_P,
+    scores_MN,
+    max_M,
+    sum_M,
+    queries,
+    buffers,
+    tile,
+    turn,
+    scoring,
+    sizes: gl.constexpr,
+    mask: gl.constexpr,
+):
+    """Returns the result without the last tile of values, the weights for those, and the rows' maximum and sum.
+
+    Keys and values are in the rings from place `turn` on; `scores_MN` are the products with the first tile of keys.
+    """
+    BLOCK_P: gl.constexpr = sizes.block_p
+    BLOCK_N: gl.constexpr = sizes.block_n
+    STAGES: gl.constexpr = sizes.stages
+    LIMITED: gl.constexpr = mask.window != 0 or mask.chunk != 0
+    FIRST: gl.constexpr = WARPGROUP * ROWS
+    mma_N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    BLOCK_V: gl.constexpr = sizes.block_v
+    mma_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma_V, 2)
+    per_row_V: gl.constexpr = gl.SliceLayout(1, mma_V)
+    dtype: gl.constexpr = buffers.k_A.dtype
+    tiles_A, tiles_P, tiles_V = buffers.k_A, buffers.k_P, buffers.v
+    full_k, empty_k, full_v, empty_v = buffers.full_k, buffers.empty_k, buffers.full_v, buffers.empty_v
+
+    query_len, seq_len, first_token = tile.query_len, tile.seq_len, tile.first_token
+    start = tile.first_key // BLOCK_N
+    stop = gl.maximum(gl.cdiv(tile.stop_key, BLOCK_N), start + 1)
+    first_position = seq_len - query_len + first_token + FIRST // sizes.pack
+    last_position = seq_len - query_len + gl.minimum(first_token + (FIRST + ROWS - 1) // sizes.pack, query_len - 1)
+    _, _, full_start, full_stop = seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
+    # A split may begin after the last key that all rows see.
+    full_stop = gl.maximum(gl.minimum(full_stop, stop - 1), start)
+    full_start = gl.maximum(gl.minimum(full_start, full_stop), start)
+
+    slopes_M = None
+    if scoring.alibi_slopes_ptr is not None:
+        slopes_M = gl.load(scoring.alibi_slopes_ptr + queries.heads_M, mask=queries.valid_M, other=0.0)
+        slopes_M *= 1.4426950408889634
+    scored = _Scored(seq_len - query_len + queries.tokens_M, slopes_M, seq_len)
+    acc_MV = new_acc(sizes)
+    weights_MN, max_M, sum_M, rescale_M = _softmax(
+        scores_MN, max_M, sum_M, (stop - 1) * BLOCK_N, scored, scoring, mask, True
+    )
+    weights = gl.convert_layout(weights_MN.to(dtype), operand)
+    if seq_len < stop * BLOCK_N:
         stage, phase = turn % STAGES, (turn // STAGES) & 1
-        mbarrier.wait(full_k.index(stage), phase)
-        scores = _multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
-        scores_MN = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(empty_k.index(stage), count=1)
-        weights_MN, max_M, sum_M, rescale_M = _softmax(
-            scores_MN, max_M, sum_M, (stop - 1) * BLOCK_N, queries, scoring, mask, True
-        )
-        weights = gl.convert_layout(weights_MN.to(dtype), operand)
-        if seq_len < stop * BLOCK_N:
-            mbarrier.wait(full_v.index(stage), phase)
-            _keep_rows(tiles_V.index(stage), 0, seq_len - (stop - 1) * BLOCK_N, BLOCK_N, BLOCK_V)
+        mbarrier.wait(full_v.index(stage), phase)
+        _keep_rows(tiles_V.index(stage), 0, seq_len - (stop - 1) * BLOCK_N, BLOCK_N, BLOCK_V)
 
-        # From the last tile to the first: tiles on the diagonal, tiles that all rows see, tiles that windows cut.
-        count = 0
-        for part in gl.static_range(3):
-            if part != 2 or LIMITED:
-                part_start = full_stop if part == 0 else full_start if part == 1 else start
-                part_stop = stop - 1 if part == 0 else full_stop if part == 1 else full_start
-                for _ in range(part_start, part_stop):
-                    last_stage, last_phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
-                    count += 1
-                    stage, phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
-                    mbarrier.wait(full_k.index(stage), phase)
-                    scores = _multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
-                    mbarrier.wait(full_v.index(last_stage), last_phase)
-                    acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
-                    scores_MN = warpgroup_mma_wait(1, deps=(scores,))
-                    mbarrier.arrive(empty_k.index(stage), count=1)
-                    weights_MN, max_M, sum_M, rescale_M = _softmax(
-                        scores_MN, max_M, sum_M, (stop - 1 - count) * BLOCK_N, queries, scoring, mask, part != 1
-                    )
-                    acc_MV = warpgroup_mma_wait(0, deps=(acc,))
-                    mbarrier.arrive(empty_v.index(last_stage), count=1)
-                    acc_MV *= gl.convert_layout(rescale_M, per_row_V)[:, None]
-                    weights = gl.convert_layout(weights_MN.to(dtype), operand)
-        last_stage, last_phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
-        mbarrier.wait(full_v.index(last_stage), last_phase)
-        if PAGED and LIMITED and start * BLOCK_N < tile.first_key:
-            _keep_rows(tiles_V.index(last_stage), tile.first_key - start * BLOCK_N, BLOCK_N, BLOCK_N, BLOCK_V)
-        acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
-        acc_MV = warpgroup_mma_wait(0, deps=(acc,))
-        if GOES_ON:
-            mbarrier.arrive(empty_v.index(last_stage), count=1)
+    # From the last tile to the first: tiles on the diagonal, tiles that all rows see, tiles that windows cut.
+    count = 0
+    for part in gl.static_range(3):
+        if part != 2 or LIMITED:
+            part_start = full_stop if part == 0 else full_start if part == 1 else start
+            part_stop = stop - 1 if part == 0 else full_stop if part == 1 else full_start
+            for _ in range(part_start, part_stop):
+                last_stage, last_phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
+                count += 1
+                stage, phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
+                mbarrier.wait(full_k.index(stage), phase)
+                scores = multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
+                mbarrier.wait(full_v.index(last_stage), last_phase)
+                acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
+                scores_MN = warpgroup_mma_wait(1, deps=(scores,))
+                mbarrier.arrive(empty_k.index(stage), count=1)
+                weights_MN, max_M, sum_M, rescale_M = _softmax(
+                    scores_MN, max_M, sum_M, (stop - 1 - count) * BLOCK_N, scored, scoring, mask, part != 1
+                )
+                acc_MV = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty_v.index(last_stage), count=1)
+                acc_MV *= gl.convert_layout(rescale_M, per_row_V)[:, None]
+                weights = gl.convert_layout(weights_MN.to(dtype), operand)
+    return acc_MV, weights, max_M, sum_M
 
+
+@gluon.jit
+def await_last_values(buffers, tile, place, sizes: gl.constexpr, mask: gl.constexpr, PAGED: gl.constexpr):
+    """Returns the tile's last values, which are at that place of the ring."""
+    LIMITED: gl.constexpr = mask.window != 0 or mask.chunk != 0
+    stage, phase = place % sizes.stages, (place // sizes.stages) & 1
+    mbarrier.wait(buffers.full_v.index(stage), phase)
+    values = buffers.v.index(stage)
+    first = tile.first_key % sizes.block_n
+    if PAGED and LIMITED and first > 0:
+        _keep_rows(values, first, sizes.block_n, sizes.block_n, sizes.block_v)
+    return values
+
+
+@gluon.jit
+def write(WARPGROUP: gl.constexpr, out, split, lse, acc_MV, max_M, sum_M, q_A, queries, tile, sizes: gl.constexpr):
+    """Writes the rows' results, and their log-sum-exps if wanted; the queries in `q_A` are no longer needed."""
+    PACK: gl.constexpr = sizes.pack
+    SPLIT: gl.constexpr = split.out_ptr is not None
+    per_row_V: gl.constexpr = gl.SliceLayout(1, acc_MV.type.layout)
+    query_start, head = tile.query_start, tile.head
+    tokens_M, heads_M, valid_M = queries.tokens_M, queries.heads_M, queries.valid_M
     # For a query that saw no key the output is 0, and the log-sum-exp is `max_M`, which is -inf.
     total_M = gl.where(sum_M == 0.0, 1.0, sum_M)
     acc_MV *= gl.convert_layout(1.0 / total_M, per_row_V)[:, None]
     lse_M = (max_M + gl.log2(total_M)) / 1.4426950408889634
+    alone = True
     if SPLIT:
+        alone = split.alone
         lse_rows_M = (split.index * split.num_heads + heads_M) * split.num_tokens + query_start + tokens_M
-        gl.store(split.lse_ptr + lse_rows_M, gl.where(split.alone, WRITTEN, lse_M), mask=valid_M)
+        gl.store(split.lse_ptr + lse_rows_M, gl.where(alone, WRITTEN, lse_M), mask=valid_M)
         split_rows_M = (
             split.index.to(gl.int64) * split.num_tokens + query_start + tokens_M
         ) * split.num_heads + heads_M
-        partial_M = gl.convert_layout(valid_M & (not split.alone), per_row_V)
+        partial_M = gl.convert_layout(valid_M & (not alone), per_row_V)
         split_rows_V = gl.convert_layout(split_rows_M * sizes.value_size, per_row_V)
         _store(split.out_ptr, split_rows_V, acc_MV, partial_M, sizes.value_size)
-        valid_M = valid_M & split.alone
-        valid_C = valid_C & split.alone
+        valid_M = valid_M & alone
     out_ptr = out.ptr + query_start.to(gl.int64) * out.stride_t + head * out.stride_h
-    if BLOCK_V == BLOCK_A:
+    if sizes.block_v == sizes.block_a:
         # The result passes through the queries' memory, for stores of 16 bytes.
-        q_A.store(acc_MV.to(dtype))
+        q_A.store(acc_MV.to(q_A.dtype))
+        rows_C = WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPIES))
+        tokens_C = tile.first_token + rows_C // PACK
+        valid_C = _are_queries(rows_C, tokens_C, tile, PACK) & alone
         out_rows_C = tokens_C.to(gl.int64) * out.stride_t + rows_C % PACK * out.stride_h
-        _store(out_ptr, out_rows_C, q_A.load(copies), valid_C, sizes.value_size)
+        _store(out_ptr, out_rows_C, q_A.load(COPIES), valid_C, sizes.value_size)
     else:
-        out_rows_M = tokens_M.to(gl.int64) * out.stride_t + rows_M % PACK * out.stride_h
+        out_rows_M = tokens_M.to(gl.int64) * out.stride_t + (heads_M - head) * out.stride_h
         out_rows_V = gl.convert_layout(out_rows_M, per_row_V)
         _store(out_ptr, out_rows_V, acc_MV, gl.convert_layout(valid_M, per_row_V), sizes.value_size)
     if lse.ptr is not None:
         lse_rows_M = heads_M.to(gl.int64) * lse.stride_h + (query_start + tokens_M) * lse.stride_t
         gl.store(lse.ptr + lse_rows_M, lse_M, mask=valid_M)
+
+
+@gluon.jit
+def _are_queries(rows, tokens, tile, PACK: gl.constexpr):
+    USED: gl.constexpr = 2 * ROWS // PACK * PACK
+    return (tokens < tile.query_len) & (rows < USED) & (rows % PACK < tile.heads_left)
+
+
+@gluon.jit
+def _query_rows(WARPGROUP: gl.constexpr, q, tile, sizes: gl.constexpr):
+    """Returns pointers to the rows of the queries, and which rows are queries."""
+    rows_C = WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPIES))
+    tokens_C = tile.first_token + rows_C // sizes.pack
+    valid_C = _are_queries(rows_C, tokens_C, tile, sizes.pack)
+    heads_C = tile.head + rows_C % sizes.pack
+    return q.ptr + (tile.query_start + tokens_C).to(gl.int64) * q.stride_t + heads_C * q.stride_h, valid_C
+
+
+@gluon.jit
+def load_queries(WARPGROUP: gl.constexpr, q, q_A, q_P, tile, sizes: gl.constexpr):
+    rows_C, valid_C = _query_rows(WARPGROUP, q, tile, sizes)
+    _load_queries(rows_C, q_A, q_P, valid_C, COPIES, sizes.key_size, sizes.block_p)
+
+
+@gluon.jit
+def copy_queries(WARPGROUP: gl.constexpr, q, q_A, q_P, tile, sizes: gl.constexpr):
+    """Starts to copy the queries; `await_queries` waits for them. Addresses and strides are multiples of 16 bytes."""
+    rows_C, valid_C = _query_rows(WARPGROUP, q, tile, sizes)
+    BLOCK_A: gl.constexpr = sizes.block_a
+    BLOCK_P: gl.constexpr = sizes.block_p
+    channels = gl.arange(0, BLOCK_A, layout=gl.SliceLayout(0, COPIES))
+    mask = valid_C[:, None] & (channels < sizes.key_size)[None, :]
+    async_copy.async_copy_global_to_shared(q_A, rows_C[:, None] + channels[None, :], mask=mask)
+    if BLOCK_P:
+        channels_P = BLOCK_A + gl.arange(0, BLOCK_P, layout=gl.SliceLayout(0, COPIES))
+        mask_P = valid_C[:, None] & (channels_P < sizes.key_size)[None, :]
+        async_copy.async_copy_global_to_shared(q_P, rows_C[:, None] + channels_P[None, :], mask=mask_P)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def await_queries():
+    async_copy.wait_group(0)
+    fence_async_shared()
 
 
 @gluon.jit
@@ -230,7 +355,7 @@ def _store(pointer, rows, acc, valid, VALUE_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_keys(q_A, q_P, tile_A, tile_P, BLOCK_P: gl.constexpr, layout: gl.constexpr):
+def multiply_keys(q_A, q_P, tile_A, tile_P, BLOCK_P: gl.constexpr, layout: gl.constexpr):
     """Starts the product of queries and keys, and does not wait for it."""
     ROWS: gl.constexpr = q_A.shape[0]
     BLOCK_N: gl.constexpr = tile_A.shape[0]

@@ -165,6 +165,8 @@ def attend_keys(
     scoring,
     sizes: gl.constexpr,
     mask: gl.constexpr,
+    PING_PONG: gl.constexpr = False,
+    LATE: gl.constexpr = False,
 ):
     """Returns the result without the last tile of values, the weights for those, and the rows' maximum and sum.
 
@@ -220,19 +222,32 @@ def attend_keys(
                 count += 1
                 stage, phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
                 mbarrier.wait(full_k.index(stage), phase)
+                if PING_PONG:
+                    await_turn(WARPGROUP, buffers, turn + count)
                 scores = multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
                 mbarrier.wait(full_v.index(last_stage), last_phase)
                 acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
+                if PING_PONG:
+                    mbarrier.arrive(buffers.turns.index(1 - WARPGROUP), count=1)
                 scores_MN = warpgroup_mma_wait(1, deps=(scores,))
-                mbarrier.arrive(empty_k.index(stage), count=1)
+                if not LATE:
+                    mbarrier.arrive(empty_k.index(stage), count=1)
                 weights_MN, max_M, sum_M, rescale_M = _softmax(
                     scores_MN, max_M, sum_M, (stop - 1 - count) * BLOCK_N, scored, scoring, mask, part != 1
                 )
                 acc_MV = warpgroup_mma_wait(0, deps=(acc,))
+                if LATE:
+                    mbarrier.arrive(empty_k.index(stage), count=1)
                 mbarrier.arrive(empty_v.index(last_stage), count=1)
                 acc_MV *= gl.convert_layout(rescale_M, per_row_V)[:, None]
                 weights = gl.convert_layout(weights_MN.to(dtype), operand)
     return acc_MV, weights, max_M, sum_M
+
+
+@gluon.jit
+def await_turn(WARPGROUP: gl.constexpr, buffers, place):
+    """Waits until it is this warpgroup's turn to start products with the keys at that place; places count from 1."""
+    mbarrier.wait(buffers.turns.index(WARPGROUP), (place & 1) ^ WARPGROUP)
 
 
 @gluon.jit

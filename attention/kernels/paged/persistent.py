@@ -19,6 +19,7 @@ from attention.kernels.paged.hopper_attend import (
     attend_keys,
     await_last_values,
     await_queries,
+    await_turn,
     copy_queries,
     first_sums,
     load_queries,
@@ -35,6 +36,9 @@ from attention.kernels.tma_rows import TmaPlaces
 
 
 SECTION = 0
+PING = False
+TILING = None
+LATE = False
 # Of a Hopper multiprocessor, without what barriers and the compiler need.
 _SHARED_BYTES = 224 * 1024
 
@@ -58,7 +62,7 @@ class _Work(NamedTuple):
 def launch(call: AttentionCall, work: WorkList) -> bool:
     """Launches the kernel for the call's requests, which the list must hold. Returns False and launches nothing if it
     does not support the call, or the list was made for other tiles."""
-    tiling = choose_tiling(call)
+    tiling = TILING or choose_tiling(call)
     if work.tokens != TILE_ROWS // tiling.pack or work.query_start_loc is not call.query_start_loc:
         return False
     prepared = prepare(call, tiling)
@@ -83,6 +87,8 @@ def launch(call: AttentionCall, work: WorkList) -> bool:
         mask=call.mask,
         numbers=ROW_NUMBERS,
         query_tiles=_query_tiles(prepared.sizes),
+        ping_pong=PING,
+        late=LATE,
         num_warps=4,
     )
     return True
@@ -129,6 +135,8 @@ def attend_items(
     mask: gl.constexpr,
     numbers: gl.constexpr,
     query_tiles: gl.constexpr,
+    ping_pong: gl.constexpr,
+    late: gl.constexpr,
 ):
     """Runs one program: divides its share of the list among its warps."""
     lse = LogSumExps(lse_ptr, lse_stride_h, lse_stride_t)
@@ -148,8 +156,8 @@ def attend_items(
     buffers = new_buffers(k_A.dtype, sizes, query_tiles)
     gl.warp_specialize(
         [
-            (_attend_items, (0, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, numbers, query_tiles)),
-            (_attend_items, (1, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, numbers, query_tiles)),
+            (_attend_items, (0, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, numbers, query_tiles, ping_pong, late)),
+            (_attend_items, (1, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, numbers, query_tiles, ping_pong, late)),
             (_load_items, (k_A, k_P, v_V, buffers, work, k_places, v_places, sizes, mask, PAGED, numbers)),
         ],
         [4, 1],
@@ -171,6 +179,8 @@ def _attend_items(
     PAGED: gl.constexpr,
     NUMBERS: gl.constexpr,
     QUERY_TILES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    LATE: gl.constexpr,
 ):
     """Runs one warpgroup, which has half of each tile. While the tensor cores multiply a tile's last values, they have
     the next tile's first keys to multiply too. After the last tile these are its own keys again, and not used."""
@@ -197,7 +207,7 @@ def _attend_items(
         queries = queries_of(WARPGROUP, tile, sizes)
         max_M, sum_M = first_sums(queries, whole, scoring)
         acc_MV, weights, max_M, sum_M = attend_keys(
-            WARPGROUP, q_A, q_P, scores_MN, max_M, sum_M, queries, buffers, tile, turn, scoring, sizes, mask
+            WARPGROUP, q_A, q_P, scores_MN, max_M, sum_M, queries, buffers, tile, turn, scoring, sizes, mask, PING_PONG, LATE
         )
         turn += _num_key_tiles(tile, sizes)
         stage, phase = turn % STAGES, (turn // STAGES) & 1
@@ -205,9 +215,13 @@ def _attend_items(
         if QUERY_TILES == 2:
             await_queries()
             mbarrier.wait(buffers.full_k.index(stage), phase)
+            if PING_PONG:
+                await_turn(WARPGROUP, buffers, turn)
             scores = multiply_keys(next_q_A, next_q_P, keys_A, keys_P, sizes.block_p, mma_N)
             values = await_last_values(buffers, tile, turn - 1, sizes, mask, PAGED)
             acc = warpgroup_mma(weights, values, acc_MV, is_async=True)
+            if PING_PONG:
+                mbarrier.arrive(buffers.turns.index(1 - WARPGROUP), count=1)
             scores_MN = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(buffers.empty_k.index(stage), count=1)
             acc_MV = warpgroup_mma_wait(0, deps=(acc,))

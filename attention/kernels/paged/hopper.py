@@ -11,12 +11,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attention.kernels.paged.call import AttentionCall, AttentionTiles, LogSumExps, Requests, rows_of
-from attention.kernels.paged.hopper_attend import Split, attend
+from attention.kernels.paged.hopper_attend import attend
 from attention.kernels.paged.hopper_call import TILE_ROWS, HopperTiling, choose_tiling, prepare
 from attention.kernels.paged.hopper_load import HopperRequestKeys, load_keys
+from attention.kernels.paged.hopper_rows import Split
 from attention.kernels.paged.hopper_tile import AttentionTile, new_buffers, seen_by
 from attention.kernels.paged.split import LEAST_KEYS, merge_splits, new_partials
 from attention.kernels.tma_rows import TmaPlaces
+
+PING = False
 
 
 def launch(call: AttentionCall, tiling: HopperTiling | None = None) -> bool:
@@ -43,6 +46,7 @@ def launch(call: AttentionCall, tiling: HopperTiling | None = None) -> bool:
         sizes=prepared.sizes,
         mask=call.mask,
         least_keys=LEAST_KEYS,
+        ping_pong=PING,
         num_warps=4,
     )
     merge_splits(call, partials)
@@ -89,6 +93,7 @@ def attend_tile(
     sizes: gl.constexpr,
     mask: gl.constexpr,
     least_keys: gl.constexpr,
+    ping_pong: gl.constexpr,
 ):
     """Runs one program: finds its tile of queries and divides the work among its warps.
 
@@ -139,8 +144,8 @@ def attend_tile(
     keys = HopperRequestKeys(key_start, table_ptr, first_block, last_block, block_size)
     gl.warp_specialize(
         [
-            (_attend, (0, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED)),
-            (_attend, (1, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED)),
+            (_attend, (0, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED, ping_pong)),
+            (_attend, (1, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED, ping_pong)),
             (_load_keys, (k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, sizes, PAGED)),
         ],
         [4, 1],
@@ -201,6 +206,7 @@ def _attend(
     sizes: gl.constexpr,
     mask: gl.constexpr,
     PAGED: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     """Runs one multiplying warpgroup."""
-    attend(WARPGROUP, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED)
+    attend(WARPGROUP, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED, PING_PONG)

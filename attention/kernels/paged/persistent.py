@@ -9,36 +9,31 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from attention.kernels.paged.call import AttentionCall, LogSumExps, rows_of
 from attention.kernels.paged.hopper_attend import (
-    Split,
     attend_keys,
     await_last_values,
-    await_queries,
     await_turn,
-    copy_queries,
     first_sums,
-    load_queries,
     multiply_first,
     multiply_keys,
-    queries_of,
-    write,
 )
 from attention.kernels.paged.hopper_call import TILE_ROWS, choose_tiling, prepare
 from attention.kernels.paged.hopper_load import HopperRequestKeys, load_first_keys, load_keys
+from attention.kernels.paged.hopper_rows import Split, await_queries, copy_queries, load_queries, queries_of, write
 from attention.kernels.paged.hopper_tile import AttentionTile, Sizes, new_buffers, seen_by
 from attention.kernels.paged.work_list import ROW_NUMBERS, WorkList
 from attention.kernels.tma_rows import TmaPlaces
 
-
 SECTION = 0
 PING = False
 TILING = None
-LATE = False
+_NUMBERS = gl.constexpr(ROW_NUMBERS)
 # Of a Hopper multiprocessor, without what barriers and the compiler need.
 _SHARED_BYTES = 224 * 1024
 
@@ -85,20 +80,21 @@ def launch(call: AttentionCall, work: WorkList) -> bool:
         *prepared.places,
         sizes=prepared.sizes,
         mask=call.mask,
-        numbers=ROW_NUMBERS,
-        query_tiles=_query_tiles(prepared.sizes),
+        query_tiles=_query_tiles(prepared.sizes, call.q_THD),
         ping_pong=PING,
-        late=LATE,
         num_warps=4,
     )
     return True
 
 
-def _query_tiles(sizes: Sizes) -> int:
-    """Number of tiles whose queries fit into shared memory beside the keys and values."""
+def _query_tiles(sizes: Sizes, q_THD: Tensor) -> int:
+    """Number of tiles whose queries are in shared memory at a time: two, so that the next ones arrive early, if there
+    is room and Triton takes them for aligned."""
     channels = sizes.block_a + sizes.block_p
     ring_bytes = sizes.stages * sizes.block_n * (channels + sizes.block_v) * 2
-    return 2 if ring_bytes + 2 * TILE_ROWS * channels * 2 <= _SHARED_BYTES else 1
+    fit = ring_bytes + 2 * TILE_ROWS * channels * 2 <= _SHARED_BYTES
+    aligned = not any(number % 16 for number in (q_THD.data_ptr(), *q_THD.stride()[:2]))
+    return 2 if fit and aligned else 1
 
 
 @gluon.jit(
@@ -133,10 +129,8 @@ def attend_items(
     v_col_h,
     sizes: gl.constexpr,
     mask: gl.constexpr,
-    numbers: gl.constexpr,
     query_tiles: gl.constexpr,
     ping_pong: gl.constexpr,
-    late: gl.constexpr,
 ):
     """Runs one program: divides its share of the list among its warps."""
     lse = LogSumExps(lse_ptr, lse_stride_h, lse_stride_t)
@@ -150,15 +144,21 @@ def attend_items(
     if program >= num_rows * num_packs:
         return
     work = _Work(
-        rows_ptr, num_rows * num_packs, num_packs, section, gl.maximum(num_rows * section, 1), program, num_programs, table_ptr,
-        table_stride, block_size,
+        rows_ptr, num_rows * num_packs, num_packs, section, num_rows * section, program, num_programs,
+        table_ptr, table_stride, block_size,
     )  # fmt: skip
     buffers = new_buffers(k_A.dtype, sizes, query_tiles)
     gl.warp_specialize(
         [
-            (_attend_items, (0, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, numbers, query_tiles, ping_pong, late)),
-            (_attend_items, (1, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, numbers, query_tiles, ping_pong, late)),
-            (_load_items, (k_A, k_P, v_V, buffers, work, k_places, v_places, sizes, mask, PAGED, numbers)),
+            (
+                _attend_items,
+                (0, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, query_tiles, ping_pong),
+            ),
+            (
+                _attend_items,
+                (1, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, query_tiles, ping_pong),
+            ),
+            (_load_items, (k_A, k_P, v_V, buffers, work, k_places, v_places, sizes, mask, PAGED)),
         ],
         [4, 1],
         [240, 24],
@@ -177,10 +177,8 @@ def _attend_items(
     sizes: gl.constexpr,
     mask: gl.constexpr,
     PAGED: gl.constexpr,
-    NUMBERS: gl.constexpr,
     QUERY_TILES: gl.constexpr,
     PING_PONG: gl.constexpr,
-    LATE: gl.constexpr,
 ):
     """Runs one warpgroup, which has half of each tile. While the tensor cores multiply a tile's last values, they have
     the next tile's first keys to multiply too. After the last tile these are its own keys again, and not used."""
@@ -189,7 +187,7 @@ def _attend_items(
     mma_N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     whole = Split(None, None, 0, True, 0, 0)
     num_mine = _num_items_of(work)
-    tile, _ = _tile_of(work, _item_of(work, 0), sizes, mask, PAGED, NUMBERS)
+    tile, _ = _tile_of(work, _item_of(work, 0), sizes, mask, PAGED)
     load_queries(WARPGROUP, q, buffers.q_A.index(WARPGROUP), buffers.q_P.index(WARPGROUP), tile, sizes)
     scores_MN = multiply_first(buffers.q_A.index(WARPGROUP), buffers.q_P.index(WARPGROUP), buffers, sizes)
     turn = 0
@@ -197,7 +195,7 @@ def _attend_items(
         place = WARPGROUP + deal % QUERY_TILES * 2
         q_A, q_P = buffers.q_A.index(place), buffers.q_P.index(place)
         next_item = _item_of(work, gl.minimum(deal + 1, num_mine - 1))
-        next_tile, _ = _tile_of(work, next_item, sizes, mask, PAGED, NUMBERS)
+        next_tile, _ = _tile_of(work, next_item, sizes, mask, PAGED)
         next_place = WARPGROUP + (deal + 1) % QUERY_TILES * 2
         next_q_A, next_q_P = buffers.q_A.index(next_place), buffers.q_P.index(next_place)
         if QUERY_TILES == 2:
@@ -207,7 +205,7 @@ def _attend_items(
         queries = queries_of(WARPGROUP, tile, sizes)
         max_M, sum_M = first_sums(queries, whole, scoring)
         acc_MV, weights, max_M, sum_M = attend_keys(
-            WARPGROUP, q_A, q_P, scores_MN, max_M, sum_M, queries, buffers, tile, turn, scoring, sizes, mask, PING_PONG, LATE
+            WARPGROUP, q_A, q_P, scores_MN, max_M, sum_M, queries, buffers, tile, turn, scoring, sizes, mask, PING_PONG
         )
         turn += _num_key_tiles(tile, sizes)
         stage, phase = turn % STAGES, (turn // STAGES) & 1
@@ -253,16 +251,15 @@ def _load_items(
     sizes: gl.constexpr,
     mask: gl.constexpr,
     PAGED: gl.constexpr,
-    NUMBERS: gl.constexpr,
 ):
     """Runs the loading warp."""
     turn = 0
     num_mine = _num_items_of(work)
     for deal in range(0, num_mine):
-        tile, keys = _tile_of(work, _item_of(work, deal), sizes, mask, PAGED, NUMBERS)
+        tile, keys = _tile_of(work, _item_of(work, deal), sizes, mask, PAGED)
         load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, turn, sizes, PAGED)
         turn += _num_key_tiles(tile, sizes)
-    tile, keys = _tile_of(work, _item_of(work, num_mine - 1), sizes, mask, PAGED, NUMBERS)
+    tile, keys = _tile_of(work, _item_of(work, num_mine - 1), sizes, mask, PAGED)
     load_first_keys(k_A, k_P, buffers, tile, keys, k_places, turn, sizes, PAGED)
 
 
@@ -282,7 +279,7 @@ def _item_of(work, deal):
 
 
 @gluon.jit
-def _tile_of(work, item, sizes: gl.constexpr, mask: gl.constexpr, PAGED: gl.constexpr, NUMBERS: gl.constexpr):
+def _tile_of(work, item, sizes: gl.constexpr, mask: gl.constexpr, PAGED: gl.constexpr):
     """Returns the tile and the places of the keys of an item."""
     PACK: gl.constexpr = sizes.pack
     TOKENS: gl.constexpr = 2 * 64 // PACK
@@ -290,7 +287,7 @@ def _tile_of(work, item, sizes: gl.constexpr, mask: gl.constexpr, PAGED: gl.cons
     in_section = item % work.section_items
     section_start = item // work.section_items * work.section
     width = gl.minimum(work.section, work.num_packs - section_start)
-    row_ptr = work.rows_ptr + in_section // width * NUMBERS
+    row_ptr = work.rows_ptr + in_section // width * _NUMBERS
     request = gl.load(row_ptr)
     query_start = gl.load(row_ptr + 1)
     query_len = gl.load(row_ptr + 2)

@@ -19,8 +19,6 @@ from attention.kernels.paged.hopper_tile import AttentionTile, new_buffers, seen
 from attention.kernels.paged.split import LEAST_KEYS, merge_splits, new_partials
 from attention.kernels.tma_rows import TmaPlaces
 
-PING = False
-
 
 def launch(call: AttentionCall, tiling: HopperTiling | None = None) -> bool:
     """Launches the kernel. Returns False and launches nothing if it does not support the sizes or the keys' addresses
@@ -46,7 +44,6 @@ def launch(call: AttentionCall, tiling: HopperTiling | None = None) -> bool:
         sizes=prepared.sizes,
         mask=call.mask,
         least_keys=LEAST_KEYS,
-        ping_pong=PING,
         num_warps=4,
     )
     merge_splits(call, partials)
@@ -93,7 +90,6 @@ def attend_tile(
     sizes: gl.constexpr,
     mask: gl.constexpr,
     least_keys: gl.constexpr,
-    ping_pong: gl.constexpr,
 ):
     """Runs one program: finds its tile of queries and divides the work among its warps.
 
@@ -144,8 +140,8 @@ def attend_tile(
     keys = HopperRequestKeys(key_start, table_ptr, first_block, last_block, block_size)
     gl.warp_specialize(
         [
-            (_attend, (0, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED, ping_pong)),
-            (_attend, (1, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED, ping_pong)),
+            (_attend, (0, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED)),
+            (_attend, (1, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED)),
             (_load_keys, (k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, sizes, PAGED)),
         ],
         [4, 1],
@@ -206,7 +202,6 @@ def _attend(
     sizes: gl.constexpr,
     mask: gl.constexpr,
     PAGED: gl.constexpr,
-    PING_PONG: gl.constexpr,
 ):
     """Runs one multiplying warpgroup."""
-    attend(WARPGROUP, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED, PING_PONG)
+    attend(WARPGROUP, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED)

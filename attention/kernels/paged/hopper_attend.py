@@ -56,7 +56,6 @@ def attend(
     sizes: gl.constexpr,
     mask: gl.constexpr,
     PAGED: gl.constexpr,
-    PING_PONG: gl.constexpr = False,
 ):
     """Computes one warpgroup's 64 of a tile's 128 rows."""
     q_A, q_P = buffers.q_A.index(WARPGROUP), buffers.q_P.index(WARPGROUP)
@@ -66,27 +65,11 @@ def attend(
     acc_MV = new_acc(sizes)
     num_tiles = gl.cdiv(tile.stop_key, sizes.block_n) - tile.first_key // sizes.block_n
     if num_tiles > 0:
-        first_scores_MN = multiply_first(q_A, q_P, buffers, sizes)
+        scores_MN = multiply_first(q_A, q_P, buffers, 0, sizes)
         acc_MV, weights, max_M, sum_M = attend_keys(
-            WARPGROUP,
-            q_A,
-            q_P,
-            first_scores_MN,
-            max_M,
-            sum_M,
-            queries,
-            buffers,
-            tile,
-            0,
-            scoring,
-            sizes,
-            mask,
-            PING_PONG,
+            WARPGROUP, q_A, q_P, scores_MN, max_M, sum_M, queries, buffers, tile, 0, scoring, sizes, mask
         )
-        last = num_tiles - 1
-        values = await_last_values(buffers, tile, last, sizes, mask, PAGED)
-        acc = warpgroup_mma(weights, values, acc_MV, is_async=True)
-        acc_MV = warpgroup_mma_wait(0, deps=(acc,))
+        acc_MV = add_last_values(weights, acc_MV, buffers, tile, num_tiles - 1, sizes, mask, PAGED)
     write(WARPGROUP, out, split, lse, acc_MV, max_M, sum_M, q_A, queries, tile, sizes)
 
 
@@ -116,14 +99,15 @@ def new_acc(sizes: gl.constexpr):
 
 
 @gluon.jit
-def multiply_first(q_A, q_P, buffers, sizes: gl.constexpr):
-    """Returns the products with the first tile of keys in the ring."""
+def multiply_first(q_A, q_P, buffers, turn, sizes: gl.constexpr):
+    """Returns the products with the tile of keys at place `turn` of the ring, and releases it."""
     BLOCK_N: gl.constexpr = sizes.block_n
     mma_N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    mbarrier.wait(buffers.full_k.index(0), 0)
-    scores = multiply_keys(q_A, q_P, buffers.k_A.index(0), buffers.k_P.index(0), sizes.block_p, mma_N)
+    stage, phase = turn % sizes.stages, (turn // sizes.stages) & 1
+    mbarrier.wait(buffers.full_k.index(stage), phase)
+    scores = multiply_keys(q_A, q_P, buffers.k_A.index(stage), buffers.k_P.index(stage), sizes.block_p, mma_N)
     scores_MN = warpgroup_mma_wait(0, deps=(scores,))
-    mbarrier.arrive(buffers.empty_k.index(0), count=1)
+    mbarrier.arrive(buffers.empty_k.index(stage), count=1)
     return scores_MN
 
 
@@ -142,7 +126,6 @@ def attend_keys(
     scoring,
     sizes: gl.constexpr,
     mask: gl.constexpr,
-    PING_PONG: gl.constexpr = False,
 ):
     """Returns the result without the last tile of values, the weights for those, and the rows' maximum and sum.
 
@@ -198,13 +181,9 @@ def attend_keys(
                 count += 1
                 stage, phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
                 mbarrier.wait(full_k.index(stage), phase)
-                if PING_PONG:
-                    await_turn(WARPGROUP, buffers, turn + count)
                 scores = multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
                 mbarrier.wait(full_v.index(last_stage), last_phase)
                 acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
-                if PING_PONG:
-                    mbarrier.arrive(buffers.turns.index(1 - WARPGROUP), count=1)
                 scores_MN = warpgroup_mma_wait(1, deps=(scores,))
                 mbarrier.arrive(empty_k.index(stage), count=1)
                 weights_MN, max_M, sum_M, rescale_M = _softmax(
@@ -218,9 +197,13 @@ def attend_keys(
 
 
 @gluon.jit
-def await_turn(WARPGROUP: gl.constexpr, buffers, place):
-    """Waits until it is this warpgroup's turn to start products with the keys at that place; places count from 1."""
-    mbarrier.wait(buffers.turns.index(WARPGROUP), (place & 1) ^ WARPGROUP)
+def add_last_values(
+    weights, acc_MV, buffers, tile, place, sizes: gl.constexpr, mask: gl.constexpr, PAGED: gl.constexpr
+):
+    """Returns the result with the tile's last values, which are at that place of the ring."""
+    values = await_last_values(buffers, tile, place, sizes, mask, PAGED)
+    acc = warpgroup_mma(weights, values, acc_MV, is_async=True)
+    return warpgroup_mma_wait(0, deps=(acc,))
 
 
 @gluon.jit

@@ -54,7 +54,6 @@ class TileBuffers(NamedTuple):
     empty_k: gl.shared_memory_descriptor
     full_v: gl.shared_memory_descriptor
     empty_v: gl.shared_memory_descriptor
-    turns: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -77,16 +76,13 @@ def new_buffers(dtype: gl.constexpr, sizes: gl.constexpr, QUERY_TILES: gl.conste
     empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full_k.index(stage), count=1)
         mbarrier.init(empty_k.index(stage), count=2)
         mbarrier.init(full_v.index(stage), count=1)
         mbarrier.init(empty_v.index(stage), count=2)
 
-    return TileBuffers(tiles_QA, tiles_QP, tiles_A, tiles_P, tiles_V, full_k, empty_k, full_v, empty_v, turns)
+    return TileBuffers(tiles_QA, tiles_QP, tiles_A, tiles_P, tiles_V, full_k, empty_k, full_v, empty_v)
 
 
 @gluon.jit

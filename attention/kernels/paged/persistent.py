@@ -1,7 +1,8 @@
 """The Hopper kernel with one program per multiprocessor; a program takes tile after tile of a batch's list.
 
-The loading warp runs ahead into a program's next tile while the multiplying warpgroups finish the last one, and the
-list is dealt out so that all programs end together. Both matter where tiles are short: in batches of many prompts.
+A program begins its next tile before it ends one: the loading warp runs ahead, queries are copied early, and products
+of the next tile's first keys run together with those of the last values. The list is dealt out so that all programs end
+together.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from attention.kernels.paged.call import AttentionCall, LogSumExps, rows_of
 from attention.kernels.paged.hopper_attend import (
+    add_last_values,
     attend_keys,
     await_last_values,
-    await_turn,
     first_sums,
     multiply_first,
     multiply_keys,
@@ -30,9 +31,6 @@ from attention.kernels.paged.hopper_tile import AttentionTile, Sizes, new_buffer
 from attention.kernels.paged.work_list import ROW_NUMBERS, WorkList
 from attention.kernels.tma_rows import TmaPlaces
 
-SECTION = 0
-PING = False
-TILING = None
 _NUMBERS = gl.constexpr(ROW_NUMBERS)
 # Of a Hopper multiprocessor, without what barriers and the compiler need.
 _SHARED_BYTES = 224 * 1024
@@ -57,7 +55,7 @@ class _Work(NamedTuple):
 def launch(call: AttentionCall, work: WorkList) -> bool:
     """Launches the kernel for the call's requests, which the list must hold. Returns False and launches nothing if it
     does not support the call, or the list was made for other tiles."""
-    tiling = TILING or choose_tiling(call)
+    tiling = choose_tiling(call)
     if work.tokens != TILE_ROWS // tiling.pack or work.query_start_loc is not call.query_start_loc:
         return False
     prepared = prepare(call, tiling)
@@ -73,7 +71,7 @@ def launch(call: AttentionCall, work: WorkList) -> bool:
         work.rows,
         work.count,
         num_packs,
-        SECTION or call.tiles(TILE_ROWS, tiling.pack).section,
+        call.tiles(TILE_ROWS, tiling.pack).section,
         call.keys.block_table,
         0 if call.keys.block_table is None else call.keys.block_table.stride(0),
         call.keys.block_size or 1,
@@ -81,7 +79,6 @@ def launch(call: AttentionCall, work: WorkList) -> bool:
         sizes=prepared.sizes,
         mask=call.mask,
         query_tiles=_query_tiles(prepared.sizes, call.q_THD),
-        ping_pong=PING,
         num_warps=4,
     )
     return True
@@ -130,7 +127,6 @@ def attend_items(
     sizes: gl.constexpr,
     mask: gl.constexpr,
     query_tiles: gl.constexpr,
-    ping_pong: gl.constexpr,
 ):
     """Runs one program: divides its share of the list among its warps."""
     lse = LogSumExps(lse_ptr, lse_stride_h, lse_stride_t)
@@ -152,11 +148,11 @@ def attend_items(
         [
             (
                 _attend_items,
-                (0, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, query_tiles, ping_pong),
+                (0, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, query_tiles),
             ),
             (
                 _attend_items,
-                (1, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, query_tiles, ping_pong),
+                (1, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, query_tiles),
             ),
             (_load_items, (k_A, k_P, v_V, buffers, work, k_places, v_places, sizes, mask, PAGED)),
         ],
@@ -178,18 +174,17 @@ def _attend_items(
     mask: gl.constexpr,
     PAGED: gl.constexpr,
     QUERY_TILES: gl.constexpr,
-    PING_PONG: gl.constexpr,
 ):
-    """Runs one warpgroup, which has half of each tile. While the tensor cores multiply a tile's last values, they have
-    the next tile's first keys to multiply too. After the last tile these are its own keys again, and not used."""
-    STAGES: gl.constexpr = sizes.stages
-    BLOCK_N: gl.constexpr = sizes.block_n
-    mma_N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    """Runs one warpgroup, which has half of each tile.
+
+    If there is room for the queries of two tiles, the products with a tile's last values and with the next tile's first
+    keys run together. After a program's last tile, these are that tile's own first keys, and their product is unused.
+    """
     whole = Split(None, None, 0, True, 0, 0)
     num_mine = _num_items_of(work)
     tile, _ = _tile_of(work, _item_of(work, 0), sizes, mask, PAGED)
     load_queries(WARPGROUP, q, buffers.q_A.index(WARPGROUP), buffers.q_P.index(WARPGROUP), tile, sizes)
-    scores_MN = multiply_first(buffers.q_A.index(WARPGROUP), buffers.q_P.index(WARPGROUP), buffers, sizes)
+    scores_MN = multiply_first(buffers.q_A.index(WARPGROUP), buffers.q_P.index(WARPGROUP), buffers, 0, sizes)
     turn = 0
     for deal in range(0, num_mine):
         place = WARPGROUP + deal % QUERY_TILES * 2
@@ -205,38 +200,52 @@ def _attend_items(
         queries = queries_of(WARPGROUP, tile, sizes)
         max_M, sum_M = first_sums(queries, whole, scoring)
         acc_MV, weights, max_M, sum_M = attend_keys(
-            WARPGROUP, q_A, q_P, scores_MN, max_M, sum_M, queries, buffers, tile, turn, scoring, sizes, mask, PING_PONG
+            WARPGROUP, q_A, q_P, scores_MN, max_M, sum_M, queries, buffers, tile, turn, scoring, sizes, mask
         )
         turn += _num_key_tiles(tile, sizes)
-        stage, phase = turn % STAGES, (turn // STAGES) & 1
-        keys_A, keys_P = buffers.k_A.index(stage), buffers.k_P.index(stage)
         if QUERY_TILES == 2:
             await_queries()
-            mbarrier.wait(buffers.full_k.index(stage), phase)
-            if PING_PONG:
-                await_turn(WARPGROUP, buffers, turn)
-            scores = multiply_keys(next_q_A, next_q_P, keys_A, keys_P, sizes.block_p, mma_N)
-            values = await_last_values(buffers, tile, turn - 1, sizes, mask, PAGED)
-            acc = warpgroup_mma(weights, values, acc_MV, is_async=True)
-            if PING_PONG:
-                mbarrier.arrive(buffers.turns.index(1 - WARPGROUP), count=1)
-            scores_MN = warpgroup_mma_wait(1, deps=(scores,))
-            mbarrier.arrive(buffers.empty_k.index(stage), count=1)
-            acc_MV = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(buffers.empty_v.index((turn - 1) % STAGES), count=1)
+            scores_MN, acc_MV = _multiply_both(
+                next_q_A, next_q_P, weights, acc_MV, buffers, tile, turn, sizes, mask, PAGED
+            )
             write(WARPGROUP, out, whole, lse, acc_MV, max_M, sum_M, q_A, queries, tile, sizes)
         else:
-            values = await_last_values(buffers, tile, turn - 1, sizes, mask, PAGED)
-            acc = warpgroup_mma(weights, values, acc_MV, is_async=True)
-            acc_MV = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(buffers.empty_v.index((turn - 1) % STAGES), count=1)
+            acc_MV = add_last_values(weights, acc_MV, buffers, tile, turn - 1, sizes, mask, PAGED)
+            mbarrier.arrive(buffers.empty_v.index((turn - 1) % sizes.stages), count=1)
             write(WARPGROUP, out, whole, lse, acc_MV, max_M, sum_M, q_A, queries, tile, sizes)
             load_queries(WARPGROUP, q, next_q_A, next_q_P, next_tile, sizes)
-            mbarrier.wait(buffers.full_k.index(stage), phase)
-            scores = multiply_keys(next_q_A, next_q_P, keys_A, keys_P, sizes.block_p, mma_N)
-            scores_MN = warpgroup_mma_wait(0, deps=(scores,))
-            mbarrier.arrive(buffers.empty_k.index(stage), count=1)
+            scores_MN = multiply_first(next_q_A, next_q_P, buffers, turn, sizes)
         tile = next_tile
+
+
+@gluon.jit
+def _multiply_both(
+    q_A,
+    q_P,
+    weights,
+    acc_MV,
+    buffers,
+    tile,
+    turn,
+    sizes: gl.constexpr,
+    mask: gl.constexpr,
+    PAGED: gl.constexpr,
+):
+    """Returns the products of the next tile's queries with its first keys, which are at place `turn` of the ring, and
+    this tile's result, whose last values are at the place before."""
+    STAGES: gl.constexpr = sizes.stages
+    BLOCK_N: gl.constexpr = sizes.block_n
+    mma_N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    stage, phase = turn % STAGES, (turn // STAGES) & 1
+    mbarrier.wait(buffers.full_k.index(stage), phase)
+    scores = multiply_keys(q_A, q_P, buffers.k_A.index(stage), buffers.k_P.index(stage), sizes.block_p, mma_N)
+    values = await_last_values(buffers, tile, turn - 1, sizes, mask, PAGED)
+    acc = warpgroup_mma(weights, values, acc_MV, is_async=True)
+    scores_MN = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(buffers.empty_k.index(stage), count=1)
+    acc_MV = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(buffers.empty_v.index((turn - 1) % STAGES), count=1)
+    return scores_MN, acc_MV
 
 
 @gluon.jit

@@ -37,11 +37,6 @@ from attention.prefix_group import GroupCosts, PrefixGroup
 from baton.kvcache.cache import TORCH_DTYPES
 from baton.kvcache.tokens import WriteIndex
 
-# Batches for the persistent kernel of `attention.kernels.paged.persistent`: many short prompts without context. On an
-# H200, with 32 query heads on 8 of 128 channels, it takes 0.75 of the other kernel's time for 200 prompts of 8 to 400
-# tokens, 0.91 for 40 of 8 to 2000, 1.01 for 8 of 2048 and 1.07 for 5 of 37 to 6007 (`bench.attention.ragged`).
-_LEAST_PROMPTS = 16
-_MOST_MEAN_TOKENS = 512
 # Rows of a tile of the Hopper kernels.
 _TILE_ROWS = 128
 
@@ -191,8 +186,8 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             prefix = share_prefix(common, common_prefix_len, self._needs, num_sms=self._num_sms)
         decodes, prefills = split_requests(common, num_decodes)
         fresh = not invariant and not common.num_computed_tokens_cpu[num_decodes:].any()
-        many_short = num_prefills >= _LEAST_PROMPTS and prefill_tokens <= _MOST_MEAN_TOKENS * num_prefills
-        if self._always_persistent or (fresh and many_short and not fast_build):
+        has_next_tiles = self._num_tiles(prefill_tokens, num_prefills) > self._num_sms
+        if self._always_persistent or (fresh and has_next_tiles and not fast_build):
             prefills = self._with_work(prefills, common.num_actual_tokens)
         elif num_prefills and not fresh:
             prefills = prefills._replace(
@@ -288,6 +283,13 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             batch_tokens=batch_tokens,
             num_keys=num_keys,
         )
+
+    def _num_tiles(self, num_tokens: int, num_reqs: int) -> int:
+        """Number of tiles of prompts over all heads, at most. A persistent program has a next tile to begin early if
+        they are more than the multiprocessors."""
+        needs = self._needs
+        rows = num_tokens // (self._tile_tokens or 1) + num_reqs
+        return rows * needs.num_kv_heads * -(-needs.num_heads // needs.num_kv_heads // _TILE_ROWS)
 
     def _with_work(self, prefills: TritonPrefills, num_tokens: int) -> TritonPrefills:
         if self._tile_tokens is None or not prefills.causal or not len(prefills.seq_lens):

@@ -113,6 +113,35 @@ def test_tokens_of_others_in_front_stay() -> None:
     assert (other[: 77 * 32 * 128] == -7.0).all()
 
 
+def test_queries_that_are_not_aligned_have_equal_bits() -> None:
+    call = fresh_call([40, 300, 7])
+    wide = torch.randn(*call.q_THD.shape[:2], 136, dtype=torch.bfloat16, device="cuda")
+    call = replace(call, q_THD=wide[..., :128])
+    assert call.q_THD.stride(1) % 16
+    one, other = both(call, lens_of(call))
+    assert torch.equal(one, other)
+
+
+def test_queries_of_requests_without_keys_are_zero_and_others_keep_their_bits() -> None:
+    call = fresh_call([40, 70, 130, 3])
+    seq_lens = torch.tensor([300, 0, 200, 0], dtype=torch.int32, device="cuda")
+    table = torch.randperm(4 * 24, device="cuda").int().view(4, 24)
+    k, v = (torch.full((4 * 24, 16, 8, 128), math.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    for request, length in enumerate(seq_lens.tolist()):
+        places = torch.arange(length, device="cuda")
+        for cache in (k, v):
+            cache[table[request, places // 16].long(), places % 16] = torch.randn_like(cache[0, 0]).expand(
+                length, 8, 128
+            )
+    call = replace(call, keys=Keys(k, v, None, seq_lens, table, expected_len=384))
+    one, other = both(call, seq_lens)
+    assert torch.equal(one, other)
+    rows = other[: 243 * 32 * 128].view(243, -1)
+    assert not rows[40:110].any()
+    assert not rows[240:].any()
+    assert rows[:40].any()
+
+
 @pytest.mark.parametrize("setting", CAUSAL, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_the_backend_with_it_equals_the_definition(setting: Setting, block_size: int) -> None:

@@ -11,9 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attention.kernels.paged.call import AttentionCall, AttentionTiles, LogSumExps, Requests, rows_of
-from attention.kernels.paged.hopper_attend import Split, attend
+from attention.kernels.paged.hopper_attend import attend
 from attention.kernels.paged.hopper_call import TILE_ROWS, HopperTiling, choose_tiling, prepare
 from attention.kernels.paged.hopper_load import HopperRequestKeys, load_keys
+from attention.kernels.paged.hopper_rows import Split
 from attention.kernels.paged.hopper_tile import AttentionTile, new_buffers, seen_by
 from attention.kernels.paged.split import LEAST_KEYS, merge_splits, new_partials
 from attention.kernels.tma_rows import TmaPlaces
@@ -133,7 +134,7 @@ def attend_tile(
     head = kv_head * sizes.group + pack % PACKS * PACK
     heads_left = sizes.group - pack % PACKS * PACK
 
-    buffers = new_buffers(k_A.dtype, sizes)
+    buffers = new_buffers(k_A.dtype, sizes, 1)
     tile = AttentionTile(query_start, query_len, first_token, kv_head, head, heads_left, seq_len, first_key, stop_key)
     first_block, last_block = first_key // block_size, (seq_len - 1) // block_size
     keys = HopperRequestKeys(key_start, table_ptr, first_block, last_block, block_size)
@@ -203,4 +204,4 @@ def _attend(
     PAGED: gl.constexpr,
 ):
     """Runs one multiplying warpgroup."""
-    attend(WARPGROUP, q, out, split, lse, scoring, buffers, tile, 0, sizes, mask, PAGED, False)
+    attend(WARPGROUP, q, out, split, lse, scoring, buffers, tile, sizes, mask, PAGED)

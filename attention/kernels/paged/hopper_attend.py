@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attention.kernels.paged.hopper_rows import ROWS, load_queries, queries_of, write
 from attention.kernels.paged.hopper_tile import seen_by
-from attention.kernels.paged.split import WRITTEN
 
 
 class ScoreOptions(NamedTuple):
@@ -35,19 +35,7 @@ class ScoreOptions(NamedTuple):
     sinks_ptr: Tensor | None
 
 
-class Split(NamedTuple):
-    """A program's part of its tile's keys, as in `attention.kernels.paged.split`; the pointers are None where keys are
-    not split. `alone`: it has all of them."""
-
-    out_ptr: gl.tensor | None
-    lse_ptr: gl.tensor | None
-    index: gl.tensor
-    alone: gl.tensor
-    num_tokens: gl.tensor
-    num_heads: gl.tensor
-
-
-class _Queries(NamedTuple):
+class _Scored(NamedTuple):
     """A warpgroup's rows, as its softmax needs them; the slopes are None without ALiBi."""
 
     positions_M: gl.tensor
@@ -65,56 +53,34 @@ def attend(
     scoring,
     buffers,
     tile,
-    turn,
     sizes: gl.constexpr,
     mask: gl.constexpr,
     PAGED: gl.constexpr,
-    GOES_ON: gl.constexpr,
 ):
-    """Computes one warpgroup's 64 of a tile's 128 rows. Keys and values are in the rings from place `turn` on. With
-    GOES_ON, the last place is released too, for the next tile."""
-    PACK: gl.constexpr = sizes.pack
-    BLOCK_A: gl.constexpr = sizes.block_a
-    BLOCK_P: gl.constexpr = sizes.block_p
-    BLOCK_V: gl.constexpr = sizes.block_v
-    BLOCK_N: gl.constexpr = sizes.block_n
-    STAGES: gl.constexpr = sizes.stages
-    LIMITED: gl.constexpr = mask.window != 0 or mask.chunk != 0
+    """Computes one warpgroup's 64 of a tile's 128 rows."""
+    q_A, q_P = buffers.q_A.index(WARPGROUP), buffers.q_P.index(WARPGROUP)
+    load_queries(WARPGROUP, q, q_A, q_P, tile, sizes)
+    queries = queries_of(WARPGROUP, tile, sizes)
+    max_M, sum_M = first_sums(queries, split, scoring)
+    acc_MV = new_acc(sizes)
+    num_tiles = gl.cdiv(tile.stop_key, sizes.block_n) - tile.first_key // sizes.block_n
+    if num_tiles > 0:
+        scores_MN = multiply_first(q_A, q_P, buffers, 0, sizes)
+        acc_MV, weights, max_M, sum_M = attend_keys(
+            WARPGROUP, q_A, q_P, scores_MN, max_M, sum_M, queries, buffers, tile, 0, scoring, sizes, mask
+        )
+        acc_MV = add_last_values(weights, acc_MV, buffers, tile, num_tiles - 1, sizes, mask, PAGED)
+    write(WARPGROUP, out, split, lse, acc_MV, max_M, sum_M, q_A, queries, tile, sizes)
+
+
+@gluon.jit
+def first_sums(queries, split, scoring):
+    """Returns the rows' maximum and sum before any key: those of the sinks."""
     SPLIT: gl.constexpr = split.out_ptr is not None
-    ROWS: gl.constexpr = buffers.q_A.shape[1]
-    FIRST: gl.constexpr = WARPGROUP * ROWS
-    USED: gl.constexpr = 2 * ROWS // PACK * PACK
-    dtype: gl.constexpr = buffers.k_A.dtype
-    mma_N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    mma_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma_V, 2)
-    per_row: gl.constexpr = gl.SliceLayout(1, mma_N)
-    per_row_V: gl.constexpr = gl.SliceLayout(1, mma_V)
-    copies: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-
-    query_start, query_len, seq_len = tile.query_start, tile.query_len, tile.seq_len
-    first_token, head, heads_left = tile.first_token, tile.head, tile.heads_left
-    tiles_A, tiles_P, tiles_V = buffers.k_A, buffers.k_P, buffers.v
-    full_k, empty_k, full_v, empty_v = buffers.full_k, buffers.empty_k, buffers.full_v, buffers.empty_v
-
-    rows_C = FIRST + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copies))
-    tokens_C = first_token + rows_C // PACK
-    valid_C = (tokens_C < query_len) & (rows_C < USED) & (rows_C % PACK < heads_left)
-    q_rows_C = (query_start + tokens_C).to(gl.int64) * q.stride_t + (head + rows_C % PACK) * q.stride_h
-    q_A = buffers.q_A.index(WARPGROUP)
-    q_P = buffers.q_P.index(WARPGROUP)
-    _load_queries(q.ptr + q_rows_C, q_A, q_P, valid_C, copies, sizes.key_size, BLOCK_P)
-
-    rows_M = FIRST + gl.arange(0, ROWS, layout=per_row)
-    tokens_M = first_token + rows_M // PACK
-    positions_M = seq_len - query_len + tokens_M
-    heads_M = head + rows_M % PACK
-    valid_M = (tokens_M < query_len) & (rows_M < USED) & (rows_M % PACK < heads_left)
-    slopes_M = None
-    if scoring.alibi_slopes_ptr is not None:
-        slopes_M = gl.load(scoring.alibi_slopes_ptr + heads_M, mask=valid_M, other=0.0) * 1.4426950408889634
+    per_row: gl.constexpr = queries.heads_M.type.layout
     if scoring.sinks_ptr is not None:
-        max_M = gl.load(scoring.sinks_ptr + heads_M, mask=valid_M, other=0.0).to(gl.float32) * 1.4426950408889634
+        sinks_M = gl.load(scoring.sinks_ptr + queries.heads_M, mask=queries.valid_M, other=0.0)
+        max_M = sinks_M.to(gl.float32) * 1.4426950408889634
         sum_M = gl.full([ROWS], 1.0, gl.float32, layout=per_row)
         if SPLIT:  # the first split has the sinks
             max_M = gl.where(split.index == 0, max_M, -float("inf"))
@@ -122,115 +88,139 @@ def attend(
     else:
         max_M = gl.full([ROWS], -float("inf"), gl.float32, layout=per_row)
         sum_M = gl.zeros([ROWS], gl.float32, layout=per_row)
-    acc_MV = gl.zeros([ROWS, BLOCK_V], gl.float32, layout=mma_V)
-    queries = _Queries(positions_M, slopes_M, seq_len)
+    return max_M, sum_M
 
-    start, stop = tile.first_key // BLOCK_N, gl.cdiv(tile.stop_key, BLOCK_N)
-    if start < stop:
-        first_position = seq_len - query_len + first_token + FIRST // PACK
-        last_position = seq_len - query_len + gl.minimum(first_token + (FIRST + ROWS - 1) // PACK, query_len - 1)
-        _, _, full_start, full_stop = seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
-        # A split may begin after the last key that all rows see.
-        full_stop = gl.maximum(gl.minimum(full_stop, stop - 1), start)
-        full_start = gl.maximum(gl.minimum(full_start, full_stop), start)
 
+@gluon.jit
+def new_acc(sizes: gl.constexpr):
+    BLOCK_V: gl.constexpr = sizes.block_v
+    mma_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    return gl.zeros([ROWS, BLOCK_V], gl.float32, layout=mma_V)
+
+
+@gluon.jit
+def multiply_first(q_A, q_P, buffers, turn, sizes: gl.constexpr):
+    """Returns the products with the tile of keys at place `turn` of the ring, and releases it."""
+    BLOCK_N: gl.constexpr = sizes.block_n
+    mma_N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    stage, phase = turn % sizes.stages, (turn // sizes.stages) & 1
+    mbarrier.wait(buffers.full_k.index(stage), phase)
+    scores = multiply_keys(q_A, q_P, buffers.k_A.index(stage), buffers.k_P.index(stage), sizes.block_p, mma_N)
+    scores_MN = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(buffers.empty_k.index(stage), count=1)
+    return scores_MN
+
+
+@gluon.jit
+def attend_keys(
+    WARPGROUP: gl.constexpr,
+    q_A,
+    q_P,
+    scores_MN,
+    max_M,
+    sum_M,
+    queries,
+    buffers,
+    tile,
+    turn,
+    scoring,
+    sizes: gl.constexpr,
+    mask: gl.constexpr,
+):
+    """Returns the result without the last tile of values, the weights for those, and the rows' maximum and sum.
+
+    Keys and values are in the rings from place `turn` on; `scores_MN` are the products with the first tile of keys.
+    """
+    BLOCK_P: gl.constexpr = sizes.block_p
+    BLOCK_N: gl.constexpr = sizes.block_n
+    STAGES: gl.constexpr = sizes.stages
+    LIMITED: gl.constexpr = mask.window != 0 or mask.chunk != 0
+    FIRST: gl.constexpr = WARPGROUP * ROWS
+    mma_N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    BLOCK_V: gl.constexpr = sizes.block_v
+    mma_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma_V, 2)
+    per_row_V: gl.constexpr = gl.SliceLayout(1, mma_V)
+    dtype: gl.constexpr = buffers.k_A.dtype
+    tiles_A, tiles_P, tiles_V = buffers.k_A, buffers.k_P, buffers.v
+    full_k, empty_k, full_v, empty_v = buffers.full_k, buffers.empty_k, buffers.full_v, buffers.empty_v
+
+    query_len, seq_len, first_token = tile.query_len, tile.seq_len, tile.first_token
+    start = tile.first_key // BLOCK_N
+    stop = gl.maximum(gl.cdiv(tile.stop_key, BLOCK_N), start + 1)
+    first_position = seq_len - query_len + first_token + FIRST // sizes.pack
+    last_position = seq_len - query_len + gl.minimum(first_token + (FIRST + ROWS - 1) // sizes.pack, query_len - 1)
+    _, _, full_start, full_stop = seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
+    # A split may begin after the last key that all rows see.
+    full_stop = gl.maximum(gl.minimum(full_stop, stop - 1), start)
+    full_start = gl.maximum(gl.minimum(full_start, full_stop), start)
+
+    slopes_M = None
+    if scoring.alibi_slopes_ptr is not None:
+        slopes_M = gl.load(scoring.alibi_slopes_ptr + queries.heads_M, mask=queries.valid_M, other=0.0)
+        slopes_M *= 1.4426950408889634
+    scored = _Scored(seq_len - query_len + queries.tokens_M, slopes_M, seq_len)
+    acc_MV = new_acc(sizes)
+    weights_MN, max_M, sum_M, rescale_M = _softmax(
+        scores_MN, max_M, sum_M, (stop - 1) * BLOCK_N, scored, scoring, mask, True
+    )
+    weights = gl.convert_layout(weights_MN.to(dtype), operand)
+    if seq_len < stop * BLOCK_N:
         stage, phase = turn % STAGES, (turn // STAGES) & 1
-        mbarrier.wait(full_k.index(stage), phase)
-        scores = _multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
-        scores_MN = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(empty_k.index(stage), count=1)
-        weights_MN, max_M, sum_M, rescale_M = _softmax(
-            scores_MN, max_M, sum_M, (stop - 1) * BLOCK_N, queries, scoring, mask, True
-        )
-        weights = gl.convert_layout(weights_MN.to(dtype), operand)
-        if seq_len < stop * BLOCK_N:
-            mbarrier.wait(full_v.index(stage), phase)
-            _keep_rows(tiles_V.index(stage), 0, seq_len - (stop - 1) * BLOCK_N, BLOCK_N, BLOCK_V)
+        mbarrier.wait(full_v.index(stage), phase)
+        _keep_rows(tiles_V.index(stage), 0, seq_len - (stop - 1) * BLOCK_N, BLOCK_N, BLOCK_V)
 
-        # From the last tile to the first: tiles on the diagonal, tiles that all rows see, tiles that windows cut.
-        count = 0
-        for part in gl.static_range(3):
-            if part != 2 or LIMITED:
-                part_start = full_stop if part == 0 else full_start if part == 1 else start
-                part_stop = stop - 1 if part == 0 else full_stop if part == 1 else full_start
-                for _ in range(part_start, part_stop):
-                    last_stage, last_phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
-                    count += 1
-                    stage, phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
-                    mbarrier.wait(full_k.index(stage), phase)
-                    scores = _multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
-                    mbarrier.wait(full_v.index(last_stage), last_phase)
-                    acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
-                    scores_MN = warpgroup_mma_wait(1, deps=(scores,))
-                    mbarrier.arrive(empty_k.index(stage), count=1)
-                    weights_MN, max_M, sum_M, rescale_M = _softmax(
-                        scores_MN, max_M, sum_M, (stop - 1 - count) * BLOCK_N, queries, scoring, mask, part != 1
-                    )
-                    acc_MV = warpgroup_mma_wait(0, deps=(acc,))
-                    mbarrier.arrive(empty_v.index(last_stage), count=1)
-                    acc_MV *= gl.convert_layout(rescale_M, per_row_V)[:, None]
-                    weights = gl.convert_layout(weights_MN.to(dtype), operand)
-        last_stage, last_phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
-        mbarrier.wait(full_v.index(last_stage), last_phase)
-        if PAGED and LIMITED and start * BLOCK_N < tile.first_key:
-            _keep_rows(tiles_V.index(last_stage), tile.first_key - start * BLOCK_N, BLOCK_N, BLOCK_N, BLOCK_V)
-        acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
-        acc_MV = warpgroup_mma_wait(0, deps=(acc,))
-        if GOES_ON:
-            mbarrier.arrive(empty_v.index(last_stage), count=1)
-
-    # For a query that saw no key the output is 0, and the log-sum-exp is `max_M`, which is -inf.
-    total_M = gl.where(sum_M == 0.0, 1.0, sum_M)
-    acc_MV *= gl.convert_layout(1.0 / total_M, per_row_V)[:, None]
-    lse_M = (max_M + gl.log2(total_M)) / 1.4426950408889634
-    if SPLIT:
-        lse_rows_M = (split.index * split.num_heads + heads_M) * split.num_tokens + query_start + tokens_M
-        gl.store(split.lse_ptr + lse_rows_M, gl.where(split.alone, WRITTEN, lse_M), mask=valid_M)
-        split_rows_M = (
-            split.index.to(gl.int64) * split.num_tokens + query_start + tokens_M
-        ) * split.num_heads + heads_M
-        partial_M = gl.convert_layout(valid_M & (not split.alone), per_row_V)
-        split_rows_V = gl.convert_layout(split_rows_M * sizes.value_size, per_row_V)
-        _store(split.out_ptr, split_rows_V, acc_MV, partial_M, sizes.value_size)
-        valid_M = valid_M & split.alone
-        valid_C = valid_C & split.alone
-    out_ptr = out.ptr + query_start.to(gl.int64) * out.stride_t + head * out.stride_h
-    if BLOCK_V == BLOCK_A:
-        # The result passes through the queries' memory, for stores of 16 bytes.
-        q_A.store(acc_MV.to(dtype))
-        out_rows_C = tokens_C.to(gl.int64) * out.stride_t + rows_C % PACK * out.stride_h
-        _store(out_ptr, out_rows_C, q_A.load(copies), valid_C, sizes.value_size)
-    else:
-        out_rows_M = tokens_M.to(gl.int64) * out.stride_t + rows_M % PACK * out.stride_h
-        out_rows_V = gl.convert_layout(out_rows_M, per_row_V)
-        _store(out_ptr, out_rows_V, acc_MV, gl.convert_layout(valid_M, per_row_V), sizes.value_size)
-    if lse.ptr is not None:
-        lse_rows_M = heads_M.to(gl.int64) * lse.stride_h + (query_start + tokens_M) * lse.stride_t
-        gl.store(lse.ptr + lse_rows_M, lse_M, mask=valid_M)
+    # From the last tile to the first: tiles on the diagonal, tiles that all rows see, tiles that windows cut.
+    count = 0
+    for part in gl.static_range(3):
+        if part != 2 or LIMITED:
+            part_start = full_stop if part == 0 else full_start if part == 1 else start
+            part_stop = stop - 1 if part == 0 else full_stop if part == 1 else full_start
+            for _ in range(part_start, part_stop):
+                last_stage, last_phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
+                count += 1
+                stage, phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
+                mbarrier.wait(full_k.index(stage), phase)
+                scores = multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
+                mbarrier.wait(full_v.index(last_stage), last_phase)
+                acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
+                scores_MN = warpgroup_mma_wait(1, deps=(scores,))
+                mbarrier.arrive(empty_k.index(stage), count=1)
+                weights_MN, max_M, sum_M, rescale_M = _softmax(
+                    scores_MN, max_M, sum_M, (stop - 1 - count) * BLOCK_N, scored, scoring, mask, part != 1
+                )
+                acc_MV = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty_v.index(last_stage), count=1)
+                acc_MV *= gl.convert_layout(rescale_M, per_row_V)[:, None]
+                weights = gl.convert_layout(weights_MN.to(dtype), operand)
+    return acc_MV, weights, max_M, sum_M
 
 
 @gluon.jit
-def _load_queries(q_rows, q_A, q_P, valid, layout: gl.constexpr, KEY_SIZE: gl.constexpr, BLOCK_P: gl.constexpr):
-    BLOCK_A: gl.constexpr = q_A.shape[1]
-    channels = gl.arange(0, BLOCK_A, layout=gl.SliceLayout(0, layout))
-    mask = valid[:, None] & (channels < KEY_SIZE)[None, :]
-    q_A.store(gl.load(q_rows[:, None] + channels[None, :], mask=mask, other=0.0))
-    if BLOCK_P:
-        channels_P = BLOCK_A + gl.arange(0, BLOCK_P, layout=gl.SliceLayout(0, layout))
-        mask_P = valid[:, None] & (channels_P < KEY_SIZE)[None, :]
-        q_P.store(gl.load(q_rows[:, None] + channels_P[None, :], mask=mask_P, other=0.0))
-    fence_async_shared()
+def add_last_values(
+    weights, acc_MV, buffers, tile, place, sizes: gl.constexpr, mask: gl.constexpr, PAGED: gl.constexpr
+):
+    """Returns the result with the tile's last values, which are at that place of the ring."""
+    values = await_last_values(buffers, tile, place, sizes, mask, PAGED)
+    acc = warpgroup_mma(weights, values, acc_MV, is_async=True)
+    return warpgroup_mma_wait(0, deps=(acc,))
 
 
 @gluon.jit
-def _store(pointer, rows, acc, valid, VALUE_SIZE: gl.constexpr):
-    channels = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    mask = valid[:, None] & (channels < VALUE_SIZE)[None, :]
-    gl.store(pointer + rows[:, None] + channels[None, :], acc.to(pointer.dtype.element_ty), mask=mask)
+def await_last_values(buffers, tile, place, sizes: gl.constexpr, mask: gl.constexpr, PAGED: gl.constexpr):
+    """Returns the tile's last values, which are at that place of the ring."""
+    LIMITED: gl.constexpr = mask.window != 0 or mask.chunk != 0
+    stage, phase = place % sizes.stages, (place // sizes.stages) & 1
+    mbarrier.wait(buffers.full_v.index(stage), phase)
+    values = buffers.v.index(stage)
+    first = tile.first_key % sizes.block_n
+    if PAGED and LIMITED and first > 0:
+        _keep_rows(values, first, sizes.block_n, sizes.block_n, sizes.block_v)
+    return values
 
 
 @gluon.jit
-def _multiply_keys(q_A, q_P, tile_A, tile_P, BLOCK_P: gl.constexpr, layout: gl.constexpr):
+def multiply_keys(q_A, q_P, tile_A, tile_P, BLOCK_P: gl.constexpr, layout: gl.constexpr):
     """Starts the product of queries and keys, and does not wait for it."""
     ROWS: gl.constexpr = q_A.shape[0]
     BLOCK_N: gl.constexpr = tile_A.shape[0]

@@ -29,7 +29,7 @@ def load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, turn, size
     PIECE: gl.constexpr = sizes.piece
     BLOCK_A: gl.constexpr = sizes.block_a
     BLOCK_P: gl.constexpr = sizes.block_p
-    stop = gl.cdiv(tile.stop_key, BLOCK_N)
+    stop = _stop_tile(tile, sizes)
     for count in range(0, stop - tile.first_key // BLOCK_N):
         key = (stop - 1 - count) * BLOCK_N
         stage = (turn + count) % STAGES
@@ -40,6 +40,25 @@ def load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, turn, size
         mbarrier.wait(buffers.empty_v.index(stage), phase)
         tile_V, full = buffers.v.index(stage), buffers.full_v.index(stage)
         _load_tile(v_V, v_V, tile_V, tile_V, full, key, tile.kv_head, keys, v_places, sizes.block_v, 0, PIECE, PAGED)
+
+
+@gluon.jit
+def load_first_keys(k_A, k_P, buffers, tile, keys, k_places, turn, sizes: gl.constexpr, PAGED: gl.constexpr):
+    """Loads the first tile of keys, without its values, to place `turn` of the ring."""
+    stage, phase = turn % sizes.stages, ((turn // sizes.stages) & 1) ^ 1
+    mbarrier.wait(buffers.empty_k.index(stage), phase)
+    tile_A, tile_P, full = buffers.k_A.index(stage), buffers.k_P.index(stage), buffers.full_k.index(stage)
+    key = (_stop_tile(tile, sizes) - 1) * sizes.block_n
+    _load_tile(
+        k_A, k_P, tile_A, tile_P, full, key, tile.kv_head, keys, k_places, sizes.block_a, sizes.block_p, sizes.piece,
+        PAGED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _stop_tile(tile, sizes: gl.constexpr):
+    """Returns the tile of keys after the last one. Queries that see no key load one tile too."""
+    return gl.maximum(gl.cdiv(tile.stop_key, sizes.block_n), tile.first_key // sizes.block_n + 1)
 
 
 @gluon.jit

@@ -57,19 +57,19 @@ class TileBuffers(NamedTuple):
 
 
 @gluon.jit
-def new_buffers(dtype: gl.constexpr, sizes: gl.constexpr):
-    """Allocates a program's shared memory and initialises its barriers."""
+def new_buffers(dtype: gl.constexpr, sizes: gl.constexpr, QUERY_TILES: gl.constexpr):
+    """Allocates a program's shared memory, with room for the queries of so many tiles, and initialises its barriers."""
     ROWS: gl.constexpr = 64
     BLOCK_N: gl.constexpr = sizes.block_n
     STAGES: gl.constexpr = sizes.stages
     layout_A: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, sizes.block_a], dtype)
     layout_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, sizes.block_v], dtype)
-    tiles_QA = gl.allocate_shared_memory(dtype, [2, ROWS, sizes.block_a], layout_A)
+    tiles_QA = gl.allocate_shared_memory(dtype, [2 * QUERY_TILES, ROWS, sizes.block_a], layout_A)
     tiles_A = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, sizes.block_a], layout_A)
     tiles_QP, tiles_P = tiles_QA, tiles_A
     if sizes.block_p:
         layout_P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, sizes.block_p], dtype)
-        tiles_QP = gl.allocate_shared_memory(dtype, [2, ROWS, sizes.block_p], layout_P)
+        tiles_QP = gl.allocate_shared_memory(dtype, [2 * QUERY_TILES, ROWS, sizes.block_p], layout_P)
         tiles_P = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, sizes.block_p], layout_P)
     tiles_V = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, sizes.block_v], layout_V)
     full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

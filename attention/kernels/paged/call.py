@@ -158,18 +158,22 @@ class AttentionCall:
         features = self.features
         return Mask(features.causal, features.sliding_window or 0, features.attention_chunk_size or 0)
 
+    @property
+    def head_key_bytes(self) -> int:
+        """Bytes of one kv head's keys and values of a request of the expected length."""
+        channels = self.keys.keys.shape[-1] + self.keys.values.shape[-1]
+        return max(1, self.keys.expected_len) * channels * self.keys.keys.element_size()
+
     def tiles(self, rows: int, pack: int) -> AttentionTiles:
         """Returns tiles of `rows` rows, shared by `pack` query heads of a kv head.
 
         The number of tiles is an upper bound for any lengths of the requests.
         """
         packs_per_kv_head = -(-self.group // pack)
-        channels = self.keys.keys.shape[-1] + self.keys.values.shape[-1]
-        key_bytes = max(1, self.keys.expected_len) * channels * self.keys.keys.element_size()
         return AttentionTiles(
             num_tiles=self.q_THD.shape[0] // (rows // pack) + self.num_reqs,
             num_packs=self.num_kv_heads * packs_per_kv_head,
-            section=min(self.num_kv_heads, max(1, L2_KEY_BYTES // key_bytes)) * packs_per_kv_head,
+            section=min(self.num_kv_heads, max(1, L2_KEY_BYTES // self.head_key_bytes)) * packs_per_kv_head,
         )
 
 

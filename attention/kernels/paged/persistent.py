@@ -34,6 +34,9 @@ from attention.kernels.tma_rows import TmaPlaces
 _NUMBERS = gl.constexpr(ROW_NUMBERS)
 # Of a Hopper multiprocessor, without what barriers and the compiler need.
 _SHARED_BYTES = 224 * 1024
+# Up to this, all kv heads are worked on at a time, however few the L2 cache is meant for. On an H200, a prompt of 8192
+# tokens with 8 kv heads takes 881 us instead of 957, and two take 1797 instead of 1858.
+_ALL_HEADS_BYTES = 32 * 2**20
 
 
 class _Work(NamedTuple):
@@ -62,6 +65,7 @@ def launch(call: AttentionCall, work: WorkList) -> bool:
     if prepared is None:
         return False
     num_packs = call.num_kv_heads * -(-call.group // tiling.pack)
+    all_heads = call.head_key_bytes * call.num_kv_heads <= _ALL_HEADS_BYTES
     attend_items[(min(work.num_programs, work.rows.shape[0] * num_packs),)](
         *prepared.matrices,
         rows_of(call.q_THD),
@@ -71,7 +75,7 @@ def launch(call: AttentionCall, work: WorkList) -> bool:
         work.rows,
         work.count,
         num_packs,
-        call.tiles(TILE_ROWS, tiling.pack).section,
+        num_packs if all_heads else call.tiles(TILE_ROWS, tiling.pack).section,
         call.keys.block_table,
         0 if call.keys.block_table is None else call.keys.block_table.stride(0),
         call.keys.block_size or 1,

@@ -54,7 +54,7 @@ class HostRows:
 
     Attributes:
         memory: all fields concatenated, as bytes.
-        fields: views of `memory`, [N] each.
+        fields: views of `memory`, [N] each; [M] for new blocks, as in `DecodeBuffers`.
         num_computed: [N] int32, read by the host only.
         sampling: how the rows are sampled; its arrays are views of `memory`.
     """
@@ -148,6 +148,8 @@ class HostRows:
         for row, ids in self._missing.items():
             last, start = len(ids) - 1, row * self._table_width
             first = last if ids[:last] == self._blocks[row] else 0
+            # If the step fails before `copied`, the device may have some of these or the former ones.
+            self._blocks[row] = _NO_BLOCKS
             if len(blocks) + len(ids) - first > len(new_block):
                 others[row] = ids
                 continue

@@ -120,7 +120,7 @@ class PromptBuffers:
 
     def fill(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> FilledRows:
         """Writes the rows of a step, which is padded to `size` tokens on each rank. Queues two copies to the device,
-        and others for prompts' blocks and for decodes whose blocks are replaced; the host does not wait.
+        and others for prompts' blocks and for decodes with very many new blocks; the host does not wait.
 
         Args:
             rows: those of one token each come first; all others are prompts.

@@ -319,6 +319,19 @@ def test_blocks_count_as_copied_only_when_they_are() -> None:
     assert new_blocks(host, buffers) == {}
 
 
+@pytest.mark.parametrize("placed", [True, False], ids=["after its blocks were placed", "before"])
+@pytest.mark.parametrize("after", [[1, 2, 5], [1, 2]], ids=["with a block more", "with the blocks of before"])
+def test_a_request_in_the_row_of_a_step_that_failed_gets_all_its_blocks(placed: bool, after: list[int]) -> None:
+    buffers = buffers_of()
+    before = row(0, 2 * BLOCK_SIZE - 1, [1, 2])
+    run(buffers, [before])
+    buffers.fill([row(0, 3 * BLOCK_SIZE - 1, [7, 8, 9])], step=0, slot=slot_of(buffers))
+    if placed:
+        buffers.place_new_blocks()
+    run(buffers, [before if len(after) == 2 else row(0, 3 * BLOCK_SIZE - 1, after)])
+    assert buffers.table[0, : len(after)].tolist() == after
+
+
 def test_blocks_for_which_a_step_has_no_room_are_copied_by_themselves() -> None:
     num_blocks = 400
     buffers = buffers_of(max_context_tokens=num_blocks * BLOCK_SIZE)

@@ -30,6 +30,7 @@ from baton.client.client import AsyncClient
 from baton.client.outputs import Finished
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
+from baton.gateway.serving.admission import NO_ROOM, TOO_LATE
 from baton.settings.config import DEMO_MODELS, MIB
 from bench.table import Row, print_rows
 
@@ -51,7 +52,7 @@ _LIGHT_ADDRESS = "127.0.0.2"
 _LIGHT_TIMEOUT_S = 10 * DEADLINE_S
 _PAUSE_S = 2.0
 # Parts of the messages of requests that the gateway took, and gave up while they waited.
-_AFTER_WAITING = ("it can no longer be in time", "no room within")
+_AFTER_WAITING = (TOO_LATE, NO_ROOM)
 
 Progress = Callable[[str], None]
 

@@ -62,7 +62,7 @@ class KVScales(nn.Module):
             raise InternalError(
                 "a layer would calculate its scales in a CUDA graph, at every replay",
                 field="scales",
-                cure="run a batch outside of the graph first",
+                cure="give the scales with the weights, or compute one batch before the graph is captured",
             )
         for scale, values, wanted in (
             (self.q_scale, q, Q_SCALE_CONSTANT),

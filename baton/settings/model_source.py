@@ -187,7 +187,7 @@ def _no_model(model: Path) -> ConfigError:
         )
     if _PART_OF_HUB_NAME.fullmatch(str(model)):
         cure = "give a directory, or the whole name of a repository of the hub, owner/name, such as Qwen/Qwen3-0.6B"
-        return _refuse(str(model), "is not a directory, and not a hub name without its owner", cure)
+        return _refuse(str(model), "is neither a directory nor a hub name with its owner", cure)
     return _refuse(str(model), "does not exist", "give a directory, or a name of the hub such as Qwen/Qwen3-0.6B")
 
 

@@ -16,7 +16,8 @@ from baton.gateway.http.head import check_head
 HEADER_BYTES_MAX = 64 << 10
 # Longest wait for a request's whole headers on an open connection, and then for each piece of its body.
 REQUEST_S = 60.0
-# Longest time from a request's headers to the end of its body: 32 MiB at 0.9 Mbit/s.
+# Longest time from a request's headers to the end of its body: 32 MiB at 0.9 Mbit/s. It begins again when an earlier
+# request's answer ends, since until then the server does not read.
 BODY_S = 300.0
 # How often a connection is looked at that is not read, because requests on it wait for answers to earlier ones.
 LOOK_S = 1.0
@@ -88,11 +89,21 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._in_headers, self._unparsed_bytes = False, 0
-        self._body_due_s = self.loop.time() + BODY_S
+        self._body_begins()
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         self._unanswered.append(self.cycle)
         if self.pipeline and self._look is None:
             self._look = self.loop.call_later(LOOK_S, self._look_for_end)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() or self._timeout is None:
+            return
+        if self._in_headers:
+            self._stop_waiting()
+            self._wait_for_more()
+        else:
+            self._body_begins()
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:
@@ -132,6 +143,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # uvicorn's setting
         self._parse(b"\r\n".join((*lines, b"", b"")) + rest)
 
+    def _body_begins(self) -> None:
+        self._body_due_s = self.loop.time() + BODY_S
+        self._stop_waiting()
+        self._wait_for_more()
+
     def _wait_for_more(self) -> None:
         due_s, why = self.loop.time() + REQUEST_S, f"no whole request within {REQUEST_S:.0f} s"
         if not self._in_headers:
@@ -142,8 +158,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _time_out(self, why: str) -> None:
         self._timeout = None
-        if not self._refused:
-            self._refuse(HttpRefusal(408, "request_timeout", why))
+        if self._refused:
+            return
+        if self.pipeline or self.flow.read_paused:  # what has not come may wait at the server's own socket
+            self._body_due_s = math.inf if self._in_headers else self.loop.time() + BODY_S
+            self._wait_for_more()
+            return
+        self._refuse(HttpRefusal(408, "request_timeout", why))
 
     def _stop_waiting(self) -> None:
         if self._timeout is not None:

@@ -54,9 +54,9 @@ def chat_request(body: ChatBody) -> ChatRequest:
 
 def lone_results(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns a warning for the first result of a tool without a call before it that it may answer."""
-    calls: list[str | None] = []
+    calls: set[str | None] = set()
     for index, message in enumerate(messages):
-        calls += [call.get("id") for call in message.get("tool_calls") or ()]
+        calls.update(call.get("id") for call in message.get("tool_calls") or ())
         named = message.get("tool_call_id")
         # Clients of models without ids leave them out.
         if message["role"] == "tool" and not (named in calls or (calls and (named is None or None in calls))):

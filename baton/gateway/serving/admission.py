@@ -21,6 +21,8 @@ from baton.gateway.serving.admission_pace import (
 from baton.gateway.serving.fair_share import FairShare, Waiting
 from baton.gateway.serving.node_capacity import LIGHT_SHARE, REPORT_S, ClusterCapacity
 
+# Begin what is wrong with requests that were taken, and given up while they waited.
+TOO_LATE, NO_ROOM = "it can no longer finish in time", "no room within"
 _WAIT_SHARE = 0.08  # share of the slack (time to the deadline minus service time) that a request may wait
 _SERVICE_SHARE = 0.7  # share of the time to the deadline that the predicted service may take on busy nodes
 _STANDING_SHARE = 0.5  # of `queue_s`: shortest wait that makes a standing queue, its interval, and its limit on waits
@@ -182,10 +184,10 @@ class Admission:
             # If the nodes have room for it, only its deadline keeps it waiting, and waiting makes that worse.
             blocks = not self._is_safe(asked, capacity, now_s) and self._has_place(asked, capacity)
             if blocks or max(self._overrun_s(asked, capacity, now_s), self._ttft_overrun_s(asked, capacity, now_s)) > 0:
-                error = _overloaded("it can no longer finish in time", 1.0)
+                error = _overloaded(TOO_LATE, 1.0)
                 refused.append(self._refuse_waiting(key, Count.SHED, error, now_s))
             elif now_s - asked.arrived_s >= self._queue_s:
-                error = _overloaded(f"no room within {self._queue_s:g} s", 1.0)
+                error = _overloaded(f"{NO_ROOM} {self._queue_s:g} s", 1.0)
                 refused.append(self._refuse_waiting(key, Count.REFUSED_QUEUE, error, now_s))
         return refused
 

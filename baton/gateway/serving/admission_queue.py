@@ -179,14 +179,14 @@ class AdmissionQueue:
     # ----
 
     def _capacity(self, now_s: float) -> ClusterCapacity:
-        if self._seen is None or now_s - self._seen[0] > _LOOK_S:
-            is_promised = self.waiting_for_nodes.take_all_places
-            self._seen = now_s, replace(self._look_at_nodes(now_s), is_promised=is_promised)
+        is_promised, seen = self.waiting_for_nodes.take_all_places, self._seen
+        if seen is None or now_s - seen[0] > _LOOK_S or seen[1].is_promised != is_promised:
+            seen = self._seen = now_s, replace(self._look_at_nodes(now_s), is_promised=is_promised)
         if self._admission.measures(now_s):
             progress = [output.look(now_s) for output in self._outputs]
             seconds, tokens = sum(seconds for seconds, _ in progress), sum(tokens for _, tokens in progress)
-            self._admission.progressed(seconds, tokens, self._seen[1], now_s)
-        return self._seen[1]
+            self._admission.progressed(seconds, tokens, seen[1], now_s)
+        return seen[1]
 
     def _has_place(self, prompt_tokens: int) -> bool:
         return self._look_at_nodes(monotonic()).has(prompt_tokens, 1, shared=False)

@@ -74,7 +74,7 @@ class ClusterCapacity:
             shared: it is of a client with many requests, next to one with few.
             most: requests that all nodes together should have then.
         """
-        if self.is_promised:
+        if self.is_promised and self.decodes:  # without nodes, it waits for one like the others
             return False
         if not (load := self.load):
             return True

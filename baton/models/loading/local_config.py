@@ -170,7 +170,9 @@ def _problem(config: ModelConfig, size: int, *, whole_experts: bool, own_attenti
     if heads is not None:
         for name, (count, is_input) in _head_channels(attention, size).items():
             if count % (multiple := math.lcm(*heads) if is_input else heads[0]):
-                return f"a rank's {count} channels of {name} are not a multiple of {multiple}, that are stored together"
+                return (
+                    f"a rank's {count} channels of {name} are not a multiple of {multiple}, which are stored together"
+                )
     if whole_experts and config.moe is not None and config.moe.num_experts < size:
         return f"it has {config.moe.num_experts} experts"
     for name, count in _intermediate_sizes(config, whole_experts=whole_experts).items():

@@ -131,9 +131,9 @@ def test_errors_are_configuration_errors() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("gpt2", "is not a directory, and not a hub name without its owner; give a directory, or the whole name"),
-        ("gpt2@main", "not a hub name without its owner"),
-        ("llama.gguf", "is not a directory, and not a hub name without its owner"),
+        ("gpt2", "is neither a directory nor a hub name with its owner; give a directory, or the whole name"),
+        ("gpt2@main", "nor a hub name with its owner"),
+        ("llama.gguf", "is neither a directory nor a hub name with its owner"),
         ("/no/such/llama.gguf", "does not exist"),
         ("file", "is neither a directory nor a .gguf file; give the directory that has the model's config.json"),
         ("/no/such/model", "does not exist"),

@@ -4,16 +4,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 
 import pytest
 
 from baton.core.errors import NoNode
 from baton.gateway.request.connections import Connections
+from baton.gateway.request.waiting_for_nodes import WaitingForNodes
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.model import ServedModel
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1 import node_status_pb2
+from tests.unit.gateway import fleets
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 from tests.unit.gateway.test_serving import BOUND_S, Client, model, settings_of
 
@@ -47,10 +50,10 @@ class Restarting:
         queue = self.serving._admission_queue
         return len(queue._outputs) + queue._admission.num_waiting
 
-    def report(self, node: ScriptedNode, *, requests: int = 0, is_noticed: bool = True) -> None:
+    def report(self, node: ScriptedNode, *, requests: int = 0, seats: int = 2, is_noticed: bool = True) -> None:
         status = node_status_pb2.NodeStatus()
         status.CopyFrom(node.status)
-        status.requests_running, status.max_batch_requests = requests, 2
+        status.requests_running, status.max_batch_requests = requests, seats
         if is_noticed:
             self.connections._status_received(node_status_pb2.ROLE_DECODE, node.address, status)
         else:
@@ -58,8 +61,9 @@ class Restarting:
 
     async def num_sent(self, node: ScriptedNode) -> int:
         """How many requests were sent to the node since its last report, once no more are on their way to it."""
+        waiting = self.serving._admission_queue.waiting_for_nodes
         async with asyncio.timeout(BOUND_S):
-            while self.serving._admission_queue.waiting_for_nodes._is_under_way:  # noqa: ASYNC110
+            while waiting._is_under_way or waiting._is_due:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         return self.connections.fleet.decodes[node.address].view().requests_since
 
@@ -113,14 +117,71 @@ async def test_requests_that_waited_go_before_those_that_come_later(restarting: 
             await asyncio.sleep(0)
 
 
-async def test_urgent_requests_that_waited_go_first(restarting: Restarting) -> None:
+async def test_requests_that_waited_go_before_those_that_come_during_their_turns(restarting: Restarting) -> None:
+    first, _ = restarting.nodes
+    await restarting.generate(18)
+    restarting.report(first, seats=128)  # it has places for all of them
+    await restarting.generate(1, priority=1)
+    priorities = [(await first.submission()).priority for _ in range(19)]
+    assert priorities == [*(0,) * 18, 1]
+
+
+async def test_requests_come_and_wait_while_no_node_serves_although_turns_are_under_way(restarting: Restarting) -> None:
+    await restarting.generate(50)
+    restarting.connections._notify()
+    await restarting.generate(1)
+    queue = restarting.serving._admission_queue
+    assert queue.waiting_for_nodes._is_under_way
+    assert queue._admission.num_waiting == 0
+
+
+async def test_requests_that_waited_go_in_order_of_arrival(restarting: Restarting) -> None:
+    """Clients choose priorities, so these must not put one client before the others."""
     first, _ = restarting.nodes
     await restarting.generate(PLACES)
     await restarting.generate(1, priority=-1)
     restarting.report(first)
     assert await restarting.num_sent(first) == PLACES
-    priorities = [(await first.submission()).priority for _ in range(PLACES)]
-    assert priorities == [-1, *(0,) * (PLACES - 1)]
+    assert [(await first.submission()).priority for _ in range(PLACES)] == [0] * PLACES
+
+
+def add_listeners(waiting: WaitingForNodes, number: int, calls: list[int]) -> None:
+    """Adds some that go on waiting, and append their number when they are called."""
+    waits = fleets.request()
+    for each in range(number):
+        waiting.add(waits, partial(calls.append, each))
+
+
+async def test_changes_in_quick_succession_reach_all_that_wait(restarting: Restarting) -> None:
+    calls: list[int] = []
+    waiting = WaitingForNodes(restarting.connections, lambda _prompt_tokens: True)
+    add_listeners(waiting, 50, calls)
+    for _ in range(60):  # as many as there are turns, and a few more
+        waiting._fleet_changed()
+        await asyncio.sleep(0)
+    assert calls == list(range(50))
+    async with asyncio.timeout(BOUND_S):
+        while len(calls) < 100:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert calls == 2 * list(range(50))
+
+
+async def test_full_nodes_are_looked_at_once_for_many_reports(restarting: Restarting) -> None:
+    looks: list[int] = []
+
+    def has_place(prompt_tokens: int) -> bool:
+        looks.append(prompt_tokens)
+        return False
+
+    waiting = WaitingForNodes(restarting.connections, has_place)
+    add_listeners(waiting, 50, [])
+    for _ in range(100):
+        waiting._fleet_changed()
+    assert len(looks) == 1
+    assert waiting.take_all_places
+    async with asyncio.timeout(BOUND_S):
+        while len(looks) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 async def test_a_change_that_brings_no_node_reaches_all_that_wait(restarting: Restarting) -> None:

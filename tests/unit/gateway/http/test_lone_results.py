@@ -36,6 +36,23 @@ def test_a_result_answers_a_call_before_it(messages: list[dict[str, Any]], lone:
     assert [warning.split(".")[0] for warning in lone_results(messages)] == [f"messages[{lone}]"][: lone is not None]
 
 
+def test_finding_it_takes_few_steps_for_each_of_many_results() -> None:
+    compared = 0
+
+    class Id(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().__eq__(other)
+
+        __hash__ = str.__hash__
+
+    number = 500
+    results = [{**RESULT, "tool_call_id": Id(f"call_{each}")} for each in range(number)]
+    assert lone_results([called(*(f"call_{each}" for each in range(number))), *results]) == []
+    assert compared < 10 * number
+
+
 @pytest.mark.parametrize(("calls", "warnings"), [([called("call_1")], 0), ([], 1)])
 async def test_a_chat_with_a_lone_result_is_served_with_a_warning(calls: list[dict[str, Any]], warnings: int) -> None:
     body = {"messages": [USER, *calls, RESULT], "max_tokens": 5}

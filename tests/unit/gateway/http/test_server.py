@@ -14,6 +14,7 @@ import baton.gateway.http.protocol
 from baton.core.errors import ConfigError
 from baton.gateway.http.app import App
 from baton.gateway.http.call import HttpCall
+from baton.gateway.http.protocol import LimitedProtocol
 from baton.gateway.http.server import bind
 from tests.unit.gateway.http.http_gateway import BOUND_S, HttpGateway, Wire, open_http_gateway, step_token
 from tests.unit.gateway.late import LIMIT_S, let_limit_pass
@@ -189,6 +190,51 @@ async def test_a_body_that_stops_coming_is_not_waited_for(door: HttpGateway, mon
     wire.writer.write(b"{")
     assert (await wire.answer()).error["code"] == "request_timeout"
     assert await wire.closed()
+
+
+async def test_a_body_that_never_begins_is_not_waited_for(door: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers_complete = LimitedProtocol.on_headers_complete
+
+    def on_headers_complete(protocol: LimitedProtocol) -> None:
+        monkeypatch.setattr(baton.gateway.http.protocol, "REQUEST_S", 0.01)  # of the time after the headers
+        headers_complete(protocol)
+
+    monkeypatch.setattr(LimitedProtocol, "on_headers_complete", on_headers_complete)
+    wire = await door.connect()
+    wire.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
+    answer = await wire.answer()
+    assert (answer.status, answer.error["code"]) == (408, "request_timeout")
+    assert answer.error["message"].startswith("no more of the request's body within")
+
+
+@pytest.mark.parametrize("limit", ["BODY_S", "REQUEST_S"])
+async def test_a_body_behind_an_answer_has_its_time_when_it_is_read(
+    door: HttpGateway, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Until the answer has ended, the server does not read."""
+    wire = await door.connect()
+    wire.send("POST", "/v1/completions", json.dumps({**COMPLETION, "stream": True}).encode())
+    await door.accept()
+    door.decode.send_tokens(step_token(0))
+    assert (await wire.head()).status == 200
+    passed = asyncio.Event()
+    time_out = LimitedProtocol._time_out
+
+    def timed_out(protocol: LimitedProtocol, why: str) -> None:
+        monkeypatch.undo()
+        time_out(protocol, why)
+        passed.set()
+
+    monkeypatch.setattr(baton.gateway.http.protocol, limit, 0.0)
+    monkeypatch.setattr(LimitedProtocol, "_time_out", timed_out)
+    body = json.dumps(COMPLETION).encode()
+    wire.writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+    await asyncio.wait_for(passed.wait(), BOUND_S)
+    wire.writer.write(body)
+    door.finish(1)
+    assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
+    door.finish(0, key=await door.accept())
+    assert (await wire.answer()).status == 200
 
 
 async def test_a_body_that_comes_bit_by_bit_has_one_time_for_all_of_it(

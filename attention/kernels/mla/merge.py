@@ -22,8 +22,9 @@ def merge_splits(
     num_heads, latent = out.shape[1:]
     num_reqs, most_reqs = len(seq_lens), most_requests(len(seq_lens), tiles)
     slot_tokens = 1 if tiles is None else plan.tile_tokens
-    # A small batch is cut into many parts per request, so many programs share one request's merge.
-    few = num_reqs * slot_tokens * num_heads < 4 * plan.num_workers and not interpreted()
+    # A small batch of decodes is cut into many parts per request, so many programs share one request's merge. Tiles of
+    # prompts all take the same kernel, which then compiles once: their number changes with every step.
+    few = tiles is None and num_reqs * num_heads < 4 * plan.num_workers and not interpreted()
     block_v = min(triton.next_power_of_2(latent), 128 if few else 512)
     block_h = 1 if few else min(triton.next_power_of_2(num_heads), 4)
     _merge_splits[(num_reqs * slot_tokens, triton.cdiv(num_heads, block_h), triton.cdiv(latent, block_v))](

@@ -61,11 +61,14 @@ class Strange:
         self.enough = asyncio.Event()
         self._open: set[asyncio.StreamWriter] = set()
 
-    async def end(self) -> None:
-        """Ends all connections, also those that were accepted just before the server was closed: a socket that is left
-        open when the loop ends would fail a later test."""
+    async def end(self, server: asyncio.Server) -> None:
+        """Ends the server and all its connections: a socket that is left open when the loop ends would fail a later
+        test. asyncio accepts in tasks, and loses the socket of one that begins after the server was closed."""
+        for listening in server.sockets:
+            asyncio.get_running_loop().remove_reader(listening.fileno())
         while accepted := [task for task in asyncio.all_tasks() if "_accept_connection" in repr(task.get_coro())]:
             await asyncio.wait(accepted)
+        server.close()
         await asyncio.sleep(0)  # what they accepted begins to be served
         while self._open:
             for writer in self._open:
@@ -116,8 +119,7 @@ async def test_few_connections_are_open_to_addresses_that_do_not_answer(
     async with await asyncio.start_server(strange.serve, "0.0.0.0", 0, backlog=MANY) as server:
         async with watching(server.sockets[0].getsockname()[1]):
             await asyncio.wait_for(strange.enough.wait(), BOUND_S)
-        server.close()
-        await strange.end()
+        await strange.end(server)
         # gRPC makes a new connection for one that was lost, which lasts for up to 2 s after its channel is closed.
         assert strange.most_open <= 2 * connect_pace._SLOTS
 

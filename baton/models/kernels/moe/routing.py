@@ -51,7 +51,7 @@ def route_with_gate(
     bias_E: Tensor | None,
     correction_E: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Does what `route` does, for few tokens, and also returns the sigmoid of each token's product with `gate_1D`,
+    """Does what `route` does, and also returns the sigmoid of each token's product with `gate_1D`,
     float32 [T], which is not rounded."""
     parts_PT = x_TD.new_empty(triton.cdiv(x_TD.shape[1], _SHORT_PART), len(x_TD), dtype=torch.float32)
     gates_T = x_TD.new_empty(len(x_TD), dtype=torch.float32)

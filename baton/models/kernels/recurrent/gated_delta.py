@@ -213,7 +213,7 @@ def _correct_and_read(
             prefetch_token(q_ptr + head * q_stride_H, token, stop, q_stride_T, BLOCK_K, AHEAD)
             prefetch_token(k_ptr + head * k_stride_H, token, stop, k_stride_T, BLOCK_K, AHEAD)
             prefetch_token(v_ptrs, token, stop, v_stride_T, TILE_V, AHEAD)
-            prefetch_token(decays, token, stop, DECAYS, KEYS if BY_CHANNEL else 1, AHEAD)
+            prefetch_token(decays, token, stop, DECAYS, BLOCK_K if BY_CHANNEL else 1, AHEAD)
             unit_K = _unit(key_K)
             state_KV *= tl.exp(decay)[:, None] if BY_CHANNEL else tl.exp(decay)
             answer_V = tl.sum(state_KV * unit_K[:, None], axis=0)

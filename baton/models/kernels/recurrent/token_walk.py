@@ -94,7 +94,7 @@ def load_token(ptrs, token, stride, mask):
 
 @triton.jit
 def prefetch_token(ptr, token, stop, stride, NUMBERS: tl.constexpr, AHEAD: tl.constexpr):
-    """Brings a token's adjacent numbers into L2, AHEAD tokens before they are loaded."""
+    """Brings a token's adjacent numbers, a power of two, into L2, AHEAD tokens before they are loaded."""
     if AHEAD:
         LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
         LINES: tl.constexpr = (NUMBERS + LINE - 1) // LINE

@@ -83,7 +83,7 @@ class Router(nn.Module):
         return weights_TK * self.moe.weight_scale, experts_TK
 
     def with_gate(self, x_TD: Tensor, gate_1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs `forward` on a GPU, for few tokens, and also returns sigmoids [T] of their products with `gate_1D`."""
+        """Runs `forward` on a GPU, and also returns sigmoids [T] of their products with `gate_1D`."""
         return route_with_gate(
             x_TD,
             self._weight_for(x_TD),

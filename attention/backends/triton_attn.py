@@ -7,7 +7,7 @@ D key channels, V value channels.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -262,14 +262,8 @@ def _attend_cache(
             seq_lens=prefills.seq_lens,
             block_table=prefills.block_table,
             plan=plans.of(layer),
-            scale=layer.scale,
-            logits_soft_cap=layer.logits_soft_cap,
-            alibi_slopes_H=layer.alibi_slopes_H,
-            sinks_H=sinks_H,
-            q_scale=scales.q,
-            k_scale=scales.k,
-            v_scale=scales.v,
             out=out,
+            **_options(layer, sinks_H, scales),
         )
         return
     unified_attention(
@@ -279,21 +273,15 @@ def _attend_cache(
         seq_lens=prefills.seq_lens,
         block_table=prefills.block_table,
         max_query_len=prefill_query_len,
-        scale=layer.scale,
         causal=causal,
         sliding_window=layer.sliding_window,
         attention_chunk_size=layer.attention_chunk_size,
-        logits_soft_cap=layer.logits_soft_cap,
-        alibi_slopes_H=layer.alibi_slopes_H,
-        sinks_H=sinks_H,
-        q_scale=scales.q,
-        k_scale=scales.k,
-        v_scale=scales.v,
         out=out,
         lse_HT=lse_HT,
         work=prefills.work if causal else None,
         # A window or a chunk leaves few keys to split.
         splits=prefills.splits if layer.sliding_window is None and layer.attention_chunk_size is None else 1,
+        **_options(layer, sinks_H, scales),
     )
 
 
@@ -315,15 +303,22 @@ def _attend_decodes(
         seq_lens=decodes.seq_lens,
         block_table=decodes.block_table,
         plan=plans.of(layer),
-        scale=layer.scale,
-        logits_soft_cap=layer.logits_soft_cap,
-        alibi_slopes_H=layer.alibi_slopes_H,
-        sinks_H=sinks_H,
-        q_scale=scales.q,
-        k_scale=scales.k,
-        v_scale=scales.v,
         out=out,
+        **_options(layer, sinks_H, scales),
     )
+
+
+def _options(layer: AttentionParameters, sinks_H: Tensor | None, scales: _Scales) -> dict[str, Any]:
+    """What all kernels over the cache take."""
+    return {
+        "scale": layer.scale,
+        "logits_soft_cap": layer.logits_soft_cap,
+        "alibi_slopes_H": layer.alibi_slopes_H,
+        "sinks_H": sinks_H,
+        "q_scale": scales.q,
+        "k_scale": scales.k,
+        "v_scale": scales.v,
+    }
 
 
 def _attend_own(

@@ -16,6 +16,7 @@ from baton.engine.events import RequestFailed, StepEvents
 from baton.engine.pooling import PooledRows
 from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts
 from baton.engine.scheduling.costs import Costs, NoCosts
+from baton.engine.scheduling.decode_order import DecodeOrder
 from baton.engine.scheduling.drafts import Drafts
 from baton.engine.scheduling.ended_steps import EndedSteps
 from baton.engine.scheduling.entry_plans import LoadPlan, WantedPrefix
@@ -26,7 +27,7 @@ from baton.engine.scheduling.prompts import Prompts
 from baton.engine.scheduling.request_table import RequestTable, overloaded
 from baton.engine.scheduling.reservations import Reservations
 from baton.engine.scheduling.state import RequestPhase
-from baton.engine.scheduling.steps import DecodeOrder, NextStep, Step
+from baton.engine.scheduling.steps import NextStep, Step
 from baton.engine.speculation.speculator import Speculator
 
 _NO_SCORES: Mapping[int, Sequence[PromptLogprob]] = MappingProxyType({})

@@ -14,6 +14,7 @@ from baton.gateway.request.connections import Connections
 from baton.gateway.request.waiting_for_nodes import WaitingForNodes
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.model import ServedModel
+from baton.node.waiting import until
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from tests.unit.gateway import fleets
@@ -42,6 +43,7 @@ class Restarting:
             serves = self.serving.generate(message, Client().write, budget_s=None)
             self.requests.append(asyncio.create_task(serves))
         async with asyncio.timeout(BOUND_S):
+            # A pause would let turns end that are under way.
             while self.num_brought != len(self.requests):  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
@@ -62,9 +64,7 @@ class Restarting:
     async def num_sent(self, node: ScriptedNode) -> int:
         """How many requests were sent to the node since its last report, once no more are on their way to it."""
         waiting = self.serving._admission_queue.waiting_for_nodes
-        async with asyncio.timeout(BOUND_S):
-            while waiting._is_under_way or waiting._is_due:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        assert await until(lambda: not (waiting._is_under_way or waiting._is_due), timeout_s=BOUND_S)
         return self.connections.fleet.decodes[node.address].view().requests_since
 
 
@@ -112,9 +112,7 @@ async def test_requests_that_waited_go_before_those_that_come_later(restarting: 
     assert await restarting.num_sent(first) == 2
     assert queue._admission.num_waiting == 1
     restarting.report(first, requests=PLACES - 1)
-    async with asyncio.timeout(BOUND_S):
-        while queue._admission.num_waiting:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    assert await until(lambda: not queue._admission.num_waiting, timeout_s=BOUND_S)
 
 
 async def test_requests_that_waited_go_before_those_that_come_during_their_turns(restarting: Restarting) -> None:
@@ -160,9 +158,7 @@ async def test_changes_in_quick_succession_reach_all_that_wait(restarting: Resta
         waiting._fleet_changed()
         await asyncio.sleep(0)
     assert calls == list(range(50))
-    async with asyncio.timeout(BOUND_S):
-        while len(calls) < 100:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    assert await until(lambda: len(calls) >= 100, timeout_s=BOUND_S)
     assert calls == 2 * list(range(50))
 
 
@@ -179,9 +175,7 @@ async def test_full_nodes_are_looked_at_once_for_many_reports(restarting: Restar
         waiting._fleet_changed()
     assert len(looks) == 1
     assert waiting.take_all_places
-    async with asyncio.timeout(BOUND_S):
-        while len(looks) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    assert await until(lambda: len(looks) >= 2, timeout_s=BOUND_S)
 
 
 async def test_a_change_that_brings_no_node_reaches_all_that_wait(restarting: Restarting) -> None:
@@ -204,8 +198,6 @@ async def test_a_request_that_has_begun_waits_for_no_place(restarting: Restartin
     restarting.connections._lost(node_status_pb2.ROLE_DECODE, first.address, "gone")
     listeners = restarting.connections._listeners
     others = len(listeners)
-    async with asyncio.timeout(BOUND_S):
-        while len(listeners) == others:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    assert await until(lambda: len(listeners) != others, timeout_s=BOUND_S)
     restarting.report(second, requests=2 * PLACES)
     await second.submission()

@@ -26,7 +26,8 @@ _INSTRUCTION_ROWS = 64
 
 
 class NarrowTile(NamedTuple):
-    """Some columns of the result, of which K is read `depth` at a time; `num_stages` such reads are in flight."""
+    """The columns of the result that a program computes. It reads `depth` channels at a time, and `num_stages`
+    reads are in flight."""
 
     columns: int
     depth: int

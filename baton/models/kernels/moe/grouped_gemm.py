@@ -105,7 +105,8 @@ def run_gated_experts(
     if not num_tokens:
         return out_TD
     num_experts, channels, intermediate = down.weights_ENC.shape
-    batch_invariant &= not _adds_alike(x_TD, gate_up)
+    if activation == SILU and _adds_alike(x_TD, gate_up):  # other activations were not compared
+        batch_invariant = False  # bits are the same without
     if shared is None and activation == SILU and not (batch_invariant or weights_on_input):
         parts_SD = grouped_prompts.run(x_TD, weights_TK, experts_TK, gate_up, down, of=of)
         if parts_SD is not None:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from tests.tcp_server import close_server
+
 _PIECE_BYTES = 1 << 16
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
@@ -47,7 +49,7 @@ class Link:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._server is not None
-        self._server.close()
+        await close_server(self._server)
         self.reset()
         for task in self._connections:
             task.cancel()
@@ -80,12 +82,12 @@ class Link:
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A task of its own: that of a coroutine handler logs its cancellation as an error.
+        self._writers.add(writer)
         task = asyncio.create_task(self._serve(reader, writer), name=f"link-{self.name}")
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         try:
             if not self._refuses:
                 await self._forward(reader, writer)

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 
 import pytest
 
 from tests.integration.proxy import free_address
 from tests.link import Link
+from tests.tcp_server import tcp_server
 
 
 class Line:
@@ -38,13 +39,9 @@ async def link() -> AsyncIterator[Link]:
         with suppress(ConnectionError):
             while piece := await reader.read(1000):
                 writer.write(piece)
-        writer.close()
 
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()
-    async with AsyncExitStack() as stack:
-        stack.callback(server.close)
-        yield await stack.enter_async_context(Link("one-two", f"{host}:{port}"))
+    async with tcp_server(echo) as port, Link("one-two", f"127.0.0.1:{port}") as link:
+        yield link
 
 
 @pytest.fixture

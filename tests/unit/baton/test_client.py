@@ -26,6 +26,7 @@ from baton.rpc.channels import SHORT_ATTEMPT_S
 from baton.rpc.server import GrpcServer
 from baton.rpc.status import abort
 from tests.link import Link
+from tests.tcp_server import tcp_server
 
 SOON_S = 0.02
 NOBODY = "127.0.0.1:9"
@@ -283,15 +284,11 @@ async def test_an_http_port_is_named_as_one() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
         await reader.read()  # until the client hangs up, so that no reset overtakes the answer
-        writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        host, port = server.sockets[0].getsockname()
-        async with AsyncClient(f"{host}:{port}", retry_s=0.0) as client:
-            with pytest.raises(
-                NoNode, match=rf"cannot reach {host}:{port}: what answers there speaks HTTP/1; gRPC has"
-            ):
-                await client.complete("x")
+    async with tcp_server(answer) as port, AsyncClient(f"127.0.0.1:{port}", retry_s=0.0) as client:
+        speaks_http = rf"cannot reach 127.0.0.1:{port}: what answers there speaks HTTP/1; gRPC has"
+        with pytest.raises(NoNode, match=speaks_http):
+            await client.complete("x")
 
 
 async def test_a_call_that_generates_nothing_has_a_timeout() -> None:

@@ -13,6 +13,7 @@ from baton.core.errors import NoNode
 from baton.core.proxies import proxy_for
 from baton.rpc.channels import connect
 from baton.rpc.server import GrpcServer
+from tests.tcp_server import tcp_server
 
 PROXY = "http://proxy:3128"
 FAR = "gateway.example.org:7000"
@@ -72,15 +73,13 @@ async def http_proxy(to: str) -> AsyncIterator[tuple[str, list[str]]]:
     """An HTTP proxy that connects all its clients with `to`; yields its address, and what they asked for."""
     asked: list[str] = []
     host, _, port = to.rpartition(":")
-    carried: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         asked.append(head.decode().split("\r\n")[0])
         there, back = await asyncio.open_connection(host, int(port))
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        for one, other in ((reader, back), (there, writer)):
-            carried.add(asyncio.create_task(carry(one, other)))
+        await asyncio.gather(carry(reader, back), carry(there, writer))
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -91,10 +90,8 @@ async def http_proxy(to: str) -> AsyncIterator[tuple[str, list[str]]]:
             with suppress(OSError):
                 await writer.wait_closed()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
-    await asyncio.gather(*carried)  # until their client has gone
+    async with tcp_server(serve) as own_port:
+        yield f"http://127.0.0.1:{own_port}", asked
 
 
 @pytest.fixture

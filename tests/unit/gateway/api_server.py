@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.tcp_server import tcp_server
+
 PATH = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"
 
 
@@ -73,12 +75,9 @@ class ApiServer:
             await self.changed.wait()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                self._answer(head.split()[1].decode(), writer)
-                self.changed.set()
-        except asyncio.IncompleteReadError:
-            writer.close()
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            self._answer(head.split()[1].decode(), writer)
+            self.changed.set()
 
     def _answer(self, asked: str, writer: asyncio.StreamWriter) -> None:
         self.asked.append(asked)
@@ -98,19 +97,18 @@ class ApiServer:
 async def api_server(folder: Path) -> AsyncIterator[ApiServer]:
     """A server, and the file `folder/config` for KUBECONFIG."""
     served = ApiServer()
-    server = await asyncio.start_server(served.serve, "127.0.0.1")
-    served.port = server.sockets[0].getsockname()[1]
+    async with tcp_server(served.serve) as served.port:
+        _write_config(folder / "config", served.port)
+        yield served
+
+
+def _write_config(file: Path, port: int) -> None:
     kube_config = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "here", "cluster": {"server": f"http://127.0.0.1:{served.port}"}}],
+        "clusters": [{"name": "here", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
         "users": [{"name": "us", "user": {"token": "secret"}}],
         "contexts": [{"name": "here", "context": {"cluster": "here", "user": "us", "namespace": "of-context"}}],
         "current-context": "here",
     }
-    (folder / "config").write_text(json.dumps(kube_config))
-    try:
-        yield served
-    finally:
-        served.cut_watches()
-        server.close()
+    file.write_text(json.dumps(kube_config))

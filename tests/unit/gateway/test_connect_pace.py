@@ -11,6 +11,7 @@ from baton.gateway.fleet import connect_pace
 from baton.gateway.fleet.connect_pace import ConnectPace
 from baton.gateway.request.node_clients import NodeClient
 from baton.gateway.request.node_watch import WatchCallbacks
+from tests.tcp_server import tcp_server
 
 BOUND_S = 60.0
 MANY = 200
@@ -59,24 +60,8 @@ class Strange:
         self._talk = talk
         self.most_open = self.total = 0
         self.enough = asyncio.Event()
-        self._open: set[asyncio.StreamWriter] = set()
-
-    async def end(self, server: asyncio.Server) -> None:
-        """Ends the server and all its connections: a socket that is left open when the loop ends would fail a later
-        test. asyncio accepts in tasks, and loses the socket of one that begins after the server was closed."""
-        for listening in server.sockets:
-            asyncio.get_running_loop().remove_reader(listening.fileno())
-        while accepted := [task for task in asyncio.all_tasks() if "_accept_connection" in repr(task.get_coro())]:
-            await asyncio.wait(accepted)
-        server.close()
-        await asyncio.sleep(0)  # what they accepted begins to be served
-        while self._open:
-            for writer in self._open:
-                writer.transport.abort()
-            await asyncio.sleep(0.001)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
         self.total += 1
         port = writer.get_extra_info("sockname")[1]
         sockets = psutil.Process().net_connections("tcp")
@@ -84,13 +69,7 @@ class Strange:
         self.most_open = max(self.most_open, sum(is_open))
         if self.total > connect_pace._SLOTS + 8:
             self.enough.set()
-        try:
-            await self._talk(reader, writer)
-        except (OSError, EOFError):
-            pass
-        finally:
-            writer.close()
-            self._open.discard(writer)
+        await self._talk(reader, writer)
 
 
 @asynccontextmanager
@@ -116,12 +95,10 @@ async def test_few_connections_are_open_to_addresses_that_do_not_answer(
     talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
 ) -> None:
     strange = Strange(talk)
-    async with await asyncio.start_server(strange.serve, "0.0.0.0", 0, backlog=MANY) as server:
-        async with watching(server.sockets[0].getsockname()[1]):
-            await asyncio.wait_for(strange.enough.wait(), BOUND_S)
-        await strange.end(server)
-        # gRPC makes a new connection for one that was lost, which lasts for up to 2 s after its channel is closed.
-        assert strange.most_open <= 2 * connect_pace._SLOTS
+    async with tcp_server(strange.serve, "0.0.0.0", backlog=MANY) as port, watching(port):
+        await asyncio.wait_for(strange.enough.wait(), BOUND_S)
+    # gRPC makes a new connection for one that was lost, which lasts for up to 2 s after its channel is closed.
+    assert strange.most_open <= 2 * connect_pace._SLOTS
 
 
 async def test_an_address_that_has_answered_does_not_wait_for_its_turn() -> None:

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.tcp_server import tcp_server
+
 Writer = asyncio.StreamWriter
 
 
@@ -33,16 +35,11 @@ class StandIn:
 
     async def serve(self, reader: asyncio.StreamReader, writer: Writer) -> None:
         self.connections += 1
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                start, *lines = head.decode().strip().split("\r\n")
-                headers = dict(line.lower().split(": ", 1) for line in lines)
-                body = await reader.readexactly(int(headers["content-length"]))
-                await self._answer(start.split()[1], headers, body, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            start, *lines = head.decode().strip().split("\r\n")
+            headers = dict(line.lower().split(": ", 1) for line in lines)
+            body = await reader.readexactly(int(headers["content-length"]))
+            await self._answer(start.split()[1], headers, body, writer)
 
     async def _answer(self, path: str, headers: dict[str, str], body: bytes, writer: Writer) -> None:
         if path == "/v1/models":
@@ -115,9 +112,6 @@ async def plain(writer: Writer, status: int, body: object, **headers: str) -> No
 @asynccontextmanager
 async def standing_in(server: StandIn) -> AsyncIterator[StandIn]:
     """Serves on a free port."""
-    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
-    try:
-        server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with tcp_server(server.serve) as port:
+        server.url = f"http://127.0.0.1:{port}"
         yield server
-    finally:
-        listening.close()

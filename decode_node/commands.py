@@ -74,13 +74,13 @@ class Admit:
     """All KV before `first` is in the reserved blocks: decode. Answered by `Admitted` or `EngineRefused`.
 
     Args:
-        guesses: for the tokens after `first`.
+        drafts: for the tokens after `first`.
         has_draft: the blocks also have the KV of layers that draft tokens, if the model has such layers here.
     """
 
     engine_id: str
     first: TokenOutput
-    guesses: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
     has_draft: bool = True
 
 

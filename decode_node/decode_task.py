@@ -277,7 +277,7 @@ class DecodeTask:
     def _admit(self, sent: HandedOver, now_s: float) -> Command:
         """Continues after the tokens of the lease, which have arrived."""
         if sent.first is not None:
-            return Admit(self.engine_id, sent.first, sent.guesses, sent.has_draft)
+            return Admit(self.engine_id, sent.first, sent.drafts, sent.has_draft)
         assert self._offer is not None
         self.prefill_started_s = now_s
         return PrefillHere(self.engine_id, self._request.output, self._offer.token_stop, sent.has_draft)

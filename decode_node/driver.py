@@ -212,8 +212,8 @@ class DecodeDriver:
                     return Reserved(engine_id, self._engine.reserve(request, arriving_tokens=arriving_tokens))
                 case ExtendReserved(output=output):
                     return Reserved(engine_id, self._engine.extend_reserved(engine_id, output))
-                case Admit(first=first, guesses=guesses, has_draft=has_draft):
-                    return Admitted(engine_id, self._engine.admit(engine_id, first, guesses, has_draft=has_draft))
+                case Admit(first=first, drafts=drafts, has_draft=has_draft):
+                    return Admitted(engine_id, self._engine.admit(engine_id, first, drafts, has_draft=has_draft))
                 case PrefillHere(output=output, received_tokens=received, has_draft=has_draft):
                     self._engine.prefill_here(engine_id, output, received_tokens=received, has_draft=has_draft)
         except Exception as error:  # noqa: BLE001  the request gets an answer after any error

@@ -8,8 +8,8 @@ from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
 from baton.rpc.convert import token_from_proto
 
-# More guesses than any node makes; the rest of a peer's list is not looked at.
-_GUESSES_MAX = 16
+# More drafts than any node makes; the rest of a peer's list is not looked at.
+_DRAFTS_MAX = 16
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class HandedOver:
         first: the first token; None if the ticket was for the first part of a split prompt.
         finished: the first token was also the last one, so no KV is needed.
         sampled_ago_s: how long ago the first token was sampled, or the first part was computed.
-        guesses: of the prefill node for the tokens after the first.
+        drafts: of the prefill node for the tokens after the first.
         has_draft: KV of layers that draft tokens comes too, if this node has such layers.
     """
 
@@ -28,7 +28,7 @@ class HandedOver:
     first: TokenOutput | None
     finished: bool
     sampled_ago_s: float
-    guesses: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
     has_draft: bool = True
 
 
@@ -78,6 +78,6 @@ def handed_over(message: pb.HandOver, *, has_draft: bool = True) -> HandedOver:
         first=token_from_proto(message.first_token) if message.HasField("first_token") else None,
         finished=message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED,
         sampled_ago_s=message.sampled_ago_s,
-        guesses=tuple(message.guesses[:_GUESSES_MAX]),
+        drafts=tuple(message.guesses[:_DRAFTS_MAX]),
         has_draft=has_draft,
     )

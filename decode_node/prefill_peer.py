@@ -139,7 +139,7 @@ class PrefillPeer:
         log.info("paired with %s over %s", self.state.name, links)
         if self._node.description.spec.draft is not None and not self._has_draft:
             log.warning(
-                "%s sends no KV of the layer that drafts tokens, so it guesses nothing for requests from there, and "
+                "%s sends no KV of the layer that drafts tokens, so it drafts nothing for requests from there, and "
                 "nothing of them is cached here; --speculation text on this node avoids that",
                 self.state.name,
             )

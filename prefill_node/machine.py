@@ -114,7 +114,7 @@ class PrefillMachine:
             *step.started,
             *step.chunks,
             *step.scored,
-            *step.guessed,
+            *step.drafted,
             *step.tokens,
             *step.failed,
         ]

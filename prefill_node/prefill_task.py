@@ -17,7 +17,7 @@ from baton.engine.events import (
     RequestFailed,
     RequestStarted,
     TokenSampled,
-    TokensGuessed,
+    TokensDrafted,
 )
 from baton.engine.request import EngineRequest
 from baton.kvcache.spec import KVCacheSpec
@@ -39,7 +39,7 @@ from prefill_node.commands import Abort, Command, EndCall, Prefetch, Respond, Se
 from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, Prefetched, SendFailed, Sent, StopFailed
 
 EngineEvent = (
-    RequestStarted | LayersComputed | ChunkComputed | PromptScored | TokensGuessed | TokenSampled | RequestFailed
+    RequestStarted | LayersComputed | ChunkComputed | PromptScored | TokensDrafted | TokenSampled | RequestFailed
 )
 TaskEvent = Prefetched | EngineRefused | EngineEvent | Sent | SendFailed | BecameQuiet | StopFailed | Aborted
 
@@ -99,7 +99,7 @@ class PrefillTask:
         self._is_traced = bool(request.traceparent)
         self._sends = CallSends(called, spec=spec, now_s=now_s)
         self._scored: PromptScored | None = None
-        self._guesses: tuple[int, ...] = ()  # for the tokens after the first
+        self._drafts: tuple[int, ...] = ()  # for the tokens after the first
         self._sampled: TokenSampled | None = None
         self._computed_s: float | None = None  # when the engine finished the call's last computation
         self._handed_over = False
@@ -159,8 +159,8 @@ class PrefillTask:
             case PromptScored():
                 self._scored = event
                 return []
-            case TokensGuessed(tokens=tokens):
-                self._guesses = tokens
+            case TokensDrafted(tokens=tokens):
+                self._drafts = tokens
                 return []
             case TokenSampled():
                 self._sampled = event
@@ -190,7 +190,7 @@ class PrefillTask:
         if self._sampled is not None:
             hand_over.first_token.CopyFrom(token_to_proto(self._sampled.token))
             hand_over.finish_reason = finish_reason_to_proto(self._sampled.finish_reason)
-            hand_over.guesses.extend(self._guesses)
+            hand_over.guesses.extend(self._drafts)
         self._handed_over = True
         return SendToPeer(self.peer.number, decode_pb2.PairRequest(hand_over=hand_over))
 

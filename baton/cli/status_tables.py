@@ -48,8 +48,8 @@ def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
     parts += [Text(line) for line in _described([node for node in nodes if node.status.info.topology], _topology)]
     parts += [Text(line) for line in _described([node for node in nodes if node.status.adapters], _adapters)]
     parts += [Text(line) for line in _described([node for node in nodes if node.reachable], _work)]
-    guessing = [node for node in nodes if node.reachable and node.status.drafted_tokens_total]
-    parts += [Text(line) for line in _described(guessing, _guesses)]
+    speculating = [node for node in nodes if node.reachable and node.status.drafted_tokens_total]
+    parts += [Text(line) for line in _described(speculating, _drafts)]
     balanced = [node for node in nodes if node.reachable and node.status.HasField("expert_balance")]
     parts += [Text(line) for line in _described(balanced, _experts)]
     parts += [Text(line) for line in _described([node for node in nodes if node.status.stores], _stores)]
@@ -222,7 +222,7 @@ def _work(status: node_status_pb2.NodeStatus) -> str:
     return f"{steps}; {status.decode_rows} decoding; {waiting}"
 
 
-def _guesses(status: node_status_pb2.NodeStatus) -> str:
+def _drafts(status: node_status_pb2.NodeStatus) -> str:
     share = status.accepted_tokens_total / status.drafted_tokens_total
     return f"{100 * share:.0f} % of {status.drafted_tokens_total:,} draft tokens accepted"
 

@@ -39,11 +39,11 @@ class BatchRow(NamedTuple):
         owner: the rank that has the blocks, where each has blocks of its own.
         snapshots: up to MOST_SNAPSHOTS pairs (tokens, slot): the slot gets the recurrent state after this many of the
             row's tokens, fewer than all.
-        num_drafts: the last so many of `token_ids` are guesses. The token before them is known, and a token is drawn
-            after it and after each guess; `sample` is for the first of these draws. A step with drafts is computed in
-            other rows than these (`unfolded`), so the next one has no `token_source`.
-        draft_slots: slots of the recurrent states after each guess; `state_slot` gets the one before them. Empty: the
-            model has none.
+        num_drafts: the last so many of `token_ids` are drafts. The token before them is known, and a token is drawn
+            after it and after each draft token; `sample` is for the first of these draws. A step with drafts is
+            computed in other rows than these (`unfolded`), so the next one has no `token_source`.
+        draft_slots: slots of the recurrent states after each draft token; `state_slot` gets the one before them. Empty:
+            the model has none.
         state_next: the row of the step that continues this one's recurrent state; -1: none does.
         next_token: the token after these, if the host knows it and the row is not sampled; else -1. A layer that drafts
             tokens reads it.
@@ -71,7 +71,7 @@ class BatchRow(NamedTuple):
 
     @property
     def drafts(self) -> IntArray:
-        """The guesses at the end of `token_ids`."""
+        """The drafts at the end of `token_ids`."""
         return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
     def at(self, step: int) -> "BatchRow":
@@ -84,11 +84,11 @@ class BatchRow(NamedTuple):
         return self._replace(token_start=self.token_start + further, sample=sample, since=None)
 
 
-class Guessed(NamedTuple):
-    """What the model's own layer guesses after a step.
+class LayerDrafts(NamedTuple):
+    """What the model's own layer drafts after a step.
 
     Args:
-        tokens: the guesses for the tokens after each row's, by row.
+        tokens: the drafts for the tokens after each row's, by row.
         rows: rows that were computed for it.
         seconds: the time that they took after the step. The layer's pass over the step's tokens is a part of it, except
             after a step with prompts, which computes that pass in any case.
@@ -122,9 +122,9 @@ class Batch:
         scores: the rows whose prompt logprobs are wanted, by place, in order.
         restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
         pools: the rows whose hidden states are pooled, by place, in order.
-        guesses: how many tokens after each row's the model's own layer guesses at most; 0: none.
+        num_layer_drafts: how many tokens after each row's the model's own layer drafts at most; 0: none.
         writes_draft_kv: whether that layer computes the step's tokens, so that its KV is complete. A step without has
-            no prompts and no guesses, and its requests are not guessed for by the layer any more.
+            no prompts and no drafts, and its requests are not drafted for by the layer any more.
     """
 
     step: int
@@ -134,7 +134,7 @@ class Batch:
     restores: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     pools: tuple[tuple[int, PoolRow], ...] = ()
-    guesses: int = 0
+    num_layer_drafts: int = 0
     writes_draft_kv: bool = True
 
     @property
@@ -147,7 +147,7 @@ class Batch:
         rows = tuple(row._replace(owner=owner) for row in self.shared_rows for owner in range(count))
         scores = tuple((place * count, score) for place, score in self.scores)
         pools = tuple((place * count, pool) for place, pool in self.pools)
-        return Batch(self.step, rows, scores=scores, pools=pools, guesses=self.guesses)
+        return Batch(self.step, rows, scores=scores, pools=pools, num_layer_drafts=self.num_layer_drafts)
 
     @property
     def rows(self) -> tuple[BatchRow, ...]:

@@ -36,7 +36,7 @@ class BatchWriter:
         changed = [_encode_row(rows[place], known[place]) for place in places]
         for place in places:
             known[place] = rows[place]
-        others = batch.scores, batch.restores, batch.copies, batch.pools, batch.guesses, batch.writes_draft_kv
+        others = batch.scores, batch.restores, batch.copies, batch.pools, batch.num_layer_drafts, batch.writes_draft_kv
         message = batch.step, len(rows), places, changed, *others
         return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -49,7 +49,7 @@ class BatchReader:
 
     def read(self, message: bytes) -> Batch:
         step, num_rows, places, changed, *others = pickle.loads(message)
-        scores, restores, copies, pools, guesses, writes_draft_kv = others
+        scores, restores, copies, pools, num_layer_drafts, writes_draft_kv = others
         known = self._rows
         known += [_NO_ROW] * (num_rows - len(known))
         for place, row in zip(places, changed, strict=True):
@@ -62,7 +62,7 @@ class BatchReader:
             restores=restores,
             copies=copies,
             pools=pools,
-            guesses=guesses,
+            num_layer_drafts=num_layer_drafts,
             writes_draft_kv=writes_draft_kv,
         )
 

@@ -33,7 +33,7 @@ _SLOW_WITH_OWNERS = (
 
 
 def with_draft_layer(config: ModelConfig, settings: NodeSettings, *, logs: bool = False) -> ModelConfig:
-    """Returns the config with the layer that drafts tokens, if the node guesses tokens and has such a layer.
+    """Returns the config with the layer that drafts tokens, if the node drafts tokens and has such a layer.
 
     Args:
         logs: whether to log why the checkpoint's layer is left out, if it is.
@@ -139,7 +139,7 @@ def load_draft_head(
     assert head is not None
     assert settings.draft_head is not None
     _log.info(
-        "the EAGLE-3 head in %s guesses %d of %d tokens from the inputs of layers %s",
+        "the EAGLE-3 head in %s drafts %d of %d tokens from the inputs of layers %s",
         settings.draft_head,
         head.draft_vocab_size,
         config.vocab_size,

@@ -45,7 +45,7 @@ class Engine:
         num_adapters: slots of the runner for adapters.
         tier: the stores outside of the cache; None: there are none.
         source: the stores of other nodes; None: nothing is pulled from them.
-        speculator: guesses tokens; None: nothing is guessed.
+        speculator: drafts tokens; None: nothing is drafted.
         on_room: called on the event loop when copies between cache and stores have given blocks back, without which
             `reserve` may have found no room. It must not raise.
 
@@ -154,13 +154,13 @@ class Engine:
         return self._scheduler.reservations.extend(request_id, output)
 
     def admit(
-        self, request_id: str, first: TokenOutput, guesses: Sequence[int] = (), *, has_draft: bool = True
+        self, request_id: str, first: TokenOutput, drafts: Sequence[int] = (), *, has_draft: bool = True
     ) -> FinishReason | None:
         """Lets a reserved request decode, once all KV before `first`, its next token, has arrived. It joins the next
         step that is not launched yet and has a seat.
 
         Args:
-            guesses: for the tokens after `first`, from the node that computed the prompt. Any are safe.
+            drafts: for the tokens after `first`, from the node that computed the prompt. Any are safe.
             has_draft: KV of layers that draft tokens has arrived too, if the model has such layers here.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
@@ -169,7 +169,7 @@ class Engine:
             UnknownLease: no such reservation.
             InvalidRequest: `first` is not the request's next token.
         """
-        reason = self._scheduler.reservations.admit(request_id, first, guesses, has_draft=has_draft)
+        reason = self._scheduler.reservations.admit(request_id, first, drafts, has_draft=has_draft)
         self._steps.wake()
         return reason
 

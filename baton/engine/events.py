@@ -98,10 +98,10 @@ token_sampled: Callable[[tuple[str, TokenOutput, FinishReason | None, str]], Tok
 
 
 class DraftsChecked(NamedTuple):
-    """A step has computed guessed tokens of a request after its newest one.
+    """A step has computed draft tokens of a request after its newest one.
 
     Args:
-        drafted: guessed tokens.
+        drafted: draft tokens.
         accepted: those that were kept. The step brings as many more tokens of the request.
     """
 
@@ -110,8 +110,8 @@ class DraftsChecked(NamedTuple):
     accepted: int
 
 
-class TokensGuessed(NamedTuple):
-    """The guesses of the model's own layer after the first token of a prefill-only request, for the node that decodes
+class TokensDrafted(NamedTuple):
+    """The drafts of the model's own layer after the first token of a prefill-only request, for the node that decodes
     it. They come with that token."""
 
     request_id: str
@@ -144,4 +144,4 @@ class StepEvents:
     scored: tuple[PromptScored, ...] = ()
     pooled: tuple[PromptPooled, ...] = ()
     drafts: tuple[DraftsChecked, ...] = ()
-    guessed: tuple[TokensGuessed, ...] = ()
+    drafted: tuple[TokensDrafted, ...] = ()

@@ -1,5 +1,5 @@
 """Leaves out the checkpoint's layer for multi-token prediction (MTP) where a node cannot have it: its tensors are
-missing or have another form, or there is no room for it. Such a layer only guesses tokens, so no node fails for it.
+missing or have another form, or there is no room for it. Such a layer only drafts tokens, so no node fails for it.
 """
 
 import gc

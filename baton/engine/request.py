@@ -242,7 +242,7 @@ class EngineLoad:
         context_tokens: sum of their contexts: keys that one token of each reads.
         refused_late: how many requests were refused because they could not meet their deadline.
         cache_queries, cache_hits: tokens looked up in the prefix cache so far, and tokens found there.
-        pace: what guesses make of decode steps, that of plain steps while no request decodes; None: nothing is guessed.
+        pace: what speculation makes of decode steps, that of plain steps while no request decodes; None: no drafts.
     """
 
     blocks_total: int

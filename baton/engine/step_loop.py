@@ -177,7 +177,7 @@ class StepLoop:
         self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
         if isinstance(outcome, StepComputed):
             waited_s = None if self._ended_s is None else outcome.ended_s - self._ended_s - outcome.seconds
-            read = outcome.scores, outcome.pools, outcome.guessed
+            read = outcome.scores, outcome.pools, outcome.layer_drafts
             events = self._scheduler.complete(
                 outcome.tokens, outcome.seconds, *read, waited_s=waited_s, shares_keys=outcome.shares_keys
             )

@@ -1,5 +1,5 @@
 """Follows outputs through their grammars to find which tokens are forced, apart from the matchers that steps are masked
-by: those belong to another thread. What is found here is only guessed with, so nothing fails here.
+by: those belong to another thread. What is found here is only used for drafts, so nothing fails here.
 
 Used on one thread. A grammar whose masks take long is not followed any more, because a step waits meanwhile.
 """

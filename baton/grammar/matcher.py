@@ -18,7 +18,7 @@ from baton.grammar.refusal import refusal
 
 Mask = NDArray[np.int32]
 _WORD_BITS = 32
-# More than a step's guesses. Only so far back are states kept.
+# More than a step's drafts. Only so far back are states kept.
 _TAKEN_BACK_MAX = 64
 _BROKEN = "doesn't satisfy the grammar"  # a part of the library's message
 _DEAD_END = "NoExtensionBias"  # the library's word for a grammar that allows no token, not even the end

@@ -22,8 +22,8 @@ from baton.load.workload import PRESETS, LengthSpan, TraceReplay, Workload
 from baton.models.config.mtp import with_mtp
 from baton.models.families.reader import read_config
 from baton.models.loading.gguf.view import model_directory
+from baton.planner.drafts import parse_drafts
 from baton.planner.goodput import Measure
-from baton.planner.guesses import parse_guesses
 from baton.planner.kept import StoreSizes
 from baton.planner.known_costs import Lengths, kind_by_roofline, kind_from_nodes, read_costs
 from baton.planner.model_size import ModelSize, model_size
@@ -91,10 +91,10 @@ def plan(
         float,
         typer.Option(min=RATE_MIN, max=RATE_MAX, help="Speed at which KV goes from a prefill node to decode nodes."),
     ] = _DEFAULT_LINK_GB_PER_S,
-    guesses: Annotated[
+    draft_tokens: Annotated[
         str | None,
         typer.Option(
-            metavar="KEPT/TAKEN",
+            metavar="ACCEPTED/DRAFTED",
             help="Mean draft tokens of a request that a step accepts and verifies, such as 0.9/1.4. Default: "
             "what the nodes of --costs-from have counted, and none otherwise.",
             show_default=False,
@@ -144,8 +144,9 @@ def plan(
         link_bytes_per_s=1e9 * link_gb_per_s,
     )  # fmt: skip
     kind = replace(kind, redundant_experts=redundant_experts)
-    if guesses is not None:
-        kind, source = replace(kind, guesses=parse_guesses(guesses)), f"{source}; guesses given by --guesses"
+    if draft_tokens is not None:
+        kind = replace(kind, drafts=parse_drafts(draft_tokens))
+        source = f"{source}; draft tokens given by --draft-tokens"
     measure = _QUICK if quick else Measure()
     pull_costs = PullCosts(pull_ms / 1e3, 1e-9 / pull_gb_per_s)
     question = Question(kind, load, goal, wanted, gpus, measure, host_cache_gib, pull_costs)

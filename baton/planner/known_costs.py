@@ -11,7 +11,7 @@ from typing import Any
 from baton.core.costs import StepCosts
 from baton.core.errors import ConfigError
 from baton.core.regular_file import read_regular_file
-from baton.planner.guesses import measured_guesses
+from baton.planner.drafts import measured_drafts
 from baton.planner.memory import rank_memory
 from baton.planner.model_size import ModelSize
 from baton.planner.plan import NodeKind
@@ -123,7 +123,7 @@ def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKin
         also_decodes=prefill.info.also_decodes,
         kv_holders=heads,
         own_requests=decode.info.attention_data_parallel,
-        guesses=measured_guesses(
+        drafts=measured_drafts(
             generated=decode.generated_tokens_total,
             drafted=decode.drafted_tokens_total,
             accepted=decode.accepted_tokens_total,

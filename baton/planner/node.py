@@ -161,7 +161,7 @@ class SimulatedNode:
         elif self._rows:
             # While prompts wait for a step with room for a slice, each step is decided anew.
             count = 1 if self.queue or self.ready else self._ending[0][0] - self._steps
-            step = self.spec.guesses.step(self.spec.costs, work, seats=self.spec.seats)
+            step = self.spec.drafts.step(self.spec.costs, work, seats=self.spec.seats)
             rise_s = step.rise_s if step.seconds > self._host_s else 0.0
             each_s = max(step.seconds, self._host_s) / step.tokens
             self._run = StepRun(now_s, count, each_s, rise_s / step.tokens, [], step.tokens)
@@ -228,7 +228,7 @@ class SimulatedNode:
             load_token_s=spec.load_token_s,
             pull_costs=spec.pull_costs,
             second_token_s=self._second_token.at(now_s),
-            pace=self._pace(now_s) if spec.guesses.taken else None,
+            pace=self._pace(now_s) if spec.drafts.drafted else None,
         )
 
     # ----
@@ -251,7 +251,7 @@ class SimulatedNode:
         if not self._rows:
             return PLAIN_PACE
         spec, work = self.spec, StepWork(self._rows, self.keys_at(now_s))
-        step = spec.guesses.step(spec.costs, work, seats=spec.seats)
+        step = spec.drafts.step(spec.costs, work, seats=spec.seats)
         return DecodePace(step.seconds / spec.costs.seconds(work), step.tokens)
 
     def _join(self, job: PlanJob) -> None:

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from baton.core.costs import StepCosts, StepWork
 from baton.core.pull_costs import ASSUMED_LOAD_BYTES_PER_S, ASSUMED_PULL, PullCosts
-from baton.planner.guesses import NO_GUESSES, Guesses
+from baton.planner.drafts import NO_DRAFTS, MeanDrafts
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class NodeSpec:
         reports_factor: error of the reported costs, as a factor on what steps really cost.
         host_tokens: tokens whose KV host memory holds; 0: the node keeps none outside of its cache, and pulls none.
         pull_costs: times of its pulls from other nodes.
-        guesses: draft tokens of steps without prompts; other steps are simulated without, because they are as long as
+        drafts: draft tokens of steps without prompts; other steps are simulated without, because they are as long as
             their bound.
     """
 
@@ -38,7 +38,7 @@ class NodeSpec:
     block_size: int = 16
     host_tokens: int = 0
     pull_costs: PullCosts = ASSUMED_PULL
-    guesses: Guesses = NO_GUESSES
+    drafts: MeanDrafts = NO_DRAFTS
 
     @property
     def load_token_s(self) -> float:

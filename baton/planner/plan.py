@@ -15,8 +15,8 @@ from baton.core.types import LocalPolicy
 from baton.load.goals import Goal
 from baton.load.workload import LengthSpan, Workload
 from baton.planner.cluster import ClusterSpec
+from baton.planner.drafts import NO_DRAFTS, MeanDrafts
 from baton.planner.goodput import Goodput, Measure, find_goodput
-from baton.planner.guesses import NO_GUESSES, Guesses
 from baton.planner.measured import SERVED_HOST
 from baton.planner.memory import RankMemory
 from baton.planner.node_spec import NodeSpec
@@ -46,7 +46,7 @@ class NodeKind:
         also_decodes: whether prefill nodes may serve requests alone, if the gateway chooses so.
         state_bytes: bytes of a request's recurrent state.
         kv_holders: ranks that hold different KV; 0: all.
-        guesses: of nodes that decode.
+        drafts: of nodes that decode.
         memory: of each GPU; None: unknown, because a live node gave its sizes.
         own_requests: whether each rank holds the KV of its own requests (attention data parallelism).
         redundant_experts: copies of experts in each layer.
@@ -63,7 +63,7 @@ class NodeKind:
     also_decodes: bool = True
     state_bytes: int = 0
     kv_holders: int = 0
-    guesses: Guesses = NO_GUESSES
+    drafts: MeanDrafts = NO_DRAFTS
     memory: RankMemory | None = None
     own_requests: bool = False
     redundant_experts: int = 0
@@ -179,7 +179,7 @@ class _Search:
             state_bytes=kind.state_bytes,
             host_tokens=0 if kind.state_bytes else kind.tokens_in(question.host_gib),
             pull_costs=question.pull_costs,
-            guesses=kind.guesses,
+            drafts=kind.drafts,
         )
         tokens = decode_step_tokens(kind.decode, tpot_s)
         decode = replace(prefill, costs=kind.decode, step_tokens=tokens, seats=kind.seats)
@@ -189,7 +189,7 @@ class _Search:
         )  # fmt: skip
         self._demand = demand(
             kind.decode, sample, goal, step_tokens=prefill.step_tokens, seats=kind.seats, kv_tokens=kind.kv_tokens,
-            guesses=kind.guesses,
+            drafts=kind.drafts,
         )  # fmt: skip
         self._done = self._total = 0
 

@@ -31,7 +31,7 @@ def render(plan: Plan, *, model: str, title: str, costs: str, stores: StoreSizes
         f"a mean request of {plan.demand.prompt:.0f} tokens in and {plan.demand.output:.0f} out takes "
         f"{1e3 * plan.demand.prefill_s:.1f} ms of a prefill node and {1e3 * plan.demand.decode_s:.1f} ms of a decode "
         "node",
-        *([f"{kind.guesses}, where that pays"] if kind.guesses.taken else []),
+        *([f"{kind.drafts}, where that pays"] if kind.drafts.drafted else []),
         *kept_lines(plan, stores),
     ]
     parts: list[RenderableType] = [*map(Text, lines), Text(), _table(plan, plan.options)]
@@ -125,7 +125,7 @@ def to_json(plan: Plan, *, model: str, costs: str, stores: StoreSizes = NO_STORE
         "cache_tokens_per_node": kind.kv_tokens,
         "kv_bytes_per_token": kind.kv_bytes_per_token,
         "memory_per_gpu": None if kind.memory is None else vars(kind.memory),
-        "guesses": {"kept": kind.guesses.kept, "taken": kind.guesses.taken},
+        "draft_tokens": {"accepted": kind.drafts.accepted, "drafted": kind.drafts.drafted},
         "kept": [vars(kept) for kept in kept_tokens(plan, stores)],
         "request": {
             "prompt_tokens": plan.demand.prompt,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.load.goals import Goal
 from baton.load.workload import PlannedRequest
-from baton.planner.guesses import NO_GUESSES, Guesses
+from baton.planner.drafts import NO_DRAFTS, MeanDrafts
 
 STEP_SIZES = (512, 1024, 2048, 4096, 8192, 16384)
 _FAST_SHARE = 0.95  # of the fastest size's speed
@@ -46,7 +46,7 @@ def demand(
     step_tokens: int,
     seats: int,
     kv_tokens: int,
-    guesses: Guesses = NO_GUESSES,
+    drafts: MeanDrafts = NO_DRAFTS,
 ) -> Demand:
     """The demand of a load, by the costs of one node."""
     count = len(requests)
@@ -57,7 +57,7 @@ def demand(
     tpot_s = goal.tpot_s or goal.gap_s
 
     def token_s(rows: int) -> float:
-        step = guesses.step(costs, StepWork(rows, rows * context), seats=seats)
+        step = drafts.step(costs, StepWork(rows, rows * context), seats=seats)
         return step.seconds / step.tokens
 
     low, high = 1, max(2, min(seats, _ROWS_MAX, int(kv_tokens / (prompt + output))) + 1)

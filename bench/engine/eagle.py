@@ -1,4 +1,4 @@
-"""Time per token of an engine that guesses with an EAGLE-3 head, on recorded outputs.
+"""Time per token of an engine that drafts with an EAGLE-3 head, on recorded outputs.
 
 It is measured as an MTP layer is (`bench.engine.mtp`). On a GPU the shapes are those of Llama-3.1-8B and of its
 published head, which drafts 32,000 of the model's tokens.

@@ -1,7 +1,7 @@
-"""Time per token of an engine whose model guesses with its own MTP layer, on recorded outputs.
+"""Time per token of an engine whose model drafts with its own MTP layer, on recorded outputs.
 
-Weights are random, so the layer's guesses are too. They are replaced by the recorded tokens: each is right with
-the same chance if the ones before it are. Steps and guesses compute and cost what they always do. On a GPU the
+Weights are random, so the layer's drafts are too. They are replaced by the recorded tokens: each is right with
+the same chance if the ones before it are. Steps and drafts compute and cost what they always do. On a GPU the
 shape is DeepSeek-V3's in fp8. Its 61 layers take turns with the weights of nine, which fit into one GPU, so a step and
 a pass of the layer take as long as they do in the whole model.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.engine.batch import Batch, Guessed
+from baton.engine.batch import Batch, LayerDrafts
 from baton.engine.build import build_runner
 from baton.engine.calibration import calibrate
 from baton.engine.device.device_thread import LaunchedWork, StepRunner
@@ -30,7 +30,7 @@ from baton.engine.speculation.speculator import Speculator
 from baton.engine.step_meter import StepMeter
 from baton.models.layers.causal_lm import CausalLM
 from baton.settings.node_config import DecodeSettings
-from bench.engine.guesses import Recorded, RecordedRunner, RecordedStep, recorded, token_ms
+from bench.engine.drafts import Recorded, RecordedRunner, RecordedStep, recorded, token_ms
 from bench.engine.run import CONFIGS
 from bench.table import Row
 
@@ -60,11 +60,11 @@ _ON_CPU = {
 }
 
 
-class _GuessingRunner(RecordedRunner):
-    """Also replaces the guesses of the model's own layer.
+class _SpeculatingRunner(RecordedRunner):
+    """Also replaces the drafts of the model's own layer.
 
     Args:
-        chance: that a guess is right if the ones before it are.
+        chance: that a draft token is accepted if the ones before it are.
     """
 
     def __init__(self, runner: StepRunner, outputs: Mapping[str, Sequence[int]], chance: float) -> None:
@@ -80,26 +80,26 @@ class _GuessingRunner(RecordedRunner):
             if row.sample is not None:
                 count = len(result) if isinstance(result, tuple) else 1
                 ends[place] = row.request_id, row.sample.output_index + count
-        return _GuessingStep(step.step, step.results, lambda guessed: self._replaced(guessed, ends))
+        return _SpeculatingStep(step.step, step.results, lambda layer_drafts: self._replaced(layer_drafts, ends))
 
-    def _replaced(self, guessed: Guessed, ends: Mapping[int, tuple[str, int]]) -> Guessed:
+    def _replaced(self, layer_drafts: LayerDrafts, ends: Mapping[int, tuple[str, int]]) -> LayerDrafts:
         tokens: dict[int, tuple[int, ...]] = {}
-        for place, drawn in guessed.tokens.items():
+        for place, drawn in layer_drafts.tokens.items():
             name, end = ends[place]
             right = self._outputs[name][end : end + len(drawn)]
             wrong = [self._random.random() >= self._chance for _ in right]
             tokens[place] = tuple(token + each for token, each in zip(right, wrong, strict=True))
-        return guessed._replace(tokens=tokens)
+        return layer_drafts._replace(tokens=tokens)
 
 
-class _GuessingStep(RecordedStep):
-    def __init__(self, step: LaunchedWork, results: list[Any], replace: Callable[[Guessed], Guessed]) -> None:
+class _SpeculatingStep(RecordedStep):
+    def __init__(self, step: LaunchedWork, results: list[Any], replace: Callable[[LayerDrafts], LayerDrafts]) -> None:
         super().__init__(step, results)
         self._replace = replace
 
     @property
-    def guessed(self) -> Guessed | None:
-        found = self.step.guessed
+    def layer_drafts(self) -> LayerDrafts | None:
+        found = self.step.layer_drafts
         return None if found is None else self._replace(found)
 
 
@@ -121,22 +121,22 @@ def rows_of(
     *,
     layers: int | None = None,
 ) -> Iterator[Row]:
-    """Measures a model that guesses with its own layer, or with a head.
+    """Measures a model that drafts with its own layer, or with a head.
 
     Args:
         model, head: directories with a config.json each; all weights are random.
-        goals: how many times as fast, by the chance of a guess and the batch.
+        goals: how many times as fast, by the chance of a draft token and the batch.
         layers: so many layers take turns with the weights of the model's own; None: there are no more than these.
     """
     batches = BATCHES if torch.cuda.is_available() else BATCHES[:2]
-    # What no guess from the text finds, so all guesses are the layer's.
+    # What no draft token from the text finds, so all drafts are the layer's.
     requests = recorded()["unlike files"]
     off = dict(_measured(model, head, requests, batches, None, progress, layers=layers))
     for chance in _CHANCES:
         for batch, (auto_ms, kept) in _measured(model, head, requests, batches, chance, progress, layers=layers):
             work, goal = f"{chance:.0%} right, batch {batch}", goals.get((chance, batch))
             yield Row("time per token", work, auto_ms, "ms", "off", off[batch][0], goal=goal, less_is_better=True)
-            yield Row("guessed tokens that were kept", work, kept, "%")
+            yield Row("draft tokens accepted", work, kept, "%")
 
 
 def _measured(
@@ -149,10 +149,10 @@ def _measured(
     *,
     layers: int | None,
 ) -> Iterator[tuple[int, tuple[float, float]]]:
-    """Yields for each batch the time per token in ms and the share of guesses that were kept, in %.
+    """Yields for each batch the time per token in ms and the share of drafts that were kept, in %.
 
     Args:
-        chance: as in `_GuessingRunner`; None: nothing is guessed, and the layer is not loaded.
+        chance: as in `_SpeculatingRunner`; None: nothing is drafted, and the layer is not loaded.
     """
     settings = DecodeSettings(
         model=directory,
@@ -192,4 +192,4 @@ def _repeat_layers(model: CausalLM, count: int) -> None:
 
 
 def _wrapping(chance: float) -> Callable[[StepRunner, Mapping[str, Sequence[int]]], RecordedRunner]:
-    return lambda runner, outputs: _GuessingRunner(runner, outputs, chance)
+    return lambda runner, outputs: _SpeculatingRunner(runner, outputs, chance)

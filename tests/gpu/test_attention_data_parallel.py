@@ -49,7 +49,7 @@ def test_ranks_with_requests_of_their_own_give_the_same_tokens(*, graphs: bool) 
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_guesses_of_an_mtp_layer_change_no_token(*, graphs: bool, tmp_path: Path) -> None:
+def test_drafts_of_an_mtp_layer_change_no_token(*, graphs: bool, tmp_path: Path) -> None:
     save_with_tokenizer(tmp_path, "deepseek-v3")
     reference = Reference(tmp_path)
     flags: Flags = {**NODE, **OWN, "model": tmp_path, "cuda_graphs": graphs, "speculation": "always"}

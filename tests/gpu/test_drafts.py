@@ -10,7 +10,7 @@ import pytest
 from baton.engine.device.graphs import GraphSettings
 from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo
-from tests.unit.engine.drafted import GUESSES, Asked, token_by_token, with_drafts
+from tests.unit.engine.drafted import DRAFTERS, Asked, token_by_token, with_drafts
 from tests.unit.engine.driver import runner_of
 from tests.unit.models.tiny import save_tiny
 
@@ -39,10 +39,10 @@ def test_drafts_have_the_bits_of_decodes(model: str, cache: str) -> None:
     eager, captured = runner_of(built, graphs=None), runner_of(built, graphs=sizes)
     captured.prepare()
     expected = token_by_token(eager, ASKED, COUNT)
-    for guess in GUESSES.values():
+    for drafter in DRAFTERS.values():
         for runner in (eager, captured):
-            assert with_drafts(runner, ASKED, expected, guess())[0] == expected
-    assert captured.launches["decode_graph"] > len(GUESSES)
+            assert with_drafts(runner, ASKED, expected, drafter())[0] == expected
+    assert captured.launches["decode_graph"] > len(DRAFTERS)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "kimi-linear", "nemotron-h"])
@@ -54,7 +54,7 @@ def test_drafts_of_models_with_recurrent_states_have_the_bits_of_decodes(family:
     eager, captured = runner_of(built, graphs=None), runner_of(built, graphs=sizes)
     captured.prepare()
     expected = token_by_token(eager, asked, COUNT)
-    for guess in ("right", "wrong at 1", "any"):
+    for drafter in ("right", "wrong at 1", "any"):
         for runner in (eager, captured):
-            assert with_drafts(runner, asked, expected, GUESSES[guess]())[0] == expected
+            assert with_drafts(runner, asked, expected, DRAFTERS[drafter]())[0] == expected
     assert captured.launches["decode_graph"] > 0

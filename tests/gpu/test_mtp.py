@@ -1,4 +1,4 @@
-"""Guesses of an MTP layer or an EAGLE-3 head on a GPU, after captured steps and after others, are those on the CPU, in
+"""Drafts of an MTP layer or an EAGLE-3 head on a GPU, after captured steps and after others, are those on the CPU, in
 float32."""
 
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 GRAPHS = GraphSettings(max_requests=64, max_context_tokens=128, max_tokens=512)
 PROMPTS = {f"r{seed}": prompt_of(5 + 3 * seed, seed=seed) for seed in range(16)}
-# Of each request its tokens so far, and the guesses after them.
+# Of each request its tokens so far, and the drafts after them.
 Step = dict[str, tuple[list[int], list[int]]]
 # Logits that are nearly equal may be ordered otherwise.
 EQUAL_SHARE = 0.95
@@ -39,13 +39,13 @@ def steps_of(
     )
     runner = runner_of(build_runner(settings), graphs=graphs)
     runner.prepare()
-    driver, found = Driver(runner, guesses=3), []
+    driver, found = Driver(runner, num_layer_drafts=3), []
     for name, prompt in PROMPTS.items():
         driver.add(name, prompt)
     for number in range(7):
-        drafts = {name: [*driver.guessed[name][:2], 1] for name in list(PROMPTS)[::2]} if number > 4 else None
+        drafts = {name: [*driver.layer_drafts[name][:2], 1] for name in list(PROMPTS)[::2]} if number > 4 else None
         driver.step(*PROMPTS, chunk=24, drafts=drafts)
-        found.append({name: (driver.ids(name), list(driver.guessed.get(name, ()))) for name in PROMPTS})
+        found.append({name: (driver.ids(name), list(driver.layer_drafts.get(name, ()))) for name in PROMPTS})
     if graphs is not None:
         assert runner.launches["decode_graph"]
         assert bool(runner.launches["prompt_graph"]) == runner.backend.builder.captures_prompts
@@ -58,7 +58,7 @@ def steps_of(
 @pytest.mark.parametrize(
     "name", ["deepseek-v3", "deepseek-v32", "glm4-moe", "qwen3-next", "mimo", "eagle-llama", "eagle-gpt-oss"]
 )
-def test_guesses_are_those_on_the_cpu(name: str, graphs: GraphSettings | None, tmp_path: Path) -> None:
+def test_drafts_are_those_on_the_cpu(name: str, graphs: GraphSettings | None, tmp_path: Path) -> None:
     if name.startswith("eagle-"):
         save_with_head(name.removeprefix("eagle-"), tmp_path, tmp_path / "head")
     else:
@@ -66,9 +66,9 @@ def test_guesses_are_those_on_the_cpu(name: str, graphs: GraphSettings | None, t
     ours, expected = steps_of(tmp_path, "cuda", graphs), steps_of(tmp_path, "cpu", None)
     equal = total = 0
     for step, other in zip(ours, expected, strict=True):
-        for request, (tokens, guesses) in step.items():
+        for request, (tokens, drafts) in step.items():
             if tokens == other[request][0]:
                 total += 1
-                equal += guesses == other[request][1]
+                equal += drafts == other[request][1]
     assert total > len(PROMPTS) * len(ours) / 2
     assert equal >= EQUAL_SHARE * total

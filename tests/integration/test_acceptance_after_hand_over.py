@@ -1,8 +1,8 @@
-"""The guesses of a decode node are as often right as those of one process, from the first step on, whether they come
+"""The drafts of a decode node are as often right as those of one process, from the first step on, whether they come
 from an MTP layer or from an EAGLE-3 head.
 
 Each pair has nodes of its own with blocks of the same size, and requests come one after another with a salt each, so
-that nothing else decides what is guessed. The first step of the decode node has two guesses from the prefill node, that
+that nothing else decides what is drafted. The first step of the decode node has two drafts from the prefill node, that
 of one process up to four, so outputs are long enough for this to be less than 1 %.
 """
 
@@ -14,15 +14,15 @@ import pytest
 from baton.core.types import Path as RequestPath
 from tests.integration.cluster import Machines
 from tests.integration.generation import Result, generate
-from tests.integration.guessing_pair import DRAWN, GREEDY, PROMPTS, flags_with_guesses
+from tests.integration.speculating_pair import DRAWN, GREEDY, PROMPTS, speculating_flags
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mtp", "eagle"])
-async def test_as_many_guesses_are_right_after_a_hand_over_as_in_one_process(
+async def test_as_many_drafts_are_accepted_after_a_hand_over_as_in_one_process(
     start: Machines, kind: str, tmp_path: Path
 ) -> None:
-    flags = flags_with_guesses(kind, tmp_path)
+    flags = speculating_flags(kind, tmp_path)
     prefill, decode, single = start.nodes(("prefill", flags), ("decode", flags), ("decode", flags))
     model = flags["model"]
     pair = start.gateway([prefill], [decode], model=model, local_policy="strict")

@@ -1,7 +1,7 @@
 """A model with an EAGLE-3 head, on a prefill node and a decode node.
 
-The head's KV and its first guesses are handed over, so the decode node guesses as well as one process does, from its
-first step on. Every right guess needs KV of 20 places before.
+The head's KV and its first drafts are handed over, so the decode node drafts as well as one process does, from its
+first step on. Every accepted draft token needs KV of 20 places before.
 """
 
 import shutil
@@ -17,16 +17,16 @@ from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
 from tests.integration.cluster import Flags, Machines, until_status
 from tests.integration.generation import generate
-from tests.integration.guessing_pair import (
+from tests.integration.speculating_pair import (
     DRAWN,
     GREEDY,
     PROMPTS,
     VOCABULARY,
-    Guessing,
+    SpeculatingPair,
     add_tokenizer,
     check_first_step,
     check_tokens,
-    guessing_gateways,
+    speculating_gateways,
 )
 from tests.unit.models.tiny_eagle import DISTANCE, save_with_good_head
 
@@ -40,7 +40,7 @@ class Saved(NamedTuple):
         return {"model": self.model, "num_blocks": 256, "max_batch_tokens": 32}
 
     @property
-    def guessing(self) -> Flags:
+    def speculating(self) -> Flags:
         return {**self.flags, "speculation": "always", "draft_head": self.head}
 
 
@@ -54,20 +54,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.fixture(scope="module")
-def gateways(saved: Saved) -> Iterator[Guessing]:
-    yield from guessing_gateways(saved.model, saved.flags, saved.guessing, layout="BLNHC")
+def gateways(saved: Saved) -> Iterator[SpeculatingPair]:
+    yield from speculating_gateways(saved.model, saved.flags, saved.speculating, layout="BLNHC")
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-async def test_tokens_are_those_without_guesses(gateways: Guessing, saved: Saved, params: SamplingParams) -> None:
+async def test_tokens_are_those_without_drafts(gateways: SpeculatingPair, saved: Saved, params: SamplingParams) -> None:
     await check_tokens(gateways, saved.model, params)
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-async def test_most_guesses_are_right_after_a_hand_over_as_in_one_process(
-    gateways: Guessing, params: SamplingParams
+async def test_most_drafts_are_accepted_after_a_hand_over_as_in_one_process(
+    gateways: SpeculatingPair, params: SamplingParams
 ) -> None:
-    """With a salt of its own, no request is guessed from another's answer."""
+    """With a salt of its own, no request is drafted from another's answer."""
     pair, alone, _, _ = gateways
     for gateway in (pair, alone):
         for number, prompt in enumerate(PROMPTS):
@@ -75,12 +75,12 @@ async def test_most_guesses_are_right_after_a_hand_over_as_in_one_process(
             assert result.proof.accepted_tokens > 0.8 * result.proof.drafted_tokens
 
 
-async def test_the_first_step_of_the_decode_node_guesses(gateways: Guessing) -> None:
+async def test_the_first_step_of_the_decode_node_drafts(gateways: SpeculatingPair) -> None:
     await check_first_step(gateways.pair)
 
 
 async def test_a_prefix_of_another_request_has_the_heads_kv(
-    gateways: Guessing,
+    gateways: SpeculatingPair,
 ) -> None:
     pair, *_ = gateways
     for tail in ([5, 9, 4, 8], [60, 61, 77]):
@@ -91,7 +91,7 @@ async def test_a_prefix_of_another_request_has_the_heads_kv(
 
 async def test_a_prefix_that_comes_back_from_host_memory_has_the_heads_kv(start: Machines, saved: Saved) -> None:
     """Other prompts take all blocks of the cache between two requests with the same prefix."""
-    (node,) = start.nodes(("decode", {**saved.guessing, "num_blocks": 12, "host_cache_gib": 0.02}))
+    (node,) = start.nodes(("decode", {**saved.speculating, "num_blocks": 12, "host_cache_gib": 0.02}))
     gateway = start.gateway([], [node], model=saved.model, local_policy="local")
     params, prefix = replace(GREEDY, max_tokens=DISTANCE - 2), PROMPTS[4][:64]
     await generate(gateway, [*prefix, 5, 9], params)
@@ -104,9 +104,9 @@ async def test_a_prefix_that_comes_back_from_host_memory_has_the_heads_kv(start:
 
 
 @pytest.mark.slow
-async def test_ranks_guess_together(start: Machines, gateways: Guessing, saved: Saved) -> None:
+async def test_ranks_draft_together(start: Machines, gateways: SpeculatingPair, saved: Saved) -> None:
     prefill, decode = start.nodes(
-        ("prefill", saved.guessing), ("decode", {**saved.guessing, "tensor_parallel_size": 2})
+        ("prefill", saved.speculating), ("decode", {**saved.speculating, "tensor_parallel_size": 2})
     )
     pair = start.gateway([prefill], [decode], model=saved.model, local_policy="strict")
     _, _, plain, _ = gateways
@@ -125,7 +125,9 @@ async def test_a_pair_with_two_heads_is_refused_with_the_cure_and_one_with_a_hea
     tensors["lm_head.weight"] *= 2
     save_file(tensors, tmp_path / "model.safetensors")
     plain, old, decode = start.nodes(
-        ("prefill", saved.flags), ("prefill", saved.guessing), ("decode", {**saved.guessing, "draft_head": tmp_path})
+        ("prefill", saved.flags),
+        ("prefill", saved.speculating),
+        ("decode", {**saved.speculating, "draft_head": tmp_path}),
     )
     refused = start.gateway([old], [decode], model=saved.model)
     last = await until_status(old, lambda last: any(peer.mismatches for peer in last.peers))

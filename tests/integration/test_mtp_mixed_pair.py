@@ -12,12 +12,12 @@ from baton.cli.processes import Process
 from baton.core.types import Path as RequestPath
 from tests.integration.cluster import Flags, machines, nothing_held, until_status
 from tests.integration.generation import generate
-from tests.integration.guessing_pair import DRAWN, GREEDY, PROMPTS, VOCABULARY, add_tokenizer
+from tests.integration.speculating_pair import DRAWN, GREEDY, PROMPTS, VOCABULARY, add_tokenizer
 from tests.unit.models.tiny_mtp import save_with_good_layer
 
 
 class Mixed(NamedTuple):
-    """Gateways of the pairs by the nodes that have the layer, and of a node without guesses."""
+    """Gateways of the pairs by the nodes that have the layer, and of a node without drafts."""
 
     pairs: dict[str, Process]
     plain: Process

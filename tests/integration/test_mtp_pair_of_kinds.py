@@ -1,6 +1,6 @@
-"""Models and ranks of other kinds that guess with an MTP layer, on a prefill node and a decode node.
+"""Models and ranks of other kinds that draft with an MTP layer, on a prefill node and a decode node.
 
-Their tokens are those without guesses, and the decode node's first step guesses.
+Their tokens are those without drafts, and the decode node's first step drafts.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import pytest
 from baton.core.types import Path as RequestPath
 from tests.integration.cluster import Flags, Machines, nothing_held, until_status
 from tests.integration.generation import generate
-from tests.integration.guessing_pair import DRAWN, GREEDY, PROMPTS, VOCABULARY, add_tokenizer, check_first_step
+from tests.integration.speculating_pair import DRAWN, GREEDY, PROMPTS, VOCABULARY, add_tokenizer, check_first_step
 from tests.unit.models.tiny_mtp import save_with_good_layer
 
 RANKS: Flags = {"tensor_parallel_size": 2}
@@ -35,15 +35,15 @@ def save_with_tokenizer(directory: Path, kind: str) -> None:
         pytest.param("deepseek-v32", RANKS, marks=pytest.mark.slow),
     ],
 )
-async def test_tokens_are_those_without_guesses_from_the_first_step_on(
+async def test_tokens_are_those_without_drafts_from_the_first_step_on(
     start: Machines, kind: str, flags: Flags, tmp_path: Path
 ) -> None:
     save_with_tokenizer(tmp_path, kind)
     node: Flags = {"model": tmp_path, "num_blocks": 256, "max_batch_tokens": 32}
-    guessing: Flags = {**node, "speculation": "always"}
+    speculating: Flags = {**node, "speculation": "always"}
     prefill, decode, alone = start.nodes(
-        ("prefill", {**guessing, **flags}),
-        ("decode", {**guessing, "block_size": 32, "kv_cache_layout": "BLNC", **flags}),
+        ("prefill", {**speculating, **flags}),
+        ("decode", {**speculating, "block_size": 32, "kv_cache_layout": "BLNC", **flags}),
         ("decode", {**node, "speculation": "off"}),
     )
     pair = start.gateway([prefill], [decode], model=tmp_path, local_policy="strict")

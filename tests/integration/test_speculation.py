@@ -1,4 +1,4 @@
-"""Guessed tokens on real processes: the same tokens as without, wherever guesses come from, and receipts of them."""
+"""Draft tokens on real processes: the same tokens as without, wherever drafts come from, and receipts of them."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from tests.integration.reference import Reference, References
 from tests.integration.test_tokens import GREEDY, LENGTHS, LOGPROB_TOLERANCE, MAX_TOKENS, assert_same
 
 NODE: Flags = {"num_blocks": 512, "max_batch_tokens": 64, "speculation": "off"}
-GUESSING: Flags = {**NODE, "speculation": "always"}
+SPECULATING: Flags = {**NODE, "speculation": "always"}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -38,7 +38,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 DRAWN = SamplingParams(max_tokens=40, temperature=0.7, seed=5, ignore_eos=True, logprobs=2)
-# Every way to draw a token. Of all of these, the answers must be the same with guesses and without.
+# Every way to draw a token. Of all of these, the answers must be the same with drafts and without.
 SAMPLINGS = {
     "greedy": replace(DRAWN, temperature=0.0),
     "drawn": DRAWN,
@@ -61,19 +61,19 @@ def model(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def gateways(model: Path) -> Iterator[tuple[Process, Process, Process]]:
-    """A gateway of a pair whose decode node guesses, that node, and a gateway of a decode node that does not."""
+    """A gateway of a pair whose decode node drafts, that node, and a gateway of a decode node that does not."""
     with machines() as start:
-        prefill, guessing, plain = start.nodes(
+        prefill, speculating, plain = start.nodes(
             ("prefill", {"model": model, **NODE}),
-            ("decode", {"model": model, "block_size": 32, **GUESSING}),
+            ("decode", {"model": model, "block_size": 32, **SPECULATING}),
             ("decode", {"model": model, **NODE}),
         )
-        pair = start.gateway([prefill], [guessing], model=model, local_policy="strict")
-        yield pair, guessing, start.gateway([], [plain], model=model, local_policy="local")
+        pair = start.gateway([prefill], [speculating], model=model, local_policy="strict")
+        yield pair, speculating, start.gateway([], [plain], model=model, local_policy="local")
 
 
 def repetitive(reference: Reference) -> list[list[int]]:
-    """Prompts that say everything twice, so that there is something to guess."""
+    """Prompts that say everything twice, so that there is something to draft."""
     return [[*prompt[: len(prompt) // 2], *prompt[: len(prompt) // 2]] for prompt in reference.prompts(LENGTHS)]
 
 
@@ -81,7 +81,7 @@ def repetitive(reference: Reference) -> list[list[int]]:
 async def test_twenty_prompts_at_once_equal_transformers(
     gateways: tuple[Process, Process, Process], model: Path, references: References
 ) -> None:
-    pair, guessing, _ = gateways
+    pair, speculating, _ = gateways
     reference = references[model]
     prompts = repetitive(reference)
     for _ in range(2):
@@ -93,16 +93,16 @@ async def test_twenty_prompts_at_once_equal_transformers(
     # Nearly all of the second round was answered in the first.
     assert accepted > len(prompts) * MAX_TOKENS // 2
     assert drafted >= accepted
-    last = await until_status(guessing, nothing_held)
+    last = await until_status(speculating, nothing_held)
     assert last.drafted_tokens_total >= drafted
     assert last.accepted_tokens_total >= accepted
 
 
 @pytest.mark.slow
-async def test_every_way_to_draw_gives_the_same_answers_with_guesses_and_without(
+async def test_every_way_to_draw_gives_the_same_answers_with_drafts_and_without(
     gateways: tuple[Process, Process, Process], model: Path, references: References
 ) -> None:
-    pair, guessing, plain = gateways
+    pair, speculating, plain = gateways
     prompts = repetitive(references[model])[:4]
     asked = [(name, prompt, params) for name, params in SAMPLINGS.items() for prompt in prompts]
     expected = await asyncio.gather(*(generate(plain, prompt, params) for _, prompt, params in asked))
@@ -116,10 +116,10 @@ async def test_every_way_to_draw_gives_the_same_answers_with_guesses_and_without
             assert (one.text, one.finish_reason) == (other.text, other.finish_reason), name
             assert one.logprobs == pytest.approx(other.logprobs, abs=LOGPROB_TOLERANCE), name
     assert all(drafted.values()), drafted
-    await until_status(guessing, nothing_held)
+    await until_status(speculating, nothing_held)
 
 
-async def test_a_killed_nodes_guesses_change_no_bit_of_what_another_continues(
+async def test_a_killed_nodes_drafts_change_no_bit_of_what_another_continues(
     start: Machines, reference: Reference
 ) -> None:
     flags: Flags = {"model": LLAMA, "num_blocks": 256, "batch_invariant": True, "max_batch_requests": 16}
@@ -137,7 +137,7 @@ async def test_a_killed_nodes_guesses_change_no_bit_of_what_another_continues(
     start.let_go(*(node for node in decodes if node is not killed))
     await request
     assert result.proof.attempts == 2
-    # Guessed from the answer above, and not guessed, as nothing was answered with this salt.
+    # Drafted from the answer above, and not drafted, as nothing was answered with this salt.
     for salt, is_known in (("", True), ("another", False), ("another", True)):
         again = await generate(gateway, [*half, *half], params, cache_salt=salt)
         assert (again.token_ids, again.logprobs) == (result.token_ids, result.logprobs)
@@ -148,24 +148,24 @@ def paces(status: node_status_pb2.NodeStatus) -> tuple[float, float, float]:
     return status.guessed_step_ratio, status.guessed_step_tokens, status.guessed_prompt_step_ratio
 
 
-async def test_a_node_reports_what_guesses_make_of_its_steps_while_it_decodes(start: Machines) -> None:
-    """The gateway chooses by it, so an idle node reports plain steps, and one without guesses nothing."""
-    guessing, plain = start.nodes(
-        ("decode", {"model": LLAMA, **GUESSING}), ("decode", {"model": LLAMA, **NODE}), paused_engine=["decode"]
+async def test_a_node_reports_what_drafts_make_of_its_steps_while_it_decodes(start: Machines) -> None:
+    """The gateway chooses by it, so an idle node reports plain steps, and one without drafts nothing."""
+    speculating, plain = start.nodes(
+        ("decode", {"model": LLAMA, **SPECULATING}), ("decode", {"model": LLAMA, **NODE}), paused_engine=["decode"]
     )
-    gateway = start.gateway([], [guessing], model=LLAMA, local_policy="local")
+    gateway = start.gateway([], [speculating], model=LLAMA, local_policy="local")
     params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True, logit_bias={7: 100.0})
     result = Result()
     request = asyncio.create_task(generate(gateway, list(range(3, 60)), params, result=result))
-    start.allow_steps(20, guessing)
+    start.allow_steps(20, speculating)
     await result.until_tokens(60)
-    busy = await until_status(guessing, lambda last: last.guessed_step_tokens > 2.0)
+    busy = await until_status(speculating, lambda last: last.guessed_step_tokens > 2.0)
     assert busy.decode_rows == 1
     assert min(paces(busy)) > 0.0
     start.let_all_go()
     await request
     assert set(result.token_ids) == {7}
-    idle = await until_status(guessing, nothing_held)
+    idle = await until_status(speculating, nothing_held)
     assert paces(idle) == (1.0, 1.0, 1.0)
     off = await until_status(plain, nothing_held)
     assert paces(off) == (0.0, 0.0, 0.0)

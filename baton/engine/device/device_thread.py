@@ -13,7 +13,7 @@ from threading import Thread
 from typing import NamedTuple, Protocol, TypeAlias
 
 from baton.core.types import PromptLogprob
-from baton.engine.batch import Batch, Guessed, RowResult
+from baton.engine.batch import Batch, LayerDrafts, RowResult
 from baton.engine.device.layer_marks import LayerMark, OnMark
 from baton.engine.pooling import PooledRows
 from baton.engine.request import ModelFacts
@@ -39,7 +39,7 @@ class LaunchedWork(Protocol):
     def pools(self) -> PooledRows: ...
 
     @property
-    def guessed(self) -> Guessed | None: ...
+    def layer_drafts(self) -> LayerDrafts | None: ...
 
     @property
     def shares_keys(self) -> bool: ...
@@ -71,9 +71,9 @@ class LayersDone:
 @dataclass(frozen=True)
 class StepComputed:
     """A step has ended. `tokens` has one entry per row of the batch, None where nothing was sampled; `scores` and
-    `pools` are by row. The step was queued on the device at `launched_s`, and its end was seen at `ended_s`. `guessed`
-    is what the model's own layer guesses next; None: nothing was asked for. `shares_keys`: whether it read keys that
-    many rows share only once."""
+    `pools` are by row. The step was queued on the device at `launched_s`, and its end was seen at `ended_s`.
+    `layer_drafts` is what the model's own layer drafts next; None: nothing was asked for. `shares_keys`: whether it
+    read keys that many rows share only once."""
 
     tokens: list[RowResult]
     seconds: float
@@ -81,7 +81,7 @@ class StepComputed:
     pools: PooledRows
     launched_s: float
     ended_s: float
-    guessed: Guessed | None = None
+    layer_drafts: LayerDrafts | None = None
     shares_keys: bool = False
 
 
@@ -226,7 +226,7 @@ class DeviceThread:
             return StepRaised(error, ended_s - since_s, launched_s, ended_s)
         ended_s = self._clock()
         read = step.scores, step.pools
-        return StepComputed(tokens, step.seconds, *read, launched_s, ended_s, step.guessed, step.shares_keys)
+        return StepComputed(tokens, step.seconds, *read, launched_s, ended_s, step.layer_drafts, step.shares_keys)
 
 
 def _raised(call: Callable[[], None]) -> Exception | None:

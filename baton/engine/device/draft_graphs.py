@@ -1,10 +1,10 @@
 """The passes of the layer that drafts tokens as CUDA graphs, after captured decode steps. `draft_passes` says what a
 pass is; these compute the same.
 
-There are three graphs for each number of rows: the KV of the step's rows; their first guesses; and one pass over the
-newest guesses, with the guesses after them. The last one is replayed for each further guess. Everything that depends on
-drawn tokens stays on the device: the tokens that a pass reads, which rows lead on, and where a row's blocks end. So the
-host launches a few graphs, and copies nothing but the links of rows with drafts.
+There are three graphs for each number of rows: the KV of the step's rows; their first drafts; and one pass over the
+newest drafts, with the drafts after them. The last one is replayed for each further draft token. Everything that
+depends on drawn tokens stays on the device: the tokens that a pass reads, which rows lead on, and where a row's blocks
+end. So the host launches a few graphs, and copies nothing but the links of rows with drafts.
 
 Legend: N most rows of a pass, R rows of a pass including padding, P pass of the layer, D hidden channel.
 """
@@ -25,17 +25,17 @@ from attention.metadata import AttentionMetadata, CommonAttentionMetadata
 from baton.engine.device.capture import Progress, Recorder, affordable, thin
 from baton.engine.device.decode_buffers import DecodeBuffers
 from baton.engine.device.draft_leads import draft_links, find_leads, no_links
-from baton.engine.device.draft_passes import GuessesOnHost, fetch_guesses
+from baton.engine.device.draft_passes import DraftsOnHost, fetch_drafts
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes
 from baton.engine.device.unfolded import Unfolded
 from baton.engine.sampling.choice import choose_tokens
-from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES
+from baton.engine.speculation.layer_drafting import MOST_LAYER_DRAFTS
 from baton.kvcache.cache import PagedKVCache
 from baton.models.layers.causal_lm import CausalLM
 
 _log = logging.getLogger(__name__)
 
-# Most rows of captured passes. Where more requests decode, guesses hardly ever pay.
+# Most rows of captured passes. Where more requests decode, drafts hardly ever pay.
 _MOST_ROWS = 256
 _NONE = -1
 
@@ -48,8 +48,8 @@ class Passes(NamedTuple):
 
     Attributes:
         write: writes the layer's KV of the step's rows, and leaves their hidden states.
-        first: guesses the token after each row's drawn one.
-        further: one pass over the newest guesses, and the guesses after them.
+        first: drafts the token after each row's drawn one.
+        further: one pass over the newest drafts, and the drafts after them.
     """
 
     write: Work
@@ -66,12 +66,12 @@ class DraftBuffers:
         positions: [N] int64, of the newest pass.
         seq_lens: [N] int32, what the rows of the newest pass see.
         slots: [N] int64, where the newest pass writes; -1: nowhere.
-        output_index: [N] int64, of the next guess.
-        newest: [N] int32, the newest guesses; -1: none.
+        output_index: [N] int64, of the next draft token.
+        newest: [N] int32, the newest drafts; -1: none.
         leads: [N] bool, as `find_leads` returns them.
         links: [3, N] int64, as `draft_links` returns them.
-        pass_index: [1] int64, the row of `guessed` that the newest pass wrote.
-        guessed: [P, N] int32, all guesses after the step.
+        pass_index: [1] int64, the row of `drafts` that the newest pass wrote.
+        drafts: [P, N] int32, all drafts after the step.
     """
 
     hidden: Tensor
@@ -83,7 +83,7 @@ class DraftBuffers:
     leads: Tensor
     links: Tensor
     pass_index: Tensor
-    guessed: Tensor
+    drafts: Tensor
 
     def common(
         self, decodes: DecodeBuffers, size: int, *, captured_length: int | None = None
@@ -127,7 +127,7 @@ def new_draft_buffers(decodes: DecodeBuffers) -> DraftBuffers:
         leads=torch.ones_like(zeros, dtype=torch.bool),
         links=torch.from_numpy(no_links(len(zeros))).to(zeros.device),
         pass_index=zeros.new_zeros(1),
-        guessed=words.new_zeros(MOST_LAYER_GUESSES, len(zeros)),
+        drafts=words.new_zeros(MOST_LAYER_DRAFTS, len(zeros)),
     )
 
 
@@ -171,14 +171,14 @@ class DraftGraphs:
         """Queues the layer's pass over the rows of a step, which is queued in the decode steps' buffers."""
         self._passes[size].write()
 
-    def guess(self, num_rows: int, size: int, unfolded: Unfolded | None, count: int) -> GuessesOnHost:
-        """Queues the guesses after each sampled row of the step, after `write_kv`, and their copy to the host.
+    def draft(self, num_rows: int, size: int, unfolded: Unfolded | None, count: int) -> DraftsOnHost:
+        """Queues the drafts after each sampled row of the step, after `write_kv`, and their copy to the host.
 
         Args:
             unfolded: how rows with drafts were computed; None: there are none.
-            count: most guesses after each row, at least one.
+            count: most drafts after each row, at least one.
         """
-        assert 0 < count <= MOST_LAYER_GUESSES
+        assert 0 < count <= MOST_LAYER_DRAFTS
         if count > 1:
             self._link(num_rows, unfolded)
         host = self._decodes.host
@@ -190,7 +190,7 @@ class DraftGraphs:
             passes.further()
         unsampled = host.sampling.unsampled
         sampled = {row: row for row in range(num_rows) if row not in unsampled}
-        return fetch_guesses(self._buffers.guessed[:count], sampled)
+        return fetch_drafts(self._buffers.drafts[:count], sampled)
 
     def _link(self, num_rows: int, unfolded: Unfolded | None) -> None:
         """Brings the links of the step's rows to the device, if they differ from those of the step before."""
@@ -304,7 +304,7 @@ class DraftGraphs:
         self._buffers.hidden[:size].copy_(drafted_RD)
 
     def _draw(self, size: int, goes_on_R: Tensor | None = None) -> None:
-        """Guesses with the random numbers by which the model's tokens in these places will be drawn, like
+        """Drafts with the random numbers by which the model's tokens in these places will be drawn, like
         `DraftPasses`."""
         buffers = self._buffers
         buffers.output_index[:size].add_(1)
@@ -313,4 +313,4 @@ class DraftGraphs:
         choose_tokens(self._model.compute_draft_logits(buffers.hidden[:size]), sampling, out_R=newest_R)
         if goes_on_R is not None:
             newest_R.masked_fill_(~goes_on_R, _NONE)
-        buffers.guessed[:, :size].index_copy_(0, buffers.pass_index, newest_R[None])
+        buffers.drafts[:, :size].index_copy_(0, buffers.pass_index, newest_R[None])

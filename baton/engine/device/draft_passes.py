@@ -5,22 +5,22 @@ passes are missing (`draft_graphs`). The layer is an MTP layer (`baton.models.la
 The layer's KV of a position depends on the token after it. So it is computed at the end of the step, when the rows'
 tokens are drawn, for the same tokens and into the same slots as the model's own KV.
 
-The same pass gives each sampled row's first guess. Each further guess takes one more pass, of one token a row, which
-writes to the slots after the row's own. They are overwritten when the tokens there are known. A row guesses no further
-than its blocks reach.
+The same pass gives each sampled row's first draft token. Each further one takes one more pass, of one token a row,
+which writes to the slots after the row's own. They are overwritten when the tokens there are known. A row drafts no
+further than its blocks reach.
 
 A block's last position has the KV for the token that followed when it was computed. A request that finds the block in
-the prefix cache may go on otherwise, and guesses a little worse from there; that is all.
+the prefix cache may go on otherwise, and drafts a little worse from there; that is all.
 
 A row with drafts is several rows here (`unfolded`), and only the one with the last kept draw leads on (`draft_leads`).
 Only that one writes KV beyond its own position: the others would write to positions whose tokens are known.
 
 With attention data parallelism each rank computes the layer for its own rows, and gets the hidden states of all rows,
-because all ranks draw the guesses together. Ranks make the same passes with the same rows; one without rows in a pass
+because all ranks draw the drafts together. Ranks make the same passes with the same rows; one without rows in a pass
 computes a placeholder.
 
 Suffixes: T token of this rank's rows, X place of a token of any rank, S row that is sampled, A sampled row that is
-still guessing, D hidden channel, V vocabulary, P pass of the layer.
+still drafting, D hidden channel, V vocabulary, P pass of the layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,11 +71,11 @@ class StepDraws:
         return [place for place, row in enumerate(self.rows) if row.sample is not None]
 
 
-class GuessesOnHost:
-    """Guessed tokens, in host memory that a queued copy fills.
+class DraftsOnHost:
+    """Draft tokens, in host memory that a queued copy fills.
 
     Args:
-        words_PN: int32; -1 where a row guesses no further.
+        words_PN: int32; -1 where a row drafts no further.
         columns: of each sampled row of the step, its column.
     """
 
@@ -84,7 +84,7 @@ class GuessesOnHost:
         self._columns = columns
 
     def outputs(self) -> dict[int, tuple[int, ...]]:
-        """The guesses after each row, in order. Call it after the copy is done."""
+        """The drafts after each row, in order. Call it after the copy is done."""
         by_column = self._words_PN.T.tolist()
         return {place: _until_none(by_column[column]) for place, column in self._columns.items()}
 
@@ -93,15 +93,15 @@ def _until_none(words: list[int]) -> tuple[int, ...]:
     return tuple(words[: words.index(_NONE)] if _NONE in words else words)
 
 
-def fetch_guesses(guessed_PN: Tensor, columns: Mapping[int, int]) -> GuessesOnHost:
-    """Queues the copy of guesses to the host, which does not wait.
+def fetch_drafts(drafts_PN: Tensor, columns: Mapping[int, int]) -> DraftsOnHost:
+    """Queues the copy of drafts to the host, which does not wait.
 
     Args:
-        guessed_PN: int32, contiguous; a later pass may overwrite it.
-        columns: as in `GuessesOnHost`.
+        drafts_PN: int32, contiguous; a later pass may overwrite it.
+        columns: as in `DraftsOnHost`.
     """
-    on_host = torch.empty(guessed_PN.shape, dtype=torch.int32, pin_memory=guessed_PN.is_cuda)
-    return GuessesOnHost(on_host.copy_(guessed_PN, non_blocking=True), columns)
+    on_host = torch.empty(drafts_PN.shape, dtype=torch.int32, pin_memory=drafts_PN.is_cuda)
+    return DraftsOnHost(on_host.copy_(drafts_PN, non_blocking=True), columns)
 
 
 class DraftPasses:
@@ -137,16 +137,16 @@ class DraftPasses:
         )
         return drafted_XD.index_select(0, last_d_S)
 
-    def guess(self, draws: StepDraws, drafted_SD: Tensor, count: int) -> GuessesOnHost:
-        """Queues the guesses after each sampled row, and their copy to the host.
+    def draft(self, draws: StepDraws, drafted_SD: Tensor, count: int) -> DraftsOnHost:
+        """Queues the drafts after each sampled row, and their copy to the host.
 
         Args:
             drafted_SD: what `write_kv` returned for the step.
-            count: most guesses after each row, at least one.
+            count: most drafts after each row, at least one.
         """
         rows = [draws.rows[place] for place in draws.sampled]
-        guessed_PS = torch.full((count, len(rows)), _NONE, dtype=torch.int32, device=self._device)
-        guessed_PS[0] = self._draw(drafted_SD, rows, 1)
+        drafts_PS = torch.full((count, len(rows)), _NONE, dtype=torch.int32, device=self._device)
+        drafts_PS[0] = self._draw(drafted_SD, rows, 1)
         leads_S = self._leads(draws) if count > 1 else None
         active, hidden_AD = list(range(len(rows))), drafted_SD
         for passed in range(1, count):
@@ -155,12 +155,12 @@ class DraftPasses:
                 break
             active = [active[place] for place in reaching]
             kept_A, active_A = to_device((np.array(reaching, np.int64), np.array(active, np.int64)), self._device)
-            guessed_A = guessed_PS[passed - 1].index_select(0, active_A)
+            drafts_A = drafts_PS[passed - 1].index_select(0, active_A)
             leads_A = None if leads_S is None else leads_S.index_select(0, active_A)
             chosen = [rows[each] for each in active]
-            hidden_AD = self._pass(chosen, hidden_AD.index_select(0, kept_A), guessed_A, passed, leads_A)
-            guessed_PS[passed].index_copy_(0, active_A, self._draw(hidden_AD, chosen, passed + 1))
-        return fetch_guesses(guessed_PS, {place: column for column, place in enumerate(draws.sampled)})
+            hidden_AD = self._pass(chosen, hidden_AD.index_select(0, kept_A), drafts_A, passed, leads_A)
+            drafts_PS[passed].index_copy_(0, active_A, self._draw(hidden_AD, chosen, passed + 1))
+        return fetch_drafts(drafts_PS, {place: column for column, place in enumerate(draws.sampled)})
 
     def _plan(
         self, rows: Sequence[BatchRow], lengths: Sequence[int], starts: Sequence[int]
@@ -193,11 +193,11 @@ class DraftPasses:
         return row.token_stop + passed <= len(row.block_ids) * self._block_size
 
     def _pass(
-        self, rows: Sequence[BatchRow], hidden_AD: Tensor, guessed_A: Tensor, passed: int, leads_A: Tensor | None
+        self, rows: Sequence[BatchRow], hidden_AD: Tensor, drafts_A: Tensor, passed: int, leads_A: Tensor | None
     ) -> Tensor:
-        """Queues the layer's pass over the newest guess of each row, at the position after that of the last pass."""
+        """Queues the layer's pass over the newest draft token of each row, one position after that of the last pass."""
         batch, places = self._plan(rows, [1] * len(rows), [row.token_stop + passed - 1 for row in rows])
-        next_ids_A = guessed_A.to(torch.int64).clamp_(min=0)
+        next_ids_A = drafts_A.to(torch.int64).clamp_(min=0)
         if places.shares is None:
             copied = to_device(batch.to_copy, self._device)
             return self._compute(batch, copied, next_ids_A, hidden_AD, leads_A, None)
@@ -224,8 +224,8 @@ class DraftPasses:
         return self._model.compute_drafts(next_ids_X, read_TD, positions_T, self._cache, metadata, shares)
 
     def _draw(self, hidden_AD: Tensor, rows: Sequence[BatchRow], count: int) -> Tensor:
-        """Draws a guess for each row from the layer's logits, with the random numbers by which the model's token in
-        that place will be drawn: logits that are nearly the model's then give the model's token. Returns int32."""
+        """Draws a draft token for each row from the layer's logits, with the random numbers by which the model's token
+        in that place will be drawn: logits that are nearly the model's then give the model's token. Returns int32."""
         return sample(self._model.compute_draft_logits(hidden_AD), [_sample_row(row, count) for row in rows]).chosen_R
 
     def _leads(self, draws: StepDraws) -> Tensor | None:
@@ -252,7 +252,7 @@ def _next_tokens(rows: Sequence[BatchRow], places: RowPlaces) -> NDArray[np.int6
 
 
 def _sample_row(row: BatchRow, count: int) -> SampleRow:
-    """How the token `count` places after the row's own is drawn. What edits logits is left out of guesses."""
+    """How the token `count` places after the row's own is drawn. What edits logits is left out of drafts."""
     assert row.sample is not None
     params = row.sample.params
     if params.logprobs is not None or params.grammar is not None or params.logit_bias:

@@ -1,5 +1,5 @@
 """Runs the layer that drafts tokens after steps: it keeps the layer's KV complete where the batch asks for that, and
-guesses tokens where the batch asks for guesses.
+drafts tokens where the batch asks for drafts.
 
 After captured decode steps its passes are captured too (`draft_graphs`). After steps with prompts, steps outside of
 graphs, and with attention data parallelism they are queued one by one (`draft_passes`). The device computes the step
@@ -12,7 +12,7 @@ from attention.backend import AttentionBackend
 from baton.engine.batch import Batch
 from baton.engine.device.capture import Progress, Recorder
 from baton.engine.device.draft_graphs import DraftGraphs
-from baton.engine.device.draft_passes import DraftPasses, GuessesOnHost, StepDraws
+from baton.engine.device.draft_passes import DraftPasses, DraftsOnHost, StepDraws
 from baton.engine.device.drawing import TokenDrawing
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings
 from baton.engine.device.step_slot import StepSlot
@@ -59,9 +59,9 @@ class DraftSteps:
         drawing: TokenDrawing,
         *,
         launch: str,
-    ) -> GuessesOnHost | None:
-        """Queues the passes after a step, and stops the step's timers: `guess_timer` also times the pass over the
-        step's tokens, except after steps with prompts. Returns the guesses that the batch asks for.
+    ) -> DraftsOnHost | None:
+        """Queues the passes after a step, and stops the step's timers: `draft_timer` also times the pass over the
+        step's tokens, except after steps with prompts. Returns the drafts that the batch asks for.
 
         Args:
             states_TD: what `CausalLM.draft_states` returned, with this rank's tokens of the step first.
@@ -73,23 +73,23 @@ class DraftSteps:
         has_prompts = len(batch.shared_rows[-1].token_ids) > 1
         if not has_prompts:
             slot.step_computed()
-        guesses: GuessesOnHost | None = None
+        drafts: DraftsOnHost | None = None
         if (size := self._captured_size(batch, launch)) is not None:
             assert self._graphs is not None
             assert not has_prompts, "it is a step of decodes"
             self.captured += 1
             self._graphs.write_kv(size)
-            if batch.guesses:
-                guesses = self._graphs.guess(len(batch.shared_rows), size, unfolded, batch.guesses)
+            if batch.num_layer_drafts:
+                drafts = self._graphs.draft(len(batch.shared_rows), size, unfolded, batch.num_layer_drafts)
         else:
             draws = _draws(batch, unfolded, drawing, is_eager=launch == "eager")
             drafted_SD = self._passes.write_kv(draws, states_TD)
             if has_prompts:
                 slot.step_computed()
-            if batch.guesses and draws.sampled:
-                guesses = self._passes.guess(draws, drafted_SD, batch.guesses)
-        slot.guess_timer.stop()
-        return guesses
+            if batch.num_layer_drafts and draws.sampled:
+                drafts = self._passes.draft(draws, drafted_SD, batch.num_layer_drafts)
+        slot.draft_timer.stop()
+        return drafts
 
     def _captured_size(self, batch: Batch, launch: str) -> int | None:
         if self._graphs is None or launch != "decode_graph":

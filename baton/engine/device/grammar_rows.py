@@ -65,13 +65,13 @@ class GrammarRows:
         filled: list[Masks] = []
         # Each request's remaining draws. A pass of this loop takes the first one of each.
         left = _draws_of_requests(places, rows)
-        guessed = False
+        drafted = False
         while left:
-            masks = self._fill([draws[0] for draws in left], rows, before, tokens, failed, guessed=guessed)
+            masks = self._fill([draws[0] for draws in left], rows, before, tokens, failed, drafted=drafted)
             if masks is not None:
                 filled.append(masks)
             left = _allowed(left, rows, masks, failed)
-            before, guessed = self._followed, True
+            before, drafted = self._followed, True
         if not filled:
             return None, failed
         if len(filled) == 1:
@@ -87,7 +87,7 @@ class GrammarRows:
         tokens: Mapping[str, int],
         failed: dict[int, BatonError],
         *,
-        guessed: bool,
+        drafted: bool,
     ) -> Masks | None:
         """The masks of one draw of each of some requests. Adds errors to `failed`, by place in `rows`.
 
@@ -95,7 +95,7 @@ class GrammarRows:
             places: of the draws in `rows`.
             before: the requests that were followed up to now.
             tokens: what the previous step has drawn.
-            guessed: whether these draws follow drafts.
+            drafted: whether these draws follow drafts.
         """
         matched: list[tuple[int, Matcher, SampleRow]] = []
         for place in places:
@@ -104,7 +104,7 @@ class GrammarRows:
             assert sample is not None, "rows with a grammar are drawn"
             try:
                 newest = tokens.get(row.request_id)
-                followed = self._follow(row, sample, before.get(row.request_id), newest, guessed=guessed)
+                followed = self._follow(row, sample, before.get(row.request_id), newest, drafted=drafted)
             except BatonError as error:
                 failed[place] = error
                 continue
@@ -127,7 +127,7 @@ class GrammarRows:
             self._drawn = _Drawn([row.request_id for row in rows], on_host, _event(self._device))
 
     def _follow(
-        self, row: BatchRow, sample: SampleRow, followed: "_Followed | None", newest: int | None, *, guessed: bool
+        self, row: BatchRow, sample: SampleRow, followed: "_Followed | None", newest: int | None, *, drafted: bool
     ) -> "_Followed":
         """The row's matcher after all of its output.
 
@@ -148,7 +148,7 @@ class GrammarRows:
                 followed = _Followed(grammar, self._compiler.matcher(grammar))
             elif not followed.go_back(output):
                 followed = followed.anew(self._compiler.matcher(grammar))
-            followed.charge(drafts=guessed)
+            followed.charge(drafts=drafted)
             for token_id in output[len(followed.tokens) :]:
                 followed.consume(token_id)
         if len(followed.tokens) != sample.output_index:

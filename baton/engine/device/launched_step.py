@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from baton.core.errors import LOGITS_FIELD, BatonError, InternalError
 from baton.core.types import PromptLogprob, TokenOutput
-from baton.engine.batch import Guessed, RowResult
-from baton.engine.device.draft_passes import GuessesOnHost
+from baton.engine.batch import LayerDrafts, RowResult
+from baton.engine.device.draft_passes import DraftsOnHost
 from baton.engine.device.pooled_states import PoolsOnHost
 from baton.engine.device.step_slot import StepSlot, StepSlots
 from baton.engine.device.unfolded import Unfolded
@@ -86,7 +86,7 @@ class LaunchedStep:
         slot: the step's own; it returns to `slots` when the step has ended.
         read: the prompt logprobs and pooled states of the step.
         unfolded: how rows with drafts were computed; None: there are none.
-        guesses: of the model's own layer; None: it has guessed none.
+        layer_drafts: of the model's own layer; None: it has drafted none.
         shares_keys: as in `StepComputed`.
     """
 
@@ -98,7 +98,7 @@ class LaunchedStep:
         slots: StepSlots,
         read: ReadStates,
         unfolded: Unfolded | None = None,
-        guesses: GuessesOnHost | None = None,
+        layer_drafts: DraftsOnHost | None = None,
         *,
         shares_keys: bool = False,
     ) -> None:
@@ -109,16 +109,16 @@ class LaunchedStep:
         self._slot = slot
         self._slots = slots
         self._read = read
-        self._guesses = guesses
-        self._seconds = self._guess_s = 0.0
+        self._layer_drafts = layer_drafts
+        self._seconds = self._draft_s = 0.0
         self._results: Sequence[RowResult] = ()
         self._pools: PooledRows = {}
 
     def wait(self) -> list[RowResult]:
         """One entry per row. Call it once, on any thread. Raises device errors."""
         self._seconds = self._slot.timer.wait()
-        if self._guesses is not None:
-            self._guess_s = self._slot.guess_timer.wait()
+        if self._layer_drafts is not None:
+            self._draft_s = self._slot.draft_timer.wait()
         results: list[RowResult] = [None] * self._num_rows
         if self._drawn.plain is not None:
             results = self._drawn.plain.outputs(self._slot.tokens_host)
@@ -138,21 +138,21 @@ class LaunchedStep:
         return results
 
     @property
-    def guessed(self) -> Guessed | None:
-        """The guesses of the model's own layer after each row's last token; known after `wait`. None: it has guessed
+    def layer_drafts(self) -> LayerDrafts | None:
+        """The drafts of the model's own layer after each row's last token; known after `wait`. None: it has drafted
         none."""
-        if self._guesses is None:
+        if self._layer_drafts is None:
             return None
-        found = self._guesses.outputs()
+        found = self._layer_drafts.outputs()
         if self._unfolded is None:
-            return Guessed(found, len(found), self._guess_s)
+            return LayerDrafts(found, len(found), self._draft_s)
         tokens: dict[int, tuple[int, ...]] = {}
         for row, (result, places) in enumerate(zip(self._results, self._unfolded.places, strict=True)):
-            # The guesses after the last draw that is kept.
+            # The drafts after the last draw that is kept.
             place = places[len(result) - 1] if isinstance(result, tuple) else places[-1]
             if place in found:
                 tokens[row] = found[place]
-        return Guessed(tokens, len(found), self._guess_s)
+        return LayerDrafts(tokens, len(found), self._draft_s)
 
     @property
     def seconds(self) -> float:

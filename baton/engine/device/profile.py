@@ -197,8 +197,8 @@ def _peak_bytes(runner: ModelRunner, batch: Batch, device: torch.device) -> int:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    # The logits of guesses take memory next to those of the step.
-    runner.run(replace(batch, guesses=int(runner.facts.drafts)))
+    # The logits of drafts take memory next to those of the step.
+    runner.run(replace(batch, num_layer_drafts=int(runner.facts.drafts)))
     return torch.cuda.max_memory_allocated(device) - before
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from baton.engine.batch import Batch, RowResult
 from baton.engine.device.capture import Progress, Recorder
-from baton.engine.device.draft_passes import GuessesOnHost
+from baton.engine.device.draft_passes import DraftsOnHost
 from baton.engine.device.draft_steps import DraftSteps
 from baton.engine.device.drawing import TokenDrawing
 from baton.engine.device.grammar_rows import GrammarRows
@@ -226,15 +226,15 @@ class ModelRunner:
                 drawn, read, states_TD = self._launch_eagerly(batch, keeps_tokens=unfolded is None)
         if self._cache.state is not None:
             copy_states(self._cache.state, batch.copies)
-        guesses: GuessesOnHost | None = None
+        layer_drafts: DraftsOnHost | None = None
         if self.drafts is None or states_TD is None or not batch.writes_draft_kv:
-            assert not batch.guesses or self.drafts is None, "a step with guesses computes the layer"
+            assert not batch.num_layer_drafts or self.drafts is None, "a step with drafts computes the layer"
             slot.timer.stop()
         else:
-            guesses = self.drafts.launch(batch, states_TD, slot, unfolded, self._drawing, launch=launch)
+            layer_drafts = self.drafts.launch(batch, states_TD, slot, unfolded, self._drawing, launch=launch)
         self.launches[launch] += 1
         shares_keys = launch == "decode_graph" and self._graphs is not None and self._graphs.shares_keys
-        return LaunchedStep(num_rows, drawn, slot, self._slots, read, unfolded, guesses, shares_keys=shares_keys)
+        return LaunchedStep(num_rows, drawn, slot, self._slots, read, unfolded, layer_drafts, shares_keys=shares_keys)
 
     def _unfolded(self, batch: Batch) -> Unfolded | None:
         """The batch with a row for each draft. Returns None if it has none."""
@@ -242,7 +242,7 @@ class ModelRunner:
         before, self._unfolded_before = self._unfolded_before, unfolds(rows)
         if before or (self._unfolded_before and any(row.num_drafts for row in rows)):
             sources = [row.request_id for row in rows if row.token_source is not None]
-            assert not sources, f"with guesses, and after other rows, all tokens are known, but not those of {sources}"
+            assert not sources, f"with drafts, and after other rows, all tokens are known, but not those of {sources}"
         if not self._unfolded_before:
             return None
         return unfold(batch)

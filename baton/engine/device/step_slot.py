@@ -20,7 +20,7 @@ class StepSlot:
         prompt_inputs, prompt_inputs_host: the same for steps with prompts.
         tokens_host: int32; the device writes it.
         timer: times the step.
-        guess_timer: times the layer that drafts tokens after it.
+        draft_timer: times the layer that drafts tokens after it.
     """
 
     def __init__(self, device: torch.device, *, input_bytes: int, max_rows: int, prompt_input_bytes: int = 0) -> None:
@@ -32,12 +32,12 @@ class StepSlot:
         self._tokens = torch.empty(max_rows, dtype=torch.int32, pin_memory=is_gpu)
         self.tokens_host = self._tokens.numpy()
         self.timer: DeviceTimer | HostTimer = DeviceTimer(device) if is_gpu else HostTimer()
-        self.guess_timer: DeviceTimer | HostTimer = DeviceTimer(device) if is_gpu else HostTimer()
+        self.draft_timer: DeviceTimer | HostTimer = DeviceTimer(device) if is_gpu else HostTimer()
 
     def step_computed(self) -> None:
         """Ends the time of the step, and begins that of the layer that drafts."""
         self.timer.stop()
-        self.guess_timer.start()
+        self.draft_timer.start()
 
     def fetch(self, tokens: Tensor) -> None:
         """Queues the copy of all rows' tokens to the host. The host does not wait."""

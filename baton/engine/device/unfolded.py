@@ -40,10 +40,10 @@ class Unfolded:
     def results(self, draws: Sequence[RowResult]) -> list[RowResult]:
         """The result of each row of the given step.
 
-        A draft is right if it is the token that is drawn in its place. The draws up to that of the first wrong draft
+        A draft token is accepted if it is the token drawn in its place. The draws up to that of the first rejected one
         are those that decoding would give; later ones follow a wrong token and are dropped, whatever they are. An error
-        fails the row only in place of its first draw. After that it may come from a guess alone, and draws before it
-        count: if decoding meets it too, the next step does.
+        fails the row only in place of its first draw. After that it may come from a draft token alone, and draws before
+        it count: if decoding meets it too, the next step does.
 
         Args:
             draws: the results of the rows of `batch`.

@@ -1,8 +1,8 @@
-"""Decides which requests a step guesses tokens for, and takes the step's draws after them. Pure.
+"""Decides which requests a step drafts tokens for, and takes the step's draws after them. Pure.
 
-Guesses follow a request's newest token, which the host must know. So a step with guesses is prepared when no step is in
+Drafts follow a request's newest token, which the host must know. So a step with drafts is prepared when no step is in
 flight, and none is prepared while it runs, for how many tokens it keeps is not known either. All requests of the step
-bear that, so `baton.engine.speculation` weighs it against the tokens that guesses bring.
+bear that, so `baton.engine.speculation` weighs it against the tokens that drafts bring.
 """
 
 from collections.abc import Sequence
@@ -10,30 +10,30 @@ from collections.abc import Sequence
 from baton.core.costs import StepWork
 from baton.core.decode_pace import DecodePace
 from baton.core.types import FinishReason, TokenOutput
-from baton.engine.batch import Guessed
-from baton.engine.events import DraftsChecked, TokensGuessed
+from baton.engine.batch import LayerDrafts
+from baton.engine.events import DraftsChecked, TokensDrafted
 from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.request_blocks import RequestBlocks
 from baton.engine.scheduling.roster import Roster
 from baton.engine.scheduling.state import RequestPhase, RequestState
 from baton.engine.scheduling.steps import NextStep, Step
 from baton.engine.speculation.depth import Draft
-from baton.engine.speculation.guessed_times import EndedStep
-from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES
+from baton.engine.speculation.layer_drafting import MOST_LAYER_DRAFTS
+from baton.engine.speculation.speculative_times import EndedStep
 from baton.engine.speculation.speculator import Speculator
 
-# Guesses after a prompt for the node that decodes it, whose first step they join. The first token waits for them.
+# Drafts after a prompt for the node that decodes it, whose first step they join. The first token waits for them.
 _HANDED_OVER = 2
 # A token of a request, with its end if it is the last one: the fields of `TokenSampled`.
 Sampled = tuple[str, TokenOutput, FinishReason | None, str]
 
 
 class Drafts:
-    """The guesses of one engine's steps.
+    """The drafts of one engine's steps.
 
     Args:
         seats: most rows of a step that draw a token.
-        has_layer: the model has a layer of its own that guesses tokens.
+        has_layer: the model has a layer of its own that drafts tokens.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Drafts:
         if oldest.number != self._asked:
             self._asked = oldest.number
             decoding = self._decoding()
-            may_guess = bool(decoding) and self._room > 0
-            self._waits = may_guess and self._speculator.pays(decoding, _work(decoding), self._meter.costs)
+            may_draft = bool(decoding) and self._room > 0
+            self._waits = may_draft and self._speculator.pays(decoding, _work(decoding), self._meter.costs)
         return self._waits
 
     def choose(self, decoding: Sequence[RequestState]) -> dict[RequestState, Draft]:
-        """The guesses of the next step for these requests, which all decode in it, as far as there are blocks for them.
+        """The drafts of the next step for these requests, which all decode in it, as far as there are blocks for them.
         No step is in flight."""
         self._begin(decoding)
         costs, roster = self._meter.costs, self._roster
@@ -80,14 +80,14 @@ class Drafts:
         return {state: draft for state, draft in fitting.items() if draft}
 
     def wait_s(self, step: NextStep) -> float:
-        """For how long the device waits for a step that has its decodes and guesses, or that waited for some."""
+        """For how long the device waits for a step that has its decodes and drafts, or that waited for some."""
         costs, rows = self._meter.costs, step.plain.decode_rows
         return 0.0 if costs is None or not rows else self._speculator.wait_s(rows, step.work.decode_rows, costs)
 
     def checked(
         self, state: RequestState, drafted: int, drawn: Sequence[TokenOutput]
     ) -> tuple[DraftsChecked, list[Sampled]]:
-        """Takes the draws of a step: one after each guess that is kept, and one more. Returns them up to the
+        """Takes the draws of a step: one after each draft token that is kept, and one more. Returns them up to the
         request's last token, if that is among them."""
         sampled: list[Sampled] = []
         for token in drawn:
@@ -105,42 +105,42 @@ class Drafts:
 
         Args:
             seconds, waited_s: as in `Scheduler.complete`.
-            checked: its guesses.
-            passes_s: the time in which the model's own layer guessed for the next step.
+            checked: its drafts.
+            passes_s: the time in which the model's own layer drafted for the next step.
         """
         costs, plain = self._meter.costs, step.plain
         if costs is None or waited_s is None or not (step.late or step.ahead):
             return
         tokens = plain.decode_rows + sum([each.accepted for each in checked])
-        passes_s = passes_s if step.guesses else 0.0
+        passes_s = passes_s if step.waits_for_layer else 0.0
         ended = EndedStep(plain, step.work, tokens, seconds, waited_s, passes_s, late=step.late)
-        if bool(ended.guesses) == bool(checked):
+        if bool(ended.drafts) == bool(checked):
             right = {each.request_id: each.accepted for each in checked}
             sampled = (state for state, row in zip(step.states, step.rows, strict=True) if row.sample is not None)
             got = ((state.request_id, 1 + right.get(state.request_id, 0)) for state in sampled)
             self._speculator.ended(ended, costs, got)
 
     def ask_layer(self, step: NextStep) -> None:
-        """Sets how many tokens the model's own layer should guess after this step: for the next step, and for the nodes
+        """Sets how many tokens the model's own layer should draft after this step: for the next step, and for the nodes
         that decode its prompts."""
         if not self._has_layer:
             return
         rows = zip(step.states, step.rows, strict=True)
         sampled = [state for state, row in rows if row.sample is not None]
         prompts = step.work.prompt_tokens > 0
-        step.guesses = self._guesses_here([state for state in sampled if state.decoding], prompts=prompts)
-        step.waits_for_guesses = step.guesses > 0
+        step.num_layer_drafts = self._layer_drafts_here([state for state in sampled if state.decoding], prompts=prompts)
+        step.waits_for_layer = step.num_layer_drafts > 0
         if any(state.prefill_only for state in sampled):
-            step.guesses = max(step.guesses, _HANDED_OVER)
-        if not step.guesses and not step.has_chunks:
+            step.num_layer_drafts = max(step.num_layer_drafts, _HANDED_OVER)
+        if not step.num_layer_drafts and not step.has_chunks:
             step.writes_draft_kv = self._speculator.writes_layer_kv(step.states)
         if not step.writes_draft_kv:
             for state in step.states:
                 # The layer's part of its blocks has what another request left there.
                 state.is_shared = False
 
-    def _guesses_here(self, sampled: Sequence[RequestState], *, prompts: bool) -> int:
-        """How many tokens to guess for the next step here, of requests whose last tokens are sampled now.
+    def _layer_drafts_here(self, sampled: Sequence[RequestState], *, prompts: bool) -> int:
+        """How many tokens to draft for the next step here, of requests whose last tokens are sampled now.
 
         Args:
             prompts: whether prompts share the step.
@@ -153,27 +153,27 @@ class Drafts:
         work, costs = StepWork(len(sampled), keys), self._meter.costs
         roster = self._roster
         prompts_next = len(sampled) < len(roster.running) or bool(roster.waiting and roster.free_seats)
-        return self._speculator.count_guesses(
+        return self._speculator.count_layer_drafts(
             sampled, work, costs, room=room, prompts=prompts, prompts_next=prompts_next
         )
 
-    def guessed(self, step: Step, guessed: Guessed) -> tuple[TokensGuessed, ...]:
-        """Takes the guesses of the model's own layer after a step that has ended. Returns those for other nodes."""
-        self._speculator.observe_guesses(guessed, prompts=step.work.prompt_tokens > 0)
+    def layer_ended(self, step: Step, layer_drafts: LayerDrafts) -> tuple[TokensDrafted, ...]:
+        """Takes the drafts of the model's own layer after a step that has ended. Returns those for other nodes."""
+        self._speculator.observe_layer(layer_drafts, prompts=step.work.prompt_tokens > 0)
         for_others = []
-        for place, tokens in guessed.tokens.items():
+        for place, tokens in layer_drafts.tokens.items():
             state = step.states[place]
             if state.phase is RequestPhase.RUNNING and state.decoding:
-                self.take_guesses(state, tokens)
+                self.take_layer_drafts(state, tokens)
             elif state.phase is RequestPhase.HELD and tokens:
-                for_others.append(TokensGuessed(state.request_id, tokens))
+                for_others.append(TokensDrafted(state.request_id, tokens))
         return tuple(for_others)
 
-    def take_guesses(self, state: RequestState, tokens: Sequence[int]) -> None:
-        """Takes guesses after a request's known tokens, from the layer here or on the node that computed its prompt."""
+    def take_layer_drafts(self, state: RequestState, tokens: Sequence[int]) -> None:
+        """Takes drafts after a request's known tokens, from the layer here or on the node that computed its prompt."""
         self._begin([state])
         if tokens and self._has_layer:
-            self._speculator.guessed(state, tokens[:MOST_LAYER_GUESSES])
+            self._speculator.take_layer_drafts(state, tokens[:MOST_LAYER_DRAFTS])
 
     def lacks_layer_kv(self, state: RequestState) -> None:
         """A request's KV comes without that of the model's own layer, from a node that has none."""
@@ -192,12 +192,12 @@ class Drafts:
 
     @property
     def pace(self) -> DecodePace:
-        """What guesses make of the present decode steps."""
+        """What speculation makes of the present decode steps."""
         return self._speculator.pace.pace
 
     @property
     def _room(self) -> int:
-        """Most guesses of the next step. Each takes a row, but a request that waits for a seat could take one; and each
+        """Most drafts of the next step. Each takes a row, but a request that waits for a seat could take one; and each
         takes a slot for its state, if the model has states."""
         rows = self.seats - len(self._roster.running) - bool(self._roster.waiting)
         slots = self._blocks.states.draft_room

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from baton.core.errors import BatonError
 from baton.core.types import PromptLogprob, TokenOutput
-from baton.engine.batch import BatchRow, Guessed, RowResult
+from baton.engine.batch import BatchRow, LayerDrafts, RowResult
 from baton.engine.events import (
     ChunkComputed,
     DraftsChecked,
@@ -26,7 +26,7 @@ class EndedSteps:
     """Ends the steps of one scheduler, oldest first.
 
     Args:
-        drafts: None: no step has guesses.
+        drafts: None: no step has drafts.
     """
 
     def __init__(self, requests: RequestTable, meter: Costs, drafts: Drafts | None, *, block_size: int) -> None:
@@ -42,7 +42,7 @@ class EndedSteps:
         seconds: float,
         scores: Mapping[int, Sequence[PromptLogprob]],
         pools: PooledRows,
-        guessed: Guessed | None,
+        layer_drafts: LayerDrafts | None,
         waited_s: float | None,
         *,
         shares_keys: bool,
@@ -108,11 +108,13 @@ class EndedSteps:
                 sampled.append((state.request_id, token, None, ""))
             if start < state.prefill_stop and state.phase is running:
                 self._requests.begin(state)
-        for_others = () if guessed is None or self._drafts is None else self._drafts.guessed(step, guessed)
+        for_others = (
+            () if layer_drafts is None or self._drafts is None else self._drafts.layer_ended(step, layer_drafts)
+        )
         pooled_events = tuple(map(self._end_pooled, pooled))
         self._requests.fill_seats()
         if self._drafts is not None:
-            passes_s = 0.0 if guessed is None else guessed.seconds
+            passes_s = 0.0 if layer_drafts is None else layer_drafts.seconds
             self._drafts.ended(step, seconds, waited_s, checked, passes_s)
         if not (step.scores or shares_keys) and (not step.late or step.work.prompt_tokens):
             # A step that reads shared keys once would make steps that share none seem cheap. The device's time for a
@@ -129,7 +131,7 @@ class EndedSteps:
             scored=scored,
             pooled=pooled_events,
             drafts=tuple(checked),
-            guessed=for_others,
+            drafted=for_others,
         )
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
@@ -159,14 +161,14 @@ class EndedSteps:
         sampled: list[Sampled],
         failed: list[RequestFailed],
     ) -> None:
-        """Ends a row with guesses: adds what it has drawn to the step's events."""
+        """Ends a row with drafts: adds what it has drawn to the step's events."""
         if isinstance(drawn, BatonError):
             state.num_computed = row.token_start + 1
             self._blocks.states.end_drafts(state, row, 0)
             failed.append(self._failed(state, drawn))
             return
-        assert self._drafts is not None, "only a scheduler with guesses makes such rows"
-        assert isinstance(drawn, tuple), "a row with guesses yields several tokens"
+        assert self._drafts is not None, "only a scheduler with drafts makes such rows"
+        assert isinstance(drawn, tuple), "a row with drafts yields several tokens"
         was = state.num_computed
         drafts, tokens = self._drafts.checked(state, row.num_drafts, drawn)
         checked.append(drafts)

@@ -48,7 +48,7 @@ def engine_load(
     """The load.
 
     Args:
-        pace: of the latest decode steps; None: nothing is guessed.
+        pace: of the latest decode steps; None: nothing is drafted.
     """
     decoding = roster.decoding()
     return EngineLoad(

@@ -131,7 +131,7 @@ class Prompts:
         prompts = sorted([state for state in running if state.phase is RequestPhase.RUNNING], key=_place_of)
         overdue = self._overdue(prompts, now, admit=admit)
         step.bound = self._slicer.bound(
-            self._meter.costs, step.plain, roster.streams, overdue=overdue, guessed=step.work, wait_s=step.wait_s
+            self._meter.costs, step.plain, roster.streams, overdue=overdue, drafted=step.work, wait_s=step.wait_s
         )
         if self._blocks.num_pools == 1:
             self._add_round(step, prompts, pace, now, admit=admit)

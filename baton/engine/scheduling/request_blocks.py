@@ -226,7 +226,7 @@ class RequestBlocks:
         return True
 
     def draft_room(self, state: RequestState, num_drafts: int) -> int:
-        """How many of so many guesses have slots after the request's next token. Gives it blocks for them if that
+        """How many of so many drafts have slots after the request's next token. Gives it blocks for them if that
         leaves half of the free ones."""
         wanted = state.num_scheduled + 1 + num_drafts
         pool = self._pools[state.pool]

@@ -19,9 +19,9 @@ from baton.engine.scheduling.state import RequestPhase, RequestState
 from baton.engine.scheduling.state_slots import NO_SLOT, StateSlots
 from baton.engine.scheduling.steps import NextStep, Step, StepSnapshot
 
-# Slots that snapshots of decoding requests, and guesses, leave free: theirs cannot be taken until the step has ended.
+# Slots that snapshots of decoding requests, and drafts, leave free: theirs cannot be taken until the step has ended.
 _SPARE_SLOTS = 1
-# States after guesses take at most this part of all slots, so that most snapshots of prefixes stay.
+# States after drafts take at most this part of all slots, so that most snapshots of prefixes stay.
 _DRAFT_SHARE = 4
 
 
@@ -169,27 +169,27 @@ class RequestStates:
         state.passing = passing
         state.state_tokens = stop
 
-    # ---- guesses
+    # ---- drafts
 
     @property
     def draft_room(self) -> int | None:
-        """Most guesses of the next step; each leaves a state in a slot of its own. None: there are no states."""
+        """Most drafts of the next step; each leaves a state in a slot of its own. None: there are no states."""
         if not self.unit:
             return None
         return max(0, min(self.slots.num_available - _SPARE_SLOTS, self.slots.num_slots // _DRAFT_SHARE))
 
     def begin_drafts(self, step: NextStep) -> None:
-        """Gives the guesses of the step slots for the states after them."""
+        """Gives the drafts of the step slots for the states after them."""
         for index in range(step.num_decodes, len(step.rows) if self.unit else 0):
             row = step.rows[index]
             step.rows[index] = row._replace(draft_slots=self.slots.lend(row.num_drafts))
 
     def end_drafts(self, state: RequestState, row: BatchRow, num_kept: int) -> None:
-        """Gives the request the state after its last known token but one, when a step with guesses has ended. A state
+        """Gives the request the state after its last known token but one, when a step with drafts has ended. A state
         before that, where snapshots are taken, becomes a snapshot.
 
         Args:
-            num_kept: leading guesses that are tokens of the request now.
+            num_kept: leading drafts that are tokens of the request now.
         """
         slots = (state.state_slot, *row.draft_slots)
         if len(slots) == 1:
@@ -207,7 +207,7 @@ class RequestStates:
                 self.slots.take_back(slot)
 
     def drop_drafts(self, row: BatchRow) -> None:
-        """Frees the slots of a row with guesses whose request has ended."""
+        """Frees the slots of a row with drafts whose request has ended."""
         for slot in row.draft_slots:
             self.slots.take_back(slot)
 

@@ -112,7 +112,7 @@ class RequestTable:
                     self.preempt(self.roster.last_decoder(state.pool), now)
         for state in decoding:
             if state.phase is RequestPhase.RUNNING:
-                # Not beyond the block of the next token: rows do not have the blocks yet that guesses were given.
+                # Not beyond the block of the next token: rows do not have the blocks yet that drafts were given.
                 state.steady_stop = min(state.decode_stop, (state.num_scheduled // block_size + 1) * block_size)
                 state.shared_row = None
         if len(decoding) < len(unsteady):

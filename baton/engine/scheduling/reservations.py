@@ -15,7 +15,7 @@ class Reservations:
     """The reserved requests of one scheduler, each from `reserve` until `admit`, `prefill_here` or `Scheduler.abort`.
 
     Args:
-        drafts: None: no step has guesses.
+        drafts: None: no step has drafts.
     """
 
     def __init__(self, requests: RequestTable, drafts: Drafts | None, facts: ModelFacts) -> None:
@@ -69,13 +69,13 @@ class Reservations:
         return self._blocks.reservation(state)
 
     def admit(
-        self, request_id: str, first: TokenOutput, guesses: Sequence[int] = (), *, has_draft: bool = True
+        self, request_id: str, first: TokenOutput, drafts: Sequence[int] = (), *, has_draft: bool = True
     ) -> FinishReason | None:
         """Lets a reserved request decode after `first`, once the KV of all its known tokens has arrived. It runs as
         soon as a seat is free.
 
         Args:
-            guesses: for the tokens after `first`, from the node that computed the prompt.
+            drafts: for the tokens after `first`, from the node that computed the prompt.
             has_draft: KV of layers that draft tokens has arrived too, if the model has such layers here.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
@@ -94,8 +94,8 @@ class Reservations:
         else:
             self._requests.begin(state)
             self._roster.make_ready(state)
-            if self._drafts is not None and all(0 <= token < self._vocab_size for token in guesses):
-                self._drafts.take_guesses(state, guesses)
+            if self._drafts is not None and all(0 <= token < self._vocab_size for token in drafts):
+                self._drafts.take_layer_drafts(state, drafts)
             self._requests.fill_seats()
         return end.reason
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from baton.core.block_keys import adapted_identity, root_digest
 from baton.core.errors import BatonError
 from baton.core.types import AdapterRef, Grammar, PromptLogprob
-from baton.engine.batch import Batch, Guessed, RowResult
+from baton.engine.batch import Batch, LayerDrafts, RowResult
 from baton.engine.events import RequestFailed, StepEvents
 from baton.engine.pooling import PooledRows
 from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts
@@ -195,7 +195,7 @@ class Scheduler:
 
     def _must_wait(self, running: Step) -> bool:
         """Whether the next step must not be prepared before this one, the only one in flight, has ended."""
-        return running.unfolds or running.guesses or (self._drafts is not None and self._drafts.waits(running))
+        return running.unfolds or running.waits_for_layer or (self._drafts is not None and self._drafts.waits(running))
 
     def take_refused(self) -> StepEvents | None:
         """The requests that `schedule` refused since the last call, because they cannot meet their deadline."""
@@ -213,7 +213,7 @@ class Scheduler:
         seconds: float,
         scores: Mapping[int, Sequence[PromptLogprob]] = _NO_SCORES,
         pools: PooledRows = _NO_POOLS,
-        guessed: Guessed | None = None,
+        layer_drafts: LayerDrafts | None = None,
         waited_s: float | None = None,
         *,
         shares_keys: bool = False,
@@ -224,13 +224,13 @@ class Scheduler:
             results: what each row yields, see `RowResult`.
             scores: the logprobs that `Batch.scores` asks for, by row.
             pools: the sums that `Batch.pools` asks for, by row.
-            guessed: the guesses that `Batch.guesses` asks for; None: the model has no layer for them.
+            layer_drafts: the drafts that `Batch.num_layer_drafts` asks for; None: the model has no layer for them.
             waited_s: since the step before ended, without the time in which the device computed. None: unknown.
             shares_keys: whether the step read keys that many rows share only once.
         """
         ended = self._in_flight.oldest
-        self._waits = self._waits or ended.unfolds or ended.guesses
-        return self._ended.complete(results, seconds, scores, pools, guessed, waited_s, shares_keys=shares_keys)
+        self._waits = self._waits or ended.unfolds or ended.waits_for_layer
+        return self._ended.complete(results, seconds, scores, pools, layer_drafts, waited_s, shares_keys=shares_keys)
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
         """Fails the oldest step in flight: its requests end with `error`. Their rows in the next step are void.

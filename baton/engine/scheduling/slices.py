@@ -3,7 +3,7 @@
 
 With a TPOT, such a step takes at most `_TPOT_SHARE` of the tightest one among the requests that run. A mean of tokens
 in time is then kept by every single step, so bursts of prompts never use up what streams are ahead. This also bounds
-the gap between two tokens. Only others' guesses may make a step longer, by what the request's own have saved
+the gap between two tokens. Only others' drafts may make a step longer, by what the request's own have saved
 (`baton.engine.speculation.wait_bounds`). A TPOT is out of reach if a plain decode step takes more than `_OUT_OF_REACH`
 times as long. It does not count, because it would only make all prompts wait.
 
@@ -32,7 +32,7 @@ from baton.core.costs import (
     StepWork,
     chunk_pairs,
 )
-from baton.core.decode_pace import GUESSES_SHARE
+from baton.core.decode_pace import DRAFTS_SHARE
 
 # A request without a deadline counts as due this long after its arrival.
 DEFAULT_TTFT_S = 10.0
@@ -137,7 +137,7 @@ class Slicer:
         streams: Collection[StreamBound],
         *,
         overdue: float,
-        guessed: StepWork | None = None,
+        drafted: StepWork | None = None,
         wait_s: float = 0.0,
     ) -> StepBound | None:
         """The bound of a step with prompts. Returns None if the step has no bound.
@@ -147,17 +147,17 @@ class Slicer:
             streams: bounds of the running requests.
             overdue: how long the first prompt has waited, in multiples of the time in which its first token should
                 come.
-            guessed: the same with guesses. These may take longer than that; prompts keep their part of the time above
+            drafted: the same with drafts. These may take longer than that; prompts keep their part of the time above
                 the plain step.
-            wait_s: for how long the device waits for the step because of guesses, a part of what requests wait for it.
+            wait_s: for how long the device waits for the step because of drafts, a part of what requests wait for it.
         """
         if costs is None or not work.decode_rows:
             return None
         plain_s = costs.seconds(work)
         seconds = decodes_bound_s(plain_s, streams, overdue=overdue)
-        if guessed is not None and seconds > plain_s:
-            prompts_s = (1 - GUESSES_SHARE) * (seconds - plain_s)
-            seconds = max(seconds - wait_s, costs.seconds(guessed) + prompts_s)
+        if drafted is not None and seconds > plain_s:
+            prompts_s = (1 - DRAFTS_SHARE) * (seconds - plain_s)
+            seconds = max(seconds - wait_s, costs.seconds(drafted) + prompts_s)
         forced = self._skips >= SKIPS_MAX
         return StepBound(costs, seconds, least_tokens=MIN_SLICE_TOKENS, forced=forced)
 

@@ -84,7 +84,7 @@ class RequestState:
         scored: logprobs of the prompt's tokens from the second on, as far as they are computed; None: none are wanted,
             or all have been reported.
         pooling: the sum of the prompt's hidden states that are pooled; None: nothing is pooled.
-        is_followed: whether tokens are guessed from its sequence.
+        is_followed: whether tokens are drafted from its sequence.
     """
 
     # NOTE: Python keeps more than 30 attributes in a slower dictionary, and every step reads several of each request.
@@ -182,7 +182,7 @@ class RequestState:
 
     @property
     def most_drafts(self) -> int:
-        """Most tokens that may be guessed for its next step: more could not be part of its output."""
+        """Most tokens that may be drafted for its next step: more could not be part of its output."""
         return max(0, self.decode_stop - self.num_scheduled - 1)
 
     @property
@@ -316,9 +316,9 @@ class RequestState:
         return BatchRow(self.request_id, tokens, start, *shared, next_token=next_token)
 
     def next_drafts(self, draft: tuple[int, ...], *, block_size: int) -> BatchRow:
-        """Makes its row of the next step, which computes its newest token, and these guesses after it. Only the newest
+        """Makes its row of the next step, which computes its newest token, and these drafts after it. Only the newest
         token counts as scheduled."""
-        assert self.num_scheduled == len(self.tokens) - 1, "a guess follows tokens that are known"
+        assert self.num_scheduled == len(self.tokens) - 1, "a draft token follows tokens that are known"
         row = self.next_row(1, block_size=block_size)
         stop = row.token_start + 1 + len(draft)
         blocks = self.blocks[: -(-stop // block_size)]

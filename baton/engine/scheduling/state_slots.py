@@ -85,7 +85,7 @@ class StateSlots:
         self.num_held -= 1
         self._free.append(slot)
 
-    # ---- guesses
+    # ---- drafts
 
     def lend(self, count: int) -> tuple[int, ...]:
         """Takes slots that the next step writes. Neither requests nor snapshots have them until `take_back`, or until

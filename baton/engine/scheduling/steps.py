@@ -16,7 +16,7 @@ from baton.engine.pooling import PooledRows, PoolRow
 from baton.engine.request import EngineLimits
 from baton.engine.scheduling.slices import StepBound
 from baton.engine.scheduling.state import RequestPhase, RequestState
-from baton.engine.speculation.depth import Draft, guessed_work
+from baton.engine.speculation.depth import Draft, speculative_work
 
 STEPS_MAX = 2
 
@@ -48,18 +48,18 @@ class NextStep:
         scores: the requests whose prompt logprobs this step computes.
         pools: the requests whose hidden states this step pools.
         num_decodes: rows of `add_decodes`; they come before all others.
-        unfolds: whether a row has guesses.
+        unfolds: whether a row has drafts.
         late: whether it was prepared only when the step before had ended, because one of the two unfolds or might.
         work: what the step computes.
-        plain: its decodes without guesses.
-        wait_s: for how long the device waits for it, because guesses were prepared late or might have been.
+        plain: its decodes without drafts.
+        wait_s: for how long the device waits for it, because drafts were prepared late or might have been.
         bound: on the step's time; None: there is none.
         has_skipped: whether the first prompt got no token of this step for lack of room.
         layers_per_group: the smallest number that a prompt of the step asks for; 0: no prompt asks for marks.
         restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
         snapshots: snapshots of recurrent states, usable once the step has ended.
-        guesses: how many tokens the model's own layer guesses at most, see `Batch`.
-        waits_for_guesses: whether they are for the next step, which must wait for them.
+        num_layer_drafts: how many tokens the model's own layer drafts at most, see `Batch`.
+        waits_for_layer: whether they are for the next step, which must wait for them.
         writes_draft_kv: as in `Batch`.
         has_chunks: whether it computes known tokens of a request, such as a part of its prompt.
 
@@ -86,8 +86,8 @@ class NextStep:
         self.restores: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.snapshots: list[StepSnapshot] = []
-        self.guesses = 0
-        self.waits_for_guesses = False
+        self.num_layer_drafts = 0
+        self.waits_for_layer = False
         self.writes_draft_kv = True
         self.has_chunks = False
         self._state_unit = state_unit
@@ -119,19 +119,19 @@ class NextStep:
         self.work = self.plain = work
 
     def add_drafts(self, drafts: Mapping[RequestState, Draft]) -> None:
-        """Adds the next token of each request and the guesses after it. Call it after `add_decodes`, and before
+        """Adds the next token of each request and the drafts after it. Call it after `add_decodes`, and before
         `plan_chunk`."""
         if not drafts:
             return
         self.unfolds = True
         newest = [(state.num_scheduled - 1, 1) for state in drafts]
-        guessed = [(state.num_scheduled - 1, 1 + len(draft)) for state, draft in drafts.items()]
-        self.plain, self.work = guessed_work(self.plain, newest), guessed_work(self.work, guessed)
+        drafted = [(state.num_scheduled - 1, 1 + len(draft)) for state, draft in drafts.items()]
+        self.plain, self.work = speculative_work(self.plain, newest), speculative_work(self.work, drafted)
         self.rows += [state.next_drafts(draft, block_size=self._block_size) for state, draft in drafts.items()]
         self.states += drafts
-        num_guesses = sum(map(len, drafts.values()))
-        self.budget -= len(drafts) + num_guesses
-        self._num_more += num_guesses
+        num_drafts = sum(map(len, drafts.values()))
+        self.budget -= len(drafts) + num_drafts
+        self._num_more += num_drafts
 
     def chunk_tokens(self, state: RequestState, start: int, *, others: int = 0, most: int | None = None) -> int:
         """How many tokens of the request from `start` on still fit. Returns 0 if it waits.
@@ -205,13 +205,13 @@ class Step(NamedTuple):
         states: the requests of the rows, in the order of the rows.
         started: the requests whose first row is in this step, by id.
         work: what the step computes.
-        plain: the same without guesses.
+        plain: the same without drafts.
         scores: whether it computes prompt logprobs too.
         snapshots: snapshots of recurrent states, usable once the step has ended.
         unfolds: whether it is computed in other rows than these, so that the next step must wait for its tokens.
         late: as in `NextStep`.
         ahead: whether it was prepared while the step before ran.
-        guesses: whether the model's own layer guesses after it for the next step, which must wait for them.
+        waits_for_layer: whether the model's own layer drafts tokens after it for the next step, which must wait.
     """
 
     number: int
@@ -223,7 +223,7 @@ class Step(NamedTuple):
     snapshots: tuple[StepSnapshot, ...] = ()
     unfolds: bool = False
     late: bool = False
-    guesses: bool = False
+    waits_for_layer: bool = False
     plain: StepWork = StepWork()
     ahead: bool = False
 
@@ -294,13 +294,13 @@ class StepsInFlight:
         rows, snapshots = tuple(step.rows), tuple(step.snapshots)
         scored = bool(step.scores)
         plain = StepWork(step.plain.decode_rows, step.plain.keys, step.work.prompt_tokens, step.work.pairs)
-        prepared = step.unfolds, step.late, step.waits_for_guesses, plain, bool(self._steps)
+        prepared = step.unfolds, step.late, step.waits_for_layer, plain, bool(self._steps)
         launched = Step(number, step.states, rows, step.started, step.work, scored, snapshots, *prepared)
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
         restores, copies = tuple(step.restores), tuple(step.copies)
         pools = tuple(sorted((state.row_index, pool) for state, pool in step.pools))
-        others = scores, restores, copies, pools, step.guesses, step.writes_draft_kv
+        others = scores, restores, copies, pools, step.num_layer_drafts, step.writes_draft_kv
         return Batch(number, launched.rows, step.layers_per_group, *others)
 
     @property

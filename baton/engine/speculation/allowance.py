@@ -1,4 +1,4 @@
-"""Bounds work for guesses that all requests share, so that no step waits long for it. Pure."""
+"""Bounds work for drafts that all requests share, so that no step waits long for it. Pure."""
 
 
 class Allowance:

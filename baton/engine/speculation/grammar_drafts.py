@@ -1,8 +1,8 @@
-"""Guesses what a grammar leaves no choice about, such as the keys of an object in JSON. Pure.
+"""Drafts what a grammar leaves no choice about, such as the keys of an object in JSON. Pure.
 
-Where a grammar allows one continuation, the longest token for it is guessed. Where it allows a few tokens, such as a
-colon and white space, the guess is what the output had the last time when the same tokens were allowed after the same
-token. The guesses follow one another until the grammar allows many tokens, such as within a string.
+Where a grammar allows one continuation, the longest token for it is drafted. Where it allows a few tokens, such as a
+colon and white space, the draft is what the output had the last time when the same tokens were allowed after the
+same token. The drafts follow one another until the grammar allows many tokens, such as within a string.
 
 Output tokens are followed in a state of our own: that of the step's masks is used on another thread, and is not there
 before the step.
@@ -16,8 +16,8 @@ from baton.engine.speculation.acceptance import Basis
 from baton.engine.speculation.allowance import Allowance
 from baton.grammar.choices import Choices
 
-# More guesses at a time are rarely right, and each one takes a mask.
-_MOST_GUESSES = 8
+# More drafts at a time are rarely accepted, and each one takes a mask.
+_MOST_DRAFTS = 8
 _CHOICES = 256
 _NONE = -1
 
@@ -46,8 +46,8 @@ class GrammarStates(Protocol):
 _Place: TypeAlias = "tuple[int, int, int]"
 
 
-class _Guess(NamedTuple):
-    """A guess, and which choice it makes.
+class _DraftToken(NamedTuple):
+    """A draft token, and which choice it makes.
 
     Args:
         token: -1: there are a few possible tokens, and nothing says which.
@@ -60,7 +60,7 @@ class _Guess(NamedTuple):
 
 
 class GrammarDrafts:
-    """Guesses for one output."""
+    """Drafts for one output."""
 
     def __init__(self, grammar: Grammar, states: GrammarStates, allowance: Allowance) -> None:
         self._grammar = grammar
@@ -69,12 +69,12 @@ class GrammarDrafts:
         self._state: GrammarState | None = None
         self._is_dead = False
         self._consumed = 0
-        self._guesses: list[_Guess] = []  # after the consumed tokens
-        self._is_whole = False  # whether no more could be guessed after `_guesses`
+        self._drafts: list[_DraftToken] = []  # after the consumed tokens
+        self._is_whole = False  # whether no more could be drafted after `_drafts`
         self._taken: dict[_Place, int] = {}  # the choices of this output
 
-    def guesses(self, tokens: IntArray, prompt_tokens: int, most: int) -> tuple[IntArray, list[int]]:
-        """Guesses for the next tokens, at most so many, and the basis of each.
+    def propose(self, tokens: IntArray, prompt_tokens: int, most: int) -> tuple[IntArray, list[int]]:
+        """Proposes the next tokens, at most so many, and the basis of each.
 
         Args:
             tokens: prompt and output.
@@ -82,9 +82,9 @@ class GrammarDrafts:
         if self._is_dead or (self._state is None and not self._start()):
             return int_array(), []
         self._follow(tokens, prompt_tokens)
-        if not self._is_dead and not self._is_whole and len(self._guesses) < min(most, _MOST_GUESSES):
-            self._extend(tokens[max(prompt_tokens, len(tokens) - 2) :], min(most, _MOST_GUESSES))
-        known = [each for each in self._guesses[:most] if each.token >= 0]
+        if not self._is_dead and not self._is_whole and len(self._drafts) < min(most, _MOST_DRAFTS):
+            self._extend(tokens[max(prompt_tokens, len(tokens) - 2) :], min(most, _MOST_DRAFTS))
+        known = [each for each in self._drafts[:most] if each.token >= 0]
         return int_array([each.token for each in known]), [each.basis for each in known]
 
     def _start(self) -> bool:
@@ -97,20 +97,20 @@ class GrammarDrafts:
         for token in tokens[prompt_tokens + self._consumed :]:
             if not self._state.consume(token):
                 self._is_dead = True
-                self._guesses = []
+                self._drafts = []
                 return
             self._consumed += 1
-            guess = self._guesses.pop(0) if self._guesses else None
-            if guess is not None:
+            draft = self._drafts.pop(0) if self._drafts else None
+            if draft is not None:
                 if len(self._taken) >= _CHOICES:
                     self._taken.clear()
-                for place in guess.places:
+                for place in draft.places:
                     self._taken[place] = token
-            if guess is None or guess.token != token:
-                self._guesses, self._is_whole = [], False
+            if draft is None or draft.token != token:
+                self._drafts, self._is_whole = [], False
 
     def _extend(self, newest: IntArray, most: int) -> None:
-        """Adds guesses while the grammar leaves few choices.
+        """Adds drafts while the grammar leaves few choices.
 
         Args:
             newest: the last two tokens of the output, if it has so many.
@@ -119,33 +119,33 @@ class GrammarDrafts:
         assert state is not None
         before, last = [_NONE, _NONE, *newest][-2:]
         walked = 0
-        for each in self._guesses:
+        for each in self._drafts:
             if not state.consume(each.token):
                 self._is_dead = True
                 return
             before, last = last, each.token
             walked += 1
-        while len(self._guesses) < most and self._allowance.take():
+        while len(self._drafts) < most and self._allowance.take():
             choices = state.choices()
             if choices is None:
                 self._is_whole = True
                 break
-            guess = self._guess(choices, before, last)
-            self._guesses.append(guess)
-            if guess.token < 0 or not state.consume(guess.token):
+            draft = self._draft(choices, before, last)
+            self._drafts.append(draft)
+            if draft.token < 0 or not state.consume(draft.token):
                 self._is_whole = True
                 break
-            before, last = last, guess.token
+            before, last = last, draft.token
             walked += 1
         if walked and not state.rollback(walked):
             self._is_dead = True
 
-    def _guess(self, choices: Choices, before: int, last: int) -> _Guess:
+    def _draft(self, choices: Choices, before: int, last: int) -> _DraftToken:
         key = choices.key
         places = ((key, before, last), (key, _NONE, last), (key, _NONE, _NONE))
         if choices.forced >= 0:
-            return _Guess(choices.forced, Basis.FORCED, ())
+            return _DraftToken(choices.forced, Basis.FORCED, ())
         for place, basis in zip(places, (Basis.REPEATED, Basis.SIMILAR, Basis.SIMILAR), strict=True):
             if (taken := self._taken.get(place)) is not None:
-                return _Guess(taken, basis, places)
-        return _Guess(choices.spaced, Basis.SPACED, places)
+                return _DraftToken(taken, basis, places)
+        return _DraftToken(choices.spaced, Basis.SPACED, places)

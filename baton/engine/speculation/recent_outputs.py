@@ -1,7 +1,7 @@
-"""Keeps outputs that ended lately, so that later requests of the same tenant can be guessed from them. Pure.
+"""Keeps outputs that ended lately, so that later requests of the same tenant can be drafted from them. Pure.
 
 Requests have the same root if they have the same model, adapter and cache salt. A lookup sees outputs of one root only,
-because how long a guess holds shows in the time between tokens.
+because how long a draft holds shows in the time between tokens.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Finds where a sequence has had its last tokens before, so that what followed there can be guessed. Pure.
+"""Finds where a sequence has had its last tokens before, so that what followed there can be drafted. Pure.
 
 The places after every 3 tokens and after every 12 tokens are sorted by a hash of these tokens. That takes 16 bytes for
 each token, and a lookup is two or three binary searches. Tokens that came lately are in a dict until there are enough

@@ -1,4 +1,4 @@
-"""A decoding request, as guesses see it."""
+"""A decoding request, as the speculator sees it."""
 
 from typing import Protocol
 
@@ -20,4 +20,4 @@ class Speculating(Protocol):
 
     @property
     def most_drafts(self) -> int:
-        """Most tokens that may be guessed: more could not be part of its output."""
+        """Most tokens that may be drafted: more could not be part of its output."""

@@ -1,29 +1,29 @@
-"""What the scheduler asks about guesses: whether to wait for the newest tokens, what to guess, and what was kept. Pure.
+"""What the scheduler asks about speculation: whether to wait for the newest tokens, what to draft, what was kept. Pure.
 
-Only a request whose tokens are all known can be guessed for, so no step may be in flight then. That costs the time in
-which the next step is otherwise prepared. `pays` says whether guesses are worth it, from tokens that are known already.
+Only a request whose tokens are all known can be drafted for, so no step may be in flight then. That costs the time in
+which the next step is otherwise prepared. `pays` says whether drafts are worth it, from tokens that are known already.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from baton.core.costs import StepWork
-from baton.core.decode_pace import GUESSES_SHARE
+from baton.core.decode_pace import DRAFTS_SHARE
 from baton.core.types import Grammar
-from baton.engine.batch import Guessed
+from baton.engine.batch import LayerDrafts
 from baton.engine.scheduling.slices import StepTimes
 from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer_bases
 from baton.engine.speculation.allowance import Allowance
 from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
 from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
-from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
-from baton.engine.speculation.layer_guesses import MOST_LAYER_GUESSES, LayerGuesses
-from baton.engine.speculation.limits import MOST_GUESSES, assumed_wait_s
+from baton.engine.speculation.layer_drafting import MOST_LAYER_DRAFTS, LayerDrafting
+from baton.engine.speculation.limits import MOST_DRAFTS, assumed_wait_s
 from baton.engine.speculation.pace_meter import PaceMeter
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP
 from baton.engine.speculation.speculating import Speculating
+from baton.engine.speculation.speculative_times import EndedStep, SpeculativeTimes
 from baton.engine.speculation.wait_bounds import NO_BOUND, WaitBound, WaitBounds
 
 # What all requests together may take for one step. A mask of a grammar takes 10 to 30 us, and up to 0.5 ms when the
@@ -35,11 +35,11 @@ _LIKELY = 0.2
 
 
 class Speculator:
-    """The guesses of one engine.
+    """Speculative decoding of one engine.
 
     Args:
         grammars: where outputs are in their grammars; None: grammars are not looked at.
-        always: take all guesses, also where they do not pay or costs are unknown.
+        always: take all drafts, also where they do not pay or costs are unknown.
 
     Attributes:
         recent: outputs that ended lately.
@@ -53,9 +53,9 @@ class Speculator:
         always: bool = False,
     ) -> None:
         self._grammars = grammars
-        self._times = GuessedTimes()
+        self._times = SpeculativeTimes()
         self.pace = PaceMeter()
-        # The requests for which something could be guessed when `pays` was asked last, if it does.
+        # The requests for which something could be drafted when `pays` was asked last, if it does.
         self._hopeful: set[str] | None = None
         self._always = always
         self._acceptance = Acceptance()
@@ -64,8 +64,8 @@ class Speculator:
         self._searches = Allowance(_SEARCHES)
         self._turn = 0
         self.recent = RecentOutputs(self._places)
-        self._layer = LayerGuesses(always=always)
-        # Requests that decoded without the layer's KV of their tokens: its guesses for them would be worse.
+        self._layer = LayerDrafting(always=always)
+        # Requests that decoded without the layer's KV of their tokens: its drafts for them would be worse.
         self._with_hole: set[str] = set()
         self._drafts: dict[str, RequestDrafts] = {}
 
@@ -115,7 +115,7 @@ class Speculator:
                 drafts.forget_root()
 
     def pays(self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None) -> bool:
-        """Whether to let the steps in flight end before the next one, because guesses would then bring more tokens.
+        """Whether to let the steps in flight end before the next one, because drafts would then bring more tokens.
         The newest token of a request may be unknown.
 
         Args:
@@ -124,7 +124,7 @@ class Speculator:
         self._hopeful = None
         if not self._could_pay(work, costs):
             return False
-        # The first guess is for the token that a step in flight draws.
+        # The first draft token is for the token that a step in flight draws.
         proposals, hopeful, all_right = [], set(), 1.0
         for request, proposal in zip(requests, self._proposals(requests, pending=1), strict=True):
             if len(proposal.tokens) > 1:
@@ -133,7 +133,7 @@ class Speculator:
                 hopeful.add(request.request_id)
                 all_right *= proposal.chances[0]
                 proposals.append(Proposal(proposal.tokens[1:], proposal.chances[1:], proposal.context + 1))
-        room = MOST_GUESSES * len(proposals)
+        room = MOST_DRAFTS * len(proposals)
         asked = [request for request in requests if request.request_id in hopeful]
         bounds = self._wait_bounds(requests, asked, work, costs, all_bear=all_right >= _LIKELY)
         wasted_s = self._times.wasted_s(work.decode_rows)
@@ -152,12 +152,12 @@ class Speculator:
         room: int,
         prompts: bool = False,
     ) -> dict[str, Draft]:
-        """The guesses that the next step takes, by request; only requests with some. All tokens of the requests are
+        """The drafts that the next step takes, by request; only requests with some. All tokens of the requests are
         known.
 
         Args:
-            room: most guessed tokens of the step.
-            prompts: whether prompts share the step. Guesses leave them half of the time that there is.
+            room: most draft tokens of the step.
+            prompts: whether prompts share the step. Drafts leave them half of the time that there is.
         """
         if room <= 0 or not self._could_pay(work, costs):
             return {}
@@ -169,7 +169,7 @@ class Speculator:
         if self._always:
             depths = all_depths(proposals, room=room)
         else:
-            share = GUESSES_SHARE if prompts else 1.0
+            share = DRAFTS_SHARE if prompts else 1.0
             bounds = self._wait_bounds(everyone, requests, work, costs, share=share)
             depths = self._depths(proposals, work, costs, bounds, room=room)
             if any(depths):
@@ -180,7 +180,7 @@ class Speculator:
             if depth
         }
 
-    def count_guesses(
+    def count_layer_drafts(
         self,
         requests: Sequence[Speculating],
         work: StepWork,
@@ -190,12 +190,12 @@ class Speculator:
         prompts: bool = False,
         prompts_next: bool = False,
     ) -> int:
-        """How many tokens of each request the model's own layer should guess after a step, for the next one.
+        """How many tokens of each request the model's own layer should draft after a step, for the next one.
 
         Args:
             requests: those that decode in the next step; some may not have begun yet.
-            work: the next step without guesses.
-            room: most guessed tokens of the next step.
+            work: the next step without drafts.
+            room: most draft tokens of the next step.
             prompts: whether prompts share the step.
             prompts_next: whether prompts want to share the next one, as in `choose`.
         """
@@ -207,14 +207,14 @@ class Speculator:
         asked: list[Speculating] = []
         for request in requests:
             drafts = self._drafts.get(request.request_id)
-            most = min(MOST_LAYER_GUESSES, request.most_drafts)
+            most = min(MOST_LAYER_DRAFTS, request.most_drafts)
             own = self._unknown_chances(most) if drafts is None else drafts.layer_chances(most)
             everyone.append(own)
             if request.request_id not in self._with_hole:
                 now.append([] if drafts is not None and drafts.has_long_match else own)
                 asked.append(request)
         wait_s = assumed_wait_s if costs is None else self._whole_wait_s(work, costs)
-        share = GUESSES_SHARE if prompts_next else 1.0
+        share = DRAFTS_SHARE if prompts_next else 1.0
         bounds = self._wait_bounds(requests, asked, work, costs, share=share)
         count = self._layer.count(
             now, work, costs, room=room, wait_s=wait_s, everyone=everyone, prompts=prompts, bounds=bounds
@@ -224,29 +224,29 @@ class Speculator:
         return count
 
     def writes_layer_kv(self, requests: Sequence[Speculating]) -> bool:
-        """Whether the model's own layer computes the tokens of a step that has only decodes and asks for no guesses. If
-        not, it guesses for none of these requests any more."""
+        """Whether the model's own layer computes the tokens of a step that has only decodes and asks for no drafts. If
+        not, it drafts for none of these requests any more."""
         if self._layer.pays and any(request.request_id not in self._with_hole for request in requests):
             return True
         self._with_hole.update([request.request_id for request in requests])
         return False
 
     def has_hole(self, request: Speculating) -> None:
-        """The model's own layer has no KV of some of a request's tokens, so it guesses nothing for the request."""
+        """The model's own layer has no KV of some of a request's tokens, so it drafts nothing for the request."""
         self._with_hole.add(request.request_id)
 
-    def guessed(self, request: Speculating, tokens: Sequence[int]) -> None:
-        """Takes the guesses of the model's own layer after the known tokens of a request that has begun."""
+    def take_layer_drafts(self, request: Speculating, tokens: Sequence[int]) -> None:
+        """Takes the drafts of the model's own layer after the known tokens of a request that has begun."""
         if request.request_id not in self._with_hole:
-            self._drafts[request.request_id].guessed(tokens)
+            self._drafts[request.request_id].take_layer_drafts(tokens)
 
-    def observe_guesses(self, guessed: Guessed, *, prompts: bool = False) -> None:
-        """Learns what the guesses of the model's own layer after a step took.
+    def observe_layer(self, drafts: LayerDrafts, *, prompts: bool = False) -> None:
+        """Learns what the drafts of the model's own layer after a step took.
 
         Args:
             prompts: whether prompts shared the step.
         """
-        self._layer.observe(guessed, prompts=prompts)
+        self._layer.observe(drafts, prompts=prompts)
 
     def _unknown_chances(self, count: int) -> list[float]:
         """The chances of a request about which nothing is known."""
@@ -257,14 +257,14 @@ class Speculator:
 
         Args:
             got: the requests that got tokens of it, and how many. Others, as those that wait for a seat, do not wait
-                because of guesses.
+                because of drafts.
         """
         if costs is None or not step.plain.decode_rows:
             return
         steps = self._times.ended(step, costs)
-        if steps is not None or not step.guesses:
+        if steps is not None or not step.drafts:
             ratio, tokens = 1.0 if steps is None else steps, step.tokens / step.plain.decode_rows
-            self.pace.add(ratio, tokens, guesses=step.guesses > 0, prompts=step.plain.prompt_tokens > 0)
+            self.pace.add(ratio, tokens, drafts=step.drafts > 0, prompts=step.plain.prompt_tokens > 0)
         if steps is not None:
             for request_id, tokens in got:
                 if (drafts := self._drafts.get(request_id)) is not None:
@@ -280,7 +280,7 @@ class Speculator:
         room: int,
         wasted_s: float = 0.0,
     ) -> list[int]:
-        """How many guesses of each proposal to take.
+        """How many drafts of each proposal to take.
 
         Args:
             wasted_s: by earlier waits.
@@ -305,7 +305,7 @@ class Speculator:
 
         Args:
             asked: the requests with a proposal each, in its order.
-            share: part of the time above that of the plain step which guesses may take.
+            share: part of the time above that of the plain step which drafts may take.
             all_bear: as in `WaitBounds`.
         """
         plain_s = 0.0 if costs is None else costs.seconds(work)
@@ -322,18 +322,18 @@ class Speculator:
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
         if self._always:
             return True
-        if costs is None or not work.decode_rows or not self._times.may_guess(work.decode_rows):
+        if costs is None or not work.decode_rows or not self._times.may_draft(work.decode_rows):
             return False
         if not costs.seconds(work) > 0.0:  # costs of no time say nothing
             return False
-        return could_pay(work, costs, most_each=MOST_GUESSES, wait_s=self._whole_wait_s(work, costs))
+        return could_pay(work, costs, most_each=MOST_DRAFTS, wait_s=self._whole_wait_s(work, costs))
 
     def wait_s(self, decode_rows: int, rows: int, costs: StepTimes) -> float:
-        """For how long the device waits for a step of so many rows, guesses included, because of guesses."""
+        """For how long the device waits for a step of so many rows, drafts included, because of drafts."""
         return self._times.wait_s(decode_rows, costs)(rows)
 
     def _whole_wait_s(self, work: StepWork, costs: StepTimes) -> Callable[[int], float]:
-        """The wait for a step with guesses, with what plain steps after it lose."""
+        """The wait for a step with drafts, with what plain steps after it lose."""
         wait_s, lost_s = self._times.wait_s(work.decode_rows, costs), self._times.lost_s(work.decode_rows, costs)
         return lambda rows: wait_s(rows) + lost_s
 
@@ -341,11 +341,11 @@ class Speculator:
         """The proposal of each request; those of requests that have not begun are empty.
 
         Args:
-            pending: guesses beyond those that a step may take.
+            pending: drafts beyond those that a step may take.
         """
         for allowance in (self._places, self._searches, self._masks):
             allowance.refill()
-        most = MOST_GUESSES + pending
+        most = MOST_DRAFTS + pending
         proposals = [NO_PROPOSAL] * len(requests)
         # Each step begins with another request, so that the first ones do not take the allowances of all others.
         self._turn += 1

@@ -1,4 +1,4 @@
-"""How long the requests of a step wait for one another's guesses: a step is as long for all of them. Pure."""
+"""How long the requests of a step wait for one another's drafts: a step is as long for all of them. Pure."""
 
 from collections.abc import Sequence
 from math import inf
@@ -52,7 +52,7 @@ NO_BOUND = WaitBounds()
 
 
 class WaitCredit:
-    """For how many plain steps one request may still wait for others' guesses; see `limits`.
+    """For how many plain steps one request may still wait for others' drafts; see `limits`.
 
     It falls below 0, but not far, where steps took longer than predicted, and where the request waited within its TPOT.
 
@@ -67,7 +67,7 @@ class WaitCredit:
 
     def after(self, tokens: int) -> float:
         """The credit when it has so many tokens, if those since the last call of `charge` came from steps without
-        guesses."""
+        drafts."""
         regained = self._steps + REGAINED_CREDIT * max(0, tokens - self._tokens)
         return max(self._steps, min(FIRST_CREDIT, regained))
 
@@ -80,13 +80,13 @@ class WaitCredit:
         """How long it lets a step take when it has so many tokens.
 
         Args:
-            plain_s: time of the step without guesses.
-            share: part of the time beyond that which is for guesses.
+            plain_s: time of the step without drafts.
+            share: part of the time beyond that which is for drafts.
         """
         credit, token_s = self.after(tokens), tpot_bound_s(self._tpot_s, plain_s)
         if token_s is None:
             token_s = plain_s
-        else:  # only what its own guesses have saved is beyond the TPOT
+        else:  # only what its own drafts have saved is beyond the TPOT
             credit -= FIRST_CREDIT
         credit_s = plain_s * min(CREDIT_OF_STEP, max(0.0, credit))
         return WaitBound(plain_s + share * max(0.0, token_s - plain_s), share * credit_s)

@@ -18,7 +18,7 @@ from baton.rpc.revisions import revision_of
 SETTLED = (node_status_pb2.PEER_PHASE_READY, node_status_pb2.PEER_PHASE_REFUSED)
 # A node that has loaded fewer tokens than this has not measured how fast it loads.
 _MEASURED_TOKENS = 4096
-# No guesses make a step so much longer, or give so many tokens.
+# No drafts make a step so much longer, or give so many tokens.
 _PACE_MAX = 100.0
 
 

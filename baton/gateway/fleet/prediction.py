@@ -13,7 +13,7 @@ from baton.core.costs import (
     StepWork,
     chunk_pairs,
 )
-from baton.core.decode_pace import GUESSES_SHARE, PLAIN_PACE
+from baton.core.decode_pace import DRAFTS_SHARE, PLAIN_PACE
 from baton.core.types import first_token_due_s
 from baton.gateway.fleet.node_view import NodeView
 from baton.gateway.fleet.router import OUTPUT_TOKENS, RoutedRequest, decode_s, token_s
@@ -142,10 +142,10 @@ def local_steps(
     if not rows:
         return _steps(costs, rows, keys, middle, min(most, prompt_tokens))
     tpot_s, plain_s = wanted.slo.tpot_s, costs.seconds(StepWork(rows, keys))
-    guesses_s = max(0.0, (node.pace or PLAIN_PACE).prompt_step_ratio - 1) * plain_s
+    drafts_s = max(0.0, (node.pace or PLAIN_PACE).prompt_step_ratio - 1) * plain_s
     if tpot_s is None:
         most = min(most, prompt_tokens)
-        relaxed = partial(_relaxed_steps, costs, rows, keys, middle, most, guesses_s=guesses_s)
+        relaxed = partial(_relaxed_steps, costs, rows, keys, middle, most, drafts_s=drafts_s)
         steps = relaxed(gaps=wanted.objective.gap_factor)
         if not waiting_s:
             return steps
@@ -159,46 +159,46 @@ def local_steps(
     later = max(1.0, step_s / plain_s) if grows else 1.0
     if costs.seconds(StepWork(math.ceil(later * rows), math.ceil(later * keys))) > _DECODE_USED * step_s:
         return None
-    step_s = _longest_s(step_s, plain_s, guesses_s)
-    tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=step_s - guesses_s)
+    step_s = _longest_s(step_s, plain_s, drafts_s)
+    tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=step_s - drafts_s)
     return None if tokens < _MIN_SLICE else LocalSteps(costs, rows, keys, tokens, step_s)
 
 
-def _longest_s(bound_s: float, plain_s: float, guesses_s: float) -> float:
-    """The mean time of steps that prompts fill up to a bound, with what guesses add to them.
+def _longest_s(bound_s: float, plain_s: float, drafts_s: float) -> float:
+    """The mean time of steps that prompts fill up to a bound, with what drafts add to them.
 
-    Next to guesses, prompts may get only half of the time above the plain step (`baton.engine.scheduling.slices`).
-    `guesses_s` is a mean of steps with guesses, which are about twice as long as plain ones, and of steps without.
+    Next to drafts, prompts may get only half of the time above the plain step (`baton.engine.scheduling.slices`).
+    `drafts_s` is a mean of steps with drafts, which are about twice as long as plain ones, and of steps without.
     """
-    if not guesses_s:
+    if not drafts_s:
         return bound_s
-    lost = GUESSES_SHARE * min(1.0, guesses_s / plain_s)
-    return bound_s + guesses_s - lost * max(0.0, bound_s - plain_s)
+    lost = DRAFTS_SHARE * min(1.0, drafts_s / plain_s)
+    return bound_s + drafts_s - lost * max(0.0, bound_s - plain_s)
 
 
 def _relaxed_steps(
-    costs: StepCosts, rows: int, keys: int, start: int, most: int, *, gaps: float, guesses_s: float
+    costs: StepCosts, rows: int, keys: int, start: int, most: int, *, gaps: float, drafts_s: float
 ) -> LocalSteps:
-    """The steps without a TPOT, which take at most `gaps` times a plain one, or longer where they have guesses.
+    """The steps without a TPOT, which take at most `gaps` times a plain one, or longer where they have drafts.
 
     Args:
-        guesses_s: how much longer guesses make steps.
+        drafts_s: how much longer drafts make steps.
     """
     plain_s = costs.seconds(StepWork(rows, keys))
-    step_s = _longest_s(gaps * plain_s, plain_s, guesses_s)
-    tokens = _slice_tokens(costs, rows, keys, start, most=most, step_s=step_s - guesses_s)
+    step_s = _longest_s(gaps * plain_s, plain_s, drafts_s)
+    tokens = _slice_tokens(costs, rows, keys, start, most=most, step_s=step_s - drafts_s)
     least = min(MIN_SLICE_TOKENS, most)
     if tokens >= least:
-        return _steps(costs, rows, keys, start, tokens, guesses_s)
-    forced_s = FORCED_STRETCH * _steps(costs, rows, keys, start, least, guesses_s).step_s
-    tokens = max(least, _slice_tokens(costs, rows, keys, start, most=most, step_s=forced_s - guesses_s))
-    steps = _steps(costs, rows, keys, start, tokens, guesses_s)
-    return replace(steps, step_s=steps.step_s + SKIPS_MAX * (plain_s + guesses_s))
+        return _steps(costs, rows, keys, start, tokens, drafts_s)
+    forced_s = FORCED_STRETCH * _steps(costs, rows, keys, start, least, drafts_s).step_s
+    tokens = max(least, _slice_tokens(costs, rows, keys, start, most=most, step_s=forced_s - drafts_s))
+    steps = _steps(costs, rows, keys, start, tokens, drafts_s)
+    return replace(steps, step_s=steps.step_s + SKIPS_MAX * (plain_s + drafts_s))
 
 
-def _steps(costs: StepCosts, rows: int, keys: int, start: int, tokens: int, guesses_s: float = 0.0) -> LocalSteps:
+def _steps(costs: StepCosts, rows: int, keys: int, start: int, tokens: int, drafts_s: float = 0.0) -> LocalSteps:
     work = StepWork(rows, keys, tokens, chunk_pairs(start, start + tokens))
-    return LocalSteps(costs, rows, keys, tokens, costs.seconds(work) + guesses_s)
+    return LocalSteps(costs, rows, keys, tokens, costs.seconds(work) + drafts_s)
 
 
 def slower_s(node: NodeView, wanted: RoutedRequest) -> float:

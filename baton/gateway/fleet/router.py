@@ -46,7 +46,7 @@ class RoutedRequest:
         objective: what the request gets where its SLO says nothing.
         splittable: whether the prompt may be computed in two parts.
         overheads: of the first token, beyond queues and steps.
-        token_ratio: time per token on nodes that guess tokens, by that of their steps without guesses.
+        token_ratio: time per token on nodes that draft tokens, by that of their steps without drafts.
         typical_tokens: length of the prompts that make up most of the prompt work; 0: unknown, so this one's counts.
         prompt: block numbers for `NodeView.cached_tokens`; None: the request must not use a prefix cache.
         session_id: session of the request; empty: none.
@@ -88,15 +88,15 @@ def token_s(view: NodeView, wanted: RoutedRequest) -> float:
 
 
 def mean_token_ratio(nodes: Sequence[NodeView]) -> float:
-    """The `RoutedRequest.token_ratio` of these nodes; 1 while none of them guesses for a request.
+    """The `RoutedRequest.token_ratio` of these nodes; 1 while none of them drafts for a request.
 
-    One number serves for all nodes that guess: how many guesses are right depends on the requests. Were it each node's
-    own, an idle node would seem slower than a busy one, and equal nodes would differ by what their requests happen to
-    say.
+    One number serves for all nodes that draft: how many drafts are accepted depends on the requests. Were it each
+    node's own, an idle node would seem slower than a busy one, and equal nodes would differ by what their requests
+    happen to say.
     """
-    guessing = [(node.decode_rows, node.pace.token_ratio) for node in nodes if node.open and node.pace is not None]
-    rows = sum([rows for rows, _ in guessing])
-    return sum([rows * ratio for rows, ratio in guessing]) / rows if rows else 1.0
+    speculating = [(node.decode_rows, node.pace.token_ratio) for node in nodes if node.open and node.pace is not None]
+    rows = sum([rows for rows, _ in speculating])
+    return sum([rows * ratio for rows, ratio in speculating]) / rows if rows else 1.0
 
 
 def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> NodeView | None:

@@ -129,7 +129,7 @@ class ReceiptDraft:
         self._prefill_s, self._engine_queue_s = prefill_s, queue_s
 
     def drafted(self, drafted: int, accepted: int) -> None:
-        """Adds the tokens that a step has guessed, and those of them that it kept."""
+        """Adds the tokens that a step has drafted, and those of them that it kept."""
         self._drafted_tokens += drafted
         self._accepted_tokens += accepted
 

@@ -45,7 +45,7 @@ class HeadShares(Shares):
 
 
 def head_digest(directory: Path, head: EagleConfig, *, load_format: str) -> str:
-    """Returns a digest of a head, which two nodes compare: KV of another head would only bring bad guesses, which
+    """Returns a digest of a head, which two nodes compare: KV of another head would only bring bad drafts, which
     nobody would notice."""
     weights = "dummy" if load_format == "dummy" else weights_digest(directory)
     return hashlib.sha256(json.dumps([plain_values(head), weights], sort_keys=True).encode()).hexdigest()

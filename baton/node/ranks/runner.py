@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from baton.core.types import PromptLogprob
-from baton.engine.batch import Batch, Guessed, RowResult
+from baton.engine.batch import Batch, LayerDrafts, RowResult
 from baton.engine.device.launched_step import LaunchedStep
 from baton.engine.device.layer_marks import OnMark
 from baton.engine.device.runner import ModelRunner
@@ -100,8 +100,8 @@ class RankedStep:
         return self._step.pools
 
     @property
-    def guessed(self) -> Guessed | None:
-        return self._step.guessed
+    def layer_drafts(self) -> LayerDrafts | None:
+        return self._step.layer_drafts
 
     @property
     def shares_keys(self) -> bool:

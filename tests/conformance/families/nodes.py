@@ -88,7 +88,7 @@ def _answer(tokens: Iterable[TokenOutput | common_pb2.Token]) -> Answer:
 async def pair_answers(
     directory: Path, prompts: Sequence[Prompt], tokens: int, *, at_once: bool = False
 ) -> list[Answer]:
-    """Each prompt prefilled by one node and decoded by the other, which guesses tokens wherever it can.
+    """Each prompt prefilled by one node and decoded by the other, which drafts tokens wherever it can.
 
     Args:
         at_once: all prompts but the first share steps of the nodes. Otherwise they come one after the other.

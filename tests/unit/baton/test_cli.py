@@ -389,6 +389,6 @@ def test_a_receipt_says_from_where_cached_tokens_were_read() -> None:
     assert shown.startswith("84 tokens, 80 of them cached, of these read 48 from host memory, 16 from other nodes, ")
 
 
-def test_a_receipt_says_how_many_guessed_tokens_were_right() -> None:
-    guessed = replace(RECEIPT, drafted_tokens=20, accepted_tokens=15)
-    assert dict(receipt_lines(USAGE, guessed))["drafts"] == "15 of 20 draft tokens accepted"
+def test_a_receipt_says_how_many_draft_tokens_were_right() -> None:
+    drafted = replace(RECEIPT, drafted_tokens=20, accepted_tokens=15)
+    assert dict(receipt_lines(USAGE, drafted))["drafts"] == "15 of 20 draft tokens accepted"

@@ -69,7 +69,7 @@ def test_the_load_and_the_limit_of_the_busiest_worker_are_shown(
     assert to_json(cluster)["workers"] == shown
 
 
-def test_the_share_of_guessed_tokens_that_were_kept_is_shown() -> None:
+def test_the_share_of_draft_tokens_that_were_kept_is_shown() -> None:
     status = node_status_pb2.NodeStatus(drafted_tokens_total=1200, accepted_tokens_total=900)
     status.info.name, status.info.model.name = "decode-0", "llama"
     cluster = operations_pb2.ClusterStatusResponse(

@@ -118,14 +118,14 @@ class Scene:
     # ---- from prefill nodes
 
     def hand_over(
-        self, lease: int, *, finished: bool = False, sampled_ago_s: float = 0.25, guesses: Iterable[int] = ()
+        self, lease: int, *, finished: bool = False, sampled_ago_s: float = 0.25, drafts: Iterable[int] = ()
     ) -> list[Command]:
         message = pb.HandOver(
             lease=lease,
             first_token=common_pb2.Token(token_id=7, index=0),
             finish_reason=common_pb2.FINISH_REASON_STOP if finished else common_pb2.FINISH_REASON_UNSPECIFIED,
             sampled_ago_s=sampled_ago_s,
-            guesses=guesses,
+            guesses=drafts,
         )
         return self.on(HandOverReceived(1, message))
 

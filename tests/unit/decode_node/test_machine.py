@@ -91,9 +91,9 @@ def test_it_is_admitted_when_filled_and_handed_over_and_its_lease_is_closed(scen
     assert admit == Admit(f"{SESSION}.1", TokenOutput(7, 0))
 
 
-def test_guesses_of_the_prefill_node_come_with_the_first_token(scene: Scene) -> None:
+def test_drafts_of_the_prefill_node_come_with_the_first_token(scene: Scene) -> None:
     lease = scene.filling(1)
-    scene.hand_over(lease, guesses=range(3, 100))
+    scene.hand_over(lease, drafts=range(3, 100))
     scene.filled(lease)
     _, admit = scene.closed(lease)
     assert admit == Admit(f"{SESSION}.1", TokenOutput(7, 0), tuple(range(3, 19)))
@@ -575,10 +575,10 @@ def test_a_lease_has_a_key_of_its_own_which_its_ticket_alone_carries() -> None:
     assert len(keys) == 2
 
 
-# ---- guessed tokens
+# ---- draft tokens
 
 
-def test_the_first_token_of_a_step_says_how_many_were_guessed(scene: Scene) -> None:
+def test_the_first_token_of_a_step_says_how_many_were_drafted(scene: Scene) -> None:
     scene.prefilling_here(1)
     scene.prefilling_here(2)
     tokens = (token(1, 0), token(1, 1), token(2, 0))

@@ -14,7 +14,7 @@ from tests.unit.engine.driver import Driver
 from tests.unit.models.tiny import VOCAB_SIZE
 
 # The drafts for a request, from the tokens that it gets next.
-Guess: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
+Drafter: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 Outputs: TypeAlias = dict[str, list[TokenOutput]]
 
 
@@ -28,34 +28,34 @@ class Asked:
     adapter: int = -1
 
 
-def right(count: int) -> Guess:
+def right(count: int) -> Drafter:
     return lambda coming: coming[:count]
 
 
-def wrong_at(place: int, count: int, vocab_size: int = VOCAB_SIZE) -> Guess:
+def wrong_at(place: int, count: int, vocab_size: int = VOCAB_SIZE) -> Drafter:
     """`count` drafts that are right but for one."""
 
-    def guess(coming: Sequence[int]) -> list[int]:
+    def drafter(coming: Sequence[int]) -> list[int]:
         drafts = list(coming[:count])
         if place < len(drafts):
             drafts[place] = (drafts[place] + 1) % vocab_size
         return drafts
 
-    return guess
+    return drafter
 
 
-def any_drafts(seed: int, most: int = 4, vocab_size: int = VOCAB_SIZE) -> Guess:
+def any_drafts(seed: int, most: int = 4, vocab_size: int = VOCAB_SIZE) -> Drafter:
     """Up to a few drafts, mostly right ones."""
     draw = random.Random(seed)
 
-    def guess(coming: Sequence[int]) -> list[int]:
+    def drafter(coming: Sequence[int]) -> list[int]:
         drafts = coming[: draw.randrange(most + 1)]
         return [token if draw.random() < 0.8 else draw.randrange(vocab_size) for token in drafts]
 
-    return guess
+    return drafter
 
 
-GUESSES: dict[str, Callable[[], Guess]] = {
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "right": lambda: right(3),
     **{f"wrong at {place}": partial(wrong_at, place, 3) for place in range(3)},
     "any": lambda: any_drafts(5),
@@ -78,7 +78,7 @@ def token_by_token(runner: ModelRunner, asked: Mapping[str, Asked], count: int, 
 
 
 def with_drafts(
-    runner: ModelRunner, asked: Mapping[str, Asked], expected: Outputs, guess: Guess, **given: Any
+    runner: ModelRunner, asked: Mapping[str, Asked], expected: Outputs, drafter: Drafter, **given: Any
 ) -> tuple[Outputs, int]:
     """As many tokens of each request as are expected, and the number of steps that they took."""
     driver = driver_of(runner, asked, **given)
@@ -86,7 +86,9 @@ def with_drafts(
     while missing := [name for name in asked if len(driver.outputs(name)) < len(expected[name])]:
         # A draft of the last token would give one token more than are expected.
         coming = {name: expected[name][len(driver.outputs(name)) : -1] for name in missing}
-        drafts = {name: guess([token.token_id for token in tokens]) for name, tokens in coming.items()} if steps else {}
+        drafts = (
+            {name: drafter([token.token_id for token in tokens]) for name, tokens in coming.items()} if steps else {}
+        )
         driver.step(*missing, drafts=drafts)
         steps += 1
     return {name: driver.outputs(name)[: len(tokens)] for name, tokens in expected.items()}, steps

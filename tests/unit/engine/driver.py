@@ -51,10 +51,10 @@ class Driver:
     Args:
         ahead: each step is launched before the previous one is waited for.
         end_token_ids: forbidden until an output has its `min_tokens`.
-        guesses: how many tokens the model's own layer guesses after each step.
+        num_layer_drafts: how many tokens the model's own layer drafts after each step.
 
     Attributes:
-        guessed: the last guesses after each request's newest token.
+        layer_drafts: the last drafts after each request's newest token.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Driver:
         *,
         ahead: bool = False,
         end_token_ids: frozenset[int] = frozenset(),
-        guesses: int = 0,
+        num_layer_drafts: int = 0,
     ) -> None:
         self.runner = runner
-        self.guessed: dict[str, tuple[int, ...]] = {}
-        self._guesses = guesses
+        self.layer_drafts: dict[str, tuple[int, ...]] = {}
+        self._num_layer_drafts = num_layer_drafts
         self._ahead = ahead
         self._end_token_ids = end_token_ids
         self._sequences: dict[str, _Sequence] = {}
@@ -94,13 +94,13 @@ class Driver:
     def step(self, *names: str, chunk: int = 1000, drafts: Mapping[str, Sequence[int]] | None = None) -> None:
         """One step of these requests: of each the known tokens that are not computed, up to `chunk`, and the drafts of
         requests that decode."""
-        guesses = drafts or {}
+        given = drafts or {}
         chosen = sorted(
             map(self._sequences.__getitem__, names),
-            key=lambda sequence: self._missing(sequence) + len(guesses.get(sequence.name, ())) > 1,
+            key=lambda sequence: self._missing(sequence) + len(given.get(sequence.name, ())) > 1,
         )
-        rows = tuple(self._row(sequence, chunk, guesses.get(sequence.name, ())) for sequence in chosen)
-        launched = self.launch(Batch(0, rows, guesses=self._guesses))
+        rows = tuple(self._row(sequence, chunk, given.get(sequence.name, ())) for sequence in chosen)
+        launched = self.launch(Batch(0, rows, num_layer_drafts=self._num_layer_drafts))
         self._receive()
         for index, (sequence, row) in enumerate(zip(chosen, rows, strict=True)):
             sequence.computed = row.token_stop
@@ -139,8 +139,8 @@ class Driver:
                 sequence.state_slot = slots[min(len(result), len(slots)) - 1]
             self._state_slots = [*(slot for slot in slots if slot != sequence.state_slot >= 0), *self._state_slots]
             sequence.source = None
-        if (guessed := launched.guessed) is not None:
-            self.guessed |= {chosen[place].name: tokens for place, tokens in guessed.tokens.items()}
+        if (layer_drafts := launched.layer_drafts) is not None:
+            self.layer_drafts |= {chosen[place].name: tokens for place, tokens in layer_drafts.tokens.items()}
 
     def _missing(self, sequence: _Sequence) -> int:
         return len(sequence.tokens) - sequence.computed

@@ -66,8 +66,8 @@ class HashedModel:
         first_draw = len(tokens) - 1 - row.num_drafts
         for place, token in enumerate(tokens):
             digest = self._kv[self._slot(row, row.token_start + place)] = _next(digest, token)
-            guess = place - first_draw
-            self._states[row.draft_slots[guess - 1] if row.draft_slots and guess > 0 else row.state_slot] = digest
+            draft = place - first_draw
+            self._states[row.draft_slots[draft - 1] if row.draft_slots and draft > 0 else row.state_slot] = digest
             for count, slot in row.snapshots:
                 if count == place + 1:
                     self._states[slot] = digest

@@ -64,7 +64,10 @@ def test_copies_of_states_arrive() -> None:
 
 
 def test_what_the_layer_that_drafts_should_do_arrives() -> None:
-    batches = [Batch(1, (decode("a", 3, [1]),), guesses=2), Batch(2, (decode("a", 4, [1]),), writes_draft_kv=False)]
+    batches = [
+        Batch(1, (decode("a", 3, [1]),), num_layer_drafts=2),
+        Batch(2, (decode("a", 4, [1]),), writes_draft_kv=False),
+    ]
     assert [arrived for arrived, _ in sent(batches)] == batches
 
 

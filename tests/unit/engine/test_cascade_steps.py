@@ -39,7 +39,7 @@ def rows_of(lengths: Sequence[int], shared: Sequence[Sequence[int]], *, step: in
 
 
 def with_drafts(row: BatchRow, count: int) -> list[BatchRow]:
-    """The row, moved to the start of its last block, and a row for each guess."""
+    """The row, moved to the start of its last block, and a row for each draft token."""
     start = row.token_start // BLOCK_SIZE * BLOCK_SIZE
     return [row._replace(token_ids=int_array([9 + each]), token_start=start + each) for each in range(count + 1)]
 
@@ -77,7 +77,7 @@ def test_steps_with_a_shared_prefix_have_the_logits_of_the_model(
     for step, stems in enumerate(STEPS):
         lengths = [BLOCK_SIZE * len(STEMS[stem]) + int(draw.integers(0, 20)) for stem in stems]
         rows = rows_of(lengths, [STEMS[stem] for stem in stems], step=step)
-        if step == 1:  # guesses after a request's token, computed by rows of their own
+        if step == 1:  # drafts after a request's token, computed by rows of their own
             rows[2:3] = with_drafts(rows[2], 2)
         size = graphs.size_for(rows)
         assert size is not None

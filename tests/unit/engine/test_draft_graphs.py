@@ -1,4 +1,4 @@
-"""The passes of the layer that drafts in the buffers of graphs: guesses and KV are those of passes outside of graphs,
+"""The passes of the layer that drafts in the buffers of graphs: drafts and KV are those of passes outside of graphs,
 for rows of any kind and number."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ from tests.unit.models.tiny_eagle import save_with_head
 from tests.unit.models.tiny_mtp import save_with_mtp
 
 BLOCK_SIZE = 8  # rows often reach the end of their blocks
-GUESSES = 4
+DRAFTS = 4
 GRAPHS = GraphSettings(max_requests=48, max_context_tokens=96)
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -81,7 +81,7 @@ def new_runner(built: BuiltRunner, *, captured: bool) -> ModelRunner:
 
 def drivers_of(built: BuiltRunner, *, ahead: bool = False) -> tuple[Driver, Driver]:
     """Two drivers of the same requests: with passes in graphs, and outside of them."""
-    drivers = [Driver(new_runner(built, captured=each), guesses=GUESSES, ahead=ahead) for each in (True, False)]
+    drivers = [Driver(new_runner(built, captured=each), num_layer_drafts=DRAFTS, ahead=ahead) for each in (True, False)]
     for driver in drivers:
         for (name, prompt), sampling in zip(PROMPTS.items(), KINDS, strict=True):
             driver.add(name, prompt, **sampling)
@@ -91,14 +91,14 @@ def drivers_of(built: BuiltRunner, *, ahead: bool = False) -> tuple[Driver, Driv
 
 
 def check_same(ours: Driver, theirs: Driver) -> None:
-    assert ours.guessed == theirs.guessed
+    assert ours.layer_drafts == theirs.layer_drafts
     for name in PROMPTS:
         assert ours.ids(name) == theirs.ids(name)
     parts = [cast(PagedKVCache, driver.runner._cache.draft).storage for driver in (ours, theirs)]
     torch.testing.assert_close(*parts, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def test_guesses_and_kv_are_those_of_passes_outside_of_graphs(built: BuiltRunner) -> None:
+def test_drafts_and_kv_are_those_of_passes_outside_of_graphs(built: BuiltRunner) -> None:
     ours, theirs = drivers_of(built)
     names, chosen = list(PROMPTS), Random(1)
     for number in range(14):
@@ -106,8 +106,8 @@ def test_guesses_and_kv_are_those_of_passes_outside_of_graphs(built: BuiltRunner
         drafts: dict[str, Sequence[int]] = {}
         if number % 3 != 2:
             for name in live[::2]:
-                guessed = ours.guessed.get(name, ())[: chosen.randrange(GUESSES + 1)]
-                drafts[name] = [*guessed, 7][: chosen.randrange(1, GUESSES + 2)]
+                layer_drafts = ours.layer_drafts.get(name, ())[: chosen.randrange(DRAFTS + 1)]
+                drafts[name] = [*layer_drafts, 7][: chosen.randrange(1, DRAFTS + 2)]
         for driver in (ours, theirs):
             driver.step(*live, drafts=drafts)
         check_same(ours, theirs)
@@ -115,7 +115,7 @@ def test_guesses_and_kv_are_those_of_passes_outside_of_graphs(built: BuiltRunner
     assert [0 if each is None else each.captured for each in runners] == [14, 0]
 
 
-def test_steps_that_are_launched_ahead_have_the_same_guesses(built: BuiltRunner) -> None:
+def test_steps_that_are_launched_ahead_have_the_same_drafts(built: BuiltRunner) -> None:
     ours, theirs = drivers_of(built, ahead=True)
     for names in (("r0", "r1", "r4"), ("r1", "r0"), ("r1", "r0", "r5", "r3"), tuple(PROMPTS)):
         for driver in (ours, theirs):
@@ -125,19 +125,19 @@ def test_steps_that_are_launched_ahead_have_the_same_guesses(built: BuiltRunner)
     check_same(ours, theirs)
 
 
-def test_a_row_at_the_end_of_its_blocks_guesses_one_token(built: BuiltRunner) -> None:
-    driver = Driver(new_runner(built, captured=True), guesses=GUESSES)
+def test_a_row_at_the_end_of_its_blocks_drafts_one_token(built: BuiltRunner) -> None:
+    driver = Driver(new_runner(built, captured=True), num_layer_drafts=DRAFTS)
     driver.add("a", prompt_of(BLOCK_SIZE - 2))
     found = []
     for _ in range(5):
         driver.step("a")
-        found.append(len(driver.guessed["a"]))
+        found.append(len(driver.layer_drafts["a"]))
     # The prompt, whose passes are outside of graphs, and decodes at the positions 6, 7 (the last slot), 8 and 9.
-    assert found == [3, 2, 1, GUESSES, GUESSES]
+    assert found == [3, 2, 1, DRAFTS, DRAFTS]
 
 
-def test_logits_that_are_not_finite_end_the_guesses(built: BuiltRunner) -> None:
-    driver = Driver(new_runner(built, captured=True), guesses=GUESSES)
+def test_logits_that_are_not_finite_end_the_drafts(built: BuiltRunner) -> None:
+    driver = Driver(new_runner(built, captured=True), num_layer_drafts=DRAFTS)
     for name in ("r0", "r1"):
         driver.add(name, PROMPTS[name])
     driver.step("r0", "r1")
@@ -156,36 +156,36 @@ def test_logits_that_are_not_finite_end_the_guesses(built: BuiltRunner) -> None:
         driver.step("r0", "r1")
     finally:
         del driver.runner.model.compute_draft_logits
-    assert len(driver.guessed["r0"]) > 1
-    assert len(driver.guessed["r1"]) == 1
+    assert len(driver.layer_drafts["r0"]) > 1
+    assert len(driver.layer_drafts["r1"]) == 1
     assert len(driver.ids("r1")) == 2
 
 
 def without_layer(batch: Batch) -> Batch:
-    return replace(batch, guesses=0, writes_draft_kv=False)
+    return replace(batch, num_layer_drafts=0, writes_draft_kv=False)
 
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_steps_without_the_layer_leave_holes_in_its_kv_and_change_no_token(built: BuiltRunner, captured: bool) -> None:
-    """The cache is full of NaN, so guesses after a hole are not tokens."""
-    driver = Driver(new_runner(built, captured=captured), guesses=GUESSES)
+    """The cache is full of NaN, so drafts after a hole are not tokens."""
+    driver = Driver(new_runner(built, captured=captured), num_layer_drafts=DRAFTS)
     alone = Driver(runner_of(built, graphs=None))
     for each in (driver, alone):
         each.add("r2", PROMPTS["r2"])
         each.step("r2")
-    guessed, launch = driver.guessed["r2"], driver.launch
+    layer_drafts, launch = driver.layer_drafts["r2"], driver.launch
     parts = [cast(PagedKVCache, driver.runner._cache.draft).storage]
     before, passes = [part.clone() for part in parts], cast(DraftSteps, driver.runner.drafts).captured
     driver.launch = lambda batch: launch(without_layer(batch))  # type: ignore[method-assign]
-    for _ in range(GUESSES + 2):  # the slots after the first ones have the KV of guesses
+    for _ in range(DRAFTS + 2):  # the slots after the first ones have the KV of drafts
         driver.step("r2")
     torch.testing.assert_close(parts, before, rtol=0, atol=0, equal_nan=True)
-    assert driver.guessed["r2"] is guessed
+    assert driver.layer_drafts["r2"] is layer_drafts
     assert cast(DraftSteps, driver.runner.drafts).captured == passes
     driver.launch = launch  # type: ignore[method-assign]
     for drafts in ({}, {"r2": [1, 2]}, {}):
         driver.step("r2", drafts=drafts)
-        assert driver.guessed["r2"] == ()
+        assert driver.layer_drafts["r2"] == ()
     for _ in range(len(driver.ids("r2"))):
         alone.step("r2")
     assert driver.ids("r2") == alone.ids("r2")[: len(driver.ids("r2"))]
@@ -203,13 +203,13 @@ class NoRecorder:
 def test_captured_passes_depend_on_no_length_that_the_host_knows(name: str, backend_name: str, tmp_path: Path) -> None:
     """Triton's kernels in the interpreter, with the host's lengths of the capture."""
     built = built_of(name, tmp_path)
-    theirs = Driver(new_runner(built, captured=False), guesses=GUESSES)
+    theirs = Driver(new_runner(built, captured=False), num_layer_drafts=DRAFTS)
     needs = attention_needs(built.config, dtype="float32", device="cpu", shape=built.cache.shape, max_num_reqs=48)
     (backend_class,) = (each for each in BACKENDS if each.capabilities.name == backend_name)
     backend = backend_class(needs, probe_platform("cpu"), context_workspace_tokens=64)
     built.runner.model = load_model(tmp_path, built.config, backend=backend, dtype="float32", device="cpu")
     built.runner.backend = backend
-    ours = Driver(new_runner(built, captured=True), guesses=GUESSES)
+    ours = Driver(new_runner(built, captured=True), num_layer_drafts=DRAFTS)
     graphs = cast(DraftGraphs, ours.runner.drafts and ours.runner.drafts._graphs)
     assert backend.builder.plans_on_device
     with torch.inference_mode():
@@ -224,7 +224,7 @@ def test_captured_passes_depend_on_no_length_that_the_host_knows(name: str, back
             driver.step("r2")
     for each in ("r0", "r1", "r2"):
         assert ours.ids(each) == theirs.ids(each)
-    assert ours.guessed == theirs.guessed
+    assert ours.layer_drafts == theirs.layer_drafts
 
 
 def groups_of(chosen: Random) -> Iterator[tuple[list[int], list[int], list[int]]]:

@@ -46,7 +46,7 @@ def drafts(directory: Path, speculation: str) -> bool:
 
 
 @pytest.mark.parametrize(("speculation", "wanted"), [("off", False), ("text", False), ("auto", True), ("always", True)])
-def test_a_node_that_guesses_loads_it(model: Path, speculation: str, wanted: bool) -> None:
+def test_a_node_that_drafts_loads_it(model: Path, speculation: str, wanted: bool) -> None:
     assert drafts(model, speculation) is wanted
     built = build_runner(settings(model, speculation=speculation, num_blocks=8))
     assert (built.runner.model.mtp is not None, built.runner.facts.drafts) == (wanted, wanted)

@@ -1,4 +1,4 @@
-"""The guesses of a model's MTP layer, or of an EAGLE-3 head, after steps of any kind, outside of graphs and in the
+"""The drafts of a model's MTP layer, or of an EAGLE-3 head, after steps of any kind, outside of graphs and in the
 buffers of graphs, are those of a plain reference that computes the whole sequence at once.
 
 The cache is full of NaN, so a slot that is read before it is written shows.
@@ -23,8 +23,8 @@ from tests.unit.engine.tiny import prompt_of
 from tests.unit.models.tiny_eagle import EagleReference, save_with_head
 from tests.unit.models.tiny_mtp import MTPReference, save_with_mtp
 
-BLOCK_SIZE = 16  # most steps have room for further guesses in their last block
-GUESSES = 3
+BLOCK_SIZE = 16  # most steps have room for further drafts in their last block
+DRAFTS = 3
 GRAPHS = GraphSettings(max_requests=32, max_context_tokens=96, max_tokens=256)
 KINDS = pytest.mark.parametrize("graphs", [None, GRAPHS], ids=["eager", "padded"])
 DRAWN: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "seed": 7}
@@ -58,13 +58,13 @@ class Built:
         return runner
 
     def check(self, driver: Driver, name: str) -> None:
-        """The last guesses are the reference's, as many as the request's blocks have slots for."""
+        """The last drafts are the reference's, as many as the request's blocks have slots for."""
         tokens = [*PROMPTS[name], *driver.ids(name)]
         room = -(len(tokens) - 1) % BLOCK_SIZE
-        # A pass of the layer writes to the slot of each further guess; a row with drafts may have one more block.
-        guessed = driver.guessed[name]
-        assert min(GUESSES, 1 + room) <= len(guessed) <= GUESSES
-        assert list(guessed) == self.reference.guesses(tokens, len(guessed)), name
+        # A pass of the layer writes to the slot of each further draft token; a row with drafts may have one more block.
+        layer_drafts = driver.layer_drafts[name]
+        assert min(DRAFTS, 1 + room) <= len(layer_drafts) <= DRAFTS
+        assert list(layer_drafts) == self.reference.drafts(tokens, len(layer_drafts)), name
 
 
 @pytest.fixture(scope="module", params=["deepseek-v3", "glm4-moe", "mimo", "eagle-llama", "eagle-gpt-oss"])
@@ -73,7 +73,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def driver_of(model: Built, graphs: GraphSettings | None, *, ahead: bool = False) -> Driver:
-    driver = Driver(model.runner(graphs), guesses=GUESSES, ahead=ahead)
+    driver = Driver(model.runner(graphs), num_layer_drafts=DRAFTS, ahead=ahead)
     for name, prompt in PROMPTS.items():
         driver.add(name, prompt)
     return driver
@@ -104,7 +104,7 @@ def test_steps_that_are_launched_ahead_leave_no_hole(model: Built, graphs: Graph
 
 @KINDS
 @pytest.mark.parametrize("right", [0, 1, 2, 3])
-def test_guesses_after_drafts_of_which_some_are_right(model: Built, graphs: GraphSettings | None, right: int) -> None:
+def test_drafts_after_drafts_of_which_some_are_right(model: Built, graphs: GraphSettings | None, right: int) -> None:
     alone = driver_of(model, None)
     for _ in range(24):
         alone.step("a", "b", "c")
@@ -122,9 +122,9 @@ def test_guesses_after_drafts_of_which_some_are_right(model: Built, graphs: Grap
 
 
 @KINDS
-def test_drawn_tokens_are_guessed_with_the_draws_of_their_places(model: Built, graphs: GraphSettings | None) -> None:
-    """If the layer's logits were the model's, every guess would be right."""
-    driver = Driver(model.runner(graphs), guesses=GUESSES)
+def test_drawn_tokens_are_drafted_with_the_draws_of_their_places(model: Built, graphs: GraphSettings | None) -> None:
+    """If the layer's logits were the model's, every draft token would be right."""
+    driver = Driver(model.runner(graphs), num_layer_drafts=DRAFTS)
     driver.add("a", PROMPTS["a"], **DRAWN)
     for _ in range(5):
         driver.step("a")
@@ -133,11 +133,11 @@ def test_drawn_tokens_are_guessed_with_the_draws_of_their_places(model: Built, g
         params = ResolvedSampling(max_tokens=1000, **DRAWN)
         row = SampleRow(params, len(driver.ids("a")), (), int_array(), 0)
         drawn = sample(model.reference.logits(hidden_TD[-1:]).clone(), [row]).chosen_R.tolist()
-        assert driver.guessed["a"][0] == drawn[0]
+        assert driver.layer_drafts["a"][0] == drawn[0]
 
 
-def test_a_step_that_asks_for_none_guesses_none(model: Built) -> None:
+def test_a_step_that_asks_for_none_drafts_none(model: Built) -> None:
     driver = Driver(model.runner(None))
     driver.add("a", PROMPTS["a"])
     driver.step("a")
-    assert driver.guessed == {}
+    assert driver.layer_drafts == {}

@@ -1,4 +1,4 @@
-"""Rows with drafts: a request gets the tokens and logprobs that decoding gives it, whatever is guessed, for every way
+"""Rows with drafts: a request gets the tokens and logprobs that decoding gives it, whatever is drafted, for every way
 to draw and every kind of attention, in steps outside of graphs and in the buffers of graphs."""
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from baton.engine.request import int_array
 from baton.engine.sampling.row import GREEDY_ROW
 from baton.models.adapters.adapter import read_adapter
 from baton.settings.node_config import NodeSettings
-from tests.unit.engine.drafted import GUESSES, Asked, Outputs, assert_same, right, token_by_token, with_drafts
+from tests.unit.engine.drafted import DRAFTERS, Asked, Outputs, assert_same, right, token_by_token, with_drafts
 from tests.unit.engine.driver import Driver, runner_of
 from tests.unit.engine.tiny import BLOCK_SIZE, build, prompt_of
 from tests.unit.models.lora import save_adapter
@@ -61,16 +61,16 @@ def expected(shared: BuiltRunner) -> Outputs:
 
 
 @KINDS
-@pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_any_drafts_give_the_tokens_of_decoding(
-    shared: BuiltRunner, expected: Outputs, guess: str, graphs: GraphSettings | None
+    shared: BuiltRunner, expected: Outputs, drafter: str, graphs: GraphSettings | None
 ) -> None:
     runner = prepared(shared, graphs)
-    outputs, steps = with_drafts(runner, ASKED, expected, GUESSES[guess](), end_token_ids=END_TOKENS)
+    outputs, steps = with_drafts(runner, ASKED, expected, DRAFTERS[drafter](), end_token_ids=END_TOKENS)
     assert_same(outputs, expected)
     kept = {"right": 3, "wrong at 0": 0, "wrong at 1": 1, "wrong at 2": 2}
-    if guess in kept:
-        assert steps == 1 + -(-(COUNT - 1) // (1 + kept[guess]))
+    if drafter in kept:
+        assert steps == 1 + -(-(COUNT - 1) // (1 + kept[drafter]))
     if graphs is None:
         assert runner.launches == {"eager": steps, "decode_graph": 0, "prompt_graph": 0}
     else:
@@ -98,8 +98,8 @@ def test_every_kind_of_attention_gives_the_tokens_of_decoding(
     asked = {name: Asked(prompt_of(5 + 6 * seed, seed=seed), SAMPLINGS[name]) for seed, name in enumerate(names)}
     expected = token_by_token(prepared(built, None), asked, COUNT, end_token_ids=END_TOKENS)
     runner = prepared(built, graphs)
-    for guess in GUESSES.values():
-        assert_same(with_drafts(runner, asked, expected, guess(), end_token_ids=END_TOKENS)[0], expected)
+    for drafter in DRAFTERS.values():
+        assert_same(with_drafts(runner, asked, expected, drafter(), end_token_ids=END_TOKENS)[0], expected)
 
 
 @KINDS
@@ -111,8 +111,8 @@ def test_recurrent_states_give_the_bits_of_decoding(family: str, tmp_path: Path,
     built = build_runner(settings)
     asked = {name: ASKED[name] for name in ("greedy", "top", "penalised")}
     expected = token_by_token(prepared(built, None), asked, COUNT)
-    for guess in ("wrong at 1", "any"):
-        assert with_drafts(prepared(built, graphs), asked, expected, GUESSES[guess]())[0] == expected
+    for drafter in ("wrong at 1", "any"):
+        assert with_drafts(prepared(built, graphs), asked, expected, DRAFTERS[drafter]())[0] == expected
 
 
 @KINDS
@@ -126,8 +126,8 @@ def test_drafts_in_a_cache_of_fp8_give_the_tokens_of_decoding(
     )
     asked = {"greedy": ASKED["greedy"], "top": ASKED["top"]}
     expected = token_by_token(prepared(built, None), asked, COUNT)
-    for guess in GUESSES.values():
-        assert_same(with_drafts(prepared(built, graphs), asked, expected, guess())[0], expected)
+    for drafter in DRAFTERS.values():
+        assert_same(with_drafts(prepared(built, graphs), asked, expected, drafter())[0], expected)
 
 
 @KINDS
@@ -140,8 +140,8 @@ def test_drafts_have_the_bits_of_decodes_in_batch_invariant_mode(
     built = build_runner(settings)
     asked = {name: ASKED[name] for name in ("greedy", "top", "penalised")}
     expected = token_by_token(prepared(built, None), asked, COUNT)
-    for guess in GUESSES.values():
-        outputs, _ = with_drafts(prepared(built, graphs), asked, expected, guess())
+    for drafter in DRAFTERS.values():
+        outputs, _ = with_drafts(prepared(built, graphs), asked, expected, drafter())
         assert outputs == expected  # logprobs too
 
 
@@ -160,8 +160,8 @@ def test_rows_with_adapters_give_the_tokens_of_decoding(tmp_path: Path, graphs: 
     asked = {f"adapter {slot}": Asked(prompt_of(9), {"logprobs": 1}, adapter=slot) for slot in (-1, 0, 1)}
     expected = token_by_token(prepared(built, None), asked, COUNT)
     assert len({tuple(token.token_id for token in tokens) for tokens in expected.values()}) == 3
-    for guess in GUESSES.values():
-        assert_same(with_drafts(prepared(built, graphs), asked, expected, guess())[0], expected)
+    for drafter in DRAFTERS.values():
+        assert_same(with_drafts(prepared(built, graphs), asked, expected, drafter())[0], expected)
 
 
 @KINDS
@@ -285,11 +285,11 @@ def test_logits_that_are_not_finite_fail_the_request_only_if_they_count(
 
 def test_a_step_with_drafts_has_no_token_that_the_host_does_not_know(shared: BuiltRunner) -> None:
     runner = prepared(shared, None)
-    guessed = BatchRow("a", int_array([3, 4]), 0, int_array([0]), GREEDY_ROW, num_drafts=1)
+    drafted = BatchRow("a", int_array([3, 4]), 0, int_array([0]), GREEDY_ROW, num_drafts=1)
     pending = BatchRow("b", int_array([0]), 1, int_array([0]), GREEDY_ROW, token_source=0)
     with pytest.raises(AssertionError, match=r"not those of \['b'\]"):
-        runner.launch(Batch(0, (pending, guessed)))
-    runner.run(Batch(1, (guessed,)))
+        runner.launch(Batch(0, (pending, drafted)))
+    runner.run(Batch(1, (drafted,)))
     with pytest.raises(AssertionError, match=r"not those of \['b'\]"):
         runner.launch(Batch(2, (pending,)))
     assert isinstance(runner.run(Batch(3, (pending._replace(token_source=None),)))[0], TokenOutput)

@@ -13,14 +13,14 @@ from baton.engine.device.graphs import GraphSettings
 from baton.models.layers.parallel import TensorParallel
 from baton.settings.node_config import NodeSettings
 from tests.ranks import run_ranks
-from tests.unit.engine.drafted import GUESSES, Asked, Outputs, assert_same, token_by_token, with_drafts
+from tests.unit.engine.drafted import DRAFTERS, Asked, Outputs, assert_same, token_by_token, with_drafts
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.tiny import prompt_of
 from tests.unit.models.tiny import save_tiny
 
 RANKS, COUNT = 2, 8
 FAMILIES = ("deepseek-v3", "deepseek-v32")
-GUESSED = ("wrong at 1", "any")
+TRIED = ("wrong at 1", "any")
 GRAPHS = {"eager": None, "padded": GraphSettings(max_requests=64, max_context_tokens=96, max_tokens=64)}
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"logprobs": 1},
@@ -51,8 +51,8 @@ def compute_as_owner(
         for how, graphs in GRAPHS.items():
             runner = runner_of(of_rank, graphs=graphs)
             runner.prepare()
-            for name in GUESSED:
-                outputs, _ = with_drafts(runner, asked(RANKS), expected[family], GUESSES[name]())
+            for name in TRIED:
+                outputs, _ = with_drafts(runner, asked(RANKS), expected[family], DRAFTERS[name]())
                 found[family, how, name] = outputs
             for launch in ("decode_graph", "prompt_graph"):
                 assert (runner.launches[launch] == 0) == (graphs is None), launch
@@ -75,6 +75,6 @@ def test_all_ranks_draw_the_tokens_of_one_process(
     }
     ranks = run_ranks(compute_as_owner, RANKS, tmp_path_factory.mktemp("ranks"), models, expected)
     for found in ranks:
-        assert len(found) == len(FAMILIES) * len(GRAPHS) * len(GUESSED)
+        assert len(found) == len(FAMILIES) * len(GRAPHS) * len(TRIED)
         for (family, _, _), outputs in found.items():
             assert_same(outputs, expected[family])

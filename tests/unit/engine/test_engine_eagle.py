@@ -1,4 +1,4 @@
-"""An engine whose model guesses with an EAGLE-3 head gives the tokens that decoding alone gives, in fewer steps if the
+"""An engine whose model drafts with an EAGLE-3 head gives the tokens that decoding alone gives, in fewer steps if the
 head is good; and which nodes load a head."""
 
 import logging
@@ -30,7 +30,7 @@ class Saved(NamedTuple):
     model: Path
     head: Path
 
-    def guessing(self, **given: Any) -> dict[str, Any]:
+    def speculating(self, **given: Any) -> dict[str, Any]:
         return {"draft_head": self.head, "speculation": "always"} | given
 
 
@@ -52,25 +52,25 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 async def test_every_way_to_draw_gives_the_tokens_of_decoding(drawn: Saved, kv_cache_dtype: str) -> None:
     requests = list(varied_requests())
     expected = one_step_at_a_time(built_of(drawn.model, kv_cache_dtype=kv_cache_dtype), requests)
-    built = built_of(drawn.model, **drawn.guessing(kv_cache_dtype=kv_cache_dtype))
+    built = built_of(drawn.model, **drawn.speculating(kv_cache_dtype=kv_cache_dtype))
     assert built.runner.facts.drafts
     events = await answered(built, requests, prefix_cache=True)
     for name, tokens in expected.items():
         assert events.ids(name) == [each.token_id for each in tokens], name
-    assert events.guesses[0] > 0
+    assert events.draft_counts[0] > 0
 
 
 async def test_a_good_head_saves_most_steps(good: Saved) -> None:
     requests = [request(f"r{seed}", prompt_of(30 + seed, seed=seed), greedy(COUNT)) for seed in range(4)]
     expected = one_step_at_a_time(built_of(good.model), requests)
-    built = built_of(good.model, **good.guessing())
+    built = built_of(good.model, **good.speculating())
     async with engine_of(built, LayerOnly(always=True)) as (engine, events):
         for one in requests:
             engine.submit(one)
         await events.finished(*expected)
     for name, tokens in expected.items():
         assert events.ids(name) == [each.token_id for each in tokens]
-    drafted, accepted = events.guesses
+    drafted, accepted = events.draft_counts
     assert accepted > 0.9 * drafted
     # Alone, the requests would take a step for each token.
     assert len(events.steps) < 0.6 * COUNT
@@ -80,7 +80,7 @@ async def test_preempted_requests_have_the_heads_kv_again(good: Saved) -> None:
     """The cache has room for two of four requests, so some lose their blocks and compute them again."""
     requests = [request(f"r{seed}", prompt_of(40 + seed, seed=seed), greedy(COUNT)) for seed in range(4)]
     expected = one_step_at_a_time(built_of(good.model), requests)
-    built = built_of(good.model, **good.guessing(num_blocks=26))
+    built = built_of(good.model, **good.speculating(num_blocks=26))
     async with engine_of(built, LayerOnly(always=True), prefix_cache=False) as (engine, events):
         for one in requests:
             engine.submit(one)
@@ -88,20 +88,20 @@ async def test_preempted_requests_have_the_heads_kv_again(good: Saved) -> None:
         assert engine.load().preemptions > 0
     for name, tokens in expected.items():
         assert events.ids(name) == [each.token_id for each in tokens]
-    drafted, accepted = events.guesses
+    drafted, accepted = events.draft_counts
     assert accepted > 0.9 * drafted
 
 
 async def test_a_prefix_from_the_cache_has_the_heads_kv(good: Saved) -> None:
-    """Every guess needs KV of `DISTANCE` places before, which the second request has from the cache."""
+    """Every draft token needs KV of `DISTANCE` places before, which the second request has from the cache."""
     prompt = prompt_of(64 + DISTANCE // 4, seed=9)
-    built = built_of(good.model, **good.guessing())
+    built = built_of(good.model, **good.speculating())
     async with engine_of(built, LayerOnly(always=True), prefix_cache=True) as (engine, events):
         for turn in range(2):
-            before = events.guesses
+            before = events.draft_counts
             engine.submit(request(f"r{turn}", prompt, greedy(DISTANCE // 2)))
             await events.finished(f"r{turn}")
-            drafted, accepted = (now - then for now, then in zip(events.guesses, before, strict=True))
+            drafted, accepted = (now - then for now, then in zip(events.draft_counts, before, strict=True))
             assert accepted > 0.9 * drafted
         assert events.started["r1"].cached_tokens >= 64
     assert events.ids("r0") == events.ids("r1")
@@ -111,7 +111,7 @@ async def test_requests_with_an_adapter_get_its_tokens(drawn: Saved, tmp_path: P
     targets = ("layers.0.self_attn.q_proj", "layers.1.self_attn.o_proj")
     directory = save_adapter(drawn.model, tmp_path / "adapter", seed=3, targets=targets)
     answers = []
-    for given in ({}, drawn.guessing()):
+    for given in ({}, drawn.speculating()):
         built = built_of(drawn.model, max_adapters=1, max_adapter_rank=8, **given)
         assert built.runner.adapters is not None
         assert not any("midlayer" in name for name in built.runner.adapters.layers)
@@ -119,7 +119,7 @@ async def test_requests_with_an_adapter_get_its_tokens(drawn: Saved, tmp_path: P
         async with engine_of(built, Speculator(always=True) if given else None, num_adapters=1) as (engine, events):
             used = await engine.load_adapter("a", adapter)
             for name, adapter_of in (("base", None), ("adapted", used)):
-                # Its two best logits are never within 0.01; with other prompts they are, and steps with guesses round.
+                # Its two best logits are never within 0.01; with other prompts they are, and steps with drafts round.
                 engine.submit(EngineRequest(name, prompt_of(20, seed=12), greedy(COUNT), adapter=adapter_of))
             await events.finished("base", "adapted")
         answers.append((events.ids("base"), events.ids("adapted")))
@@ -128,12 +128,12 @@ async def test_requests_with_an_adapter_get_its_tokens(drawn: Saved, tmp_path: P
 
 
 def test_blocks_with_the_kv_of_one_head_are_others_than_those_of_another(good: Saved, drawn: Saved) -> None:
-    plain, guessing = built_of(good.model), built_of(good.model, **good.guessing())
-    assert (plain.runner.model.eagle is None, guessing.runner.model.eagle is None) == (True, False)
-    assert (plain.cache.draft is None, guessing.model_spec.draft is None) == (True, False)
-    assert plain.runner.facts.identity != guessing.runner.facts.identity
+    plain, speculating = built_of(good.model), built_of(good.model, **good.speculating())
+    assert (plain.runner.model.eagle is None, speculating.runner.model.eagle is None) == (True, False)
+    assert (plain.cache.draft is None, speculating.model_spec.draft is None) == (True, False)
+    assert plain.runner.facts.identity != speculating.runner.facts.identity
     assert plain.identity.draft_digest == ""
-    digests = {built_of(each.model, **each.guessing()).identity.draft_digest for each in (good, drawn)}
+    digests = {built_of(each.model, **each.speculating()).identity.draft_digest for each in (good, drawn)}
     assert len(digests - {""}) == 2
 
 
@@ -148,7 +148,7 @@ def refused(directory: Path, **given: Any) -> ConfigError:
 
 
 @pytest.mark.parametrize("speculation", ["off", "text"])
-def test_a_head_needs_a_node_that_guesses_with_it(good: Saved, speculation: str) -> None:
+def test_a_head_needs_a_node_that_drafts_with_it(good: Saved, speculation: str) -> None:
     error = refused(good.model, draft_head=good.head, speculation=speculation)
     assert f"speculation is {speculation}" in str(error)
     assert "--speculation auto" in error.cure

@@ -1,4 +1,4 @@
-"""An engine whose model guesses with its own MTP layer gives the tokens that decoding alone gives, in fewer steps if
+"""An engine whose model drafts with its own MTP layer gives the tokens that decoding alone gives, in fewer steps if
 the layer is good."""
 
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ def built_of(directory: Path, **settings: Any) -> BuiltRunner:
 
 
 class LayerOnly(Speculator):
-    """Guesses that come from the model's own layer alone."""
+    """Drafts that come from the model's own layer alone."""
 
     def begin(self, request: Any, *, root: bytes | None, grammar: Any, tpot_s: float | None = None) -> None:
         super().begin(request, root=None, grammar=None, tpot_s=tpot_s)
@@ -37,15 +37,15 @@ class LayerOnly(Speculator):
 
 
 class WithHoles(LayerOnly):
-    """Guesses after every third step, also for requests that have tokens which the layer has not computed."""
+    """Drafts after every third step, also for requests that have tokens which the layer has not computed."""
 
     def __init__(self) -> None:
         super().__init__(always=True)
         self.asked = self.without = 0
 
-    def count_guesses(self, *args: Any, **given: Any) -> int:
+    def count_layer_drafts(self, *args: Any, **given: Any) -> int:
         self.asked += 1
-        return 0 if self.asked % 3 else super().count_guesses(*args, **given)
+        return 0 if self.asked % 3 else super().count_layer_drafts(*args, **given)
 
     def writes_layer_kv(self, requests: Any) -> bool:
         self.without += 1
@@ -99,7 +99,7 @@ async def test_every_way_to_draw_gives_the_tokens_of_decoding(family: str, good:
     events = await answered(built, requests, prefix_cache=True)
     for name, tokens in expected.items():
         assert events.ids(name) == [each.token_id for each in tokens], name
-    assert events.guesses[0] > 0
+    assert events.draft_counts[0] > 0
 
 
 async def test_steps_without_the_layer_change_no_token(good: Path) -> None:
@@ -109,7 +109,7 @@ async def test_steps_without_the_layer_change_no_token(good: Path) -> None:
     for name, tokens in expected.items():
         assert events.ids(name) == [each.token_id for each in tokens], name
     assert speculator.without > 0
-    assert events.guesses[0] > 0
+    assert events.draft_counts[0] > 0
 
 
 async def test_a_cache_of_fp8_gives_the_tokens_of_decoding(good: Path) -> None:
@@ -119,10 +119,10 @@ async def test_a_cache_of_fp8_gives_the_tokens_of_decoding(good: Path) -> None:
     events = await answered(built, requests, prefix_cache=False)
     for name, tokens in expected.items():
         assert events.ids(name) == [each.token_id for each in tokens], name
-    assert events.guesses[1] > 0
+    assert events.draft_counts[1] > 0
 
 
-async def test_requests_with_an_adapter_get_its_tokens_and_guesses_of_the_base_model(tmp_path: Path) -> None:
+async def test_requests_with_an_adapter_get_its_tokens_and_drafts_of_the_base_model(tmp_path: Path) -> None:
     base = tmp_path / "base"
     save_with_mtp("glm4-moe", base)
     directory = save_adapter(
@@ -155,22 +155,22 @@ async def test_a_good_layer_saves_most_steps(good: Path) -> None:
         await events.finished(*expected)
     for name, tokens in expected.items():
         assert events.ids(name) == [each.token_id for each in tokens]
-    drafted, accepted = events.guesses
+    drafted, accepted = events.draft_counts
     assert accepted > drafted * 0.8
     # Alone, the requests would take a step for each token.
     assert len(events.steps) < 0.6 * COUNT
 
 
 async def test_a_prefix_from_the_cache_has_the_layers_kv(good: Path) -> None:
-    """Requests with the same prompt guess as well when it comes from the cache."""
+    """Requests with the same prompt draft as well when it comes from the cache."""
     built = built_of(good, speculation="always")
     rates, prompt = [], prompt_of(70, seed=9)
     async with engine_of(built, LayerOnly(always=True), prefix_cache=True) as (engine, events):
         for turn in range(2):
-            before = events.guesses
+            before = events.draft_counts
             engine.submit(request(f"r{turn}", prompt, greedy(COUNT)))
             await events.finished(f"r{turn}")
-            rates.append((events.guesses[1] - before[1]) / (events.guesses[0] - before[0]))
+            rates.append((events.draft_counts[1] - before[1]) / (events.draft_counts[0] - before[0]))
         assert events.started["r1"].cached_tokens >= 64
     assert events.ids("r0") == events.ids("r1")
     assert rates[1] == pytest.approx(rates[0], abs=0.1)

@@ -1,4 +1,4 @@
-"""Drafts of requests with grammars: every draw has the mask that decoding gives it, whatever is guessed."""
+"""Drafts of requests with grammars: every draw has the mask that decoding gives it, whatever is drafted."""
 
 import random
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from tests.unit.engine.tiny import build
 EOS = 4095
 VOCAB_SIZE = 4096
 COUNT = 24
-GUESSES = {
+DRAFTERS = {
     "right": right(3),
     "wrong at 1": wrong_at(1, 3, VOCAB_SIZE),
     "any": any_drafts(3, 5, VOCAB_SIZE),
@@ -79,13 +79,13 @@ def test_outputs_end_within_the_tokens_that_are_compared(expected: Outputs) -> N
 
 
 @pytest.mark.parametrize("graphs", [None, GRAPHS], ids=["eager", "padded"])
-@pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_any_drafts_give_the_tokens_of_decoding(
-    demo: BuiltRunner, expected: Outputs, guess: str, graphs: GraphSettings | None
+    demo: BuiltRunner, expected: Outputs, drafter: str, graphs: GraphSettings | None
 ) -> None:
     runner = runner_of(demo, graphs=graphs)
     runner.prepare()
-    outputs, steps = with_drafts(runner, asked(), expected, GUESSES[guess], end_token_ids=frozenset({EOS}))
+    outputs, steps = with_drafts(runner, asked(), expected, DRAFTERS[drafter], end_token_ids=frozenset({EOS}))
     assert_same(outputs, expected)
     assert steps < COUNT
 

@@ -1,5 +1,5 @@
-"""Guesses of an MTP layer with attention data parallelism: each rank computes the layer for its own requests, and all
-ranks have the tokens and guesses of one process."""
+"""Drafts of an MTP layer with attention data parallelism: each rank computes the layer for its own requests, and all
+ranks have the tokens and drafts of one process."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,13 +17,13 @@ from tests.unit.engine.driver import Driver, runner_of
 from tests.unit.engine.tiny import prompt_of
 from tests.unit.models.tiny_mtp import save_with_mtp
 
-RANKS, GUESSES = 2, 3
+RANKS, DRAFTS = 2, 3
 FAMILIES = ("deepseek-v3", "deepseek-v32")
 GRAPHS = {"eager": None, "padded": GraphSettings(max_requests=64, max_context_tokens=96, max_tokens=64)}
 PROMPTS = {f"r{seed}": prompt_of(5 + 8 * seed, seed=seed) for seed in range(3)}
 # The requests of each step. Rank 1 has only r1, so in some steps it has nothing to compute.
 STEPS = [("r0",), ("r0", "r1", "r2"), ("r0", "r1", "r2"), ("r2", "r0"), *[("r1", "r0", "r2")] * 4, ("r0",), ("r1",)]
-# Of each step, the tokens and guesses of each request after it.
+# Of each step, the tokens and drafts of each request after it.
 Found = list[dict[str, tuple[list[int], tuple[int, ...]]]]
 
 
@@ -35,14 +35,16 @@ def built(model: Path, **given: Any) -> BuiltRunner:
 def steps_of(of_model: BuiltRunner, graphs: GraphSettings | None, *, owners: int) -> Found:
     runner = runner_of(of_model, graphs=graphs)
     runner.prepare()
-    driver, found = Driver(runner, guesses=GUESSES), Found()
+    driver, found = Driver(runner, num_layer_drafts=DRAFTS), Found()
     for index, (name, prompt) in enumerate(PROMPTS.items()):
         driver.add(name, prompt, owner=index % owners)
     for number, names in enumerate(STEPS):
-        # The first draft of every second request is what the layer guessed, and the second one is a guess at random.
-        drafts = {name: [driver.guessed[name][0], 7] for name in names[::2]} if number >= 6 else None
+        # The first draft token of every second request is what the layer drafted, and the second one is any token.
+        drafts = {name: [driver.layer_drafts[name][0], 7] for name in names[::2]} if number >= 6 else None
         driver.step(*names, chunk=12, drafts=drafts)
-        found.append({name: (driver.ids(name), driver.guessed[name]) for name in names if name in driver.guessed})
+        found.append(
+            {name: (driver.ids(name), driver.layer_drafts[name]) for name in names if name in driver.layer_drafts}
+        )
     for launch in ("decode_graph", "prompt_graph"):
         assert (runner.launches[launch] == 0) == (graphs is None)
     return found
@@ -65,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in FAMILIES}
 
 
-def test_all_ranks_have_the_guesses_of_one_process(
+def test_all_ranks_have_the_drafts_of_one_process(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     expected = {name: steps_of(built(model), None, owners=1) for name, model in models.items()}
@@ -74,5 +76,5 @@ def test_all_ranks_have_the_guesses_of_one_process(
         assert len(of_rank) == len(FAMILIES) * len(GRAPHS)
         for (family, _), found in of_rank.items():
             assert found == expected[family]
-    guesses = [len(words) for found in expected.values() for step in found for _, words in step.values()]
-    assert max(guesses) == GUESSES
+    lengths = [len(words) for found in expected.values() for step in found for _, words in step.values()]
+    assert max(lengths) == DRAFTS

@@ -1,4 +1,4 @@
-"""Steps with guessed tokens: the same tokens as without, whatever is guessed, and no block is lost."""
+"""Steps with draft tokens: the same tokens as without, whatever is drafted, and no block is lost."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,14 +18,14 @@ from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.speculation.depth import Draft
 from baton.engine.speculation.speculating import Speculating
 from baton.engine.speculation.speculator import Speculator
-from tests.unit.engine.guessing import EOS, NUM_TOKENS, Told, World, any_request, expected_output, run_in_any_order
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, Meter, finish, request
+from tests.unit.engine.speculating import EOS, NUM_TOKENS, Told, World, any_request, expected_output, run_in_any_order
 from tests.unit.engine.speculation.request import teach_waits
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
+def test_any_drafts_give_the_tokens_of_decoding(seed: int) -> None:
     chosen = Random(seed)
     model = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS)
     silent = chosen.random() * 0.95
@@ -49,7 +49,7 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_a_node_guesses_gives_the_tokens_of_decoding(seed: int) -> None:
+def test_what_a_node_drafts_gives_the_tokens_of_decoding(seed: int) -> None:
     """With few seats and many, pools of ranks, recurrent states, tenants, and drops of their KV."""
     chosen = Random(seed)
     model = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS)
@@ -80,22 +80,22 @@ def test_what_a_node_guesses_gives_the_tokens_of_decoding(seed: int) -> None:
     assert world.state_slots_left == world.state_slots
 
 
-def test_right_guesses_need_fewer_steps() -> None:
+def test_accepted_drafts_need_fewer_steps() -> None:
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     steps = {}
-    for guesses in (False, True):
-        told = Told(model, most=4, wrong=0.0, silent=0.0) if guesses else None
+    for speculates in (False, True):
+        told = Told(model, most=4, wrong=0.0, silent=0.0) if speculates else None
         world = World(told, model)
         sampling = ResolvedSampling(max_tokens=41, temperature=0.0, ignore_eos=True)
         world.submit(request("a-3", [1, 2, 3], sampling=sampling))
         world.run_all()
         assert world.ended == {"a-3": FinishReason.LENGTH}
-        steps[guesses] = len(world.events)
+        steps[speculates] = len(world.events)
     assert steps[False] == 41
     assert steps[True] == 1 + 40 // 5
 
 
-def test_a_step_tells_what_was_guessed_and_kept() -> None:
+def test_a_step_tells_what_was_drafted_and_kept() -> None:
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     told = Told(model, most=3, wrong=0.0, silent=0.0)
     world = World(told, model)
@@ -110,7 +110,7 @@ def test_a_step_tells_what_was_guessed_and_kept() -> None:
     assert [len(events.tokens) for events in world.events] == [1, 4, 4]
 
 
-def test_nothing_is_guessed_beyond_the_last_token() -> None:
+def test_nothing_is_drafted_beyond_the_last_token() -> None:
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     world = World(Told(model, most=8, wrong=0.0, silent=0.0), model)
     world.submit(request("a-2", [1, 2], sampling=ResolvedSampling(max_tokens=4, temperature=0.0, ignore_eos=True)))
@@ -119,7 +119,7 @@ def test_nothing_is_guessed_beyond_the_last_token() -> None:
     assert world.sequences["a-2"] == [1, 2, *model.continued([1, 2], 4)]
 
 
-def test_a_row_with_guesses_that_fails_frees_its_blocks() -> None:
+def test_a_row_with_drafts_that_fails_frees_its_blocks() -> None:
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     told = Told(model, most=5, wrong=0.0, silent=0.0)
     world = World(told, model)
@@ -135,7 +135,7 @@ def test_a_row_with_guesses_that_fails_frees_its_blocks() -> None:
     assert world.scheduler.load().blocks_free == world.scheduler.load().blocks_total
 
 
-def test_a_step_with_guesses_counts_each_guess_as_a_row_that_reads_its_context() -> None:
+def test_a_step_with_drafts_counts_each_draft_token_as_a_row_that_reads_its_context() -> None:
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     told = Told(model, most=5, wrong=0.0, silent=0.0)
     limits = EngineLimits(max_batch_tokens=24, max_batch_requests=8, max_waiting=99, prefix_cache=True)
@@ -152,7 +152,7 @@ def test_a_step_with_guesses_counts_each_guess_as_a_row_that_reads_its_context()
     assert meter.observed[-1][0] == StepWork(decode_rows=6, keys=3 + 4 + 5 + 6 + 7 + 8)
 
 
-def test_a_drop_of_a_tenants_kv_reaches_the_guesses() -> None:
+def test_a_drop_of_a_tenants_kv_reaches_the_drafts() -> None:
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     dropped: list[frozenset[bytes]] = []
 
@@ -187,7 +187,7 @@ def test_the_output_of_a_request_that_ran_when_its_tenants_kv_was_dropped_is_not
     assert recent.roots
 
 
-def test_guesses_leave_a_row_for_a_request_that_waits() -> None:
+def test_drafts_leave_a_row_for_a_request_that_waits() -> None:
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     world = World(Told(model, most=8, wrong=0.0, silent=0.0), model, requests=4)
     sampling = ResolvedSampling(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -204,7 +204,7 @@ def test_guesses_leave_a_row_for_a_request_that_waits() -> None:
 
 
 @pytest.mark.parametrize(("requests", "state_slots"), [(1, 0), (8, 3)])
-def test_no_step_waits_for_tokens_where_there_is_no_room_for_a_guess(requests: int, state_slots: int) -> None:
+def test_no_step_waits_for_tokens_where_there_is_no_room_for_a_draft_token(requests: int, state_slots: int) -> None:
     """Neither a row, nor a slot for a state."""
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     world = World(Told(model, wrong=0.0, silent=0.0), model, requests=requests, state_slots=state_slots)
@@ -217,10 +217,8 @@ def test_no_step_waits_for_tokens_where_there_is_no_room_for_a_guess(requests: i
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(6, True), (7, False)])
-def test_steps_with_guesses_and_prompts_have_the_bound_of_their_decodes_without_guesses(
-    tokens: int, fits: bool
-) -> None:
-    """That is 30 ms, here three times the time of a decode, which 11 tokens take; five are of the row with guesses. The
+def test_steps_with_drafts_and_prompts_have_the_bound_of_their_decodes_without_drafts(tokens: int, fits: bool) -> None:
+    """That is 30 ms, here three times the time of a decode, which 11 tokens take; five are of the row with drafts. The
     device waits for nothing."""
     asked: list[bool] = []
 
@@ -249,7 +247,7 @@ def test_steps_with_guesses_and_prompts_have_the_bound_of_their_decodes_without_
 
 
 @pytest.mark.parametrize("how", ["step", "everything", "abort"])
-def test_a_step_with_guesses_that_ends_badly_keeps_no_slot_of_a_state(how: str) -> None:
+def test_a_step_with_drafts_that_ends_badly_keeps_no_slot_of_a_state(how: str) -> None:
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     world = World(Told(model, wrong=0.0, silent=0.0), model, requests=8, state_slots=24)
     sampling = ResolvedSampling(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -271,19 +269,19 @@ def test_a_step_with_guesses_that_ends_badly_keeps_no_slot_of_a_state(how: str) 
 
 
 @pytest.mark.parametrize("tokens_before", range(1, 6))
-def test_decodes_after_wrong_guesses_have_a_block_for_each_token(tokens_before: int) -> None:
-    """Blocks that were taken for guesses stay, so more blocks are held than the rows of decodes have."""
+def test_decodes_after_rejected_drafts_have_a_block_for_each_token(tokens_before: int) -> None:
+    """Blocks that were taken for drafts stay, so more blocks are held than the rows of decodes have."""
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
 
     class Once(Told):
-        has_guessed = False
+        has_drafted = False
 
         def pays(self, *args: object, **given: object) -> bool:
-            return not self.has_guessed
+            return not self.has_drafted
 
         def choose(self, requests: Sequence[Speculating], *args: object, **given: object) -> dict[str, Draft]:
-            has_guessed, self.has_guessed = self.has_guessed, True
-            return {} if has_guessed else {each.request_id: (0,) * 7 for each in requests}
+            has_drafted, self.has_drafted = self.has_drafted, True
+            return {} if has_drafted else {each.request_id: (0,) * 7 for each in requests}
 
     world = World(Once(model), model, requests=8)
     sampling = ResolvedSampling(max_tokens=40, temperature=0.0, ignore_eos=True)

@@ -185,8 +185,8 @@ def test_what_a_prompt_has_waited_before_it_came_counts() -> None:
     assert prompt_tokens(scheduler, 1.0 + alone_s) == 100 + 1000 - 1  # 15 ms
 
 
-def test_guesses_that_make_a_step_long_leave_prompts_their_half() -> None:
-    """Requests let a step with guesses take longer than the bound of steps with prompts."""
+def test_drafts_that_make_a_step_long_leave_prompts_their_half() -> None:
+    """Requests let a step with drafts take longer than the bound of steps with prompts."""
     limits = EngineLimits(max_batch_tokens=8192, max_batch_requests=256, max_waiting=8, prefix_cache=False)
     facts = ModelFacts(2000, 16, vocab_size=1000, max_context_tokens=20000, eos_token_ids=(), identity="m")
     meter = Meter(StepCosts(((1, 0.005), (8, 0.005), (1008, 0.105))))
@@ -202,7 +202,7 @@ def test_guesses_that_make_a_step_long_leave_prompts_their_half() -> None:
     assert [len(row.token_ids) for row in batch.rows if not row.num_drafts] == [75]  # 7.5 ms
 
 
-def test_a_step_with_guesses_keeps_the_tpot_with_the_wait_for_the_host() -> None:
+def test_a_step_with_drafts_keeps_the_tpot_with_the_wait_for_the_host() -> None:
     limits = EngineLimits(max_batch_tokens=8192, max_batch_requests=256, max_waiting=8, prefix_cache=False)
     facts = ModelFacts(2000, 16, vocab_size=1000, max_context_tokens=20000, eos_token_ids=(), identity="m")
     costs, speculator = StepCosts(((1, 0.005), (8, 0.005), (1008, 0.105))), Speculator(always=True)

@@ -1,4 +1,4 @@
-"""A scheduler with guesses over a simulated device: steps take what a test says, and outputs are known. No clock
+"""A scheduler with drafts over a simulated device: steps take what a test says, and outputs are known. No clock
 runs."""
 
 from collections import deque
@@ -11,14 +11,14 @@ from typing import NamedTuple, TypeAlias
 from baton.core.costs import StepCosts, StepWork
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
-from baton.engine.batch import Batch, BatchRow, Guessed, RowResult
+from baton.engine.batch import Batch, BatchRow, LayerDrafts, RowResult
 from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.engine.speculation.depth import guessed_work
+from baton.engine.speculation.depth import speculative_work
 from baton.engine.speculation.speculator import Speculator
 
-# About what an H200 takes for a model of 8 billion parameters: `python -m bench guesses`.
+# About what an H200 takes for a model of 8 billion parameters: `python -m bench drafts`.
 COSTS = StepCosts(((1, 0.0044), (32, 0.0046), (128, 0.0055), (512, 0.012)), key_s=3.3e-8)
 _PROMPT, _OUTPUT = 300, 192
 _SEATS = 256
@@ -60,14 +60,14 @@ def records(fixed: int, free: int) -> Texts:
 
 
 def unlike(chosen: Random) -> Text:
-    """Few tokens that repeat by chance, so that guesses are often wrong."""
+    """Few tokens that repeat by chance, so that drafts are often wrong."""
     return Text(
         tuple(chosen.randrange(30) for _ in range(_PROMPT)), tuple(chosen.randrange(30) for _ in range(_OUTPUT))
     )
 
 
 def novel(chosen: Random) -> Text:
-    """No token comes twice, so nothing can be guessed."""
+    """No token comes twice, so nothing can be drafted."""
     tokens = chosen.sample(range(1000), _PROMPT + _OUTPUT)
     return Text(tuple(tokens[:_PROMPT]), tuple(tokens[_PROMPT:]))
 
@@ -78,18 +78,18 @@ class Device:
 
     Args:
         costs: of plain steps.
-        guess: each guess costs so many times what `costs` say.
-        step_s: more for each step with guesses.
-        after_s: more for each plain step after one with guesses.
+        draft: each draft token costs so many times what `costs` say.
+        step_s: more for each step with drafts.
+        after_s: more for each plain step after one with drafts.
         gap_s, gap_row_s: for how long the device waits for a step that was not prepared ahead, and more for each row.
-        state_s: more for each row of a step with guesses, which copies states.
-        pass_s: for each token that the model's own layer guesses for all requests.
+        state_s: more for each row of a step with drafts, which copies states.
+        pass_s: for each token that the model's own layer drafts for all requests.
         noise: relative, of each step.
         stall: share of steps that take ten times as long.
     """
 
     costs: StepCosts = COSTS
-    guess: float = 1.0
+    draft: float = 1.0
     step_s: float = 0.0
     after_s: float = 0.0
     gap_s: float = 0.0008
@@ -99,12 +99,12 @@ class Device:
     noise: float = 0.01
     stall: float = 0.0
 
-    def step_time_s(self, plain: StepWork, guessed: StepWork) -> float:
+    def step_time_s(self, plain: StepWork, drafted: StepWork) -> float:
         plain_s = self.costs.seconds(plain)
-        if guessed == plain:
+        if drafted == plain:
             return plain_s
-        dearer_s = self.guess * (self.costs.seconds(guessed) - plain_s)
-        return plain_s + dearer_s + self.step_s + self.state_s * guessed.decode_rows
+        dearer_s = self.draft * (self.costs.seconds(drafted) - plain_s)
+        return plain_s + dearer_s + self.step_s + self.state_s * drafted.decode_rows
 
     def gap_time_s(self, rows: int) -> float:
         return self.gap_s + self.gap_row_s * rows
@@ -118,18 +118,18 @@ class Ran:
     plain_s: float = 0.0
     tokens: int = 0
     steps: int = 0
-    guessed_steps: int = 0
+    drafted_steps: int = 0
     drafted: int = 0
     accepted: int = 0
 
     @property
     def slowdown(self) -> float:
-        """The time per token, in multiples of that without guesses."""
+        """The time per token, in multiples of that without drafts."""
         return self.seconds / self.plain_s
 
     @property
     def gain(self) -> float:
-        """By how much more tokens a second come than without guesses, as a share."""
+        """By how much more tokens a second come than without drafts, as a share."""
         return 1.0 / self.slowdown - 1.0
 
     def since(self, before: "Ran") -> "Ran":
@@ -140,7 +140,7 @@ class TimedWorld:
     """Decodes as many requests as there are in a batch at all times: another one follows each that ends.
 
     Args:
-        layer: chance that a guess of the model's own layer is right; None: it has none.
+        layer: chance that a draft token of the model's own layer is right; None: it has none.
         state_slots: as in `ModelFacts`.
 
     Attributes:
@@ -172,7 +172,7 @@ class TimedWorld:
         self.ended: list[tuple[Text, float]] = []
         self._in_flight: deque[tuple[Batch, float]] = deque()  # and when it was launched
         self._now = self._ended_s = 0.0
-        self._was_guessed = False
+        self._was_drafted = False
         self._is_idle = True
 
     def run(self, texts: Texts, batch: int, steps: int) -> Ran:
@@ -201,7 +201,7 @@ class TimedWorld:
             return False
         rows = len(batch.rows) + sum(row.num_drafts for row in batch.rows)
         gap_s = 0.0 if ahead else self.device.gap_time_s(rows)
-        if self._is_idle:  # no step could be prepared ahead, with guesses or without
+        if self._is_idle:  # no step could be prepared ahead, with drafts or without
             self.ran.plain_s += gap_s
             self._is_idle = False
         self._in_flight.append((batch, self._now + gap_s))
@@ -211,22 +211,22 @@ class TimedWorld:
         batch, launched_s = self._in_flight.popleft()
         plain = StepWork(len(batch.rows), sum(row.token_start + 1 for row in batch.rows))
         drafts = [(row.token_start, row.num_drafts) for row in batch.rows if row.num_drafts]
-        seconds = self.device.step_time_s(plain, guessed_work(plain, drafts))
-        if self._was_guessed and not drafts:
+        seconds = self.device.step_time_s(plain, speculative_work(plain, drafts))
+        if self._was_drafted and not drafts:
             seconds += self.device.after_s
         disturbed = self._random.gauss(1.0, self.device.noise)
         if self._random.random() < self.device.stall:
             disturbed *= _STALL
         seconds *= disturbed
         results = [self._result(row) for row in batch.rows]
-        guessed = self._guessed(batch, results)
-        ended_s = max(self._ended_s, launched_s) + seconds + (guessed.seconds if guessed else 0.0)
+        drafted = self._drafted(batch, results)
+        ended_s = max(self._ended_s, launched_s) + seconds + (drafted.seconds if drafted else 0.0)
         waited_s = ended_s - self._ended_s - seconds if self.ran.steps else None
         self._now = self._ended_s = ended_s
-        self._was_guessed = bool(drafts)
-        events = self.scheduler.complete(results, seconds, guessed=guessed, waited_s=waited_s)
+        self._was_drafted = bool(drafts)
+        events = self.scheduler.complete(results, seconds, layer_drafts=drafted, waited_s=waited_s)
         self.ran.steps += 1
-        self.ran.guessed_steps += bool(drafts)
+        self.ran.drafted_steps += bool(drafts)
         self.ran.tokens += len(events.tokens)
         share = len(events.tokens) / plain.decode_rows
         self.ran.plain_s += share * self.device.costs.seconds(plain) * disturbed
@@ -251,8 +251,8 @@ class TimedWorld:
                 break
         return tuple(kept) if row.num_drafts else kept[0]
 
-    def _guessed(self, batch: Batch, results: list[RowResult]) -> Guessed | None:
-        if not batch.guesses:
+    def _drafted(self, batch: Batch, results: list[RowResult]) -> LayerDrafts | None:
+        if not batch.num_layer_drafts:
             return None
         assert self._layer is not None
         tokens: dict[int, tuple[int, ...]] = {}
@@ -261,6 +261,6 @@ class TimedWorld:
             text = self._live.get(row.request_id)
             if text is None or not isinstance(last, TokenOutput):
                 continue
-            right = text.output[last.index + 1 :][: batch.guesses]
+            right = text.output[last.index + 1 :][: batch.num_layer_drafts]
             tokens[place] = tuple((t + (self._random.random() >= self._layer)) % 1000 for t in right)
-        return Guessed(tokens, len(batch.rows), batch.guesses * self.device.pass_s)
+        return LayerDrafts(tokens, len(batch.rows), batch.num_layer_drafts * self.device.pass_s)

@@ -89,8 +89,8 @@ class EventRecorder:
         self._changed.set()
 
     @property
-    def guesses(self) -> tuple[int, int]:
-        """Guesses of all steps: all that were computed, and those that were kept."""
+    def draft_counts(self) -> tuple[int, int]:
+        """Drafts of all steps: all that were computed, and those that were kept."""
         checked = [each for step in self.steps for each in step.drafts]
         return sum(each.drafted for each in checked), sum(each.accepted for each in checked)
 

@@ -48,13 +48,13 @@ def test_step_times_are_those_of_one_more_request_on_the_least_loaded_node() -> 
     assert CapacityReader().of([replace(DECODE, costs=None)], [PREFILL]).step_s is None
 
 
-def test_times_per_token_count_with_guessed_tokens() -> None:
-    guessing = replace(DECODE, pace=DecodePace(step_ratio=1.5, tokens=3.0))
-    room = CapacityReader().of([guessing], [PREFILL])
+def test_times_per_token_count_with_draft_tokens() -> None:
+    speculating = replace(DECODE, pace=DecodePace(step_ratio=1.5, tokens=3.0))
+    room = CapacityReader().of([speculating], [PREFILL])
     assert (room.step_s, room.alone_s) == (COSTS.dense_s(9) / 2, COSTS.dense_s(1) / 2)
-    idle = replace(guessing, requests=0, decode_rows=0, context_tokens=0, pace=PLAIN_PACE)
-    assert CapacityReader().of([idle, guessing], []).alone_s == COSTS.dense_s(1) / 2, "as on the other node"
-    assert CapacityReader().of([replace(idle, pace=None), guessing], []).alone_s == COSTS.dense_s(1)
+    idle = replace(speculating, requests=0, decode_rows=0, context_tokens=0, pace=PLAIN_PACE)
+    assert CapacityReader().of([idle, speculating], []).alone_s == COSTS.dense_s(1) / 2, "as on the other node"
+    assert CapacityReader().of([replace(idle, pace=None), speculating], []).alone_s == COSTS.dense_s(1)
 
 
 def test_rows_are_enough_where_more_of_them_gain_next_to_nothing() -> None:

@@ -98,7 +98,7 @@ def test_cached_tokens_of_a_prompt_whose_prefill_node_had_fewer_than_the_decode_
     assert (draft.cached_tokens, receipt.prefill_cached_tokens, receipt.decode_cached_tokens) == (0, 0, 16)
 
 
-def test_guesses_of_all_decode_nodes_are_added_up() -> None:
+def test_drafts_of_all_decode_nodes_are_added_up() -> None:
     draft = remote()
     draft.drafted(5, 3)
     draft.reserved("decode-1", reserved())  # after the first one was lost

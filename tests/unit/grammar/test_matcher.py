@@ -160,16 +160,16 @@ def test_a_matcher_that_has_failed_cannot_go_back(compiler: GrammarCompiler, tok
 def test_an_end_that_the_grammar_itself_names_can_be_taken_back(
     compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str
 ) -> None:
-    """Every walk of guesses leaves the matcher as one that has never seen them."""
+    """Every walk of drafts leaves the matcher as one that has never seen them."""
     named = Grammar(GrammarKind.LARK, grammar)
     matcher, output, random = after(compiler, tokenizer, named, "a"), "a", Random(5)
     for _ in range(40):
-        guesses = 0
-        while guesses < 6 and not matcher.is_ended:
+        drafts = 0
+        while drafts < 6 and not matcher.is_ended:
             (ids,) = allowed(matcher)
             matcher.consume(EOS if EOS in ids else random.choice(sorted(ids)))
-            guesses += 1
-        assert matcher.take_back(guesses)
+            drafts += 1
+        assert matcher.take_back(drafts)
         fresh = after(compiler, tokenizer, named, output)
         assert allowed(matcher) == allowed(fresh)
         assert (matcher.is_accepting, matcher.is_ended) == (fresh.is_accepting, fresh.is_ended)

@@ -120,7 +120,7 @@ def test_the_models_own_logits_stay_the_same(pair: Pair) -> None:
 def test_its_own_hidden_state_drafts_further_tokens(pair: Pair) -> None:
     """The second draft's place has the head's own hidden state of the place before, and the first draft."""
     tokens = tokens_of(3, TOKENS + 1)
-    first, second = pair.reference.guesses(tokens, 2)
+    first, second = pair.reference.drafts(tokens, 2)
     driver = pair.driver()
     driver.step({"r": tokens[:-1]}, following={"r": tokens[-1]})
     assert int(driver.drafted["r"][-1].argmax()) == first

@@ -72,15 +72,15 @@ class EagleReference:
             logits_TV[:, token + offset] = logits_TW[:, token]
         return logits_TV
 
-    def guesses(self, tokens: list[int], count: int) -> list[int]:
-        """The tokens that the head guesses after these, each the most likely one."""
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """The tokens that the head drafts after these, each the most likely one."""
         states_TD, following = self.read(tokens[:-1]), tokens[1:]
-        guesses: list[int] = []
+        drafts: list[int] = []
         for _ in range(count):
             drafted_TD = self.drafted(following, states_TD)
-            guesses.append(int(self.logits(drafted_TD[-1:])[0].argmax()))
-            states_TD, following = torch.cat((states_TD, drafted_TD[-1:])), [*following, guesses[-1]]
-        return guesses
+            drafts.append(int(self.logits(drafted_TD[-1:])[0].argmax()))
+            states_TD, following = torch.cat((states_TD, drafted_TD[-1:])), [*following, drafts[-1]]
+        return drafts
 
     def _attended(self, joined_TX: Tensor) -> Tensor:
         size, count = self.config["head_dim"], len(joined_TX)

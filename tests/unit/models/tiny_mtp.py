@@ -157,15 +157,15 @@ class MTPReference:
         weight = self.own[f"{norm}.weight"] + self.published.offset
         return rms_norm(x_TD, x_TD.shape[-1:], weight, self.model.config.rms_norm_eps)
 
-    def guesses(self, tokens: list[int], count: int) -> list[int]:
-        """The tokens that the layer guesses after these, each the most likely one."""
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """The tokens that the layer drafts after these, each the most likely one."""
         hidden_TD, following = self.read(tokens[:-1]), tokens[1:]
-        guesses: list[int] = []
+        drafts: list[int] = []
         for _ in range(count):
             drafted_TD = self.drafted(following, hidden_TD)
-            guesses.append(int(self.logits(drafted_TD[-1]).argmax()))
-            hidden_TD, following = torch.cat((hidden_TD, drafted_TD[-1:])), [*following, guesses[-1]]
-        return guesses
+            drafts.append(int(self.logits(drafted_TD[-1]).argmax()))
+            hidden_TD, following = torch.cat((hidden_TD, drafted_TD[-1:])), [*following, drafts[-1]]
+        return drafts
 
 
 def save_with_mtp(name: str, directory: Path, *, changed: dict[str, Any] | None = None) -> MTPReference:
@@ -188,7 +188,7 @@ def save_with_mtp(name: str, directory: Path, *, changed: dict[str, Any] | None 
 
 def save_with_good_layer(directory: Path, name: str = "deepseek-v3", *, changed: dict[str, Any] | None = None) -> None:
     """Saves a model whose MTP layer nearly predicts what the model does: it is the model's first layer, reads only the
-    embeddings, and the other layers add nothing. What it lacks is the sequence's first token, so its guesses depend on
+    embeddings, and the other layers add nothing. What it lacks is the sequence's first token, so its drafts depend on
     KV of all others.
 
     Args:

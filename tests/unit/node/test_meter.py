@@ -72,7 +72,7 @@ def test_a_lease_that_received_nothing_took_no_time(role: ProcessRole) -> None:
     assert meter.layout.width == Layout(role).width
 
 
-def test_guessed_tokens_are_counted_with_those_that_were_kept() -> None:
+def test_draft_tokens_are_counted_with_those_that_were_kept() -> None:
     meter = NodeMeter(ProcessRole.DECODE)
     assert meter.drafts == (0, 0)
     tokens = (token("a"), token("a"), token("b"))

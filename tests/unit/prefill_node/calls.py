@@ -11,7 +11,7 @@ from baton.engine.events import (
     RequestStarted,
     StepEvents,
     TokenSampled,
-    TokensGuessed,
+    TokensDrafted,
 )
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from baton.protos.internal.v1 import lease_pb2
@@ -76,7 +76,7 @@ def step(
     | LayersComputed
     | ChunkComputed
     | PromptScored
-    | TokensGuessed
+    | TokensDrafted
     | TokenSampled
     | RequestFailed,
     seconds: float = 0.0,
@@ -92,7 +92,7 @@ def step(
             failed=tuple(event for event in events if isinstance(event, RequestFailed)),
             layers=tuple(event for event in events if isinstance(event, LayersComputed)),
             scored=tuple(event for event in events if isinstance(event, PromptScored)),
-            guessed=tuple(event for event in events if isinstance(event, TokensGuessed)),
+            drafted=tuple(event for event in events if isinstance(event, TokensDrafted)),
         )
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 from baton.core.errors import BatonError, Cancelled, DataLoss, Draining, InvalidRequest, NoNode, Overloaded
 from baton.core.types import FinishReason, PromptLogprob
-from baton.engine.events import PromptScored, RequestFailed, TokensGuessed
+from baton.engine.events import PromptScored, RequestFailed, TokensDrafted
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from baton.protos.internal.v1 import decode_pb2, lease_pb2
 from baton.protos.internal.v1 import prefill_pb2 as pb
@@ -158,9 +158,9 @@ def test_layers_at_different_tokens_are_sent_one_job_after_the_other() -> None:
     ]
 
 
-def test_guesses_go_to_the_decode_node_with_the_first_token() -> None:
+def test_drafts_go_to_the_decode_node_with_the_first_token() -> None:
     node = machine()
-    (message,) = hand_overs(play(node, called(), step(chunk(8), sampled(), TokensGuessed("1", (7, 9)))))
+    (message,) = hand_overs(play(node, called(), step(chunk(8), sampled(), TokensDrafted("1", (7, 9)))))
     assert list(message.guesses) == [7, 9]
 
 

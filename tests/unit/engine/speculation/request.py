@@ -7,8 +7,8 @@ from baton.core.costs import StepCosts, StepWork
 from baton.core.types import Grammar
 from baton.engine.request import IntArray, int_array
 from baton.engine.speculation.allowance import Allowance
-from baton.engine.speculation.depth import guessed_work
-from baton.engine.speculation.guessed_times import EndedStep
+from baton.engine.speculation.depth import speculative_work
+from baton.engine.speculation.speculative_times import EndedStep
 from baton.engine.speculation.speculator import Speculator
 
 # Weights are read in 10 ms, and steps are as fast with 64 tokens.
@@ -63,10 +63,10 @@ def work_of(requests: Sequence[DecodingRequest]) -> StepWork:
 
 
 def teach_waits(speculator: Speculator, decode_rows: int, wait_s: float, costs: StepCosts = COSTS) -> None:
-    """Lets steps with any number of right guesses take so much longer than the cost model says."""
+    """Lets steps with any number of accepted drafts take so much longer than the cost model says."""
     plain = StepWork(decode_rows, 1000 * decode_rows)
-    for guesses in (1, 4, 16) * 11:
-        work = guessed_work(plain, [(1000, guesses)])
+    for drafts in (1, 4, 16) * 11:
+        work = speculative_work(plain, [(1000, drafts)])
         speculator.ended(EndedStep(plain, work, work.decode_rows, costs.seconds(work), wait_s, late=True), costs)
 
 

@@ -1,4 +1,4 @@
-"""Guesses from grammars: they are what the grammar forces, and cost few masks."""
+"""Drafts from grammars: they are what the grammar forces, and cost few masks."""
 
 import json
 
@@ -72,98 +72,98 @@ def drafts_of(states: ForcedTokens, masks: int = 10**6) -> GrammarDrafts:
     return GrammarDrafts(JSON, states, Allowance(masks))
 
 
-def guessed(drafts: GrammarDrafts, tokens: IntArray, tokenizer: Tokenizer, most: int = 8) -> str:
-    return "".join(tokenizer.decode([token]) for token in drafts.guesses(tokens, 0, most)[0])
+def drafted_text(drafts: GrammarDrafts, tokens: IntArray, tokenizer: Tokenizer, most: int = 8) -> str:
+    return "".join(tokenizer.decode([token]) for token in drafts.propose(tokens, 0, most)[0])
 
 
 def test_the_rest_of_a_key_is_forced(states: ForcedTokens, tokenizer: Tokenizer) -> None:
     drafts, start = drafts_of(states), tokens_of(tokenizer, '{"')
-    tokens, bases = drafts.guesses(start, 0, 8)
+    tokens, bases = drafts.propose(start, 0, 8)
     key = "".join(
         tokenizer.decode([token]) for token, basis in zip(tokens, bases, strict=True) if basis is Basis.FORCED
     )
     assert key.startswith('full_name"')
     first = "".join(tokenizer.decode([token]) for token in tokens[:2])
-    assert guessed(drafts_of(states), start, tokenizer, most=2) == first
-    assert guessed(drafts_of(states), start, tokenizer, most=0) == ""
+    assert drafted_text(drafts_of(states), start, tokenizer, most=2) == first
+    assert drafted_text(drafts_of(states), start, tokenizer, most=0) == ""
 
 
-def test_within_a_string_nothing_is_guessed(states: ForcedTokens, tokenizer: Tokenizer) -> None:
-    assert guessed(drafts_of(states), tokens_of(tokenizer, '{"full_name": "Ada'), tokenizer) == ""
+def test_within_a_string_nothing_is_drafted(states: ForcedTokens, tokenizer: Tokenizer) -> None:
+    assert drafted_text(drafts_of(states), tokens_of(tokenizer, '{"full_name": "Ada'), tokenizer) == ""
 
 
-def test_forced_guesses_are_what_the_grammar_allows_alone(
+def test_forced_drafts_are_what_the_grammar_allows_alone(
     compiler: GrammarCompiler, states: ForcedTokens, tokenizer: Tokenizer
 ) -> None:
-    """Each guess follows the grammar after the ones before it."""
+    """Each draft token follows the grammar after the ones before it."""
     drafts, tokens = drafts_of(states), tokens_of(tokenizer, json.dumps(VALUE))
-    num_guesses = 0
+    num_drafts = 0
     for count in range(len(tokens)):
-        guesses, _ = drafts.guesses(tokens[:count], 0, 8)
+        proposed, _ = drafts.propose(tokens[:count], 0, 8)
         matcher = compiler.matcher(JSON)
-        for token in [*tokens[:count], *guesses]:
+        for token in [*tokens[:count], *proposed]:
             matcher.consume(token)
-        num_guesses += len(guesses)
-    assert num_guesses > len(tokens)
+        num_drafts += len(proposed)
+    assert num_drafts > len(tokens)
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_white_space_is_guessed_as_the_output_had_it_before(
+def test_white_space_is_drafted_as_the_output_had_it_before(
     states: ForcedTokens, tokenizer: Tokenizer, indent: int | None
 ) -> None:
     text = json.dumps(VALUE, indent=indent)
     before, after = text[: text.index("occupation")], '": "'
     drafts, tokens = drafts_of(states), tokens_of(tokenizer, before)
     for count in range(len(tokens)):  # as it comes, token by token
-        drafts.guesses(tokens[:count], 0, 8)
-    assert guessed(drafts, tokens, tokenizer).startswith("occupation" + after)
+        drafts.propose(tokens[:count], 0, 8)
+    assert drafted_text(drafts, tokens, tokenizer).startswith("occupation" + after)
 
 
-def test_guesses_do_not_depend_on_those_before(states: ForcedTokens, tokenizer: Tokenizer) -> None:
+def test_drafts_do_not_depend_on_those_before(states: ForcedTokens, tokenizer: Tokenizer) -> None:
     """The state is rolled back after each walk."""
     tokens = tokens_of(tokenizer, json.dumps(VALUE))
     drafts = drafts_of(states)
     for count in range(len(tokens)):
-        guesses, bases = drafts.guesses(tokens[:count], 0, 8)
-        forced, _ = drafts_of(states).guesses(tokens[:count], 0, 8)
+        proposed, bases = drafts.propose(tokens[:count], 0, 8)
+        forced, _ = drafts_of(states).propose(tokens[:count], 0, 8)
         if bases and bases[0] is Basis.FORCED:
-            assert guesses[0] == forced[0]
+            assert proposed[0] == forced[0]
 
 
 def test_masks_are_not_computed_twice(states: ForcedTokens, tokenizer: Tokenizer) -> None:
-    """The guesses that were right shorten those that are known."""
+    """The drafts that were right shorten those that are known."""
     tokens, allowance = tokens_of(tokenizer, json.dumps(VALUE)), Allowance(10**6)
     drafts = GrammarDrafts(JSON, states, allowance)
     for count in range(len(tokens)):
-        drafts.guesses(tokens[:count], 0, 8)
-        drafts.guesses(tokens[:count], 0, 8)
+        drafts.propose(tokens[:count], 0, 8)
+        drafts.propose(tokens[:count], 0, 8)
     assert 10**6 - allowance._left < 2 * len(tokens)
 
 
 def test_all_requests_together_get_so_many_masks(states: ForcedTokens, tokenizer: Tokenizer) -> None:
     allowance, start = Allowance(5), tokens_of(tokenizer, '{"')
     first, second = GrammarDrafts(JSON, states, allowance), GrammarDrafts(JSON, states, allowance)
-    assert len(first.guesses(start, 0, 8)[0]) == 5
-    assert len(second.guesses(start, 0, 8)[0]) == 0
+    assert len(first.propose(start, 0, 8)[0]) == 5
+    assert len(second.propose(start, 0, 8)[0]) == 0
     allowance.refill()
-    assert len(second.guesses(start, 0, 8)[0]) == 5
+    assert len(second.propose(start, 0, 8)[0]) == 5
 
 
 def test_an_output_that_leaves_its_grammar_is_not_followed(states: ForcedTokens, tokenizer: Tokenizer) -> None:
     drafts, tokens = drafts_of(states), tokens_of(tokenizer, '{"')
-    assert guessed(drafts, tokens, tokenizer)
+    assert drafted_text(drafts, tokens, tokenizer)
     tokens.append(tokens_of(tokenizer, "}")[0])
-    assert guessed(drafts, tokens, tokenizer) == ""
+    assert drafted_text(drafts, tokens, tokenizer) == ""
     tokens.append(EOS)
-    assert guessed(drafts, tokens, tokenizer) == ""
+    assert drafted_text(drafts, tokens, tokenizer) == ""
 
 
 def test_a_grammar_that_is_not_compiled_yet_is_followed_later(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(TOKENIZER, 4096, (EOS,))
     drafts, tokens = GrammarDrafts(JSON, ForcedTokens(compiler), Allowance(100)), tokens_of(tokenizer, '{"')
-    assert guessed(drafts, tokens, tokenizer) == ""
+    assert drafted_text(drafts, tokens, tokenizer) == ""
     compiler.check(JSON)
-    assert guessed(drafts, tokens, tokenizer).startswith("full_name")
+    assert drafted_text(drafts, tokens, tokenizer).startswith("full_name")
 
 
 @pytest.mark.parametrize("indent", [None, 2])

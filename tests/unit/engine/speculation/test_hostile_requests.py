@@ -1,4 +1,4 @@
-"""Requests that are made to let guesses cost the most: what they cost is bounded, in counts."""
+"""Requests that are made to let drafts cost the most: what they cost is bounded, in counts."""
 
 from collections.abc import Callable
 
@@ -8,36 +8,36 @@ from baton.core.costs import StepWork
 from baton.engine.request import IntArray, int_array
 from baton.engine.speculation import sequence_index
 from baton.engine.speculation.allowance import Allowance
-from baton.engine.speculation.depth import guessed_work
+from baton.engine.speculation.depth import speculative_work
 from baton.engine.speculation.sequence_index import PLACES_PER_STEP, LastTokens, SequenceIndex
 from baton.engine.speculation.speculator import Speculator
 from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, decode, plenty, teach_waits, work_of
 
 FILE = list(range(1000, 1200))
-WAIT_S = 0.0005  # of the device for each step with guesses
-# From a guess, and whether a step has taken it, to the token that comes.
+WAIT_S = 0.0005  # of the device for each step with drafts
+# From a draft token, and whether a step has taken it, to the token that comes.
 Answer = Callable[[int, bool], int]
 
 
-def other_than(guess: int) -> int:
+def other_than(proposed: int) -> int:
     """Another token of the file, so that there is a match again soon."""
-    return FILE[(guess - FILE[0] + 77) % len(FILE)]
+    return FILE[(proposed - FILE[0] + 77) % len(FILE)]
 
 
-def always_wrong(guess: int, was_taken: bool) -> int:
-    return other_than(guess)
+def always_wrong(proposed: int, was_taken: bool) -> int:
+    return other_than(proposed)
 
 
-def wrong_if_taken(guess: int, was_taken: bool) -> int:
-    """The worst: what no step has taken is right, so that guesses seem likely, and what a step takes is wrong."""
-    return other_than(guess) if was_taken else guess
+def wrong_if_taken(proposed: int, was_taken: bool) -> int:
+    """The worst: what no step has taken is right, so that drafts seem likely, and what a step takes is wrong."""
+    return other_than(proposed) if was_taken else proposed
 
 
 ANSWERS = pytest.mark.parametrize("answer", [always_wrong, wrong_if_taken])
 
 
 def on_a_fast_host() -> Speculator:
-    """Guesses are tried most often where waits are short."""
+    """Drafts are tried most often where waits are short."""
     speculator = Speculator()
     for decode_rows in (1, 2, 4, 8, 16, 32, 64):
         teach_waits(speculator, decode_rows, WAIT_S)
@@ -45,11 +45,11 @@ def on_a_fast_host() -> Speculator:
 
 
 class Hostile:
-    """Requests whose outputs depend on what is guessed, next to honest ones.
+    """Requests whose outputs depend on what is drafted, next to honest ones.
 
     Attributes:
-        wrong: taken guesses that were wrong.
-        plain_s, guessed_s: predicted time of all steps without guesses, and with those that were taken.
+        wrong: taken drafts that were wrong.
+        plain_s, drafted_s: predicted time of all steps without drafts, and with those that were taken.
     """
 
     def __init__(self, speculator: Speculator, count: int, answer: Answer) -> None:
@@ -57,7 +57,7 @@ class Hostile:
             DecodingRequest(f"hostile {number}", [*FILE, *FILE[:40]], [0] * 9999) for number in range(count)
         ]
         self.wrong = 0
-        self.plain_s = self.guessed_s = 0.0
+        self.plain_s = self.drafted_s = 0.0
         self._speculator = speculator
         self._answer = answer
         for request in self.requests:
@@ -71,29 +71,29 @@ class Hostile:
         drafts = self._speculator.choose(everyone, work, COSTS, room=256 - len(everyone))
         taken = [(len(each.tokens) - 1, len(drafts.get(each.request_id, ()))) for each in everyone]
         self.plain_s += COSTS.seconds(work)
-        self.guessed_s += COSTS.seconds(guessed_work(work, taken)) + bool(drafts) * WAIT_S
+        self.drafted_s += COSTS.seconds(speculative_work(work, taken)) + bool(drafts) * WAIT_S
         for request in honest:
             request.take(drafts.get(request.request_id, ()))
         for request in self.requests:
             draft = drafts.get(request.request_id, ())
             self.wrong += len(draft)
-            guesses = draft or self._speculator._drafts[request.request_id].propose(1).tokens or FILE[:1]
-            request.tokens.append(self._answer(guesses[0], bool(draft)))
+            proposed = draft or self._speculator._drafts[request.request_id].propose(1).tokens or FILE[:1]
+            request.tokens.append(self._answer(proposed[0], bool(draft)))
 
 
 @ANSWERS
 @pytest.mark.parametrize("count", [1, 32])
-def test_outputs_unlike_their_guesses_take_few_rows_and_little_time(count: int, answer: Answer) -> None:
+def test_outputs_unlike_their_drafts_take_few_rows_and_little_time(count: int, answer: Answer) -> None:
     hostile = Hostile(on_a_fast_host(), count, answer)
     steps = 400
     for _ in range(steps):
         hostile.step()
     assert hostile.wrong < steps * count
-    assert hostile.guessed_s < 1.05 * hostile.plain_s
+    assert hostile.drafted_s < 1.05 * hostile.plain_s
 
 
 @ANSWERS
-def test_an_honest_request_is_guessed_for_next_to_many_hostile_ones(answer: Answer) -> None:
+def test_an_honest_request_is_drafted_for_next_to_many_hostile_ones(answer: Answer) -> None:
     speculator = on_a_fast_host()
     hostile = Hostile(speculator, 15, answer)
     for number in range(4):
@@ -159,13 +159,13 @@ def test_outputs_of_many_tenants_are_indexed_in_pieces() -> None:
         speculator.recent.add(root, int_array([*range(20_000, 29_000), *FILE]))
         speculator.begin(request, root=root, grammar=None)
         request.tokens.extend(FILE[1:9])
-    guessed = []
+    drafted = []
     for _ in range(8):
-        guessed.append(len(speculator.choose(requests, StepWork(12, 12), None, room=999)))
+        drafted.append(len(speculator.choose(requests, StepWork(12, 12), None, room=999)))
         for request in requests:
             request.tokens.append(FILE[len(request.tokens) - 3])
-    assert guessed[0] == 2  # of 9,200 tokens each
-    assert guessed[-1] == 12
+    assert drafted[0] == 2  # of 9,200 tokens each
+    assert drafted[-1] == 12
 
 
 def test_a_step_searches_for_a_bounded_number_of_requests_and_each_has_its_turn() -> None:

@@ -1,10 +1,10 @@
-"""Where guesses of the model's own layer do not pay for long, the layer no longer computes the tokens of decodes, and
-guesses for new requests only."""
+"""Where drafts of the model's own layer do not pay for long, the layer no longer computes the tokens of decodes, and
+drafts for new requests only."""
 
 from dataclasses import dataclass
 
 from baton.core.costs import StepCosts
-from baton.engine.speculation.layer_guesses import RETRY_STEPS
+from baton.engine.speculation.layer_drafting import RETRY_STEPS
 from baton.engine.speculation.speculator import Speculator
 from tests.unit.engine.speculation.request import COSTS, DecodingRequest, work_of
 
@@ -25,19 +25,19 @@ class Decodes:
     def step(
         self, requests: list[DecodingRequest], costs: StepCosts | None, *, right: int = 4, room: int = 64
     ) -> tuple[int, bool]:
-        """One step: how many guesses it asks for, and whether the layer computes it.
+        """One step: how many drafts it asks for, and whether the layer computes it.
 
         Args:
-            right: how many of a request's guesses are right.
+            right: how many of a request's drafts are accepted.
         """
-        count = self.speculator.count_guesses(requests, work_of(requests), costs, room=room)
+        count = self.speculator.count_layer_drafts(requests, work_of(requests), costs, room=room)
         writes = count > 0 or self.speculator.writes_layer_kv(requests)
         for request in requests:
             self.speculator.begin(request, root=None, grammar=None)
             request.take(())
             at = len(request.tokens) - len(request.prompt)
             if count:
-                self.speculator.guessed(request, [*TARGET[at : at + right], *[7] * count][:count])
+                self.speculator.take_layer_drafts(request, [*TARGET[at : at + right], *[7] * count][:count])
         self.speculator.choose(requests, work_of(requests), costs, room=room)
         return count, writes
 
@@ -64,14 +64,14 @@ def test_unknown_costs_stop_nothing() -> None:
     assert {decodes.step(requests, None) for _ in range(2 * RETRY_STEPS)} == {(0, True)}
 
 
-def test_nothing_stops_where_guesses_are_always_taken() -> None:
+def test_nothing_stops_where_drafts_are_always_taken() -> None:
     speculator, requests = Speculator(always=True), new_requests("a")
     for _ in range(2 * RETRY_STEPS):
-        assert speculator.count_guesses(requests, work_of(requests), SATURATED, room=0) == 0
+        assert speculator.count_layer_drafts(requests, work_of(requests), SATURATED, room=0) == 0
         assert speculator.writes_layer_kv(requests)
 
 
-def test_when_load_falls_new_requests_are_guessed_for_and_others_are_not() -> None:
+def test_when_load_falls_new_requests_are_drafted_for_and_others_are_not() -> None:
     decodes, old, new = Decodes(Speculator()), new_requests("a", "b"), new_requests("c", "d", "e", "f")
     decodes.saturate(old)
     assert decodes.step(old, COSTS) == (0, False), "each has a hole, so nothing is worth computing"
@@ -89,18 +89,18 @@ def test_the_kv_of_new_requests_is_complete_also_where_too_few_of_them_decode() 
     assert decodes.step(new, COSTS)[0] > 0
 
 
-def test_a_request_with_a_hole_is_still_guessed_for_from_its_text() -> None:
+def test_a_request_with_a_hole_is_still_drafted_for_from_its_text() -> None:
     decodes = Decodes(Speculator())
     (request,) = new_requests("a")
     request.target = TARGET[:30] * 20
     decodes.saturate([request], RETRY_STEPS + 40)
-    decodes.speculator.guessed(request, (8, 8, 8, 8))
+    decodes.speculator.take_layer_drafts(request, (8, 8, 8, 8))
     chosen = decodes.speculator.choose([request], work_of([request]), COSTS, room=64)
     at = len(request.tokens) - len(request.prompt)
     assert chosen["a"][:4] == tuple(request.target[at : at + 4])
 
 
-def test_a_long_match_that_needs_no_guesses_of_the_layer_leaves_no_hole() -> None:
+def test_a_long_match_that_needs_no_drafts_of_the_layer_leaves_no_hole() -> None:
     decodes = Decodes(Speculator())
     (request,) = new_requests("a")
     request.target = [*TARGET[:30] * 12, *TARGET[100:]]
@@ -118,7 +118,7 @@ def test_a_request_that_ends_leaves_no_mark() -> None:
 
 
 def rounds_of(decodes: Decodes, *, rounds: int, right: int) -> list[tuple[int, bool]]:
-    """Steps of 8 requests after 8 others, each for a little longer than it takes until a guess is tried."""
+    """Steps of 8 requests after 8 others, each for a little longer than it takes until a draft token is tried."""
     found = []
     for _ in range(rounds):
         requests = new_requests(*map(str, range(8)))
@@ -128,15 +128,15 @@ def rounds_of(decodes: Decodes, *, rounds: int, right: int) -> list[tuple[int, b
     return found
 
 
-def test_wrong_guesses_stop_the_layer_and_new_requests_are_tried_now_and_then() -> None:
+def test_rejected_drafts_stop_the_layer_and_new_requests_are_tried_now_and_then() -> None:
     decodes = Decodes(Speculator())
-    rounds_of(decodes, rounds=4, right=0)  # until the guesses are known to be wrong
+    rounds_of(decodes, rounds=4, right=0)  # until the drafts are known to be wrong
     later = rounds_of(decodes, rounds=6, right=0)
     assert 0 < sum(count > 0 for count, _ in later) <= 6
-    assert sum(writes for _, writes in later) <= 6, "only with a guess"
+    assert sum(writes for _, writes in later) <= 6, "only with a draft token"
 
 
-def test_guesses_that_become_right_are_found_out() -> None:
+def test_drafts_that_become_right_are_found_out() -> None:
     decodes = Decodes(Speculator())
     rounds_of(decodes, rounds=4, right=0)
     counts = [count for count, _ in rounds_of(decodes, rounds=16, right=4)]

@@ -1,4 +1,4 @@
-"""The guesses for one request and their chances."""
+"""The drafts for one request and their chances."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.request import int_array
 from baton.engine.speculation.acceptance import Acceptance, Basis, OwnAcceptance, bases_of
-from baton.engine.speculation.limits import MOST_GUESSES
+from baton.engine.speculation.limits import MOST_DRAFTS
 from baton.engine.speculation.recent_outputs import RecentOutputs
 from baton.engine.speculation.request_drafts import RequestDrafts
 from tests.unit.engine.speculation.request import plenty
@@ -47,7 +47,7 @@ def test_a_loop_goes_on_for_ever() -> None:
 def test_chances_never_rise() -> None:
     drafts = drafts_of([*FILE, 7, *FILE[20:24]])
     for token in FILE[24:60]:
-        chances = drafts.propose(MOST_GUESSES).chances
+        chances = drafts.propose(MOST_DRAFTS).chances
         assert list(chances) == sorted(chances, reverse=True)
         assert all(0.0 < chance < 1.0 for chance in chances)
         drafts._tokens.append(token)
@@ -61,7 +61,7 @@ def test_a_longer_match_is_trusted_more() -> None:
         assert chances[-1] > chances[0]
 
 
-def test_right_guesses_raise_the_chances_and_wrong_ones_lower_them() -> None:
+def test_accepted_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
     right, wrong = drafts_of([*FILE, *FILE[:20]]), drafts_of([*FILE, *FILE[:20]])
     before = right.propose(4).chances[0]
     assert wrong.propose(4).chances[0] == before
@@ -90,8 +90,8 @@ def test_chances_follow_a_change() -> None:
     assert shared.chance(Basis.OWN) > 0.6
 
 
-def test_guesses_go_on_after_an_edit() -> None:
-    """A token is replaced, or one is added: what followed it in the prompt is guessed at once."""
+def test_drafts_go_on_after_an_edit() -> None:
+    """A token is replaced, or one is added: what followed it in the prompt is drafted at once."""
     drafts = drafts_of([*FILE, *FILE[:40]])
     drafts.propose(8)
     drafts._tokens.append(3)
@@ -100,7 +100,7 @@ def test_guesses_go_on_after_an_edit() -> None:
     assert drafts.propose(4).tokens == tuple(FILE[41:45])
 
 
-def test_guesses_do_not_resume_beyond_an_output_of_another_request() -> None:
+def test_drafts_do_not_resume_beyond_an_output_of_another_request() -> None:
     recent = RecentOutputs(plenty())
     recent.add(b"root", int_array(FILE[:40]))
     recent.add(b"root", int_array(NOVEL[:40]))
@@ -123,7 +123,7 @@ def test_an_output_of_the_tenant_goes_on_unless_the_sequence_has_a_longer_match(
     assert drafts_of([*FILE[32:40], 7, 8, 9, 5, *FILE[32:40]], recent=recent).propose(3).tokens == (7, 8, 9)
 
 
-def test_outputs_of_another_root_are_never_guessed() -> None:
+def test_outputs_of_another_root_are_never_drafted() -> None:
     recent = RecentOutputs(plenty())
     recent.add(b"another", int_array(FILE))
     assert drafts_of([1, 2, *FILE[30:35]], recent=recent).propose(3).tokens == ()
@@ -142,7 +142,7 @@ def test_a_request_forgets_its_root() -> None:
 
 
 @pytest.mark.parametrize("looks_always", [False, True])
-def test_a_request_without_right_guesses_is_looked_at_less_often(looks_always: bool) -> None:
+def test_a_request_without_accepted_drafts_is_looked_at_less_often(looks_always: bool) -> None:
     drafts = drafts_of(NOVEL[:100], looks_always=looks_always)
     looks = set()
     for token in NOVEL[100:300]:

@@ -5,9 +5,9 @@ from tokenizers import Tokenizer
 
 from baton.core.costs import StepCosts, StepWork
 from baton.engine.request import int_array
-from baton.engine.speculation.depth import guessed_work
-from baton.engine.speculation.guessed_times import EndedStep
+from baton.engine.speculation.depth import speculative_work
 from baton.engine.speculation.limits import FIRST_CREDIT
+from baton.engine.speculation.speculative_times import EndedStep
 from baton.engine.speculation.speculator import Speculator
 from baton.settings.config import DEMO_MODELS, tokenizer_file
 from tests.unit.engine.speculation.request import COSTS, ROOT, DecodingRequest, decode, teach_waits, work_of
@@ -29,14 +29,14 @@ def test_a_copy_of_the_prompt_takes_a_fraction_of_the_steps() -> None:
     assert request.drafted >= request.accepted
 
 
-def test_the_next_turn_is_guessed_from_the_turn_before() -> None:
+def test_the_next_turn_is_drafted_from_the_turn_before() -> None:
     speculator = Speculator()
     assert decode(speculator, DecodingRequest("1", [1, 2], NOVEL[:100])) == 99
     assert decode(speculator, DecodingRequest("2", [3, 4], NOVEL[:100])) < 20
     assert decode(speculator, DecodingRequest("3", [3, 4], NOVEL[:100]), root=b"another") == 99
 
 
-def test_dropped_roots_are_not_guessed_from() -> None:
+def test_dropped_roots_are_not_drafted_from() -> None:
     speculator = Speculator()
     decode(speculator, DecodingRequest("1", [1, 2], NOVEL[:100]))
     alive = DecodingRequest("2", [1, 2], NOVEL[100:200])
@@ -48,7 +48,7 @@ def test_dropped_roots_are_not_guessed_from() -> None:
 
 
 @pytest.mark.parametrize(("costs", "wanted"), [(COSTS, True), (SATURATED, False), (None, False)])
-def test_guesses_are_chosen_where_they_pay(costs: StepCosts | None, wanted: bool) -> None:
+def test_drafts_are_chosen_where_they_pay(costs: StepCosts | None, wanted: bool) -> None:
     speculator, request = Speculator(), copies()
     request.tokens.extend(FILE[1:20])
     speculator.begin(request, root=ROOT, grammar=None)
@@ -59,7 +59,7 @@ def test_guesses_are_chosen_where_they_pay(costs: StepCosts | None, wanted: bool
     assert draft == (tuple(FILE[21:37]) if wanted else ())
 
 
-def test_where_waiting_pays_guesses_are_chosen_if_the_first_was_right() -> None:
+def test_where_waiting_pays_drafts_are_chosen_if_the_first_was_right() -> None:
     """And each request's last tokens have been looked at already then."""
     speculator, request = Speculator(), DecodingRequest("r", FILE, [*NOVEL[:30], *FILE[:60], *NOVEL[40:60]])
     speculator.begin(request, root=ROOT, grammar=None)
@@ -67,15 +67,15 @@ def test_where_waiting_pays_guesses_are_chosen_if_the_first_was_right() -> None:
     for token in request.target[1:-3]:
         work = work_of([request])
         waits = speculator.pays([request], work, COSTS)
-        guess = speculator._drafts["r"].propose(1).tokens
+        draft = speculator._drafts["r"].propose(1).tokens
         request.tokens.append(token)
-        if waits and guess == (token,):
+        if waits and draft == (token,):
             assert speculator.choose([request], work, COSTS, room=64)
             agreed += 1
     assert 40 < agreed <= 60
 
 
-def test_while_the_device_waits_only_requests_that_had_guesses_are_looked_up() -> None:
+def test_while_the_device_waits_only_requests_that_had_drafts_are_looked_up() -> None:
     speculator, copy, other = Speculator(), copies("copy"), DecodingRequest("new", NOVEL[:9], NOVEL[50:99])
     copy.tokens.extend(FILE[1:20])
     for request in (copy, other):
@@ -89,8 +89,8 @@ def test_while_the_device_waits_only_requests_that_had_guesses_are_looked_up() -
 
 
 @pytest.mark.parametrize(("num_left", "wanted"), [(1, False), (2, True)])
-def test_waiting_for_the_token_that_is_guessed_brings_nothing(num_left: int, wanted: bool) -> None:
-    """What a step in flight draws need not be guessed: there must be one more."""
+def test_waiting_for_the_token_that_is_drafted_brings_nothing(num_left: int, wanted: bool) -> None:
+    """What a step in flight draws need not be drafted: there must be one more."""
     for always in (False, True):
         speculator = Speculator(always=always)
         decode(speculator, DecodingRequest("1", [1, 2], FILE[:60]))
@@ -109,7 +109,7 @@ def test_waiting_pays_only_if_the_further_tokens_make_up_for_it() -> None:
     request.tokens.extend(FILE[1:97])
     speculator.begin(request, root=ROOT, grammar=None)
     assert len(speculator.choose([request], work_of([request]), COSTS, room=64)["1"]) == 2
-    # For the step after the one in flight, one token may be guessed.
+    # For the step after the one in flight, one token may be drafted.
     request.target = FILE[:99]
     assert not speculator.pays([request], work_of([request]), COSTS)
     request.target = FILE[:100]
@@ -120,7 +120,7 @@ def test_waiting_pays_only_if_the_further_tokens_make_up_for_it() -> None:
     ("tpot_s", "bound_s"),
     [(0.013, 0.9 * 0.013), (None, 0.0102 * 3), (0.004, 0.0102 * 3), (0.0115, 0.9 * 0.0115)],
 )
-def test_a_request_without_guesses_waits_for_those_of_others_within_its_tpot_or_credit(
+def test_a_request_without_drafts_waits_for_those_of_others_within_its_tpot_or_credit(
     tpot_s: float | None, bound_s: float
 ) -> None:
     """A plain step takes 10.2 ms. A TPOT that no step keeps does not count."""
@@ -137,7 +137,7 @@ def test_a_request_without_guesses_waits_for_those_of_others_within_its_tpot_or_
     def longest_s(*everyone: DecodingRequest, prompts: bool = False) -> float:
         work = work_of(everyone)
         drafts = speculator.choose(everyone, work, costs, room=2000, prompts=prompts)
-        return costs.seconds(guessed_work(work, [(0, len(draft)) for draft in drafts.values()]))
+        return costs.seconds(speculative_work(work, [(0, len(draft)) for draft in drafts.values()]))
 
     first_s = longest_s(*requests, without)
     assert plain_s <= first_s <= bound_s
@@ -153,13 +153,13 @@ def test_a_request_without_guesses_waits_for_those_of_others_within_its_tpot_or_
     assert longest_s(*requests) > 3 * plain_s, "the others have saved what they wait now"
 
 
-def test_only_requests_of_a_step_have_waited_for_its_guesses() -> None:
+def test_only_requests_of_a_step_have_waited_for_its_drafts() -> None:
     """Others have begun too: they wait for a seat, or were preempted."""
     speculator, here, elsewhere = Speculator(), copies("here"), copies("elsewhere")
     for request in (here, elsewhere):
         speculator.begin(request, root=ROOT, grammar=None)
     plain = work_of([here])
-    work = guessed_work(plain, [(len(here.tokens), 16)])
+    work = speculative_work(plain, [(len(here.tokens), 16)])
     here.take(())
     speculator.ended(EndedStep(plain, work, 1, COSTS.seconds(work), 0.004, late=True), COSTS, [("here", 1)])
     plain_s = COSTS.seconds(plain)
@@ -167,7 +167,7 @@ def test_only_requests_of_a_step_have_waited_for_its_guesses() -> None:
     assert credits[0] < credits[1] == FIRST_CREDIT
 
 
-def test_a_request_may_not_be_guessed_beyond_its_end() -> None:
+def test_a_request_may_not_be_drafted_beyond_its_end() -> None:
     speculator, request = Speculator(), copies()
     request.tokens.extend(FILE[1:97])
     speculator.begin(request, root=ROOT, grammar=None)
@@ -180,7 +180,7 @@ def test_a_request_may_not_be_guessed_beyond_its_end() -> None:
     assert not speculator.pays([request], work, COSTS)
 
 
-def test_all_guesses_are_taken_where_that_is_wanted() -> None:
+def test_all_drafts_are_taken_where_that_is_wanted() -> None:
     speculator, request = Speculator(always=True), copies()
     request.tokens.extend(FILE[1:20])
     speculator.begin(request, root=ROOT, grammar=None)
@@ -197,7 +197,7 @@ def test_costs_of_no_time_bound_nothing() -> None:
     assert not speculator.pays([request], work_of([request]), costs)
 
 
-def test_requests_that_have_not_begun_are_not_guessed_for() -> None:
+def test_requests_that_have_not_begun_are_not_drafted_for() -> None:
     speculator, request = Speculator(always=True), copies()
     assert speculator.choose([request], work_of([request]), None, room=64) == {}
     assert not speculator.pays([request], work_of([request]), None)
@@ -231,7 +231,7 @@ def test_an_edited_file_takes_a_fifth_of_the_steps() -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_file(DEMO_MODELS / "llama")))
     with open(__file__) as file:
         text = file.read()
-    edited = text.replace("speculator, request =", "guesses, decoding =").replace("assert not", "assert False is")
+    edited = text.replace("speculator, request =", "drafts, decoding =").replace("assert not", "assert False is")
     prompt, target = (tokenizer.encode(each, add_special_tokens=False).ids for each in (text, edited))
     assert edited != text
     request = DecodingRequest("r", prompt, target)
@@ -239,7 +239,7 @@ def test_an_edited_file_takes_a_fifth_of_the_steps() -> None:
     assert request.accepted > 0.6 * request.drafted
 
 
-def test_text_unlike_the_prompt_is_hardly_guessed_for() -> None:
+def test_text_unlike_the_prompt_is_hardly_drafted_for() -> None:
     request = DecodingRequest("r", NOVEL[:2000], [token % 7919 for token in range(0, 900_000, 1009)])
     decode(Speculator(), request)
     assert request.drafted < 0.05 * 900

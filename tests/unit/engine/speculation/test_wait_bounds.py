@@ -1,4 +1,4 @@
-"""How long requests wait for others' guesses: by what they may lose, and by what their own have saved."""
+"""How long requests wait for others' drafts: by what they may lose, and by what their own have saved."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from baton.engine.speculation.limits import CREDIT_OF_STEP, FIRST_CREDIT, MOST_C
 from baton.engine.speculation.wait_bounds import WaitBound, WaitCredit
 
 
-def test_a_request_without_guesses_loses_its_first_credit_once() -> None:
+def test_a_request_without_drafts_loses_its_first_credit_once() -> None:
     credit = WaitCredit(10)
     assert credit.after(10) == FIRST_CREDIT
     credit.charge(1, 11, FIRST_CREDIT / 2 + 1)
@@ -31,7 +31,7 @@ def test_plain_steps_give_a_little_back_up_to_the_first_credit() -> None:
     assert credit.after(12) == pytest.approx(10 * REGAINED_CREDIT), "the step's own token gives nothing back"
 
 
-def test_right_guesses_are_saved_up_to_the_most_and_spent_over_several_steps() -> None:
+def test_accepted_drafts_are_saved_up_to_the_most_and_spent_over_several_steps() -> None:
     credit = WaitCredit(0)
     credit.charge(9, 9, 3.0)
     assert credit.after(9) == credit.after(99) == FIRST_CREDIT + 6
@@ -42,7 +42,7 @@ def test_right_guesses_are_saved_up_to_the_most_and_spent_over_several_steps() -
     assert credit.after(100) == MOST_CREDIT - 2
 
 
-def test_what_a_request_without_guesses_loses_is_bounded_whatever_others_guess() -> None:
+def test_what_a_request_without_drafts_loses_is_bounded_whatever_others_draft() -> None:
     """It waits each time for as long as it can."""
     credit, lost = WaitCredit(0), 0.0
     for tokens in range(1, 401):
@@ -70,7 +70,7 @@ def test_a_request_waits_as_long_as_its_tpot_allows_or_for_its_credit(
     assert WaitCredit(5, tpot_s).bound(5, 0.01, share) == pytest.approx(bound)
 
 
-def test_a_request_with_a_tpot_waits_beyond_it_only_for_what_its_own_guesses_have_saved() -> None:
+def test_a_request_with_a_tpot_waits_beyond_it_only_for_what_its_own_drafts_have_saved() -> None:
     credit = WaitCredit(0, 0.02)
     assert credit.bound(1000, 0.01, 1.0).credit_s == 0.0
     credit.charge(5, 5, 2.0)

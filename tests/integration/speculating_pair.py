@@ -1,5 +1,5 @@
-"""What tests of MTP layers and of EAGLE-3 heads share: a pair whose nodes guess with a layer that drafts tokens, a node
-that guesses alone, and one that does not guess."""
+"""What tests of MTP layers and of EAGLE-3 heads share: a pair whose nodes draft with a layer that drafts tokens, a node
+that drafts alone, and one that does not draft."""
 
 import asyncio
 import json
@@ -25,8 +25,8 @@ DRAWN = replace(GREEDY, temperature=0.7, seed=5)
 PROMPTS = [[3 + (seed + 7) * token * token % 3001 for token in range(40 + 9 * seed)] for seed in range(5)]
 
 
-class Guessing(NamedTuple):
-    """Gateways of a pair that guesses, of a decode node that guesses alone, and of one that does not; and the pair's
+class SpeculatingPair(NamedTuple):
+    """Gateways of a pair that drafts, of a decode node that drafts alone, and of one that does not; and the pair's
     decode node."""
 
     pair: Process
@@ -42,8 +42,8 @@ def add_tokenizer(model: Path) -> None:
         shutil.copy(LLAMA / name, model)
 
 
-def flags_with_guesses(kind: str, directory: Path) -> Flags:
-    """Saves a model that guesses to the directory. Returns the flags of a node that always guesses with it.
+def speculating_flags(kind: str, directory: Path) -> Flags:
+    """Saves a model that drafts to the directory. Returns the flags of a node that always drafts with it.
 
     Args:
         kind: "mtp" or "eagle".
@@ -59,28 +59,28 @@ def flags_with_guesses(kind: str, directory: Path) -> Flags:
     return flags
 
 
-def guessing_gateways(model: Path, plain: Flags, guessing: Flags, *, layout: str) -> Iterator[Guessing]:
+def speculating_gateways(model: Path, plain: Flags, speculating: Flags, *, layout: str) -> Iterator[SpeculatingPair]:
     """Starts the nodes, and their gateways.
 
     Args:
-        plain, guessing: flags of nodes without and with guesses.
+        plain, speculating: flags of nodes without and with drafts.
         layout: of the pair's decode node.
     """
     with machines() as start:
         prefill, decode, single, other = start.nodes(
-            ("prefill", guessing),
-            ("decode", {**guessing, "block_size": 32, "kv_cache_layout": layout}),
-            ("decode", guessing),
+            ("prefill", speculating),
+            ("decode", {**speculating, "block_size": 32, "kv_cache_layout": layout}),
+            ("decode", speculating),
             ("decode", {**plain, "speculation": "off"}),
             prepare=fix_layers_per_group,
         )
         pair = start.gateway([prefill], [decode], model=model, local_policy="strict")
         alone = start.gateway([], [single], model=model, local_policy="local")
-        yield Guessing(pair, alone, start.gateway([], [other], model=model, local_policy="local"), decode)
+        yield SpeculatingPair(pair, alone, start.gateway([], [other], model=model, local_policy="local"), decode)
 
 
-async def check_tokens(gateways: Guessing, model: Path, params: SamplingParams) -> None:
-    """Tokens are those without guesses, and greedy ones those of transformers."""
+async def check_tokens(gateways: SpeculatingPair, model: Path, params: SamplingParams) -> None:
+    """Tokens are those without drafts, and greedy ones those of transformers."""
     expected = await asyncio.gather(*(generate(gateways.plain, prompt, params) for prompt in PROMPTS))
     if params is GREEDY:
         reference = Reference(model)
@@ -94,7 +94,7 @@ async def check_tokens(gateways: Guessing, model: Path, params: SamplingParams) 
 
 
 async def check_first_step(pair: Process) -> None:
-    """The first step of the decode node guesses."""
+    """The first step of the decode node drafts."""
     for prompt in PROMPTS:
         result = await generate(pair, prompt, replace(GREEDY, max_tokens=3), cache_salt="first")
         assert result.proof.path is RequestPath.REMOTE

@@ -1,4 +1,4 @@
-"""Unless they are forced, guesses cost no load more than a percent, whatever they really take, and bring nearly all
+"""Unless they are forced, drafts cost no load more than a percent, whatever they really take, and bring nearly all
 that they can.
 
 Devices are simulated, see `timed_world`: no test depends on how fast this machine is.
@@ -14,18 +14,18 @@ import pytest
 from baton.core.costs import StepWork
 from baton.core.decode_pace import PLAIN_PACE
 from baton.engine.scheduling.slices import StepTimes
-from baton.engine.speculation.guessed_times import EndedStep, GuessedTimes
 from baton.engine.speculation.limits import FIRST_CREDIT, REGAINED_CREDIT
+from baton.engine.speculation.speculative_times import EndedStep, SpeculativeTimes
 from baton.engine.speculation.speculator import Speculator
 from baton.engine.step_meter import StepMeter
 from tests.unit.engine.timed_world import COSTS, Device, Ran, Text, TimedWorld, edited, novel, records, unlike
 
 DEVICES = {
     "as the model says": Device(),
-    "each guess costs twice as much": Device(guess=2.0),
-    "each guess costs five times as much": Device(guess=5.0),
-    "2 ms more for each step with guesses": Device(step_s=0.002),
-    "plain steps after guesses are slower": Device(after_s=0.0005),
+    "each draft token costs twice as much": Device(draft=2.0),
+    "each draft token costs five times as much": Device(draft=5.0),
+    "2 ms more for each step with drafts": Device(step_s=0.002),
+    "plain steps after drafts are slower": Device(after_s=0.0005),
     "a slow host": Device(gap_s=0.004, gap_row_s=2e-5),
     "a fast host": Device(gap_s=0.0001, gap_row_s=0.0),
     "states are copied": Device(state_s=1e-4),
@@ -37,8 +37,8 @@ LEARNING, STEPS = 400, 382
 ON_ALL_DEVICES = pytest.mark.parametrize("device", DEVICES.values(), ids=list(DEVICES))
 
 
-class Known(GuessedTimes):
-    """Knows what guesses take on a device, so that no choice can be much better."""
+class Known(SpeculativeTimes):
+    """Knows what drafts take on a device, so that no choice can be much better."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class Known(GuessedTimes):
         device, context = self._device, 396
 
         def wait_s(rows: int) -> float:
-            plain, guessed = (StepWork(count, count * context) for count in (decode_rows, rows))
-            return device.gap_time_s(rows) + device.step_time_s(plain, guessed) - costs.seconds(guessed)
+            plain, drafted = (StepWork(count, count * context) for count in (decode_rows, rows))
+            return device.gap_time_s(rows) + device.step_time_s(plain, drafted) - costs.seconds(drafted)
 
         return wait_s
 
@@ -58,7 +58,7 @@ class Known(GuessedTimes):
 
     def ended(self, step: EndedStep, costs: StepTimes) -> float | None:
         """Knows it already."""
-        if not (step.guesses or step.late):
+        if not (step.drafts or step.late):
             return None
         return (step.seconds + step.waited_s) / costs.seconds(step.plain)
 
@@ -92,8 +92,8 @@ def test_nearly_all_that_can_be_gained_is(device: Device, text: str) -> None:
 
 @pytest.mark.parametrize("chance", [0.0, 0.9])
 @ON_ALL_DEVICES
-def test_guesses_of_layers_lose_no_more_either(device: Device, chance: float) -> None:
-    """Learning takes longer where a guess is only tried now and then."""
+def test_drafts_of_layers_lose_no_more_either(device: Device, chance: float) -> None:
+    """Learning takes longer where a draft token is only tried now and then."""
     node = world(device, layer=chance)
     node.run(unlike, 8, 2 * LEARNING)
     ran = node.run(unlike, 8, STEPS)
@@ -104,9 +104,9 @@ def test_guesses_of_layers_lose_no_more_either(device: Device, chance: float) ->
 
 @pytest.mark.parametrize(("text", "least"), [("edits", 0.15), ("records", 0.05)])
 def test_many_requests_gain_where_the_device_waits_as_long_as_measured(text: str, least: float) -> None:
-    """An H200 waits 2.2 ms for steps with guesses, and plain steps after them take 0.6 ms longer. A plain step takes
-    5.2 ms, and in most steps some request gets no guess."""
-    node = world(Device(guess=1.15, gap_s=0.0022, after_s=0.0006))
+    """An H200 waits 2.2 ms for steps with drafts, and plain steps after them take 0.6 ms longer. A plain step takes
+    5.2 ms, and in most steps some request gets no draft token."""
+    node = world(Device(draft=1.15, gap_s=0.0022, after_s=0.0006))
     node.run(TEXTS[text], 32, LEARNING)
     assert node.run(TEXTS[text], 32, STEPS).gain > least
 
@@ -131,16 +131,16 @@ def test_a_node_reports_what_its_requests_really_get(text: str, device: str, bat
     assert fmean(reported) == pytest.approx(slowdown, rel=0.05)
 
 
-def test_a_node_that_guesses_nothing_reports_plain_steps() -> None:
+def test_a_node_that_drafts_nothing_reports_plain_steps() -> None:
     node = world(DEVICES["disturbed"])
     node.run(novel, 8, 100)
     assert node.scheduler.load().pace == PLAIN_PACE
     assert TimedWorld(None, StepMeter(COSTS), Device()).scheduler.load().pace is None
 
 
-def test_a_request_without_guesses_comes_little_later_for_those_of_others() -> None:
-    """Nothing can be guessed for one of four requests."""
-    node, chosen = world(Device(guess=1.15, gap_s=0.0022, noise=0.0)), Random(3)
+def test_a_request_without_drafts_comes_little_later_for_those_of_others() -> None:
+    """Nothing can be drafted for one of four requests."""
+    node, chosen = world(Device(draft=1.15, gap_s=0.0022, noise=0.0)), Random(3)
     novels = set[Text]()
 
     def texts(random: Random) -> Text:
@@ -158,10 +158,10 @@ def test_a_request_without_guesses_comes_little_later_for_those_of_others() -> N
 
 
 @pytest.mark.parametrize(("times", "least"), [(1.12, -0.01), (1.35, -0.01), (3.0, 0.1)])
-def test_guesses_of_others_leave_a_request_its_tpot(times: float, least: float) -> None:
-    """Nothing can be guessed for one of four requests, and its TPOT is so many times a plain step. What this leaves is
-    for the guesses of others."""
-    node, chosen = world(Device(guess=1.15, gap_s=0.0022, noise=0.0)), Random(3)
+def test_drafts_of_others_leave_a_request_its_tpot(times: float, least: float) -> None:
+    """Nothing can be drafted for one of four requests, and its TPOT is so many times a plain step. What this leaves is
+    for the drafts of others."""
+    node, chosen = world(Device(draft=1.15, gap_s=0.0022, noise=0.0)), Random(3)
     tpot_s = times * COSTS.seconds(StepWork(16, 16 * 396))
 
     def texts(random: Random) -> Text:
@@ -173,7 +173,7 @@ def test_guesses_of_others_leave_a_request_its_tpot(times: float, least: float) 
     assert max(slow_s) < tpot_s
 
 
-def test_guesses_come_back_when_they_pay_again() -> None:
+def test_drafts_come_back_when_they_pay_again() -> None:
     node, text = world(Device(step_s=0.01)), TEXTS["records"]
     node.run(text, 8, LEARNING)
     assert node.run(text, 8, STEPS).slowdown < 1.01
@@ -183,7 +183,7 @@ def test_guesses_come_back_when_they_pay_again() -> None:
     assert ran.gain > 0.2
 
 
-def test_guesses_end_when_they_do_not_pay_any_more() -> None:
+def test_drafts_end_when_they_do_not_pay_any_more() -> None:
     node = world(Device())
     assert node.run(TEXTS["records"], 8, LEARNING).gain > 0.2
     node.device = Device(step_s=0.01)
@@ -192,7 +192,7 @@ def test_guesses_end_when_they_do_not_pay_any_more() -> None:
 
 
 def test_a_batch_that_grows_and_shrinks_loses_nothing() -> None:
-    node, chosen = world(Device(guess=3.0, step_s=0.002)), Random(1)
+    node, chosen = world(Device(draft=3.0, step_s=0.002)), Random(1)
     node.run(TEXTS["short records"], 32, 200)
     before = replace(node.ran)
     for _ in range(30):

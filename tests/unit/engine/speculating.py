@@ -1,4 +1,4 @@
-"""A scheduler whose steps have guesses, over a model on the host."""
+"""A scheduler whose steps have drafts, over a model on the host."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from random import Random
 from baton.core.costs import StepWork
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import FinishReason, Grammar, TokenOutput
-from baton.engine.batch import Batch, Guessed, RowResult
+from baton.engine.batch import Batch, LayerDrafts, RowResult
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
@@ -23,7 +23,7 @@ EOS = 6
 
 
 class Told(Speculator):
-    """Guesses what a test says: after a request's known tokens, the tokens that really follow, with errors."""
+    """Drafts what a test says: after a request's known tokens, the tokens that really follow, with errors."""
 
     def __init__(self, model: HashedModel, *, most: int = 5, wrong: float = 0.3, silent: float = 0.2) -> None:
         super().__init__(always=True)
@@ -77,7 +77,7 @@ class World:
 
     Args:
         owners: pools of this many blocks each.
-        layer_errors: share of wrong guesses of the model's own layer; None: it has none.
+        layer_errors: share of rejected drafts of the model's own layer; None: it has none.
     """
 
     def __init__(
@@ -131,17 +131,17 @@ class World:
         if batch is None:
             return False
         if any(row.num_drafts for row in batch.rows):
-            assert not self.batches, "a step with guesses needs the tokens of all steps before"
+            assert not self.batches, "a step with drafts needs the tokens of all steps before"
         assert not any(row.num_drafts for each in self.batches for row in each.rows)
         assert sum(len(row.token_ids) for row in batch.rows) <= 24
-        assert sum(row.num_drafts + 1 for row in batch.rows) <= self._seats, "a row for each guess"
+        assert sum(row.num_drafts + 1 for row in batch.rows) <= self._seats, "a row for each draft token"
         self.batches.append(batch)
         return True
 
     def end_step(self) -> None:
         batch = self.batches.popleft()
         results = self.model.run(batch, self.sequences)
-        events = self.scheduler.complete(results, 0.0, guessed=self._guessed(batch, results))
+        events = self.scheduler.complete(results, 0.0, layer_drafts=self._layer_drafts(batch, results))
         self.events.append(events)
         for checked in events.drafts:
             assert 0 <= checked.accepted <= checked.drafted
@@ -153,9 +153,9 @@ class World:
             if sampled.finish_reason is not None:
                 self.ended[sampled.request_id] = sampled.finish_reason
 
-    def _guessed(self, batch: Batch, results: Sequence[RowResult]) -> Guessed | None:
-        """What the model's own layer guesses after a step: the tokens that come, with errors."""
-        if not batch.guesses:
+    def _layer_drafts(self, batch: Batch, results: Sequence[RowResult]) -> LayerDrafts | None:
+        """What the model's own layer drafts after a step: the tokens that come, with errors."""
+        if not batch.num_layer_drafts:
             return None
         assert self._layer_errors is not None
         tokens: dict[int, tuple[int, ...]] = {}
@@ -164,10 +164,10 @@ class World:
             if not all(isinstance(token, TokenOutput) for token in drawn):
                 continue
             known = [*self.sequences[row.request_id], *(token.token_id for token in drawn)]  # type: ignore[union-attr]
-            right = self.model.continued(known, self._random.randrange(1, batch.guesses + 1))
+            right = self.model.continued(known, self._random.randrange(1, batch.num_layer_drafts + 1))
             wrong = [self._random.random() < self._layer_errors for _ in right]
             tokens[place] = tuple((token + each) % NUM_TOKENS for token, each in zip(right, wrong, strict=True))
-        return Guessed(tokens, len(tokens), 0.001)
+        return LayerDrafts(tokens, len(tokens), 0.001)
 
     @property
     def in_flight(self) -> int:

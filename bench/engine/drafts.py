@@ -1,4 +1,4 @@
-"""Time per token of an engine with and without guessed tokens, on recorded outputs.
+"""Time per token of an engine with and without draft tokens, on recorded outputs.
 
 The weights are random, in the shapes of published models on a GPU and of the demo model on a CPU, so what they draw is
 replaced by the tokens of real texts: files of this repository that are repeated with edits, files unlike the prompt,
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import PromptLogprob, TokenOutput
-from baton.engine.batch import Batch, BatchRow, Guessed, RowResult
+from baton.engine.batch import Batch, BatchRow, LayerDrafts, RowResult
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.calibration import calibrate
 from baton.engine.device.device_thread import LaunchedWork, StepRunner
@@ -39,7 +39,7 @@ from baton.settings.node_config import DecodeSettings
 from bench.engine.run import CONFIGS, forget
 from bench.table import Row
 
-# The second one has recurrent states. Others of `CONFIGS` can be named: `python -m bench.engine.guesses NAME`.
+# The second one has recurrent states. Others of `CONFIGS` can be named: `python -m bench.engine.drafts NAME`.
 MODELS = ("llama-3.1-8b", "nemotron-h-8b")
 BATCHES = (1, 8, 32, 128)
 ROUNDS = 3
@@ -125,8 +125,8 @@ class RecordedStep:
         return self.step.pools
 
     @property
-    def guessed(self) -> Guessed | None:
-        return self.step.guessed
+    def layer_drafts(self) -> LayerDrafts | None:
+        return self.step.layer_drafts
 
     @property
     def shares_keys(self) -> bool:
@@ -151,16 +151,16 @@ def _measure(built: BuiltRunner, batches: Sequence[int], about: str, progress: C
         for batch in batches:
             measured: dict[bool, list[float]] = {False: [], True: []}
             # As on a node, what is learned in one round is known in the next.
-            speculator, meters = Speculator(), {guesses: StepMeter(built.costs) for guesses in measured}
+            speculator, meters = Speculator(), {speculates: StepMeter(built.costs) for speculates in measured}
             checked: list[DraftsChecked] = []
             for number in range(ROUNDS):
                 asked = [requests[(number * batch + index) % len(requests)] for index in range(batch)]
-                for guesses in (False, True) if number % 2 == 0 else (True, False):
-                    setting = "auto" if guesses else "off"
-                    progress(f"guesses {setting}: {about}{name}, batch {batch}, round {number + 1}")
-                    used = speculator if guesses else None
-                    took_ms = asyncio.run(token_ms(built, asked, used, checked, meter=meters[guesses]))
-                    measured[guesses].append(took_ms)
+                for speculates in (False, True) if number % 2 == 0 else (True, False):
+                    setting = "auto" if speculates else "off"
+                    progress(f"drafts {setting}: {about}{name}, batch {batch}, round {number + 1}")
+                    used = speculator if speculates else None
+                    took_ms = asyncio.run(token_ms(built, asked, used, checked, meter=meters[speculates]))
+                    measured[speculates].append(took_ms)
             yield from _rows(name, about, batch, measured, checked)
 
 
@@ -172,7 +172,7 @@ def _rows(
     goal = _GOALS.get((name, batch))
     yield Row("time per token", work, auto_ms, "ms", "off", off_ms, goal=goal, less_is_better=True)
     drafted, accepted = sum(each.drafted for each in checked), sum(each.accepted for each in checked)
-    yield Row("guessed tokens that were kept", work, 100 * accepted / max(1, drafted), "%")
+    yield Row("draft tokens accepted", work, 100 * accepted / max(1, drafted), "%")
 
 
 async def token_ms(
@@ -185,10 +185,10 @@ async def token_ms(
     wrap: Callable[[StepRunner, Mapping[str, Sequence[int]]], RecordedRunner] | None = None,
 ) -> float:
     """The mean time per token. Prompts are in the cache before, so that all requests decode at the same time. Adds the
-    guesses to `checked`.
+    drafts to `checked`.
 
     Args:
-        speculator: forgets the outputs of earlier calls, which would be guessed too well, but not what it has learned.
+        speculator: forgets the outputs of earlier calls, which would be drafted too well, but not what it has learned.
         meter: knows the costs of steps; None: one that knows only what the profile measured.
         wrap: makes the runner that yields the recorded tokens; None: `RecordedRunner`.
     """

@@ -1,5 +1,5 @@
-"""A node that is killed while a request with guesses is in flight changes no token, whether guesses come from texts,
-from an MTP layer or from an EAGLE-3 head. `test_speculation` kills a decode node that guesses from texts."""
+"""A node that is killed while a request with drafts is in flight changes no token, whether drafts come from texts,
+from an MTP layer or from an EAGLE-3 head. `test_speculation` kills a decode node that drafts from texts."""
 
 import asyncio
 from dataclasses import replace
@@ -10,8 +10,8 @@ import pytest
 from baton.core.types import Path as RequestPath
 from tests.integration.cluster import LLAMA, Flags, Machines, first_of, nothing_held, until_status
 from tests.integration.generation import Result, generate
-from tests.integration.guessing_pair import GREEDY, PROMPTS, flags_with_guesses
 from tests.integration.reference import Reference
+from tests.integration.speculating_pair import GREEDY, PROMPTS, speculating_flags
 
 TOKENS = 40
 PARAMS = replace(GREEDY, max_tokens=TOKENS)
@@ -22,12 +22,12 @@ FEW = replace(PARAMS, temperature=1.0, seed=5, logit_bias={7: 100.0, 9: 100.0})
 
 @pytest.fixture(params=["mtp", pytest.param("eagle", marks=pytest.mark.slow)])
 def flags(request: pytest.FixtureRequest, tmp_path: Path) -> Flags:
-    """Of a node that guesses with a layer."""
-    return flags_with_guesses(request.param, tmp_path)
+    """Of a node that drafts with a layer."""
+    return speculating_flags(request.param, tmp_path)
 
 
 def check(result: Result, flags: Flags) -> None:
-    """The tokens are transformers', and some of them were guessed."""
+    """The tokens are transformers', and some of them were drafted."""
     assert result.token_ids == Reference(Path(str(flags["model"]))).greedy(PROMPT, TOKENS).token_ids
     assert result.proof.drafted_tokens >= result.proof.accepted_tokens > 0
 
@@ -84,7 +84,7 @@ async def test_the_decode_node_goes_on_without_the_prefill_node(start: Machines,
     await until_status(decode, nothing_held)
 
 
-async def test_the_decode_node_goes_on_guessing_from_texts_without_the_prefill_node(start: Machines) -> None:
+async def test_the_decode_node_goes_on_drafting_from_texts_without_the_prefill_node(start: Machines) -> None:
     flags: Flags = {"model": LLAMA, "num_blocks": 256, "max_batch_tokens": 32, "speculation": "always"}
     prefill, decode = start.nodes(("prefill", flags), ("decode", flags), paused_engine=["decode"])
     (plain,) = start.nodes(("decode", {**flags, "speculation": "off"}))

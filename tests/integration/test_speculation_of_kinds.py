@@ -1,5 +1,5 @@
-"""Guessed tokens of models with recurrent states, and of nodes whose ranks share or own requests, on real processes:
-answers of a conversation, and what of it is cached, equal those without guesses."""
+"""Draft tokens of models with recurrent states, and of nodes whose ranks share or own requests, on real processes:
+answers of a conversation, and what of it is cached, equal those without drafts."""
 
 import asyncio
 import shutil
@@ -19,7 +19,7 @@ from tests.unit.models import tiny_delta, tiny_hybrid
 
 RANKS: Flags = {"tensor_parallel_size": 2}
 OWN: Flags = {**RANKS, "expert_parallel": True, "attention_data_parallel": True}
-# The first one repeats a token, so many guesses are right; its logprobs show whether the states are.
+# The first one repeats a token, so many drafts are accepted; its logprobs show whether the states are.
 SAMPLINGS = (
     SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True, logprobs=0, logit_bias={7: 30.0}),
     SamplingParams(max_tokens=40, temperature=0.9, seed=4, ignore_eos=True, logprobs=0),
@@ -71,7 +71,7 @@ async def conversations(gateway: Process, *, together: bool) -> list[Result]:
         pytest.param("deepseek", OWN, marks=pytest.mark.slow),
     ],
 )
-async def test_conversations_equal_those_without_guesses(
+async def test_conversations_equal_those_without_drafts(
     start: Machines, model: str, flags: Flags, tmp_path: Path
 ) -> None:
     node: Flags = {"model": MODELS[model](tmp_path), "num_blocks": 256, "block_size": 16, **flags}

@@ -1,4 +1,4 @@
-"""Steps after which the model's own layer guesses: the same tokens as without, and guesses for other nodes."""
+"""Steps after which the model's own layer drafts: the same tokens as without, and drafts for other nodes."""
 
 from random import Random
 from typing import Any
@@ -8,21 +8,21 @@ import pytest
 from baton.core.costs import StepCosts
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
-from baton.engine.batch import Batch, Guessed
+from baton.engine.batch import Batch, LayerDrafts
 from baton.engine.request import EngineLimits, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.engine.speculation.layer_guesses import RETRY_STEPS
+from baton.engine.speculation.layer_drafting import RETRY_STEPS
 from baton.engine.speculation.speculator import Speculator
-from tests.unit.engine.guessing import NUM_TOKENS, World, any_request, expected_output, run_in_any_order
 from tests.unit.engine.hashed_model import HashedModel
 from tests.unit.engine.scheduling import BLOCK_SIZE, VOCAB_SIZE, Meter, request
+from tests.unit.engine.speculating import NUM_TOKENS, World, any_request, expected_output, run_in_any_order
 
 COSTS = StepCosts(((1, 0.010), (64, 0.010), (512, 0.050)))
 SAMPLING = ResolvedSampling(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
+def test_any_drafts_give_the_tokens_of_decoding(seed: int) -> None:
     chosen = Random(seed)
     model = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS)
     speculator = Speculator(always=True)
@@ -40,7 +40,7 @@ def test_any_guesses_give_the_tokens_of_decoding(seed: int) -> None:
     assert world.scheduler.leaked_blocks(lambda _: True) == 0
 
 
-def test_right_guesses_take_a_fraction_of_the_steps() -> None:
+def test_accepted_drafts_take_a_fraction_of_the_steps() -> None:
     model, steps = HashedModel(BLOCK_SIZE, num_tokens=NUM_TOKENS), []
     for errors in (None, 0.0):
         world = World(None if errors is None else Speculator(always=True), model, num_blocks=60, layer_errors=errors)
@@ -73,9 +73,9 @@ class Asked(Speculator):
         super().__init__(always=True)
         self.prompts: list[tuple[bool, bool]] = []
 
-    def count_guesses(self, *args: Any, **given: Any) -> int:
+    def count_layer_drafts(self, *args: Any, **given: Any) -> int:
         self.prompts.append((given["prompts"], given["prompts_next"]))
-        return super().count_guesses(*args, **given)
+        return super().count_layer_drafts(*args, **given)
 
 
 def test_prompts_that_wait_for_the_next_step_are_known_when_the_layer_is_asked() -> None:
@@ -92,32 +92,32 @@ def test_prompts_that_wait_for_the_next_step_are_known_when_the_layer_is_asked()
             if row.num_drafts else TokenOutput(5, row.sample.output_index)
             for row in batch.rows
         ]  # fmt: skip
-        node.complete(results, 0.0, guessed=Guessed({}, 0, 0.0))
+        node.complete(results, 0.0, layer_drafts=LayerDrafts({}, 0, 0.0))
     assert asked.prompts == [(True, False), (True, True), (True, False)]
 
 
-def test_guesses_after_a_prompt_for_another_node_come_as_an_event_and_delay_no_step() -> None:
+def test_drafts_after_a_prompt_for_another_node_come_as_an_event_and_delay_no_step() -> None:
     node = scheduler()
     node.submit(request("a", 6, sampling=SAMPLING, prefill_only=True), 0.0)
     node.submit(request("b", 20, sampling=SAMPLING, prefill_only=True), 0.0)
     first = node.schedule(0.0)
     assert first is not None
-    assert first.guesses == 2
+    assert first.num_layer_drafts == 2
     second = node.schedule(0.0)
     assert second is not None, "the next chunk of b does not wait"
-    events = node.complete([TokenOutput(5, 0), None], 0.0, guessed=Guessed({0: (7, 8)}, 1, 0.001))
-    assert [(each.request_id, each.tokens) for each in events.guessed] == [("a", (7, 8))]
+    events = node.complete([TokenOutput(5, 0), None], 0.0, layer_drafts=LayerDrafts({0: (7, 8)}, 1, 0.001))
+    assert [(each.request_id, each.tokens) for each in events.drafted] == [("a", (7, 8))]
 
 
 @pytest.mark.parametrize(
-    ("guesses", "drafts"), [((7, 8), [7, 8]), ((), []), ((7, VOCAB_SIZE), []), ((7, 2**32 - 1), []), ((-1,), [])]
+    ("sent", "drafts"), [((7, 8), [7, 8]), ((), []), ((7, VOCAB_SIZE), []), ((7, 2**32 - 1), []), ((-1,), [])]
 )
-def test_the_first_step_after_a_hand_over_takes_guesses_that_can_be_tokens(
-    guesses: tuple[int, ...], drafts: list[int]
+def test_the_first_step_after_a_hand_over_takes_drafts_that_can_be_tokens(
+    sent: tuple[int, ...], drafts: list[int]
 ) -> None:
     node = scheduler()
     node.reservations.reserve(request("a", 6, sampling=SAMPLING), 0.0)
-    node.reservations.admit("a", TokenOutput(5, 0), guesses)
+    node.reservations.admit("a", TokenOutput(5, 0), sent)
     batch = node.schedule(0.0)
     assert batch is not None
     (row,) = batch.rows
@@ -147,11 +147,11 @@ def test_at_saturation_decodes_are_computed_without_the_layer_and_prompts_with_i
     second = run("e-3", count=3)
     assert [step.writes_draft_kv for step in second] == [True, False, False], "the prompt of e, and two decodes"
     assert not any(state.is_shared for state in world.scheduler._roster.running), "their blocks lack the layer's KV"
-    assert not any(step.guesses for step in (*first, *second))
+    assert not any(step.num_layer_drafts for step in (*first, *second))
     for name in ("d-3", "e-3"):
         world.scheduler.abort(name)
     rest = run("c-3")
-    assert any(step.guesses for step in rest)
+    assert any(step.num_layer_drafts for step in rest)
     drafted = {row.request_id for step in rest for row in step.rows if row.num_drafts}
     assert drafted == {"c-3"}, "the other one has decoded without the layer"
     for name in ("a-3", "c-3"):
@@ -167,13 +167,13 @@ def test_chunks_say_which_token_follows_them() -> None:
     assert second is not None
     assert first.rows[0].next_token == prompt[16]
     assert second.rows[0].next_token == -1, "the step draws it"
-    assert (first.guesses, second.guesses) == (0, 4)
-    assert node.schedule(0.0) is None, "the next step waits for the guesses"
+    assert (first.num_layer_drafts, second.num_layer_drafts) == (0, 4)
+    assert node.schedule(0.0) is None, "the next step waits for the drafts"
 
 
 @pytest.mark.parametrize("part_tokens", [0, 8])
 @pytest.mark.parametrize("has_draft", [True, False])
-def test_the_layer_guesses_nothing_for_kv_that_came_without_its_own_and_such_kv_is_kept_for_nobody(
+def test_the_layer_drafts_nothing_for_kv_that_came_without_its_own_and_such_kv_is_kept_for_nobody(
     part_tokens: int, has_draft: bool
 ) -> None:
     """Of a whole prompt, and of the first part of one whose rest is computed here."""
@@ -186,12 +186,12 @@ def test_the_layer_guesses_nothing_for_kv_that_came_without_its_own_and_such_kv_
     step = node.schedule(0.0)
     assert step is not None
     (row,) = step.rows
-    assert bool(step.guesses) is has_draft
+    assert bool(step.num_layer_drafts) is has_draft
     assert (list(row.drafts) == [7, 8]) is (has_draft and not part_tokens)
     assert step.writes_draft_kv is (has_draft or part_tokens > 0), "a chunk is computed with the layer"
-    guessed = Guessed({0: (9,) * step.guesses}, 1, 0.001) if has_draft else None
+    layer_drafts = LayerDrafts({0: (9,) * step.num_layer_drafts}, 1, 0.001) if has_draft else None
     drawn = TokenOutput(6, 0 if part_tokens else 1)
-    node.complete([(drawn,) if row.num_drafts else drawn], 0.0, guessed=guessed)
+    node.complete([(drawn,) if row.num_drafts else drawn], 0.0, layer_drafts=layer_drafts)
     node.abort("a")
     kept = node.reservations.reserve(request("b", prompt, sampling=SAMPLING), 0.0).cached_tokens
     assert (kept > 0) is has_draft

@@ -1,5 +1,5 @@
-"""Guessed tokens next to everything else that a request can have, on real processes: outputs and logprobs equal those
-of a node that guesses nothing."""
+"""Draft tokens next to everything else that a request can have, on real processes: outputs and logprobs equal those
+of a node that drafts nothing."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -81,11 +81,11 @@ ASKED: dict[str, Ask] = {
 
 
 class Cluster(NamedTuple):
-    """Gateways of a decode node that guesses and of one that does not, with one prefill node."""
+    """Gateways of a decode node that drafts and of one that does not, with one prefill node."""
 
     start: Machines
     prefill: Process
-    guessing: Process
+    speculating: Process
     plain: Process
     gateways: dict[bool, Process]
 
@@ -99,16 +99,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     template.write_text(TEMPLATE)
     node: Flags = {"num_blocks": 512, "adapter": adapters, "max_adapters": 2}
     with machines() as start:
-        prefill, guessing, plain = start.nodes(
+        prefill, speculating, plain = start.nodes(
             ("prefill", node),
             ("decode", {**node, "speculation": "always"}),
             ("decode", {**node, "speculation": "off"}),
         )
         gateways = {
-            guesses: start.gateway([prefill], [decode], local_policy="strict", chat_template=template)
-            for guesses, decode in ((True, guessing), (False, plain))
+            drafts: start.gateway([prefill], [decode], local_policy="strict", chat_template=template)
+            for drafts, decode in ((True, speculating), (False, plain))
         }
-        yield Cluster(start, prefill, guessing, plain, gateways)
+        yield Cluster(start, prefill, speculating, plain, gateways)
 
 
 def twice(*lengths: int) -> list[list[int]]:
@@ -147,7 +147,7 @@ async def ask_all(gateway: Process, asked: Mapping[str, Ask], prompts: list[list
     }
 
 
-async def test_every_kind_of_request_has_the_outputs_of_a_node_without_guesses(cluster: Cluster) -> None:
+async def test_every_kind_of_request_has_the_outputs_of_a_node_without_drafts(cluster: Cluster) -> None:
     prompts = twice(40)
     expected = await ask_all(cluster.gateways[False], ASKED, prompts)
     assert not any(map(drafted, expected.values()))
@@ -158,11 +158,11 @@ async def test_every_kind_of_request_has_the_outputs_of_a_node_without_guesses(c
             # The second time, all of it was answered before.
             assert drafted(outputs) or not repeated, name
         assert (ours["no adapter"][0].usage.cached_tokens > 0) >= repeated
-    await until_status(cluster.guessing, nothing_held)
+    await until_status(cluster.speculating, nothing_held)
 
 
-async def test_texts_that_end_an_output_may_lie_across_guesses(cluster: Cluster) -> None:
-    """The stop string begins within a token and ends within another one, and all of them are guessed."""
+async def test_texts_that_end_an_output_may_lie_across_drafts(cluster: Cluster) -> None:
+    """The stop string begins within a token and ends within another one, and all of them are drafted."""
     (prompt,) = twice(40)
     async with AsyncClient(cluster.gateways[False].address) as plain:
         whole = await plain.complete(prompt, GREEDY)
@@ -179,13 +179,13 @@ async def test_texts_that_end_an_output_may_lie_across_guesses(cluster: Cluster)
             assert_equal(outputs, expected[name], name)
             assert outputs[0].stop_reason
     assert any(map(drafted, ours.values()))
-    await until_status(cluster.guessing, nothing_held)
+    await until_status(cluster.speculating, nothing_held)
 
 
-async def test_as_many_guesses_are_right_after_a_hand_over_as_in_one_process(cluster: Cluster) -> None:
+async def test_as_many_drafts_are_accepted_after_a_hand_over_as_in_one_process(cluster: Cluster) -> None:
     """From the first step of the decode node on. Each of two new nodes has answered nothing else, because chances are
     learned from all that a node answers. One process has looked up the first token too, so that its chances differ a
-    little, and it takes a few guesses fewer or more."""
+    little, and it takes a few drafts fewer or more."""
     flags: Flags = {"num_blocks": 256, "speculation": "always"}
     after, alone = cluster.start.nodes(("decode", flags), ("decode", flags))
     gateways = (
@@ -215,15 +215,15 @@ async def test_cancelled_requests_leave_nothing_and_disturb_nobody(cluster: Clus
                     break
 
         others = [asyncio.create_task(cancelled(prompt, count)) for prompt in prompts for count in (2, 7)]
-        for _ in range(2):  # the second time, what was answered before is guessed
+        for _ in range(2):  # the second time, what was answered before is drafted
             ours = await ask_all(cluster.gateways[True], {"": completed(GREEDY)}, prompts)
         await asyncio.gather(*others)
     assert_equal(ours[""], expected[""], "next to others that end early")
     assert drafted(ours[""])
-    await until_status(cluster.guessing, nothing_held)
+    await until_status(cluster.speculating, nothing_held)
 
 
-async def test_requests_that_are_late_or_preempted_leave_nothing_and_go_on_with_guesses(cluster: Cluster) -> None:
+async def test_requests_that_are_late_or_preempted_leave_nothing_and_go_on_with_drafts(cluster: Cluster) -> None:
     """The cache is too small for all of them."""
     flags: Flags = {"model": LLAMA, "num_blocks": 34, "speculation": "always"}
     (small,) = cluster.start.nodes(("decode", flags), paused_engine=["decode"])
@@ -246,20 +246,20 @@ async def test_requests_that_are_late_or_preempted_leave_nothing_and_go_on_with_
     assert last.preemptions > 0
 
 
-async def test_requests_go_on_where_nothing_is_guessed_when_their_node_switches_its_role(cluster: Cluster) -> None:
-    """The last test of the cluster: the node that guesses becomes a prefill node, and one that decodes again."""
-    gateway = cluster.start.gateway([cluster.prefill], [cluster.guessing, cluster.plain], local_policy="strict")
+async def test_requests_go_on_where_nothing_is_drafted_when_their_node_switches_its_role(cluster: Cluster) -> None:
+    """The last test of the cluster: the node that drafts becomes a prefill node, and one that decodes again."""
+    gateway = cluster.start.gateway([cluster.prefill], [cluster.speculating, cluster.plain], local_policy="strict")
     prompts = twice(*range(20, 44, 3))
     long = {"": completed(replace(GREEDY, max_tokens=60))}
     expected = (await ask_all(cluster.gateways[False], long, prompts))[""]
     async with OperatorClient(gateway.address) as client:
         for role in (node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE):
             asking = asyncio.create_task(ask_all(gateway, long, prompts))
-            await client.switch_role(cluster.guessing.address, role, grace_s=0.0)
+            await client.switch_role(cluster.speculating.address, role, grace_s=0.0)
             assert_equal((await asking)[""], expected, "a role is switched")
-    alone = cluster.start.gateway([cluster.prefill], [cluster.guessing], local_policy="strict")
+    alone = cluster.start.gateway([cluster.prefill], [cluster.speculating], local_policy="strict")
     again = (await ask_all(alone, long, prompts))[""]
     assert_equal(again, expected, "after both switches")
     assert drafted(again)
-    for node in (cluster.prefill, cluster.guessing, cluster.plain):
+    for node in (cluster.prefill, cluster.speculating, cluster.plain):
         await until_status(node, nothing_held)

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.core.errors import ConfigError
+from baton.core.regular_file import read_regular_file
 
 _SIZE_MAX = 1 << 26
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -84,15 +85,7 @@ def read_expert_load(path: Path) -> ExpertLoad:
     """
     cure = "save one by `baton expert-load HOST:PORT --output FILE`"
     try:
-        if path.stat().st_size > _SIZE_MAX:
-            raise ConfigError(
-                f"{path} is too large for an expert load",
-                field="expert_load",
-                value=str(path),
-                allowed=(f"up to {_SIZE_MAX} bytes",),
-                cure=cure,
-            )
-        return ExpertLoad.model_validate_json(path.read_bytes())
+        return ExpertLoad.model_validate_json(read_regular_file(path, bytes_max=_SIZE_MAX))
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}", field="expert_load", value=str(path), cure=cure

@@ -161,11 +161,13 @@ class Usage:
 
     Attributes:
         cached_tokens: prompt tokens that no node computed for this request, because prefix caches had their KV.
+        reasoning_tokens: those of the completion that a chat spent on reasoning.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)

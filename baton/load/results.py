@@ -8,12 +8,14 @@ from typing import Any
 
 from baton.cli.output import write_output
 from baton.core.errors import InvalidRequest
+from baton.core.regular_file import read_regular_file
 from baton.core.version import __version__
 from baton.load.goals import Goal
 from baton.load.metrics import SPREADS, Spread, Summary, summarize
 from baton.load.records import LoadOutcome, LoadRecord
 
 SCHEMA = "baton-bench/1"
+_FILE_BYTES_MAX = 4 << 30  # the times of each token, of millions of requests
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def read_results(path: Path) -> LoadResults:
         InvalidRequest: the file is something else, or of another version.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular_file(path, bytes_max=_FILE_BYTES_MAX))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{path} cannot be read: {error}", field="results", value=path) from None
     schema = found.get("schema") if isinstance(found, dict) else None

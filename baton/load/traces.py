@@ -44,6 +44,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
         InvalidRequest: the file cannot be read, or one of its lines has no known form.
     """
     try:
+        if path.is_char_device():  # such as /dev/zero, whose first line has no end
+            raise OSError(0, "it is a device")
         with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
             requests = _read(path, file)
     except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, csv.Error) as error:

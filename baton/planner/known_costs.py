@@ -10,6 +10,7 @@ from typing import Any
 
 from baton.core.costs import StepCosts
 from baton.core.errors import ConfigError
+from baton.core.regular_file import read_regular_file
 from baton.planner.drafts import measured_drafts
 from baton.planner.memory import rank_memory
 from baton.planner.model_size import ModelSize
@@ -20,6 +21,7 @@ from baton.rpc.convert_node import costs_from_proto, kept_bytes
 from baton.rpc.describe import describe
 
 _RANKS_MAX = 16
+_FILE_BYTES_MAX = 1 << 20
 # The cache of a node holds the longest request, and at least this many mean ones.
 _REQUESTS_MIN = 8
 _FORM = 'step_costs as in `baton status --json`: {"points": [{"tokens": 1, "seconds": 0.004}], "key_s": 0, "pair_s": 0}'
@@ -136,7 +138,7 @@ def read_costs(path: Path) -> tuple[StepCosts, StepCosts]:
         ConfigError: the file cannot be read, or has another form.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular_file(path, bytes_max=_FILE_BYTES_MAX))
         if "prefill" in found:
             return _costs(found["prefill"]), _costs(found["decode"])
         costs = _costs(found.get("step_costs", found))

@@ -203,6 +203,7 @@ def usage_to_proto(usage: Usage) -> pb.Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
     )
 
 
@@ -211,6 +212,7 @@ def usage_from_proto(message: pb.Usage) -> Usage:
         prompt_tokens=message.prompt_tokens,
         completion_tokens=message.completion_tokens,
         cached_tokens=message.cached_tokens,
+        reasoning_tokens=message.reasoning_tokens,
     )
 
 

@@ -182,6 +182,15 @@ def test_reasoning_is_an_item_of_its_own(client: OpenAI) -> None:
     assert "response.output_text.delta" not in kinds
 
 
+def test_reasoning_tokens_of_a_chat_completion_are_counted(client: OpenAI) -> None:
+    request: Any = {"model": "llama", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6}
+    request |= {"temperature": 0, "reasoning_effort": "high"}
+    whole = client.chat.completions.create(**request)
+    *_, last = client.chat.completions.create(**request, n=2, stream=True, stream_options={"include_usage": True})
+    for usage, tokens in ((whole.usage, 6), (last.usage, 12)):
+        assert usage.completion_tokens_details.reasoning_tokens == usage.completion_tokens == tokens
+
+
 def test_a_conversation_that_is_too_long_loses_its_oldest_turns_on_request(client: OpenAI) -> None:
     turns: Any = [{"role": "user", "content": text} for text in (f"{PROMPT} object. " * 2000, "So what?")]
     request: Any = {"model": "llama", "instructions": "Be brief.", "input": turns, "max_output_tokens": 4}

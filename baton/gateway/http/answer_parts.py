@@ -53,7 +53,6 @@ class OutputParts:
 
     Attributes:
         usage: tokens of the prompt from the first message on, and of the output at its end.
-        reasoning_tokens: number of reasoning tokens; a message that adds several parts counts for the last one.
     """
 
     def __init__(self, *, keeps_tokens: bool = False) -> None:
@@ -62,11 +61,9 @@ class OutputParts:
         self.stop_reason = ""
         self.usage = common_pb2.Usage()
         self.receipt = common_pb2.Receipt()
-        self.reasoning_tokens = 0
         self._tool_index = -1  # of the tool call in progress
         self._keeps_tokens = keeps_tokens
         self._pending: list[common_pb2.Token] = []  # tokens whose text has not arrived yet
-        self._pending_count = 0
 
     @property
     def called_tools(self) -> bool:
@@ -78,7 +75,6 @@ class OutputParts:
 
     def push(self, message: pb.GenerateResponse) -> list[Growth]:
         """Adds a message. Returns what it adds to each part, in order."""
-        self._pending_count += len(message.tokens)
         if self._keeps_tokens:
             self._pending += message.tokens
         delta = message.chat
@@ -123,14 +119,10 @@ class OutputParts:
         return Growth(part, piece.arguments, begins)
 
     def _give_tokens(self, last: Growth) -> None:
-        if last.part.kind == "reasoning":
-            self.reasoning_tokens += self._pending_count
-        elif last.part.kind == "text" and self._pending:
+        if last.part.kind == "text":
             last.tokens = self._pending
             last.part.tokens += self._pending
-        self._pending_count = 0
-        if self._pending:
-            self._pending = []
+        self._pending = []
 
 
 class AnswerStream(ABC):

@@ -228,6 +228,7 @@ def usage_json(usage: common_pb2.Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
@@ -235,6 +236,7 @@ def add_usage(total: common_pb2.Usage, more: common_pb2.Usage) -> None:
     total.prompt_tokens += more.prompt_tokens
     total.completion_tokens += more.completion_tokens
     total.cached_tokens += more.cached_tokens
+    total.reasoning_tokens += more.reasoning_tokens
 
 
 def receipt_json(receipt: common_pb2.Receipt) -> dict[str, Any]:

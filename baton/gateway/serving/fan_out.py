@@ -79,6 +79,7 @@ class _Totals:
         """Adds the usage of an output's last message and removes it from the message."""
         usage = message.usage
         self.usage.completion_tokens += usage.completion_tokens
+        self.usage.reasoning_tokens += usage.reasoning_tokens
         if index == 0:
             self.usage.prompt_tokens = usage.prompt_tokens
             self.usage.cached_tokens = usage.cached_tokens

@@ -150,12 +150,17 @@ class ChatOutput:
         stops: the output's stop strings.
         tokens_last: whether the last of these messages has the tokens instead of the first one, so that a client that
             has received tokens has also received all of their content.
+
+    Attributes:
+        reasoning_tokens: tokens of reasoning so far. A message's tokens count for the last part that it adds to.
     """
 
     def __init__(self, parser: OutputParser, *, stops: Sequence[str] = (), tokens_last: bool = False) -> None:
         self._parser = parser
         self._stops = stops
         self._tokens_last = tokens_last
+        self.reasoning_tokens = 0
+        self._pending_tokens = 0  # tokens whose text has not arrived yet
 
     def messages(self, message: pb.GenerateResponse) -> list[pb.GenerateResponse]:
         """Splits a message into the messages for the client. The last one has the output's end."""
@@ -163,6 +168,9 @@ class ChatOutput:
         if message.finish_reason:
             cut = message.finish_reason == common_pb2.FINISH_REASON_LENGTH
             deltas = [*deltas, *self._parser.finish(cut=cut, stopped=message.stop_reason in self._stops)]
+        self._count(len(message.tokens), deltas)
+        if message.HasField("usage"):
+            message.usage.reasoning_tokens = self.reasoning_tokens
         if not deltas:
             return [message]
         if len(deltas) == 1 and not (deltas[0].reasoning or deltas[0].tool_calls):  # nearly every message
@@ -177,6 +185,14 @@ class ChatOutput:
             message.chat.CopyFrom(parts[0])
             return [message]
         return _spread(message, parts, tokens_last=self._tokens_last)
+
+    def _count(self, tokens: int, deltas: Sequence[ParsedDelta]) -> None:
+        self._pending_tokens += tokens
+        if deltas:
+            last = deltas[-1]
+            if last.reasoning and not (last.content or last.tool_calls):
+                self.reasoning_tokens += self._pending_tokens
+            self._pending_tokens = 0
 
 
 def _follows(part: pb.ChatDelta, delta: ParsedDelta) -> bool:

@@ -1,4 +1,4 @@
-"""Files that somebody named are written whole or not at all, and take the place of regular files only."""
+"""Files that somebody named are regular ones: read within bounds, and written whole or not at all."""
 
 import os
 import socket
@@ -16,11 +16,14 @@ from typer.testing import CliRunner
 from baton.cli import program
 from baton.cli.program import new_app
 from baton.core.errors import ConfigError, InvalidRequest
+from baton.core.expert_load import read_expert_load
 from baton.core.ready_file import check_ready_file, write_ready_file
 from baton.core.regular_file import check_can_write, write_regular_file
 from baton.load.command import bench
 from baton.load.plots import check_plot
-from baton.load.results import LoadResults
+from baton.load.results import LoadResults, read_results
+from baton.load.traces import read_trace
+from baton.planner.known_costs import read_costs
 from baton.security.certificates import write_set
 from tests.warm import run_warm
 
@@ -185,3 +188,10 @@ def test_nothing_is_left_of_a_file_that_could_not_be_written_whole(tmp_path: Pat
     assert "File too large" in done.stderr
     assert path.read_text() == "as before"
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("read", [read_costs, read_expert_load, read_results, read_trace])
+def test_a_device_is_no_file_of_costs_loads_results_or_requests(read: Callable[[Path], object]) -> None:
+    """Reading /dev/zero would not end."""
+    with pytest.raises((ConfigError, InvalidRequest), match=r"not a regular file|a device"):
+        read(Path(os.devnull))

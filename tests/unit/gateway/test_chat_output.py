@@ -88,3 +88,23 @@ def test_an_answer_before_reasoning_keeps_its_place() -> None:
 def test_a_notice_is_passed_on() -> None:
     notice = message(notice="waiting")
     assert ChatOutput(Scripted()).messages(notice) == [notice]
+
+
+def test_reasoning_tokens_are_those_whose_text_is_reasoning() -> None:
+    def tokens(*ids: int) -> list[common_pb2.Token]:
+        return [common_pb2.Token(token_id=token_id) for token_id in ids]
+
+    parser = Scripted(
+        [],
+        [ParsedDelta(reasoning="so")],
+        [ParsedDelta(reasoning="."), ParsedDelta(content="yes")],
+        [ParsedDelta(content="!")],
+        held=[ParsedDelta(reasoning="?")],
+    )
+    output = ChatOutput(parser)
+    for number, text in enumerate(("<think>", "so", ".</think>yes", "!")):
+        output.messages(message(text, tokens=tokens(number, number)))
+    assert output.reasoning_tokens == 4  # the marker's and the first word's; the border's token belongs to the answer
+    usage = common_pb2.Usage(completion_tokens=9)
+    last = output.messages(message(tokens=tokens(8), finish_reason=STOP, usage=usage))[-1]
+    assert last.usage == common_pb2.Usage(completion_tokens=9, reasoning_tokens=5)

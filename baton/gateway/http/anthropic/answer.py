@@ -125,7 +125,7 @@ def without_output(message: pb.GenerateResponse) -> pb.GenerateResponse:
         left.receipt.CopyFrom(message.receipt)
     if message.HasField("usage"):
         left.usage.CopyFrom(message.usage)
-        left.usage.completion_tokens = 0
+        left.usage.completion_tokens = left.usage.reasoning_tokens = 0
     return left
 
 
@@ -137,7 +137,7 @@ def usage(answer: OutputParts) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": used.cached_tokens,
         "output_tokens": used.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": answer.reasoning_tokens},
+        "output_tokens_details": {"thinking_tokens": used.reasoning_tokens},
     }
 
 

@@ -25,11 +25,12 @@ def called(index: int, *, id: str = "", name: str = "", arguments: str = "") -> 
     return chat_message(tools=(pb.ToolCallDelta(index=index, id=id, name=name, arguments=arguments),))
 
 
-def ended(*, stop: str = "", length: bool = False, content: str = "") -> pb.GenerateResponse:
+def ended(*, stop: str = "", length: bool = False, content: str = "", reasoning_tokens: int = 0) -> pb.GenerateResponse:
     message = chat_message(content)
     message.finish_reason = common_pb2.FINISH_REASON_LENGTH if length else common_pb2.FINISH_REASON_STOP
     message.stop_reason = stop
     message.usage.CopyFrom(USAGE)
+    message.usage.reasoning_tokens = reasoning_tokens
     message.receipt.why = "test"
     return message
 

@@ -62,6 +62,7 @@ def test_usage_is_a_chunk_of_its_own_and_null_before() -> None:
     assert usage["choices"] == []
     assert usage["usage"] == {
         "prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ REASONED = [
     chat_message(reasoning="Hm", tokens=(1, 2)),
     chat_message(reasoning="m.", tokens=(3,)),
     chat_message("Yes"),
-    ended(),
+    ended(reasoning_tokens=3),
 ]
 TOOLS = [
     chat_message("I look."),

@@ -29,7 +29,7 @@ from baton.rpc import sockets
 from baton.rpc.channels import connect
 from baton.security.certificates import write_set
 from baton.settings.gateway_config import PickerSettings
-from tests.tcp_server import tcp_server
+from tests.tcp_server import close_server, tcp_server
 
 FAST = {"poll_s": 0.05, "resolve_s": 0.05, "stale_s": 600.0}
 
@@ -61,8 +61,12 @@ async def door(bound: socket.socket | None = None) -> AsyncIterator[Door]:
     bound = bound or held_port()
     bound.listen()
     made = Door(sockets.address_of(bound))
-    async with MetricsPort(bound, made.page):
-        yield made
+    async with MetricsPort(bound, made.page) as port:
+        try:
+            yield made
+        finally:  # a picker may be connecting
+            assert port._server is not None
+            await close_server(port._server)
 
 
 def held_port() -> socket.socket:

@@ -10,8 +10,9 @@ token after each of them as decoding would, and keeps the draws up to the first 
     acceptance      how often drafts are accepted, by what they come from
     layer_drafting  how many tokens the model's own layer drafts after a step, if it has one
     request_drafts  the drafts for one request, each with its chance, which learns from what was kept
+    proposer        the same for all requests, within what one step may look up
     limits          numbers that the choice goes by
     pace_meter      what speculation makes of steps: their time, and their tokens
     depth           how many draft tokens of each request a step takes
-    speculator      what the scheduler asks
+    speculator      what the scheduler asks: which of the proposed drafts a step takes
 """

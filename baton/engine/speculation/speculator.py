@@ -12,24 +12,16 @@ from baton.core.decode_pace import DRAFTS_SHARE
 from baton.core.types import Grammar
 from baton.engine.batch import LayerDrafts
 from baton.engine.scheduling.slices import StepTimes
-from baton.engine.speculation.acceptance import Acceptance, OwnAcceptance, layer_bases
-from baton.engine.speculation.allowance import Allowance
-from baton.engine.speculation.depth import NO_PROPOSAL, Draft, Proposal, all_depths, choose_depths, could_pay
-from baton.engine.speculation.grammar_drafts import GrammarDrafts, GrammarStates
+from baton.engine.speculation.depth import Draft, Proposal, all_depths, choose_depths, could_pay
+from baton.engine.speculation.grammar_drafts import GrammarStates
 from baton.engine.speculation.layer_drafting import MOST_LAYER_DRAFTS, LayerDrafting
 from baton.engine.speculation.limits import MOST_DRAFTS, assumed_wait_s
 from baton.engine.speculation.pace_meter import PaceMeter
-from baton.engine.speculation.recent_outputs import RecentOutputs
-from baton.engine.speculation.request_drafts import RequestDrafts
-from baton.engine.speculation.sequence_index import PLACES_PER_STEP
+from baton.engine.speculation.proposer import Proposer
 from baton.engine.speculation.speculating import Speculating
 from baton.engine.speculation.speculative_times import EndedStep, SpeculativeTimes
 from baton.engine.speculation.wait_bounds import NO_BOUND, WaitBound, WaitBounds
 
-# What all requests together may take for one step. A mask of a grammar takes 10 to 30 us, and up to 0.5 ms when the
-# grammar is new; a search takes up to 22 us.
-_MASKS = 64
-_SEARCHES = 64
 # That all requests get more than one token is counted on if it is as likely as this.
 _LIKELY = 0.2
 
@@ -42,7 +34,7 @@ class Speculator:
         always: take all drafts, also where they do not pay or costs are unknown.
 
     Attributes:
-        recent: outputs that ended lately.
+        proposer: proposes the drafts among which the speculator chooses.
         pace: of decode steps.
     """
 
@@ -52,27 +44,15 @@ class Speculator:
         grammars: GrammarStates | None = None,
         always: bool = False,
     ) -> None:
-        self._grammars = grammars
+        self.proposer = Proposer(grammars=grammars, looks_always=always)
         self._times = SpeculativeTimes()
         self.pace = PaceMeter()
         # The requests for which something could be drafted when `pays` was asked last, if it does.
         self._hopeful: set[str] | None = None
         self._always = always
-        self._acceptance = Acceptance()
-        self._places = Allowance(PLACES_PER_STEP)
-        self._masks = Allowance(_MASKS)
-        self._searches = Allowance(_SEARCHES)
-        self._turn = 0
-        self.recent = RecentOutputs(self._places)
         self._layer = LayerDrafting(always=always)
         # Requests that decoded without the layer's KV of their tokens: its drafts for them would be worse.
         self._with_hole: set[str] = set()
-        self._drafts: dict[str, RequestDrafts] = {}
-
-    @property
-    def num_requests(self) -> int:
-        """Number of requests that have begun and not ended."""
-        return len(self._drafts)
 
     def begin(
         self, request: Speculating, *, root: bytes | None, grammar: Grammar | None, tpot_s: float | None = None
@@ -84,35 +64,16 @@ class Speculator:
                 no other outputs are, and its own is not kept.
             tpot_s: see `RequestDrafts`.
         """
-        if request.request_id in self._drafts:
-            return
-        states = None if grammar is None else self._grammars
-        self._drafts[request.request_id] = RequestDrafts(
-            request.tokens,
-            prompt_tokens=request.prompt_tokens,
-            root=root,
-            recent=self.recent,
-            grammar=None if grammar is None or states is None else GrammarDrafts(grammar, states, self._masks),
-            acceptance=self._acceptance,
-            places=self._places,
-            searches=self._searches,
-            looks_always=self._always,
-            tpot_s=tpot_s,
-        )
+        self.proposer.begin(request, root=root, grammar=grammar, tpot_s=tpot_s)
 
     def end(self, request: Speculating) -> None:
         """The request has ended. Its output may help others with the same root."""
         self._with_hole.discard(request.request_id)
-        drafts = self._drafts.pop(request.request_id, None)
-        if drafts is not None and drafts.root is not None:
-            self.recent.add(drafts.root, drafts.output)
+        self.proposer.end(request.request_id)
 
     def drop_roots(self, roots: frozenset[bytes]) -> None:
         """Forgets the outputs with these roots, also those of live requests."""
-        self.recent.drop(roots)
-        for drafts in self._drafts.values():
-            if drafts.root in roots:
-                drafts.forget_root()
+        self.proposer.drop_roots(roots)
 
     def pays(self, requests: Sequence[Speculating], work: StepWork, costs: StepTimes | None) -> bool:
         """Whether to let the steps in flight end before the next one, because drafts would then bring more tokens.
@@ -126,7 +87,7 @@ class Speculator:
             return False
         # The first draft token is for the token that a step in flight draws.
         proposals, hopeful, all_right = [], set(), 1.0
-        for request, proposal in zip(requests, self._proposals(requests, pending=1), strict=True):
+        for request, proposal in zip(requests, self.proposer.propose(requests, pending=1), strict=True):
             if len(proposal.tokens) > 1:
                 if self._always:
                     return True
@@ -165,7 +126,7 @@ class Speculator:
         everyone = requests
         if hopeful is not None:  # the device waits, so nothing is looked up for the others
             requests = [request for request in requests if request.request_id in hopeful]
-        proposals = self._proposals(requests, pending=0)
+        proposals = self.proposer.propose(requests, pending=0)
         if self._always:
             depths = all_depths(proposals, room=room)
         else:
@@ -206,9 +167,9 @@ class Speculator:
         everyone: list[list[float]] = []
         asked: list[Speculating] = []
         for request in requests:
-            drafts = self._drafts.get(request.request_id)
+            drafts = self.proposer.get(request.request_id)
             most = min(MOST_LAYER_DRAFTS, request.most_drafts)
-            own = self._unknown_chances(most) if drafts is None else drafts.layer_chances(most)
+            own = self.proposer.unknown_layer_chances(most) if drafts is None else drafts.layer_chances(most)
             everyone.append(own)
             if request.request_id not in self._with_hole:
                 now.append([] if drafts is not None and drafts.has_long_match else own)
@@ -238,7 +199,9 @@ class Speculator:
     def take_layer_drafts(self, request: Speculating, tokens: Sequence[int]) -> None:
         """Takes the drafts of the model's own layer after the known tokens of a request that has begun."""
         if request.request_id not in self._with_hole:
-            self._drafts[request.request_id].take_layer_drafts(tokens)
+            drafts = self.proposer.get(request.request_id)
+            assert drafts is not None, "a request begins before it gets drafts"
+            drafts.take_layer_drafts(tokens)
 
     def observe_layer(self, drafts: LayerDrafts, *, prompts: bool = False) -> None:
         """Learns what the drafts of the model's own layer after a step took.
@@ -247,10 +210,6 @@ class Speculator:
             prompts: whether prompts shared the step.
         """
         self._layer.observe(drafts, prompts=prompts)
-
-    def _unknown_chances(self, count: int) -> list[float]:
-        """The chances of a request about which nothing is known."""
-        return OwnAcceptance(self._acceptance).chances(layer_bases(count), least=0.0)
 
     def ended(self, step: EndedStep, costs: StepTimes | None, got: Iterable[tuple[str, int]] = ()) -> None:
         """Learns what a step took.
@@ -267,7 +226,7 @@ class Speculator:
             self.pace.add(ratio, tokens, drafts=step.drafts > 0, prompts=step.plain.prompt_tokens > 0)
         if steps is not None:
             for request_id, tokens in got:
-                if (drafts := self._drafts.get(request_id)) is not None:
+                if (drafts := self.proposer.get(request_id)) is not None:
                     drafts.charge_wait(tokens, steps)
 
     def _depths(
@@ -316,7 +275,7 @@ class Speculator:
         return WaitBounds(own, min(map(sum, waits.values()), default=inf), all_bear)
 
     def _wait_bound(self, request: Speculating, plain_s: float, share: float) -> WaitBound:
-        drafts = self._drafts.get(request.request_id)
+        drafts = self.proposer.get(request.request_id)
         return WaitBound(plain_s, 0.0) if drafts is None else drafts.wait_bound(plain_s, share)
 
     def _could_pay(self, work: StepWork, costs: StepTimes | None) -> bool:
@@ -336,22 +295,3 @@ class Speculator:
         """The wait for a step with drafts, with what plain steps after it lose."""
         wait_s, lost_s = self._times.wait_s(work.decode_rows, costs), self._times.lost_s(work.decode_rows, costs)
         return lambda rows: wait_s(rows) + lost_s
-
-    def _proposals(self, requests: Sequence[Speculating], *, pending: int) -> list[Proposal]:
-        """The proposal of each request; those of requests that have not begun are empty.
-
-        Args:
-            pending: drafts beyond those that a step may take.
-        """
-        for allowance in (self._places, self._searches, self._masks):
-            allowance.refill()
-        most = MOST_DRAFTS + pending
-        proposals = [NO_PROPOSAL] * len(requests)
-        # Each step begins with another request, so that the first ones do not take the allowances of all others.
-        self._turn += 1
-        for place in range(self._turn, self._turn + len(requests)):
-            request = requests[place % len(requests)]
-            drafts = self._drafts.get(request.request_id)
-            if drafts is not None:
-                proposals[place % len(requests)] = drafts.propose(min(most, request.most_drafts + pending))
-        return proposals

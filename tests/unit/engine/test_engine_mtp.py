@@ -33,7 +33,7 @@ class LayerOnly(Speculator):
 
     def begin(self, request: Any, *, root: bytes | None, grammar: Any, tpot_s: float | None = None) -> None:
         super().begin(request, root=None, grammar=None, tpot_s=tpot_s)
-        self._drafts[request.request_id]._search = lambda count: None  # type: ignore[method-assign]
+        self.proposer._drafts[request.request_id]._search = lambda count: None  # type: ignore[method-assign]
 
 
 class WithHoles(LayerOnly):

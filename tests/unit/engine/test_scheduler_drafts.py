@@ -74,7 +74,7 @@ def test_what_a_node_drafts_gives_the_tokens_of_decoding(seed: int) -> None:
     for one in requests:
         expected = expected_output(model, one)[: world.scheduler.max_context_tokens - len(one.prompt)]
         assert world.sequences[one.request_id][len(one.prompt) :] == expected
-    assert speculator.num_requests == 0
+    assert len(speculator.proposer) == 0
     assert world.scheduler.leaked_blocks(lambda _: True) == 0
     assert world.scheduler.load().blocks_free == world.scheduler.load().blocks_total
     assert world.state_slots_left == world.state_slots
@@ -170,7 +170,7 @@ def test_a_drop_of_a_tenants_kv_reaches_the_drafts() -> None:
 def test_the_output_of_a_request_that_ran_when_its_tenants_kv_was_dropped_is_not_kept(steps: int) -> None:
     model = HashedModel(BLOCK_SIZE, num_tokens=1000)
     speculator = Speculator(always=True)
-    recent = speculator.recent
+    recent = speculator.proposer.recent
     world = World(speculator, model)
     sampling = ResolvedSampling(max_tokens=9, temperature=0.0, ignore_eos=True)
     world.submit(request("a-30", list(range(30)), sampling=sampling))  # a prompt of two steps

@@ -36,7 +36,7 @@ def test_any_drafts_give_the_tokens_of_decoding(seed: int) -> None:
         output = world.sequences[one.request_id][len(one.prompt) :]
         expected = expected_output(model, one)
         assert output == (expected[: len(output)] if one.request_id in aborted else expected)
-    assert speculator.num_requests == 0
+    assert len(speculator.proposer) == 0
     assert world.scheduler.leaked_blocks(lambda _: True) == 0
 
 

@@ -77,7 +77,7 @@ class Hostile:
         for request in self.requests:
             draft = drafts.get(request.request_id, ())
             self.wrong += len(draft)
-            proposed = draft or self._speculator._drafts[request.request_id].propose(1).tokens or FILE[:1]
+            proposed = draft or self._speculator.proposer._drafts[request.request_id].propose(1).tokens or FILE[:1]
             request.tokens.append(self._answer(proposed[0], bool(draft)))
 
 
@@ -108,7 +108,7 @@ def test_an_honest_request_is_drafted_for_next_to_many_hostile_ones(answer: Answ
 
 
 def indexed(speculator: Speculator) -> int:
-    return sum(drafts._index.num_indexed for drafts in speculator._drafts.values())
+    return sum(drafts._index.num_indexed for drafts in speculator.proposer._drafts.values())
 
 
 def test_long_prompts_that_begin_at_once_are_indexed_in_pieces() -> None:
@@ -156,7 +156,7 @@ def test_outputs_of_many_tenants_are_indexed_in_pieces() -> None:
     requests = [DecodingRequest(str(number), [1, 2, 3], FILE) for number in range(12)]
     for number, request in enumerate(requests):
         root = b"%d" % number
-        speculator.recent.add(root, int_array([*range(20_000, 29_000), *FILE]))
+        speculator.proposer.recent.add(root, int_array([*range(20_000, 29_000), *FILE]))
         speculator.begin(request, root=root, grammar=None)
         request.tokens.extend(FILE[1:9])
     drafted = []
@@ -166,20 +166,6 @@ def test_outputs_of_many_tenants_are_indexed_in_pieces() -> None:
             request.tokens.append(FILE[len(request.tokens) - 3])
     assert drafted[0] == 2  # of 9,200 tokens each
     assert drafted[-1] == 12
-
-
-def test_a_step_searches_for_a_bounded_number_of_requests_and_each_has_its_turn() -> None:
-    speculator = Speculator(always=True)
-    requests = [DecodingRequest(str(number), [*FILE, 7, *FILE[:20]], FILE[20:]) for number in range(200)]
-    for request in requests:
-        speculator.begin(request, root=None, grammar=None)
-    counts = [len(speculator.choose(requests, StepWork(200, 200), None, room=9999))]
-    for token in FILE[21:60]:
-        for request in requests:
-            request.tokens.append(token)
-        counts.append(len(speculator.choose(requests, StepWork(200, 200), None, room=9999)))
-    assert counts[0] == 64
-    assert counts[-1] == 200
 
 
 def candidates(index: SequenceIndex, tokens: IntArray, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -214,5 +200,5 @@ def test_outputs_that_end_and_begin_all_the_time_leave_bounded_memory() -> None:
     speculator = Speculator()
     for number in range(300):
         decode(speculator, DecodingRequest(str(number), [number], range(40)), root=b"%d" % number, costs=None)
-    assert speculator.num_requests == 0
-    assert speculator.recent.num_tokens == 300 * 41
+    assert len(speculator.proposer) == 0
+    assert speculator.proposer.recent.num_tokens == 300 * 41

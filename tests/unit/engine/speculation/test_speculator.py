@@ -43,7 +43,7 @@ def test_dropped_roots_are_not_drafted_from() -> None:
     speculator.begin(alive, root=ROOT, grammar=None)
     speculator.drop_roots(frozenset({ROOT}))
     assert decode(speculator, alive) == 99
-    assert speculator.recent.num_tokens == 0
+    assert speculator.proposer.recent.num_tokens == 0
     assert decode(speculator, DecodingRequest("3", [3, 4], NOVEL[:200])) == 199
 
 
@@ -67,7 +67,7 @@ def test_where_waiting_pays_drafts_are_chosen_if_the_first_was_right() -> None:
     for token in request.target[1:-3]:
         work = work_of([request])
         waits = speculator.pays([request], work, COSTS)
-        draft = speculator._drafts["r"].propose(1).tokens
+        draft = speculator.proposer._drafts["r"].propose(1).tokens
         request.tokens.append(token)
         if waits and draft == (token,):
             assert speculator.choose([request], work, COSTS, room=64)
@@ -163,7 +163,9 @@ def test_only_requests_of_a_step_have_waited_for_its_drafts() -> None:
     here.take(())
     speculator.ended(EndedStep(plain, work, 1, COSTS.seconds(work), 0.004, late=True), COSTS, [("here", 1)])
     plain_s = COSTS.seconds(plain)
-    credits = [speculator._drafts[each].wait_bound(plain_s, 1.0).credit_s / plain_s for each in ("here", "elsewhere")]
+    credits = [
+        speculator.proposer._drafts[each].wait_bound(plain_s, 1.0).credit_s / plain_s for each in ("here", "elsewhere")
+    ]
     assert credits[0] < credits[1] == FIRST_CREDIT
 
 
@@ -197,33 +199,15 @@ def test_costs_of_no_time_bound_nothing() -> None:
     assert not speculator.pays([request], work_of([request]), costs)
 
 
-def test_requests_that_have_not_begun_are_not_drafted_for() -> None:
-    speculator, request = Speculator(always=True), copies()
-    assert speculator.choose([request], work_of([request]), None, room=64) == {}
-    assert not speculator.pays([request], work_of([request]), None)
-    speculator.end(request)
-    assert speculator.num_requests == 0
-
-
-def test_a_request_begins_once() -> None:
-    speculator, request = Speculator(), copies()
-    speculator.begin(request, root=ROOT, grammar=None)
-    speculator.begin(request, root=b"another", grammar=None)
-    assert speculator.num_requests == 1
-    request.tokens.extend(NOVEL[:100])
-    speculator.end(request)
-    assert decode(speculator, DecodingRequest("2", [3, 4], NOVEL[:100])) < 20
-
-
 def test_nothing_stays_of_requests_that_ended_but_their_outputs() -> None:
     speculator = Speculator()
     for number in range(20):
         request = DecodingRequest(str(number), FILE, NOVEL[number : number + 60])
         decode(speculator, request, root=b"%d" % (number % 5))
-    assert speculator.num_requests == 0
-    assert speculator.recent.num_tokens == 20 * 61
+    assert len(speculator.proposer) == 0
+    assert speculator.proposer.recent.num_tokens == 20 * 61
     speculator.drop_roots(frozenset(b"%d" % number for number in range(5)))
-    assert speculator.recent.num_tokens == 0
+    assert speculator.proposer.recent.num_tokens == 0
 
 
 def test_an_edited_file_takes_a_fifth_of_the_steps() -> None:

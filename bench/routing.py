@@ -17,10 +17,10 @@ from baton.gateway.fleet.placement import place
 from baton.load.goals import Goal
 from baton.load.traces import read_trace
 from baton.load.workload import LengthSpan, PlannedRequest, TraceReplay
+from baton.planner.baselines import round_robin, shortest_queue
 from baton.planner.cluster import Choose, ClusterSpec, simulate
 from baton.planner.node_spec import NodeSpec
 from baton.planner.outcome import SimulatedOutcome
-from baton.planner.rivals import in_turn, shortest_queue
 from bench.curves import Panel, draw_panels
 from bench.table import Row
 
@@ -88,7 +88,7 @@ def _compare(
 
     work = f"{model} at {rate:g} x the trace's rate, 4 nodes of {millions}M tokens"
     ways = {"Baton": served(), f"Baton, TTFT SLO {ttft_s:g} s": served(slo_s=ttft_s)}
-    rivals = {"round robin": served(in_turn()), "least loaded": served(shortest_queue)}
+    rivals = {"round robin": served(round_robin()), "least loaded": served(shortest_queue)}
     rows = []
     for name, ours in ways.items():
         rows.append(Row(f"block hits, {name}", work, hits(ours), "%", "round robin", hits(rivals["round robin"])))

@@ -7,7 +7,7 @@ from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import adapter_to_proto
 from kvtransfer.records import EntryCounters, TransferCounters
 
-# Far longer than a turn of the transfer thread, and than the time between two reports of a rank.
+# Far longer than one iteration of the transfer thread's loop, and than the time between two reports of a rank.
 STUCK_AFTER_S = 4.0
 
 

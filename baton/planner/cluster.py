@@ -23,10 +23,10 @@ from baton.load.goals import Goal
 from baton.load.workload import PlannedRequest
 from baton.planner.host import HostTimes
 from baton.planner.job import PlanJob
-from baton.planner.known import Known
 from baton.planner.node import SimulatedNode
 from baton.planner.node_spec import NodeSpec
 from baton.planner.outcome import SimulatedOutcome
+from baton.planner.simulated_fleet import SimulatedFleet
 
 Choose = Callable[[Sequence[NodeView], Sequence[NodeView], RoutedRequest], Placement | None]
 
@@ -94,7 +94,7 @@ class Simulation:
         prefills = [SimulatedNode(number, spec.prefill, *shared) for number in numbers]
         self.nodes = [*decodes, *prefills]
         self._decodes, self._prefills = decodes, prefills
-        self._known = Known(
+        self._fleet = SimulatedFleet(
             decodes, prefills, also_decodes=spec.also_decodes, link_bytes_per_s=spec.link_bytes_per_s,
             report_s=spec.report_s, events_s=spec.events_s,
         )  # fmt: skip
@@ -119,7 +119,7 @@ class Simulation:
                 now_s = arrives_s
                 self._arrive(job, now_s)
                 job = next(arrivals, None)
-                if job is None:  # utilization is of the time in which requests come
+                if job is None:  # utilization counts the time in which requests arrive
                     busy = [self._busy(each, now_s) for each in (self._prefills, self._decodes)]
                 continue
             now_s, _, action, arguments = heappop(events)
@@ -133,7 +133,7 @@ class Simulation:
     def _job(self, request: PlannedRequest) -> PlanJob:
         prompt = request.prompt_tokens
         due_s = inf if self._slo.ttft_s is None else request.at_s + self._slo.ttft_s
-        # The last id may stand for less than a whole piece.
+        # The last id may stand for less than a whole prefix.
         ids = request.prefix_ids[: prompt // request.prefix_tokens] if request.prefix_tokens else ()
         return PlanJob(
             request.at_s, prompt, max(1, request.output_tokens), ids, request.prefix_tokens, request.counted, due_s
@@ -145,8 +145,8 @@ class Simulation:
 
     def _arrive(self, job: PlanJob, now_s: float) -> None:
         spec = self._spec
-        decodes, prefills = self._known.views(job, now_s)
-        typical = self._known.lengths.typical
+        decodes, prefills = self._fleet.views(job, now_s)
+        typical = self._fleet.lengths.typical
         wanted = RoutedRequest(
             job.prompt,
             spec.policy,
@@ -157,7 +157,7 @@ class Simulation:
         )
         chosen = self._choose(decodes, prefills, wanted)
         assert chosen is not None, "all simulated nodes take requests"
-        self._known.lengths.add(job.prompt - chosen.computing.cached_tokens)
+        self._fleet.lengths.add(job.prompt - chosen.computing.cached_tokens)
         job.route, job.decode = chosen.route, chosen.decode.incarnation
         self.routes[chosen.route, chosen.decode.also_prefills] += 1
         decode = self.nodes[job.decode]
@@ -169,14 +169,14 @@ class Simulation:
         if job.route is not Route.REMOTE:
             start = job.stop if job.route is Route.SPLIT else chosen.decode.cached_tokens
             local_s = prompt_s(chosen.decode, start, job.prompt)
-        self._known.sent(job.decode, tokens=missing, computing_s=local_s, decodes=True, now_s=now_s)
+        self._fleet.sent(job.decode, tokens=missing, computing_s=local_s, decodes=True, now_s=now_s)
         decode.requests += 1
         if job.route is not Route.LOCAL:
             assert chosen.prefill is not None
             job.prefill = chosen.prefill.incarnation
             start = min(chosen.prefill.cached_tokens, job.stop - 1)
             computing_s = prompt_s(chosen.prefill, start, job.stop)
-            self._known.sent(job.prefill, tokens=job.stop - start, computing_s=computing_s, decodes=False, now_s=now_s)
+            self._fleet.sent(job.prefill, tokens=job.stop - start, computing_s=computing_s, decodes=False, now_s=now_s)
             self.nodes[job.prefill].requests += 1
         running = [each.running for each in self.nodes]
         job.late_share, job.late_s = spec.host.stall_share, spec.host.late_s(sum(rows for rows, _ in running))
@@ -238,7 +238,7 @@ class Simulation:
         return (ids[:kept], pull_s + (kept - cached) * piece * spec.load_token_s) if kept > cached else ((), 0.0)
 
     def _fetched(self, now_s: float, node: SimulatedNode, job: PlanJob, ids: Sequence[int]) -> None:
-        self._known.cache_changed(node.number, node.store(ids), now_s)
+        self._fleet.cache_changed(node.number, node.store(ids), now_s)
         self._queue(now_s, node, job)
 
     def _queue(self, now_s: float, node: SimulatedNode, job: PlanJob) -> None:
@@ -309,7 +309,7 @@ class Simulation:
     def _store(self, node: SimulatedNode, job: PlanJob, now_s: float) -> None:
         """Puts the prompt into the node's prefix cache."""
         if job.prefix_ids:
-            self._known.cache_changed(node.number, node.store(job.prefix_ids), now_s)
+            self._fleet.cache_changed(node.number, node.store(job.prefix_ids), now_s)
 
     def _complete(self, decode: SimulatedNode, job: PlanJob, now_s: float) -> None:
         # A late first token is counted already.

@@ -22,14 +22,14 @@ from baton.load.workload import PRESETS, LengthSpan, TraceReplay, Workload
 from baton.models.config.mtp import with_mtp
 from baton.models.families.reader import read_config
 from baton.models.loading.gguf.view import model_directory
+from baton.planner.cost_sources import Lengths, kind_by_roofline, kind_from_nodes, read_costs
 from baton.planner.drafts import parse_drafts
 from baton.planner.goodput import Measure
-from baton.planner.kept import StoreSizes
-from baton.planner.known_costs import Lengths, kind_by_roofline, kind_from_nodes, read_costs
 from baton.planner.model_size import ModelSize, model_size
 from baton.planner.plan import NodeKind, OnStep, Question, find_plan
 from baton.planner.report import render, to_json
 from baton.planner.roofline import GPUS, Gpu, gpu_of
+from baton.planner.store_capacity import StoreSizes
 
 _FORMS = ", ".join(FORMS)
 _PRESETS = "; ".join(f"{name} is {prompts} in, {outputs} out" for name, (prompts, outputs) in PRESETS.items())

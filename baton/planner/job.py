@@ -67,8 +67,8 @@ class PlanJob:
         """The mean time per token after the first."""
         return (self.last_s - self.first_s) / (self.output - 1) if self.output > 1 else 0.0
 
-    def second_comes(self, second_s: float) -> None:
-        """Sets the time of the second token, which also ends the wait of the first one."""
+    def second_token_came(self, second_s: float) -> None:
+        """Sets the time of the second token, which also releases the first one."""
         self.second_s = second_s
         self.first_s = max(self.first_s, min(self.held_until_s, second_s))
 

@@ -1,4 +1,4 @@
-"""Counts the numbers in the weights of a model's layers, from its configuration alone. Pure.
+"""Counts the parameters of a model's layers, from its configuration alone. Pure.
 
 Biases, norms and filters of convolutions are left out: together they are under a hundredth of a published model.
 """
@@ -25,7 +25,7 @@ def layers_with_kv(config: ModelConfig) -> list[int]:
 
 
 def attention(config: ModelConfig) -> int:
-    """Numbers of all layers' projections to and from attention."""
+    """Parameters of all layers' projections to and from attention."""
     match config.attention:
         case GQAConfig() as gqa:
             return sum(_grouped(config, gqa, index) for index in layers_with_kv(config))
@@ -43,7 +43,7 @@ def latents(config: ModelConfig) -> int:
 
 
 def indexers(config: ModelConfig) -> int:
-    """Numbers of the indexers of sparse attention, which every rank holds."""
+    """Parameters of the indexers of sparse attention, which every rank holds."""
     mla = config.attention
     if not isinstance(mla, MLAConfig) or mla.index is None:
         return 0
@@ -53,7 +53,7 @@ def indexers(config: ModelConfig) -> int:
 
 
 def mixers(config: ModelConfig) -> int:
-    """Numbers of all recurrent layers."""
+    """Parameters of all recurrent layers."""
     recurrent, hidden = config.recurrent, config.hidden_size
     if recurrent is None:
         return 0
@@ -88,7 +88,7 @@ def projections(config: ModelConfig) -> int:
 
 
 def dense_mlps(config: ModelConfig) -> int:
-    """Numbers of the MLPs that all tokens pass, without shared experts."""
+    """Parameters of the MLPs that every token uses, without shared experts."""
     return projections(config) * config.hidden_size * sum(_mlp_sizes(config))
 
 
@@ -98,8 +98,8 @@ def expert_size(config: ModelConfig) -> int:
     return switches.latent_size if isinstance(switches, MambaSwitches) and switches.latent_size else config.hidden_size
 
 
-def beside_layers(config: ModelConfig) -> int:
-    """Numbers of linear layers that only some families have, next to attention and MLP."""
+def family_extras(config: ModelConfig) -> int:
+    """Parameters of the linear layers that only some families have, besides attention and MLP."""
     layers, hidden, found = config.num_layers, config.hidden_size, 0
     match config.switches:
         case Gemma3nSwitches() as gemma:
@@ -116,7 +116,7 @@ def beside_layers(config: ModelConfig) -> int:
 
 
 def tables(config: ModelConfig) -> int:
-    """Numbers of embeddings other than the tokens' own; every rank holds them."""
+    """Parameters of embeddings other than the tokens' own; every rank holds them."""
     match config.switches:
         case Gemma3nSwitches() | Gemma4Switches() as gemma:
             return gemma.input_vocab_size * config.num_layers * gemma.input_size

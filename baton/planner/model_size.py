@@ -16,7 +16,7 @@ _STATE_NUMBER_BYTES = 4  # states are in float32
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters, and bytes where the name says so.
+    """Parameter counts, and bytes where the name says so.
 
     Args:
         num_layers: a layer of two attentions counts as two.
@@ -153,7 +153,7 @@ def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
     attention_numbers = layer_sizes.attention(config) + indexers
     whole = latents + indexers
     dense = attention_numbers + layer_sizes.mixers(config)
-    dense += layer_sizes.dense_mlps(config) + layer_sizes.beside_layers(config)
+    dense += layer_sizes.dense_mlps(config) + layer_sizes.family_extras(config)
     experts, copies, share = 0, 0, 0.0
     if moe is not None:
         projections, to_choose = layer_sizes.projections(config), moe.num_experts + moe.zero_experts
@@ -182,7 +182,7 @@ def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
         expert_bytes=expert_bytes,
         head_bytes=dtype_bytes,
         expert_share=share,
-        kv_bytes=(kv_layers * kv_numbers + _index_numbers(attention)) * dtype_bytes,
+        kv_bytes=(kv_layers * kv_numbers + _index_key_size(attention)) * dtype_bytes,
         kv_heads=kv_heads,
         state_bytes=_STATE_NUMBER_BYTES * state.num_layers * state.num_heads * state.head_channels,
         state_heads=state.num_heads,
@@ -207,7 +207,7 @@ def _draft_size(config: ModelConfig, redundant_experts: int) -> ModelSize:
 
 
 def _quantized_bytes(quantization: Quantization | None, dtype_bytes: int) -> tuple[float, float]:
-    """Bytes of one number of linear layers, and of experts, without the scales of packed integers."""
+    """Bytes of one parameter of linear layers, and of experts, without the scales of packed integers."""
     match quantization:
         case None:
             return dtype_bytes, dtype_bytes
@@ -216,7 +216,7 @@ def _quantized_bytes(quantization: Quantization | None, dtype_bytes: int) -> tup
     return quantization.weight_bytes, quantization.weight_bytes
 
 
-def _index_numbers(attention: GQAConfig | MLAConfig) -> int:
-    """Numbers of one token's keys by which sparse attention selects it."""
+def _index_key_size(attention: GQAConfig | MLAConfig) -> int:
+    """Size of one token's keys by which sparse attention selects it."""
     index = attention.index if isinstance(attention, MLAConfig) else None
     return 0 if index is None else sum(index.layers) * index.head_dim

@@ -28,7 +28,7 @@ class SimulatedNode:
     """A node whose steps take the time that its costs predict.
 
     Attributes:
-        queue: requests whose prompts are computed here, in the order of their places.
+        queue: requests whose prompts are computed here, in the order of their due times.
         ready: requests whose KV is here and that wait for a seat.
         blocked: requests that wait for room in the cache.
         runs: past runs of steps, each with their number and the mean gap between tokens of different steps.
@@ -113,7 +113,7 @@ class SimulatedNode:
         insort(self.queue, (min(job.due_s, now_s + DEFAULT_TTFT_S), self._order, job))
 
     def hold_first_token(self, job: PlanJob) -> None:
-        """Lets the first token of a hand-over to this node wait for the second one, as a gateway does."""
+        """Holds the first token of a hand-over to this node back for the second one, as a gateway does."""
         now_s = job.first_s
         plain_s = self.spec.costs.seconds(StepWork(self._rows + 1, self.keys_at(now_s) + job.prompt))
         gap_s = longest_gap_s(plain_s, self._slo, self._objective)
@@ -171,7 +171,7 @@ class SimulatedNode:
             second_s = now_s + self._run.first_s
             if job.held_until_s:  # its first token was held, or might have been
                 self._second_token.add(second_s - job.first_s, now_s)
-            job.second_comes(second_s)
+            job.second_token_came(second_s)
         self.version += 1
         return now_s + self._run.seconds(self._run.count)
 
@@ -263,7 +263,7 @@ class SimulatedNode:
 
     def _slices(self, work: StepWork, now_s: float) -> list[tuple[PlanJob, int]]:
         """The prompt tokens of the next step, by request; requests that came after `now_s` get none."""
-        self._put_late_ones_last(now_s)
+        self._move_late_prompts_back(now_s)
         budget = self.spec.step_tokens - self._rows
         bound = self._bound(work, now_s)
         slices: list[tuple[PlanJob, int]] = []
@@ -296,15 +296,15 @@ class SimulatedNode:
             job.at = min(cached, job.stop - 1)
             self.backlog_s += self.prompt_s(job) - before_s
 
-    def _put_late_ones_last(self, now_s: float) -> None:
+    def _move_late_prompts_back(self, now_s: float) -> None:
         """Moves prompts that cannot meet their deadline after those that can, for a bounded time."""
         while self.queue:
-            place, order, job = self.queue[0]
-            patient = job.queued_s + DEFAULT_TTFT_S
-            if place >= patient or now_s + self.prompt_s(job) <= place:
+            due_s, order, job = self.queue[0]
+            patient_s = job.queued_s + DEFAULT_TTFT_S
+            if due_s >= patient_s or now_s + self.prompt_s(job) <= due_s:
                 return
             del self.queue[0]
-            insort(self.queue, (patient, order, job))
+            insort(self.queue, (patient_s, order, job))
 
     def _bound(self, work: StepWork, now_s: float) -> StepBound | None:
         """The bound on the next step's time. Returns None if there is none."""

@@ -7,9 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.core.types import LocalPolicy
-from baton.planner.kept import StoreSizes, kept_lines, kept_tokens, store_flags, store_variables
 from baton.planner.outcome import SimulatedOutcome
 from baton.planner.plan import NOTHING, NodeKind, Option, Plan
+from baton.planner.store_capacity import StoreSizes, capacity_lines, store_capacities, store_flags, store_variables
 
 NO_STORES = StoreSizes()
 
@@ -32,7 +32,7 @@ def render(plan: Plan, *, model: str, title: str, costs: str, stores: StoreSizes
         f"{1e3 * plan.demand.prefill_s:.1f} ms of a prefill node and {1e3 * plan.demand.decode_s:.1f} ms of a decode "
         "node",
         *([f"{kind.drafts}, where that pays"] if kind.drafts.drafted else []),
-        *kept_lines(plan, stores),
+        *capacity_lines(plan, stores),
     ]
     parts: list[RenderableType] = [*map(Text, lines), Text(), _table(plan, plan.options)]
     others = [*plan.steps, *([plan.strict] if plan.strict else [])]
@@ -126,7 +126,7 @@ def to_json(plan: Plan, *, model: str, costs: str, stores: StoreSizes = NO_STORE
         "kv_bytes_per_token": kind.kv_bytes_per_token,
         "memory_per_gpu": None if kind.memory is None else vars(kind.memory),
         "draft_tokens": {"accepted": kind.drafts.accepted, "drafted": kind.drafts.drafted},
-        "kept": [vars(kept) for kept in kept_tokens(plan, stores)],
+        "kept": [vars(capacity) for capacity in store_capacities(plan, stores)],
         "request": {
             "prompt_tokens": plan.demand.prompt,
             "output_tokens": plan.demand.output,

@@ -16,9 +16,9 @@ from baton.core.errors import BatonError, ConfigError, PeerRefused
 from baton.core.exits import exit_at_once
 from baton.core.logs import set_up_logging
 from baton.core.version import __version__
-from baton.node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss
 from baton.node.ranks.hosts import Hosts
 from baton.node.ranks.messages import Failed, GateSetup, Joined, RankLost
+from baton.node.ranks.relay import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, relay, set_keepalive
 from baton.rpc.server import ListenAddress
 from baton.security.peers import PeerTls
 
@@ -56,7 +56,7 @@ class Gate:
         self._ends = {place: socket.socket(fileno=number) for place, number in setup.ends.items()}
         self._control = control
         self._hosts_of: dict[int, str] = {}
-        self._carried: set[asyncio.Task[None]] = set()
+        self._relayed: set[asyncio.Task[None]] = set()
         self._complete = asyncio.Event()
 
     async def serve(self) -> None:
@@ -84,8 +84,8 @@ class Gate:
             server.close()
             for end in self._ends.values():
                 end.close()
-        while self._carried:
-            await asyncio.wait(self._carried)
+        while self._relayed:
+            await asyncio.wait(self._relayed)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         remote = Stream(reader, writer)
@@ -96,13 +96,13 @@ class Gate:
             writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
             await remote.close()
             return
-        notice_loss(remote, within_s=self._settings.keepalive_s)
+        set_keepalive(remote, within_s=self._settings.keepalive_s)
         writer.write(b"{}\n")
         place = (greeting.rank, greeting.channel)
         local = await Stream.over(self._ends.pop(place))
-        task = asyncio.create_task(self._carry(place, local, remote), name=f"carry-{place}")
-        self._carried.add(task)
-        task.add_done_callback(self._carried.discard)
+        task = asyncio.create_task(self._relay(place, local, remote), name=f"relay-{place}")
+        self._relayed.add(task)
+        task.add_done_callback(self._relayed.discard)
         if not any(rank == greeting.rank for rank, _ in self._ends):
             self._hosts_of[greeting.rank] = remote.host
             self._control.send(Joined(greeting.rank, remote.host))
@@ -130,10 +130,10 @@ class Gate:
             )
         return greeting
 
-    async def _carry(self, place: tuple[int, str], local: Stream, remote: Stream) -> None:
+    async def _relay(self, place: tuple[int, str], local: Stream, remote: Stream) -> None:
         rank, channel = place
         host = remote.host
-        why = await carry(local, remote)
+        why = await relay(local, remote)
         # A rank that ends normally closes its calls first, and its steps together with rank 0.
         if why and (channel == "steps" or not self._complete.is_set()):
             self._control.send(RankLost(rank, host, why))

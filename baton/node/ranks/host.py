@@ -1,6 +1,6 @@
 """The life of a host above 0: its ranks join host 0, compute, and end with it. The host serves only health checks.
 
-Its ranks are child processes with plain sockets; this process carries their bytes to host 0 and back.
+Its ranks are child processes with plain sockets; this process relays their bytes to host 0 and back.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from baton.core.errors import BatonError, ConfigError, PeerRefused
 from baton.core.ready_file import write_ready_file
 from baton.core.supervisor import Supervisor
 from baton.core.version import __version__
-from baton.node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss, read_line
 from baton.node.ranks.child import child_command
 from baton.node.ranks.hosts import JOIN_S, Hosts
 from baton.node.ranks.messages import CHANNELS
+from baton.node.ranks.relay import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, read_line, relay, set_keepalive
 from baton.node.ranks.stopped import StoppedFor
 from baton.rpc.server import GrpcServer
 from baton.security.peers import PeerTls
@@ -142,7 +142,7 @@ async def _dial(host: str, port: int, greeting: Greeting, tls: PeerTls, settings
         await stream.close()
         message = f"this host cannot join host 0 at {host}:{port}: {error.message}"
         raise ConfigError(message, field="host_rank", value=settings.host_rank, cure=error.cure) from None
-    notice_loss(stream, within_s=settings.keepalive_s)
+    set_keepalive(stream, within_s=settings.keepalive_s)
     return stream
 
 
@@ -157,8 +157,8 @@ async def _follow(
         for channel in CHANNELS:
             ours, theirs = socket.socketpair()
             ends.append(theirs)
-            carrying = carry(await Stream.over(ours), streams[channel], on_sent=progress[rank].sent[channel])
-            carried.append(asyncio.create_task(carrying, name=f"rank-{rank}"))
+            relaying = relay(await Stream.over(ours), streams[channel], on_sent=progress[rank].sent[channel])
+            carried.append(asyncio.create_task(relaying, name=f"rank-{rank}"))
         descriptors = [end.fileno() for end in ends]
         workers[rank] = await asyncio.create_subprocess_exec(
             *worker_command(*descriptors, model=model),

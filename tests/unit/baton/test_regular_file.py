@@ -23,7 +23,7 @@ from baton.load.command import bench
 from baton.load.plots import check_plot
 from baton.load.results import LoadResults, read_results
 from baton.load.traces import read_trace
-from baton.planner.known_costs import read_costs
+from baton.planner.cost_sources import read_costs
 from baton.security.certificates import write_set
 from tests.warm import run_warm
 

@@ -6,9 +6,9 @@ import pytest
 
 from baton.gateway.fleet.placement import place
 from baton.load.workload import PlannedRequest
+from baton.planner.baselines import round_robin, shortest_queue
 from baton.planner.cluster import Choose
 from baton.planner.outcome import SimulatedOutcome
-from baton.planner.rivals import in_turn, shortest_queue
 from bench.routing import LLAMA_8B, faster, prefilled
 
 BLOCK_SIZE = 512
@@ -50,7 +50,7 @@ def hits(outcome: SimulatedOutcome) -> float:
 
 
 def test_prompts_find_twice_as_many_cached_blocks_and_wait_less() -> None:
-    ours, turns, load = served(), served(in_turn()), served(shortest_queue)
+    ours, turns, load = served(), served(round_robin()), served(shortest_queue)
     assert hits(ours) > 2 * hits(turns)
     assert hits(ours) > 2 * hits(load)
     for share in (0.5, 0.99):

@@ -17,12 +17,12 @@ from baton.core.errors import BatonError, ConfigError
 from baton.core.version import __version__
 from baton.node.fault import Fault
 from baton.node.ranks import host, worker_handle
-from baton.node.ranks.carry import Greeting, read_line
 from baton.node.ranks.gate import Gate
 from baton.node.ranks.host import await_drain, explain_end, why_no_answer
 from baton.node.ranks.hosts import Hosts
 from baton.node.ranks.join import serve_store
 from baton.node.ranks.messages import CHANNELS, GateSetup, Joined, Meeting, RankLost, Setup, Up
+from baton.node.ranks.relay import Greeting, read_line
 from baton.node.ranks.worker import receive_setup
 from baton.node.ranks.worker_handle import Worker, wait_for_ranks
 from baton.security.certificates import write_set

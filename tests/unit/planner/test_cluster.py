@@ -12,11 +12,11 @@ from baton.gateway.fleet.placement import Route
 from baton.load.goals import Goal
 from baton.load.lengths import Uniform
 from baton.load.workload import LengthSpan, PlannedRequest, Synthetic
+from baton.planner.baselines import least_loaded, round_robin
 from baton.planner.cluster import ClusterSpec, Simulation, simulate
 from baton.planner.job import PlanJob
 from baton.planner.node_spec import NodeSpec
 from baton.planner.outcome import SimulatedOutcome
-from baton.planner.rivals import in_turn, least_loaded
 
 COSTS = StepCosts(((1, 4e-3), (256, 8e-3), (4096, 100e-3)), key_s=3e-8, pair_s=6e-10)
 NODE = NodeSpec(COSTS, step_tokens=1024, kv_tokens=1_000_000)
@@ -142,7 +142,7 @@ def test_overload_fills_the_bottleneck_only() -> None:
 def test_other_choices_can_be_simulated() -> None:
     spec = ClusterSpec(2, 2, NODE, NODE, LocalPolicy.STRICT)
     load = [request(0.5 * number, 100, 2) for number in range(4)]
-    assert [job.prefill for job in simulate(spec, GOAL, load, choose=in_turn()).jobs] == [2, 3, 2, 3]
+    assert [job.prefill for job in simulate(spec, GOAL, load, choose=round_robin()).jobs] == [2, 3, 2, 3]
     assert {job.prefill for job in simulate(spec, GOAL, load, choose=least_loaded).jobs} == {2, 3}
 
 

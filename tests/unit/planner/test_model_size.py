@@ -12,7 +12,7 @@ from baton.models.config.mtp import with_mtp
 from baton.models.families.reader import read_config
 from baton.models.loading.loader import _build
 from baton.models.loading.needs import kv_cache_spec
-from baton.planner.known_costs import Lengths, kind_by_roofline
+from baton.planner.cost_sources import Lengths, kind_by_roofline
 from baton.planner.model_size import model_size
 from baton.planner.roofline import GPUS, cache_tokens, roofline, state_slots
 from tests.unit.models.paged import backend_for

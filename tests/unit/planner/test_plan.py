@@ -17,8 +17,8 @@ from baton.load.lengths import Fixed
 from baton.load.workload import Synthetic
 from baton.planner.cluster import ClusterSpec
 from baton.planner.command import parse_seconds
+from baton.planner.cost_sources import Lengths, kind_by_roofline, read_costs
 from baton.planner.goodput import Measure, find_goodput
-from baton.planner.known_costs import Lengths, kind_by_roofline, read_costs
 from baton.planner.node_spec import NodeSpec
 from baton.planner.plan import NOTHING, NodeKind, Plan, Question, find_plan
 from baton.planner.report import commands, render, to_json, verdict
@@ -164,7 +164,7 @@ def test_the_program_plans_from_a_config_alone_and_says_what_is_missing() -> Non
 
 
 def test_a_node_that_cannot_be_reached_is_an_error() -> None:
-    from baton.planner.known_costs import kind_from_nodes
+    from baton.planner.cost_sources import kind_from_nodes
 
     with pytest.raises(BatonError):
         kind_from_nodes(["127.0.0.1:1"], link_bytes_per_s=1e9)

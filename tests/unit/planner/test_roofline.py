@@ -16,7 +16,7 @@ from baton.models.families.reader import read_config
 from baton.models.layers.parallel import TensorParallel, with_experts_placed
 from baton.models.loading.loader import _build
 from baton.models.loading.local_config import local_config
-from baton.planner.known_costs import Lengths, kind_by_roofline
+from baton.planner.cost_sources import Lengths, kind_by_roofline
 from baton.planner.memory import GIB, rank_memory
 from baton.planner.model_size import ModelSize, model_size
 from baton.planner.roofline import GPUS, cache_tokens, gpu_of, roofline

@@ -1,4 +1,4 @@
-"""Gets the costs of nodes: from a live node, a file, or the roofline of a GPU."""
+"""Gets the costs of nodes from a live node, from a file, or by the roofline of a GPU."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Computes how many tokens of KV a plan's nodes keep outside of their caches, and for how long. Pure."""
+"""Computes how many tokens of KV fit into the host memory and files of a plan's nodes, and for how long. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class StoreSizes:
 
 
 @dataclass(frozen=True)
-class KeptTokens:
+class StoreCapacity:
     """The capacity of one store of a decode node.
 
     Args:
@@ -30,7 +30,7 @@ class KeptTokens:
     hours: float | None
 
 
-def kept_tokens(plan: Plan, sizes: StoreSizes) -> Iterator[KeptTokens]:
+def store_capacities(plan: Plan, sizes: StoreSizes) -> Iterator[StoreCapacity]:
     """The capacity of each store of a decode node, at the requested rate, or otherwise at the best one."""
     best, rate = plan.best, plan.question.rate or plan.best.rate
     request_tokens = plan.demand.prompt + plan.demand.output
@@ -38,20 +38,22 @@ def kept_tokens(plan: Plan, sizes: StoreSizes) -> Iterator[KeptTokens]:
     for store, gib in (("host memory", sizes.host_gib), ("files", sizes.file_gib)):
         if gib:
             tokens = plan.question.kind.tokens_in(gib, request_tokens=request_tokens)
-            yield KeptTokens(store, gib, tokens, tokens / tokens_per_s / 3600 if tokens_per_s else None)
+            yield StoreCapacity(store, gib, tokens, tokens / tokens_per_s / 3600 if tokens_per_s else None)
 
 
-def kept_lines(plan: Plan, sizes: StoreSizes) -> Iterator[str]:
-    """Sentences about the stores; about a GiB of them if none has a size."""
+def capacity_lines(plan: Plan, sizes: StoreSizes) -> Iterator[str]:
+    """Sentences about the stores; what one GiB would hold if none has a size."""
     rate = plan.question.rate or plan.best.rate
     if not sizes.host_gib and not sizes.file_gib:
         request_tokens = plan.demand.prompt + plan.demand.output
         one = _thousands(plan.question.kind.tokens_in(1.0, request_tokens=request_tokens))
         yield f"a GiB of --host-cache-gib or --file-cache-gib holds {one} more tokens of a node"
-    for kept in kept_tokens(plan, sizes):
-        line = f"{kept.gib:g} GiB of {kept.store} for each GPU hold {_thousands(kept.tokens)} tokens of a node"
-        if kept.hours is not None:
-            line += f": {_hours(kept.hours)} of a decode node's part of {rate:.3g} req/s without shared prefixes"
+    for capacity in store_capacities(plan, sizes):
+        line = (
+            f"{capacity.gib:g} GiB of {capacity.store} for each GPU hold {_thousands(capacity.tokens)} tokens of a node"
+        )
+        if capacity.hours is not None:
+            line += f": {_hours(capacity.hours)} of a decode node's part of {rate:.3g} req/s without shared prefixes"
         yield line
     if sizes.host_gib and plan.question.kind.state_bytes:
         yield "simulated without host memory, because the model has recurrent states"

@@ -1,4 +1,4 @@
-"""Carries the connections of ranks on other hosts: copies bytes between a local socket and a TLS connection, both ways.
+"""Relays the connections of ranks on other hosts: copies bytes between a local socket and a TLS connection, both ways.
 
 The processes at both ends use plain inherited sockets, wherever their ranks are.
 """
@@ -91,7 +91,7 @@ async def read_line(reader: asyncio.StreamReader) -> dict[str, object]:
     return found
 
 
-def notice_loss(stream: Stream, *, within_s: float) -> None:
+def set_keepalive(stream: Stream, *, within_s: float) -> None:
     """Makes the kernel break the connection within that time if the peer's host is gone or unreachable.
 
     It does so however busy the processes are.
@@ -105,7 +105,7 @@ def notice_loss(stream: Stream, *, within_s: float) -> None:
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, int(within_s * 1000)))
 
 
-async def carry(local: Stream, remote: Stream, *, on_sent: Callable[[], object] | None = None) -> str:
+async def relay(local: Stream, remote: Stream, *, on_sent: Callable[[], object] | None = None) -> str:
     """Copies both ways until one end closes or breaks, then closes both.
 
     Args:

@@ -1,5 +1,5 @@
-"""The simulated gateway's slightly delayed knowledge: nodes' last reports, requests sent since, and the blocks in
-prefix caches. Pure.
+"""The fleet as the simulated gateway sees it, slightly late: nodes' last reports, requests sent since, and the blocks
+in their prefix caches. Pure.
 
 It accounts like `baton.gateway.fleet.fleet`, with the same `Backlog` and `PrefixIndex`.
 """
@@ -22,8 +22,8 @@ from baton.planner.prefix_cache import SimulatedChanges
 
 
 @dataclass(eq=False)
-class _Known:
-    """What is known of one node."""
+class _NodeState:
+    """One node, as the gateway sees it."""
 
     node: SimulatedNode
     peers: frozenset[int]
@@ -52,13 +52,13 @@ class _Known:
         )
 
 
-class Known:
-    """The gateway's knowledge of all nodes.
+class SimulatedFleet:
+    """All nodes, as the gateway sees them.
 
     Args:
         also_decodes: whether prefill nodes may serve requests alone.
         link_bytes_per_s: speed that pairs are known to reach.
-        report_s: greatest age of a report.
+        report_s: maximum age of a report.
         events_s: delay until a change of a prefix cache is known.
     """
 
@@ -75,9 +75,9 @@ class Known:
         decode_numbers = frozenset(node.number for node in decodes)
         prefill_numbers = frozenset(node.number for node in prefills)
         speeds = dict.fromkeys(decode_numbers, link_bytes_per_s)
-        self._decodes = [_Known(node, prefill_numbers, {}) for node in decodes]
-        self._prefills = [_Known(node, decode_numbers, speeds) for node in prefills]
-        self._by_number = {known.node.number: known for known in (*self._decodes, *self._prefills)}
+        self._decodes = [_NodeState(node, prefill_numbers, {}) for node in decodes]
+        self._prefills = [_NodeState(node, decode_numbers, speeds) for node in prefills]
+        self._by_number = {state.node.number: state for state in (*self._decodes, *self._prefills)}
         self._names = [str(number) for number in self._by_number]
         self._also_decodes = also_decodes
         self._report_s, self._events_s = report_s, events_s
@@ -89,8 +89,8 @@ class Known:
     def views(self, job: PlanJob, now_s: float) -> tuple[list[NodeView], list[NodeView]]:
         """The nodes that can decode and those that can prefill, for one request."""
         cached = self._cached(job, now_s)
-        prefills = [self._view(known, cached, now_s) for known in self._prefills]
-        decodes = [self._view(known, cached, now_s) for known in self._decodes]
+        prefills = [self._view(state, cached, now_s) for state in self._prefills]
+        decodes = [self._view(state, cached, now_s) for state in self._decodes]
         if self._also_decodes:
             decodes += [_changed(view, also_prefills=True) for view in prefills]
         return decodes, [view.computing for view in prefills]
@@ -98,25 +98,25 @@ class Known:
     def sent(self, number: int, *, tokens: int, computing_s: float, decodes: bool, now_s: float) -> None:
         """Records a request sent to the node, which computes `tokens` of its prompt in `computing_s`, and decodes it or
         not."""
-        known = self._by_number[number]
-        known.requests_since += 1
-        known.streams_since += decodes
-        known.tokens_since += tokens
-        known.turn = next(self._turns)
+        state = self._by_number[number]
+        state.requests_since += 1
+        state.streams_since += decodes
+        state.tokens_since += tokens
+        state.turn = next(self._turns)
         if computing_s:
-            known.backlog.add(computing_s, now_s)
+            state.backlog.add(computing_s, now_s)
 
     def cache_changed(self, number: int, changes: SimulatedChanges, now_s: float) -> None:
         self._changes.append((now_s + self._events_s, str(number), changes))
 
-    def _view(self, known: _Known, cached: dict[str, tuple[int, int]], now_s: float) -> NodeView:
-        view = known.view_at(now_s, self._report_s)
+    def _view(self, state: _NodeState, cached: dict[str, tuple[int, int]], now_s: float) -> NodeView:
+        view = state.view_at(now_s, self._report_s)
         if not cached:
             return view
         if view.address in cached:
             tokens, outside = cached[view.address]
             view.__dict__.update(cached_tokens=tokens, outside_tokens=outside)
-        if not known.node.spec.host_tokens:
+        if not state.node.spec.host_tokens:
             return view
         source = max(cached, key=lambda name: cached[name][0])
         return view if source == view.address else with_possible_pull(view, cached[source][0], source)

@@ -10,13 +10,13 @@ from baton.gateway.fleet.router import RoutedRequest
 from baton.planner.cluster import Choose
 
 
-def in_turn() -> Choose:
-    """Each node in its turn (round robin)."""
-    turns = count()
+def round_robin() -> Choose:
+    """Each node in turn."""
+    requests = count()
 
     def choose(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> Placement:
-        turn = next(turns)
-        return _placed(decodes[turn % len(decodes)], prefills[turn % len(prefills)] if prefills else None, wanted)
+        number = next(requests)
+        return _placed(decodes[number % len(decodes)], prefills[number % len(prefills)] if prefills else None, wanted)
 
     return choose
 

@@ -106,16 +106,16 @@ class Adapters:
                 what, allowed = f"adapter names {watched}, which is not a directory", ("name=directory", "a directory")
                 raise ConfigError(what, field="adapter", value=str(watched), allowed=allowed, cure="create it")
             self._there = await asyncio.to_thread(_stamps, watched)
-            await self.look(watched)
+            await self.scan(watched)
 
     async def watch(self) -> None:
         """Follows the directory until cancelled; returns at once if there is no directory."""
         directory = self._settings.watched_adapters
         while directory is not None:
             await asyncio.sleep(WATCH_S)
-            await self.look(directory)
+            await self.scan(directory)
 
-    async def look(self, directory: Path) -> None:
+    async def scan(self, directory: Path) -> None:
         """Loads new and changed adapters, and unloads those whose directory is gone.
 
         An adapter is loaded once two scans have found the same files, because half-written files could be read as
@@ -137,7 +137,7 @@ class Adapters:
     async def _try(self, name: str, directory: Path) -> None:
         try:
             await self.load(name, directory)
-        except Overloaded as error:  # tried again at each look
+        except Overloaded as error:  # tried again at each scan
             if name not in self._waiting:
                 log.warning("adapter %s waits for a slot: %s", name, error)
             self._waiting.add(name)

@@ -29,7 +29,7 @@ from kvtransfer.stores.store import Store, StoreCounters
 
 
 def check_stores(settings: NodeSettings) -> None:
-    """Checks what the settings say of stores, before a process starts to load for long.
+    """Checks the settings of stores before a process starts a long load.
 
     Raises:
         ConfigError: a store is given without host memory, its address is wrong, or its directory cannot be used.
@@ -52,7 +52,7 @@ def check_stores(settings: NodeSettings) -> None:
 
 
 def open_stores(settings: NodeSettings, built: BuiltRunner) -> tuple[OpenStore, ...]:
-    """What opens the stores below host memory of one rank, in the order in which they are asked."""
+    """Returns functions that open the stores below host memory of one rank, in the order in which they are searched."""
     origin = _origin(settings, built)
     stores: list[OpenStore] = []
     if settings.file_cache_dir is not None:
@@ -64,15 +64,15 @@ def open_stores(settings: NodeSettings, built: BuiltRunner) -> tuple[OpenStore, 
 
 
 def pull_namespace(settings: NodeSettings, built: BuiltRunner) -> bytes:
-    """A digest of what the entries of a node mean, all of its ranks' together: nodes with equal ones may use each
+    """A digest of all that the entries of a node depend on, over all its ranks. Nodes with equal digests may use each
     other's entries."""
     namespace = _joined(EntryLayout(parts_of(built.model_spec)).namespace, _origin(settings, built))
     return _joined(namespace, b"%d ranks" % built.parallel.size) if settings.batch_invariant else namespace
 
 
 def shared_store(settings: NodeSettings, built: BuiltRunner, namespace: bytes) -> bytes:
-    """A digest of the store that the node shares with others, and of what the entries of its ranks mean: nodes with an
-    equal one read each other's entries there. Empty: it shares none.
+    """A digest of the store that the node shares with others, and of all that its entries depend on. Nodes with equal
+    digests read each other's entries there. Empty: the node shares no store.
 
     Args:
         namespace: of rank 0's entries.
@@ -157,7 +157,7 @@ def _check_directory(directory: Path) -> None:
             pass
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return  # a full disk has files of ours, maybe, and the store makes room among them
+            return  # a full disk may hold our own files, among which the store makes room
         raise ConfigError(
             f"file_cache_dir is {directory}, where no file can be written: {error.strerror}",
             field="file_cache_dir",
@@ -186,17 +186,17 @@ def _joined(namespace: bytes, origin: bytes) -> bytes:
 
 
 def _split(parallel: TensorParallel) -> str:
-    """How ranks share a model, which decides what parts they sum up."""
+    """How the model is split among ranks, which decides the partial sums."""
     return f"{parallel.size} ranks, whole experts {parallel.whole_experts}, own attention {parallel.own_attention}"
 
 
 def _origin(settings: NodeSettings, built: BuiltRunner) -> bytes:
-    """A digest of what the numbers of the KV depend on, apart from the tokens: nodes with equal origins may use each
+    """A digest of all that the values of KV depend on, apart from the tokens. Nodes with equal origins may use each
     other's KV.
 
-    The keys of entries cover the model too, but only samples of its weights. In batch-invariant mode the KV must be
-    that which this kind of device computes, and so many ranks: they sum up in other parts than one process does, so the
-    last bits differ. Random weights differ between kinds of devices.
+    The keys of entries cover the model too, but only samples of its weights. In batch-invariant mode the KV
+    must come from the same kind of device and the same number of ranks: ranks add other partial sums than one process
+    does, so the last bits differ. Random weights differ between kinds of devices.
     """
     identity, device = built.identity, built.cache.view.device.type
     exact = settings.batch_invariant or settings.load_format == "dummy"

@@ -79,7 +79,7 @@ class PullLink:
         return self._error is not None
 
     @property
-    def is_settled(self) -> bool:
+    def has_settled(self) -> bool:
         """Whether the link is connected, or cannot be."""
         return self._settled.is_set()
 
@@ -89,7 +89,7 @@ class PullLink:
         return self._settled.is_set() and not self.is_over
 
     @property
-    def why_unmade(self) -> BatonError | None:
+    def why_not_connected(self) -> BatonError | None:
         """Why the link could not be connected; None if it was, or still may be."""
         return None if self._was_made else self._error
 

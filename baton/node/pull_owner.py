@@ -29,7 +29,7 @@ _HELLO_S = 10.0
 _LINKS_MAX = 32
 # Pulls at a time; further ones get nothing, and their readers compute.
 _PULLS_MAX = 8
-# A pull that takes longer is given up, and with it the link: only so its entries are certainly not in flight.
+# A pull that takes longer is given up together with its link: nothing else makes sure that no entry is in flight.
 _SERVE_S = 10.0
 # Answers that wait until their reader takes them. A reader has fewer pulls at a time, so one with more takes none.
 _ANSWERS_MAX = 64
@@ -40,12 +40,12 @@ SaveAgain = Callable[[tuple[EntryKey, ...], int | None], Awaitable[None]]
 NumToSave = Callable[[tuple[EntryKey, ...], int | None], int]
 
 
-class _Bringable(NamedTuple):
-    """How many of the first of some entries a pull could bring.
+class _Available(NamedTuple):
+    """How many leading entries a pull could transfer.
 
     Attributes:
-        total: with those that only the cache has.
-        kept: that come before the first one that the stores lack.
+        total: including those that only the cache has.
+        kept: those before the first one that the stores lack.
         owner: the only rank that they come from; None: all ranks keep a share of each.
     """
 
@@ -196,7 +196,7 @@ class PullOwner:
             reader.end()
 
     def _answer_to(self, reader: _Reader, message: pb.PullRequest) -> tuple[Answer, pb.PullResponse]:
-        """What answers a message, and the answer if there is no time for it."""
+        """The coroutine that answers a message, and the answer of a node that is too busy for it."""
         if message.HasField("search"):
             keys, held = searched_entries(message.search)
             number = message.search.entries.number
@@ -206,14 +206,14 @@ class PullOwner:
         return self._pull(reader, pull_job(wanted), there), _sent(wanted.number, 0)
 
     async def _pull(self, reader: _Reader, job: PullJob, there: int | None) -> pb.PullResponse:
-        found = await self._bringable(job.keys)
+        found = await self._available(job.keys)
         await self._save_again(job.keys[found.kept :], found.owner)
         sent = await self._transfer.entries.serve_pull(reader.number, job, owner=found.owner, owner_there=there)
         return _sent(job.number, sent)
 
     async def _search(self, number: int, keys: tuple[EntryKey, ...], held: int, every: int) -> pb.PullResponse:
         # Nothing is saved yet: the caller may want less, or nothing.
-        there = held + (await self._bringable(keys[held:])).total
+        there = held + (await self._available(keys[held:])).total
         if not every:
             return _found(number, there)
         after = tuple(key for key in keys[:there] if (key.number + 1) % every == 0)
@@ -233,19 +233,19 @@ class PullOwner:
         finally:
             self._pulls -= 1
 
-    async def _bringable(self, keys: tuple[EntryKey, ...]) -> _Bringable:
-        """What a pull could bring: from the rank with most of it, if each has its own requests."""
+    async def _available(self, keys: tuple[EntryKey, ...]) -> _Available:
+        """What a pull could transfer: from the rank with the most entries, if each has its own requests."""
         owners = range(self._ranks.size) if self._ranks.own_requests else (None,)
-        found = await asyncio.gather(*(self._bringable_from(keys, owner) for owner in owners))
+        found = await asyncio.gather(*(self._available_from(keys, owner) for owner in owners))
         return max(found, key=lambda each: (each.total, each.kept))
 
-    async def _bringable_from(self, keys: tuple[EntryKey, ...], owner: int | None) -> _Bringable:
+    async def _available_from(self, keys: tuple[EntryKey, ...], owner: int | None) -> _Available:
         kept = await self._transfer.entries.find_entries(keys, owner=owner)
         to_save = self._num_to_save(keys[kept:], owner)
         total = kept + to_save
         if to_save:
             total += await self._transfer.entries.find_entries(keys[total:], owner=owner)
-        return _Bringable(total, kept, owner)
+        return _Available(total, kept, owner)
 
     def _link_failed(self, reader: _Reader, error: BatonError) -> None:
         log.info("lost %s, which pulls entries: %s", reader.name, error)

@@ -179,7 +179,7 @@ class Pulls:
                 return await self._pull(kept, bring)
         except TimeoutError:
             link = self._links.get(kept.address)
-            if link is not None and not link.is_settled:
+            if link is not None and not link.has_settled:
                 return 0  # it goes on, and the next pull finds it ready
             what = f"{num_bytes} bytes from {kept.address} took more than {timeout_s:g} s"
             self._failed(kept, DeadlineExceeded(what), num_bytes=num_bytes, timeout_s=timeout_s)
@@ -246,8 +246,8 @@ class Pulls:
             self._links[kept.address] = link  # as the one that was used last
             if link.incarnation == kept.incarnation and not link.is_over:
                 return link
-            if link.incarnation == kept.incarnation and link.why_unmade is not None:
-                raise link.why_unmade
+            if link.incarnation == kept.incarnation and link.why_not_connected is not None:
+                raise link.why_not_connected
         # gRPC would also connect to names of other forms, such as unix:PATH.
         ListenAddress.parse(kept.address, field="kept_elsewhere.address")
         links = entry_links(self._spec, owner=_checked(kept.ranks), reader=self._ranks)

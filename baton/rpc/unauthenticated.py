@@ -99,7 +99,7 @@ class ReadTurns:
             await turn
         except asyncio.CancelledError:
             self._forget(host, turn)
-            if turn.done() and not turn.cancelled() and turn.exception() is None:  # it had got its turn
+            if turn.done() and not turn.cancelled() and turn.exception() is None:  # its turn had come
                 self._taken = False
                 self._wake_next()
             raise

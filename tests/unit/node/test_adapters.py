@@ -60,7 +60,7 @@ async def test_what_is_there_at_the_start_is_loaded_at_once_and_unloaded_when_it
     async with watching(base, watched) as (adapters, engine):
         assert names(engine) == ["a"]
         shutil.rmtree(watched / "a")
-        await adapters.look(watched)
+        await adapters.scan(watched)
         assert names(engine) == []
 
 
@@ -72,9 +72,9 @@ async def test_files_that_still_change_are_not_loaded(base: Path, watched: Path)
         save_adapter(base, watched.parent / "next", seed=2, lora_alpha=3)
         for file in ("adapter_config.json", "adapter_model.safetensors"):
             shutil.copy(watched.parent / "next" / file, watched / "a" / file)
-            await adapters.look(watched)
+            await adapters.scan(watched)
             assert engine.adapters.loaded == before
-        await adapters.look(watched)
+        await adapters.scan(watched)
         assert names(engine) == ["a"]
         assert engine.adapters.loaded != before
 
@@ -83,21 +83,21 @@ async def test_an_adapter_without_a_slot_is_loaded_when_one_is_free(base: Path, 
     save_adapter(base, watched / "a", seed=1)
     save_adapter(base, watched / "b", seed=2)
     async with watching(base, watched, slots=1) as (adapters, engine):
-        await adapters.look(watched)
+        await adapters.scan(watched)
         assert names(engine) == ["a"]
         shutil.rmtree(watched / "a")
-        await adapters.look(watched)
+        await adapters.scan(watched)
         assert names(engine) == ["b"]
 
 
 async def test_hidden_directories_are_left_out(base: Path, watched: Path) -> None:
     save_adapter(base, watched / ".a.part", seed=1)
     async with watching(base, watched) as (adapters, engine):
-        await adapters.look(watched)
+        await adapters.scan(watched)
         assert names(engine) == []
         (watched / ".a.part").rename(watched / "a")
-        await adapters.look(watched)
-        await adapters.look(watched)
+        await adapters.scan(watched)
+        await adapters.scan(watched)
         assert names(engine) == ["a"]
 
 

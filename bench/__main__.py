@@ -1,15 +1,13 @@
 """`make bench` runs every benchmark of this machine. It prints tables and writes pages to bench/results."""
 
 import importlib
-import platform
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
+from bench.machine import machine_and_date
 from bench.table import Row, print_rows, read_json, write_json, write_markdown
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -119,21 +117,8 @@ def main(arguments: Sequence[str]) -> None:
                 print_rows(title, rows)
                 page = f"{name}_gpu" if name in EITHER and torch.cuda.is_available() else name
                 write = getattr(imported, "write_markdown", write_markdown)  # some pages have columns of their own
-                write(f"{title} ({_machine()})", rows, RESULTS / f"{page}.md")
+                write(f"{title} ({machine_and_date()})", rows, RESULTS / f"{page}.md")
                 write_json(rows, RESULTS / f"{page}.json")
-
-
-def _machine() -> str:
-    """The machine and the date of the measurement."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    model = platform.processor() or platform.machine()
-    # psutil does not report the model of the processor.
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{model}, {psutil.cpu_count()} cores, {time.strftime('%Y-%m-%d')}"
 
 
 def _print_progress(line: str) -> None:

@@ -15,13 +15,14 @@ from baton.gateway.observe.meter import RequestMeter
 from baton.metrics.exposition import Exposition
 from baton.metrics.metric import Outcome, ProcessRole
 from baton.node.meter import NodeMeter
+from bench.machine import machine_and_date
 
 PAGE = Path(__file__).resolve().parent / "results" / "metrics_cost.md"
 
 _ROUNDS, _CALLS = 200, 500
 _STEP_ROWS = 256
 
-_TEXT = """# What metrics cost
+_TEXT = """# What metrics cost ({host})
 
 `python -m bench.metrics_cost`, CPU time of one thread, the least of {rounds} rounds of {calls} calls.
 
@@ -46,6 +47,7 @@ def main() -> None:
     step_us = _cost_us(lambda: node.step(events))
     times_ms = _scrape_ms(counters)
     text = _TEXT.format(
+        host=machine_and_date(),
         rounds=_ROUNDS,
         calls=_CALLS,
         message=_cost_us(lambda: meter.next(0.012, 1)),

@@ -2,8 +2,8 @@
 
 The served rows are those of bench/results/served.md and bench/results/chat_rates.md. `EARLIER` ones were served before
 requests without an SLO had an `Objective`, so the simulation bounds their steps as nodes did then. Rows of that time
-whose nodes the gateway chose without an SLO are left out, because it chooses otherwise now. All of these were served
-before gateways held first tokens.
+whose nodes the gateway chose without an SLO are left out, because it chooses otherwise now. `HOLDS` rows were served
+when gateways held first tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,9 @@ from baton.planner.outcome import SimulatedOutcome
 THEN = {"chat": Objective(gap_factor=4.2, ttft_factor=70.0), "long": Objective(gap_factor=5.0, ttft_factor=3.3)}
 NODE = NodeSpec(LLAMA_8B_H200, step_tokens=1024)
 PAIR = ClusterSpec(1, 1, NODE, NODE, host=SERVED_HOST, smooth_starts=False)
+HOLDS = replace(PAIR, smooth_starts=True)
 STRICT = replace(PAIR, policy=LocalPolicy.STRICT)
+STRICT_HOLDS = replace(STRICT, smooth_starts=True)
 ONE = replace(PAIR, prefills=0, policy=LocalPolicy.LOCAL)
 TWO = replace(ONE, decodes=2)
 FOUR = replace(STRICT, host=replace(SERVED_HOST, gateways=4))
@@ -63,16 +65,19 @@ EARLIER = (
     Row("two colocated, SLO", TWO, "chat", 30, SLO, _RATES, (17.55, 35.71, 4.90, 5.15, 11.35, 10.70)),
     Row("two colocated, SLO", TWO, "chat", 60, SLO, _RATES, (22.72, 63.35, 6.44, 7.17, 15.99, 15.31)),
 )  # fmt: skip
+# All of 2026-11-30, with the default objective.
 NOW = (
-    Row("1P1D, default", PAIR, "chat", 40, NO_SLO, _LATER, (20.5, 49.9, 5.61, 5.91, 9.13, 8.45)),
-    Row("1P1D, strict", STRICT, "chat", 40, NO_SLO, _LATER, (19.6, 45.5, 5.73, 6.02, 7.85, 7.67)),
-    Row("two colocated", TWO, "chat", 40, NO_SLO, _LATER, (22.4, 47.0, 5.25, 5.72, 9.01, 8.60)),
-    Row("1P1D, default", PAIR, "chat", 70, NO_SLO, _LATER, (27.8, 65.8, 6.91, 7.87, 16.1, 14.45)),
-    Row("1P1D, strict", STRICT, "chat", 70, NO_SLO, _LATER, (24.6, 68.3, 7.15, 7.66, 10.5, 10.12)),
-    Row("two colocated", TWO, "chat", 70, NO_SLO, _LATER, (25.4, 74.8, 6.90, 7.82, 16.3, 15.25)),
-    Row("1P1D, default", PAIR, "long", 4.5, NO_SLO, _LATER, (401.5, 1068.2, 6.37, 10.91, 16.42, 10.87)),
-    Row("1P1D, strict", STRICT, "long", 4.5, NO_SLO, _LATER, (457.1, 2025.2, 5.86, 6.02, 9.33, 8.90)),
-    Row("two colocated", TWO, "long", 4.5, NO_SLO, _LATER, (743.5, 1490.8, 9.10, 14.07, 23.46, 16.39)),
+    Row("1P1D, default", HOLDS, "chat", 40, NO_SLO, _LATER, (28.1, 64.7, 5.4, 6.0, 9.1, 8.7)),
+    Row("1P1D, strict", STRICT_HOLDS, "chat", 40, NO_SLO, _LATER, (33.5, 55.8, 5.7, 6.1, 8.9, 8.7)),
+    Row("two colocated", TWO, "chat", 40, NO_SLO, _LATER, (24.8, 59.8, 5.3, 5.7, 9.0, 8.2)),
+    Row("1P1D, default", HOLDS, "chat", 70, NO_SLO, _LATER, (36.3, 86.7, 7.0, 8.0, 12.8, 12.3)),
+    Row("two colocated", TWO, "chat", 70, NO_SLO, _LATER, (31.2, 89.5, 6.9, 7.7, 11.4, 11.2)),
+    Row("1P1D, default", HOLDS, "long", 4.5, NO_SLO, _LATER, (350.3, 689.6, 6.7, 10.7, 15.0, 10.5)),
+    Row("1P1D, default, not held", PAIR, "long", 4.5, NO_SLO, _LATER, (323.6, 666.8, 6.8, 10.6, 16.0, 12.3)),
+    Row("1P1D, strict, not held", STRICT, "long", 4.5, NO_SLO, _LATER, (480.8, 2537.1, 5.9, 6.2, 10.7, 10.2)),
+    Row("two colocated", TWO, "long", 4.5, NO_SLO, _LATER, (568.3, 1176.2, 8.0, 13.2, 19.3, 13.0)),
+    Row("1P1D, default, not held", PAIR, "long", 5.5, NO_SLO, _LATER, (355.8, 853.0, 7.5, 13.0, 21.5, 13.8)),
+    Row("two colocated", TWO, "long", 5.5, NO_SLO, _LATER, (635.8, 1332.8, 9.6, 16.1, 21.6, 16.1)),
 )  # fmt: skip
 _SEED = 0
 

@@ -24,6 +24,7 @@ from baton.metrics.metric import Outcome
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
 from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.tracing.sampling import Sampling
+from bench.machine import machine_and_date
 
 PAGE = Path(__file__).resolve().parent / "results" / "tracing_cost.md"
 
@@ -32,7 +33,7 @@ _CHUNKS, _CHUNK_TOKENS, _TOKENS = 4, 512, 128
 _PROMPT = list(range(_CHUNKS * _CHUNK_TOKENS))
 _RATIO = 0.1
 
-_TEXT = """# What traces cost
+_TEXT = """# What traces cost ({host})
 
 `python -m bench.tracing_cost`, CPU time of one thread of the gateway, the least of {rounds} rounds of {calls} calls.
 The request has a prompt of {prompt} tokens in {chunks} chunks on a prefill node, and {tokens} tokens of output from a
@@ -80,6 +81,7 @@ def main() -> None:
     sampled_us = _cost_us(lambda: _trace(all_of_them, steps, machine))
     mean_us = (1 - _RATIO) * unsampled_us + _RATIO * sampled_us
     text = _TEXT.format(
+        host=machine_and_date(),
         rounds=_ROUNDS,
         calls=_CALLS,
         prompt=_CHUNKS * _CHUNK_TOKENS,

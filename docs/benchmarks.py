@@ -11,6 +11,10 @@ Each page has the figures of one benchmark, next to rivals of the same run, with
 runs those that fit the machine; `python -m bench NAME` runs one. [Benchmarking](benchmarking.md) describes
 `baton bench`, which measures a deployment of your own. `make docs` writes this page.
 
+To begin with: latency and throughput [at the client](../bench/results/served.md), also next to vLLM; [steps of the
+engine](../bench/results/engine.md); KV [from one GPU to another](../bench/results/transfer_gpu.md); and what elastic
+roles gain, [simulated](../bench/results/placement.md).
+
 | page | what was measured |
 |---|---|
 """

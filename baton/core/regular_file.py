@@ -4,7 +4,6 @@ A written file appears whole or not at all, and replaces only a regular file.
 """
 
 import os
-import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -47,7 +46,7 @@ def write_regular_file(path: Path, data: bytes | str, *, mode: int | None = None
     """
     before = _regular_or_absent(path)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    part = f".{secrets.token_hex(8)}.part"
+    part = f".{os.urandom(8).hex()}.part"
     try:
         descriptor = os.open(
             part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode, dir_fd=folder
@@ -76,7 +75,7 @@ def check_can_write(path: Path) -> None:
     folder = os.stat(path.parent)
     if not stat.S_ISDIR(folder.st_mode):
         raise OSError(0, f"{path.parent} is not a directory")
-    part = path.parent / f".{secrets.token_hex(8)}.part"
+    part = path.parent / f".{os.urandom(8).hex()}.part"
     try:
         os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except OSError as error:

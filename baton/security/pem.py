@@ -49,7 +49,7 @@ class Pems:
     cert: bytes | None
     key: bytes | None = field(repr=False)
     ca: bytes | None
-    valid: "Validity | None" = None
+    valid: "Validity | None" = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def read_pems(files: Files, *, role: Role | None = None) -> Pems:
         raise ConfigError(message, field=files.cert_field, cure="renew it; `baton certs` makes a set for a laptop")
     if role is not None:
         _check_role(own, role, files.cert, files.cert_field)
-    return Pems(cert, key, ca, valid)
+    return Pems(cert, key, ca, valid=valid)
 
 
 class WatchedPems(Watched[Pems]):

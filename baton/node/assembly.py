@@ -20,6 +20,8 @@ from baton.engine.open_speculator import open_speculator
 from baton.engine.step_meter import StepMeter
 from baton.metrics.metric import ProcessRole as MeterRole
 from baton.models.loading.kv_scales import kv_scales
+from baton.models.loading.tokenizer_files.find import tokenizer_json
+from baton.models.loading.tokenizer_files.vocabulary import vocabulary_digest
 from baton.node.describe import to_info
 from baton.node.expert_load import ExpertLoads
 from baton.node.from_settings import engine_limits, node_description, open_transfer, transfer_settings
@@ -93,6 +95,7 @@ class Node:
         self.numbers = itertools.count(1)
         self.switches = 0
         self.kv_scales = kv_scales(built.runner.model)
+        self.vocabulary_digest = vocabulary_digest(tokenizer_json(settings.model))
         self._listeners: list[Listener] = []
         _warn_of_shortage(settings, built)
         self._take_role(settings, role)
@@ -161,6 +164,7 @@ class Node:
             incarnation=self.incarnation,
             model_name=built.identity.name,
             revision_name=settings.model_revision or hub_commit(settings.model),
+            vocabulary_digest=self.vocabulary_digest,
             max_context_tokens=self.max_context_tokens,
             model_context_tokens=built.config.max_context_tokens,
             cache_identity=built.runner.facts.identity if settings.prefix_cache else "",

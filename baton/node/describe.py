@@ -27,6 +27,7 @@ def to_info(
     incarnation: int,
     model_name: str,
     revision_name: str = "",
+    vocabulary_digest: str = "",
     max_context_tokens: int,
     model_context_tokens: int = 0,
     cache_identity: str = "",
@@ -48,6 +49,7 @@ def to_info(
             content_digest=description.content_digest,
             name=model_name,
             revision_name=revision_name,
+            vocabulary_digest=vocabulary_digest,
         ),
         cache_spec=_from_spec(spec),
         cache_shape=pb.CacheShape(

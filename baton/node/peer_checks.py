@@ -40,6 +40,7 @@ _TEXTS = (
     "model.content_digest",
     "model.name",
     "model.revision_name",
+    "model.vocabulary_digest",
     "cache_spec.dtype",
     "cache_shape.layout",
     "cache_identity",

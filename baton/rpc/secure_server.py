@@ -9,7 +9,7 @@ from baton.core.errors import ConfigError
 from baton.rpc.guard import CertificateGuard, ClientGuard, Guard, OpenGuard
 from baton.security.authenticator import Authenticator
 from baton.security.exposure import Address, check_exposed
-from baton.security.pem import Files, Pems, read_pems
+from baton.security.pem import Files, Pems, WatchedPems
 from baton.security.roles import Role
 from baton.security.tls import InternalTls, TlsSettings, client_server_credentials
 from baton.security.watched import Watched
@@ -68,4 +68,4 @@ def watch_client_pems(files: Files) -> Watched[Pems] | None:
             "only one of BATON_CLIENT_TLS_CERT and BATON_CLIENT_TLS_KEY is set", field=files.cert_field,
             cure="set both or neither",
         )  # fmt: skip
-    return Watched(files.paths, lambda: read_pems(files))
+    return WatchedPems(files)

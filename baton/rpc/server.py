@@ -4,6 +4,7 @@ In health checks the empty service name stands for live, and each service's own 
 """
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -97,7 +98,7 @@ def has_ipv6() -> bool:
     return True
 
 
-def why_taken(where: ListenAddress) -> str | None:
+def why_taken(where: ListenAddress) -> OSError | None:
     """Why no server can listen there. Returns None if one can."""
     host = bindable_host(where.host, ipv6=has_ipv6())
     try:
@@ -108,8 +109,24 @@ def why_taken(where: ListenAddress) -> str | None:
             probe.bind(found[0][4])
             probe.listen()
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        return error
     return None
+
+
+def cannot_listen(
+    listen: str, error: OSError | None, *, field: str, allowed: tuple[str, ...] = ("host:port",)
+) -> ConfigError:
+    """The error of a setting at whose address no server can listen, with the cure for this reason."""
+    reason = "" if error is None else f": {(error.strerror or str(error)).lower()}"
+    if isinstance(error, socket.gaierror):
+        cure = "give an address of this machine, or a name that it can resolve"
+    elif error is not None and error.errno == errno.EADDRNOTAVAIL:
+        cure = "the address belongs to another machine or family: give one of this machine"
+    elif error is not None and error.errno == errno.EACCES:
+        cure = "ports below 1024 may need root: take a higher one; port 0 picks a free one"
+    else:
+        cure = "the port may be in use; port 0 picks a free one"
+    return ConfigError(f"cannot listen on {listen}{reason}", field=field, value=listen, allowed=allowed, cure=cure)
 
 
 class HealthService(health.aio.HealthServicer):
@@ -220,10 +237,9 @@ def _add_port(
 ) -> int:
     """Adds a port to a server and returns its number. Raises ConfigError if no server can listen there."""
     where = ListenAddress.parse(listen, field=field)
-    cure = "the port may be in use, or the address may belong to another machine; port 0 picks a free one"
     # Checked first, because gRPC logs lines of its own about a port that it cannot have.
-    if not shared and (reason := why_taken(where)) is not None:
-        raise ConfigError(f"cannot listen on {listen}: {reason}", field=field, value=listen, cure=cure)
+    if not shared and (error := why_taken(where)) is not None:
+        raise cannot_listen(listen, error, field=field)
     try:
         if credentials is None:
             port = server.add_insecure_port(listen)
@@ -232,7 +248,7 @@ def _add_port(
     except RuntimeError:
         port = 0
     if port == 0:
-        raise ConfigError(f"cannot listen on {listen}", field=field, value=listen, cure=cure)
+        raise cannot_listen(listen, None, field=field)
     return port
 
 

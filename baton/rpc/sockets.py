@@ -2,8 +2,7 @@
 
 import socket
 
-from baton.core.errors import ConfigError
-from baton.rpc.server import ListenAddress, bindable_host, has_ipv6
+from baton.rpc.server import ListenAddress, bindable_host, cannot_listen, has_ipv6
 
 _BACKLOG = 64
 
@@ -33,9 +32,7 @@ def bind(listen: str, *, field: str, shared: bool = False, backlog: int = _BACKL
         bound.listen(backlog)  # at once, so that no other process can take the port
     except OSError as error:
         bound.close()
-        cure = "the port may be in use, or the address may belong to another machine; port 0 picks a free one"
-        message = f"cannot listen on {listen}: {error.strerror or error}"
-        raise ConfigError(message, field=field, value=listen, allowed=("host:port", "off"), cure=cure) from None
+        raise cannot_listen(listen, error, field=field, allowed=("host:port", "off")) from None
     bound.setblocking(False)
     return bound
 

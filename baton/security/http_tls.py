@@ -2,8 +2,6 @@
 
 import os
 import ssl
-import tempfile
-from pathlib import Path
 
 from baton.security.pem import Pems
 from baton.security.watched import Watched
@@ -32,10 +30,12 @@ def _context(pems: Pems) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    # OpenSSL loads a chain only from a file, so this one exists for a moment and only this user can read it.
-    with tempfile.TemporaryDirectory(prefix="baton-") as folder:
-        file = Path(folder) / "pair.pem"
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+    # OpenSSL loads a chain only from a file. One in memory needs no room on a disk, and nobody else can open it.
+    pair = os.memfd_create("tls-pair")
+    try:
+        with os.fdopen(os.dup(pair), "wb") as opened:
             opened.write(pems.key + b"\n" + pems.cert)
-        context.load_cert_chain(file)
+        context.load_cert_chain(f"/proc/self/fd/{pair}")
+    finally:
+        os.close(pair)
     return context

@@ -1,5 +1,6 @@
 """Reads certificates and keys from the files that settings name, and checks that they belong together."""
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +16,9 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from baton.core.errors import ConfigError, Unauthenticated
 from baton.core.setting_names import flag, variable
 from baton.security.roles import Role, allows, dns_names_of, role_of, uri_of
-from baton.security.watched import read_file
+from baton.security.watched import LOOK_EVERY_S, Watched, read_file
+
+log = logging.getLogger("baton")
 
 _UNREADABLE = (
     ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, x509.DuplicateExtension,
@@ -46,6 +49,29 @@ class Pems:
     cert: bytes | None
     key: bytes | None = field(repr=False)
     ca: bytes | None
+    valid: "Validity | None" = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Validity:
+    """When the process's own certificate is valid, for a warning before it expires.
+
+    Args:
+        where: the setting and its file, as in errors.
+    """
+
+    where: str
+    begins: datetime
+    expires: datetime
+
+    def warning(self, now: datetime) -> str | None:
+        """What to warn of: the last tenth of the lifetime, in which nobody has renewed it, and the time after it."""
+        renewal = "renew it in place; no restart is needed"
+        if now >= self.expires:
+            return f"{self.where}, which expired at {_utc(self.expires)}: peers refuse new connections; {renewal}"
+        if now >= self.expires - (self.expires - self.begins) / 10:
+            return f"{self.where}, which expires at {_utc(self.expires)}; {renewal}"
+        return None
 
 
 def read_pems(files: Files, *, role: Role | None = None) -> Pems:
@@ -67,15 +93,33 @@ def read_pems(files: Files, *, role: Role | None = None) -> Pems:
     cert, key = read_file(files.cert, files.cert_field), read_file(files.key, files.key_field)
     own = _certificates(cert, files.cert, files.cert_field)[0]
     with _readable(files.cert, files.cert_field, "has a certificate that cannot be read"):
-        public_key, expires = _der(own.public_key()), own.not_valid_after_utc
+        public_key = _der(own.public_key())
+        where = _setting(files.cert_field, files.cert)
+        valid = Validity(where, own.not_valid_before_utc, own.not_valid_after_utc)
     _check_key(public_key, key, files)
-    where = _setting(files.cert_field, files.cert)
-    if expires < datetime.now(UTC):
-        message = f"{where}, which expired at {expires:%Y-%m-%d %H:%M} UTC"
+    if valid.expires < datetime.now(UTC):
+        message = f"{where}, which expired at {_utc(valid.expires)}"
         raise ConfigError(message, field=files.cert_field, cure="renew it; `baton certs` makes a set for a laptop")
     if role is not None:
         _check_role(own, role, files.cert, files.cert_field)
-    return Pems(cert, key, ca)
+    return Pems(cert, key, ca, valid=valid)
+
+
+class WatchedPems(Watched[Pems]):
+    """Certificate files that are read again when they change. Logs once when the own certificate should have been
+    renewed, and once when it has expired: the peers' refusals name no reason."""
+
+    def __init__(self, files: Files, *, role: Role | None = None, look_every_s: float = LOOK_EVERY_S) -> None:
+        self._logged: str | None = None
+        super().__init__(files.paths, lambda: read_pems(files, role=role), look_every_s=look_every_s)
+
+    def get(self) -> Pems:
+        pems = super().get()
+        warning = None if pems.valid is None else pems.valid.warning(datetime.now(UTC))
+        if warning is not None and warning != self._logged:
+            self._logged = warning
+            log.warning("%s", warning)
+        return pems
 
 
 def _certificates(data: bytes, path: Path, field: str) -> list[x509.Certificate]:
@@ -136,6 +180,10 @@ def _check_role(cert: x509.Certificate, role: Role, path: Path, field: str) -> N
     if missing := set(dns_names_of(found)) - set(dns):
         message = f"{where}, which lacks the DNS name {', '.join(sorted(missing))}"
         raise ConfigError(message, field=field, cure=cure)
+
+
+def _utc(when: datetime) -> str:
+    return f"{when:%Y-%m-%d %H:%M} UTC"
 
 
 def _setting(field: str, path: Path) -> str:

@@ -8,7 +8,7 @@ import grpc
 
 from baton.core.errors import ConfigError
 from baton.security.channels import KeyedChannel, Options
-from baton.security.pem import Files, Pems, read_pems
+from baton.security.pem import Files, Pems, WatchedPems
 from baton.security.roles import Role, name_of
 from baton.security.watched import Watched
 
@@ -48,7 +48,7 @@ class InternalTls:
                 "only some of BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA are set", field="tls_cert",
                 cure="set all three, or none",
             )  # fmt: skip
-        return cls(Watched(files.paths, lambda: read_pems(files, role=role)))
+        return cls(WatchedPems(files, role=role))
 
     def server(self) -> grpc.ServerCredentials:
         """Returns server credentials that require a client certificate from the CA."""

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("baton")
 
-_LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 1.0
 FILE_BYTES_MAX = 16 << 20  # a bundle of every public CA has 200 kB
 
 
@@ -32,7 +32,7 @@ class Watched(Generic[T]):
         BatonError: from the first `read`.
     """
 
-    def __init__(self, paths: Sequence[Path], read: Callable[[], T], *, look_every_s: float = _LOOK_EVERY_S) -> None:
+    def __init__(self, paths: Sequence[Path], read: Callable[[], T], *, look_every_s: float = LOOK_EVERY_S) -> None:
         self._paths = tuple(paths)
         self._read = read
         self._look_every_s = look_every_s

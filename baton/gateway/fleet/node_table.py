@@ -273,7 +273,13 @@ class NodeTable:
         """Says why the node cannot serve this gateway's model; "" if it can."""
         ours = self._model
         if theirs.config_digest == ours.config_digest:
-            return ""
+            digests = ours.vocabulary_digest, theirs.vocabulary_digest
+            if "" in digests or digests[0] == digests[1]:  # older nodes send none
+                return ""
+            return (
+                f"its {theirs.name} has another tokenizer (vocabulary digest {digests[1][:12]}) than this gateway's "
+                f"{ours.name} ({digests[0][:12]}), so texts would be wrong; start both with one model"
+            )
         return (
             f"it serves {theirs.name} ({theirs.architecture}, config digest {theirs.config_digest[:12]}), this gateway "
             f"{ours.name} ({ours.architecture}, config digest {ours.config_digest[:12]}); start both with one model"

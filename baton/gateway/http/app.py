@@ -231,6 +231,7 @@ def cure_of_path(path: str, exists: Callable[[str], bool]) -> str:
         f"/v1{path}": "give the client a base URL that ends in /v1",
         path.removeprefix("/v1"): "give the client a base URL without /v1",
         path.rstrip("/"): "leave out the slash at the end",
+        re.sub("/{2,}", "/", path): "give the client a base URL without a slash at the end",
     }
     return next((cure for name, cure in meant.items() if name != "/" and exists(name)), "see /docs")
 

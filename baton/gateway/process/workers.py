@@ -26,6 +26,7 @@ from baton.gateway.process.worker_channel import Message, WorkerChannel
 from baton.rpc.server import (
     ListenAddress,
     bindable_host,
+    cannot_listen,
     has_ipv6,
     listens_everywhere,
     stop_on_signals,
@@ -213,23 +214,20 @@ def _reserve(listen: str, field: str) -> socket.socket:
         ConfigError: another process has the port, or the address does not belong to this machine.
     """
     where = ListenAddress.parse(listen, field=field)
-    reason = why_taken(where)
-    if reason is None:
-        host = bindable_host(where.host, ipv6=has_ipv6())
-        found = socket.getaddrinfo(host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        reserved = socket.socket(found[0][0])
-        # Connections of an earlier gateway with one process do not hold the port.
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        try:
-            reserved.bind(found[0][4])
-        except OSError as error:
-            reserved.close()
-            reason = (error.strerror or str(error)).lower()
-        else:
-            return reserved
-    cure = "the port may be in use, or the address may belong to another machine; port 0 picks a free one"
-    raise ConfigError(f"cannot listen on {listen}: {reason}", field=field, value=listen, cure=cure)
+    if (taken := why_taken(where)) is not None:
+        raise cannot_listen(listen, taken, field=field)
+    host = bindable_host(where.host, ipv6=has_ipv6())
+    found = socket.getaddrinfo(host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    reserved = socket.socket(found[0][0])
+    # Connections of an earlier gateway with one process do not hold the port.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        reserved.bind(found[0][4])
+    except OSError as error:
+        reserved.close()
+        raise cannot_listen(listen, error, field=field) from None
+    return reserved
 
 
 def _with_port(listen: str, reserved: socket.socket) -> str:

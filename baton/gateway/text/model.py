@@ -23,6 +23,7 @@ from baton.models.config.pooling import EmbeddingConfig, ScoreConfig, read_embed
 from baton.models.families.reader import read_config
 from baton.models.loading.identity import config_digest
 from baton.models.loading.tokenizer_files.find import tokenizer_json
+from baton.models.loading.tokenizer_files.vocabulary import vocabulary_digest
 from baton.protos.v1 import node_status_pb2
 from baton.settings.config import DEMO_NOTE, is_demo_model
 from baton.settings.model_source import model_name
@@ -47,6 +48,7 @@ class ServedModel:
     name: str
     architecture: str
     config_digest: str
+    vocabulary_digest: str
     vocab_size: int
     max_context_tokens: int
     tokenizer: TextTokenizer
@@ -76,7 +78,10 @@ class ServedModel:
     def identity(self) -> node_status_pb2.ModelIdentity:
         """The identity that nodes must have, without a digest of the weights, which the gateway does not read."""
         return node_status_pb2.ModelIdentity(
-            name=self.name, architecture=self.architecture, config_digest=self.config_digest
+            name=self.name,
+            architecture=self.architecture,
+            config_digest=self.config_digest,
+            vocabulary_digest=self.vocabulary_digest,
         )
 
     def check_generates(self) -> None:
@@ -147,6 +152,7 @@ def read_served_model(
         name=name or model_name(directory),
         architecture=config.architecture,
         config_digest=config_digest(config),
+        vocabulary_digest=vocabulary_digest(tokenizer_json(directory)),
         vocab_size=config.vocab_size,
         max_context_tokens=min(max_context_tokens or config.max_context_tokens, config.max_context_tokens),
         tokenizer=tokenizer,

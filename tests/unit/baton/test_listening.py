@@ -4,7 +4,8 @@ import socket
 
 import pytest
 
-from baton.rpc.server import bindable_host
+from baton.core.errors import ConfigError
+from baton.rpc.server import ListenAddress, bindable_host, cannot_listen, why_taken
 from baton.rpc.sockets import bind
 from baton.settings.node_config import DecodeSettings
 from tests.ipv6 import has_ipv6_loopback
@@ -40,3 +41,20 @@ def test_an_http_server_on_all_addresses_takes_connections_over_all_families_of_
     with bound:
         for host in ("127.0.0.1", *(("::1",) if has_ipv6_loopback() else ())):
             socket.create_connection((host, bound.getsockname()[1]), timeout=60).close()
+
+
+@pytest.mark.parametrize(
+    ("listen", "cure"),
+    [
+        ("baton.invalid:0", "a name that it can resolve"),
+        ("192.0.2.1:0", "give one of this machine"),  # an address for documentation, which no machine has
+        ("{taken}", "the port may be in use"),
+    ],
+)
+def test_an_address_where_nobody_can_listen_is_refused_with_the_cure_for_its_reason(listen: str, cure: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = listen.format(taken=f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=f"cannot listen on {listen}: .*{cure}"):
+            bind(listen, field="http_listen")
+        error = why_taken(ListenAddress.parse(listen, field="listen"))
+        assert cure in str(cannot_listen(listen, error, field="listen"))

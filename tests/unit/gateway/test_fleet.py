@@ -149,6 +149,21 @@ def test_a_node_with_another_model_gets_no_requests() -> None:
     assert fleet.max_context_tokens == 1000
 
 
+def test_a_node_with_another_tokenizer_gets_no_requests_and_an_older_one_that_names_none_does() -> None:
+    """The gateway's texts would not be what the node's tokens mean, and nothing else would show it."""
+    model = node_status_pb2.ModelIdentity()
+    model.CopyFrom(MODEL)
+    model.vocabulary_digest = "ours"
+    fleet = Fleet(model, 1000, LocalPolicy.PREFER)
+    fleet.add(DECODE, "d1")
+    for digest, refused in (("", False), ("others", True), ("ours", False)):
+        told = status(DECODE, 21)
+        told.info.model.vocabulary_digest = digest
+        logged = " ".join(lines(fleet.status_received(DECODE, "d1", told, 1.0)))
+        assert ("node-21 gets no requests: its m has another tokenizer" in logged) == refused
+        assert ("another tokenizer" in fleet.explain()) == refused
+
+
 def test_sent_requests_count_until_the_next_status() -> None:
     fleet = SmallFleet(0, 2)
     first = decoding_node(fleet, WANTED)

@@ -41,6 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         name="small",
         architecture="LlamaForCausalLM",
         config_digest="0",
+        vocabulary_digest="",
         vocab_size=320,
         max_context_tokens=64,
         tokenizer=TextTokenizer(directory),

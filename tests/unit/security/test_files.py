@@ -1,6 +1,8 @@
 """Files of certificates: what is refused at start, what is taken later; and log lines."""
 
+import logging
 import os
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,8 +13,9 @@ from baton.rpc.secure_server import check_certificate, protect_node, watch_clien
 from baton.rpc.server import ListenAddress
 from baton.security.access import dial_gateway, is_local
 from baton.security.certificates import CLIENTS, Authority, write_set
+from baton.security.http_tls import http_context
 from baton.security.keys import entry, read_keys
-from baton.security.pem import Files, read_pems
+from baton.security.pem import Files, WatchedPems, read_pems
 from baton.security.roles import Role, role_of
 from baton.security.tls import InternalTls
 from baton.security.watched import Watched
@@ -166,3 +169,37 @@ def test_a_changed_file_with_a_wrong_type_leaves_the_old_value(tmp_path: Path) -
     keys = Watched([file], lambda: read_keys(file), look_every_s=0.0)
     file.write_text("[keys.alice]\nsha256 = 5\n")
     assert keys.get().owner("baton-key") is not None
+
+
+def test_a_certificate_that_nobody_renews_is_warned_of_before_and_after_it_expires(
+    certs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Peers refuse it without a reason, so the process itself has to name it."""
+    authority, files = Authority.read(certs), Files(tmp_path / "decode.crt", tmp_path / "decode.key", certs / "ca.crt")
+    authority.for_role(Role.DECODE, lifetime=DAY).write(tmp_path, "decode")
+    watched = WatchedPems(files, role=Role.DECODE, look_every_s=0)
+    valid = watched.get().valid
+    assert valid is not None
+    assert not caplog.records
+    assert valid.warning(valid.expires - DAY / 5) is None
+    soon, gone = valid.warning(valid.expires - DAY / 20), valid.warning(valid.expires)
+    assert soon is not None
+    assert gone is not None
+    assert str(files.cert) in soon
+    assert "which expires at 20" in soon
+    assert "which expired at 20" in gone
+    # Begun five minutes ago, so the rest is less than a tenth.
+    authority.for_role(Role.DECODE, lifetime=timedelta(seconds=20)).write(tmp_path, "decode")
+    os.utime(tmp_path / "decode.crt", (1, 1))  # the clock of the file system may not have moved
+    caplog.set_level(logging.WARNING, "baton")
+    for _ in range(3):
+        watched.get()
+    (record,) = [record for record in caplog.records if "which expire" in record.message]
+    assert "renew it in place" in record.message
+
+
+def test_an_http_context_needs_no_room_on_a_disk(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full /tmp would end every handshake after a renewal."""
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    files = Files(certs / f"{CLIENTS}.crt", certs / f"{CLIENTS}.key", None)
+    assert http_context(WatchedPems(files)).get_ca_certs() == []

@@ -191,6 +191,8 @@ async def test_a_wrong_request_after_another_is_not_answered_in_its_place(door: 
     [
         ("/chat/completions", "give the client a base URL that ends in /v1"),
         ("/responses", "give the client a base URL that ends in /v1"),
+        ("//v1/chat/completions", "give the client a base URL without a slash at the end"),
+        ("/v1//completions", "give the client a base URL without a slash at the end"),
         ("/v1/v1/messages", "give the client a base URL without /v1"),
         ("/responses/resp_1/cancel", "give the client a base URL that ends in /v1"),
         ("/v1/chat/completions/", "leave out the slash at the end"),

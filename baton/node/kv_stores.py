@@ -187,7 +187,9 @@ def _joined(namespace: bytes, origin: bytes) -> bytes:
 
 def _split(parallel: TensorParallel) -> str:
     """How ranks share a model, which decides what parts they sum up."""
-    return f"{parallel.size} ranks, whole experts {parallel.whole_experts}, own attention {parallel.own_attention}"
+    shared = ", whole shared experts" if parallel.sends_to_experts else ""
+    whole, own = parallel.whole_experts, parallel.own_attention
+    return f"{parallel.size} ranks, whole experts {whole}, own attention {own}{shared}"
 
 
 def _origin(settings: NodeSettings, built: BuiltRunner) -> bytes:

@@ -13,7 +13,7 @@ SINGLE := tests/unit tests/conformance tests/test_architecture.py tests/simulati
 # Tests of kernels, then of those of recurrent layers. On a GPU they run compiled.
 KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose_kernel.py tests/unit/engine/test_sampler.py \
 	$(addprefix tests/unit/models/test_, \
-	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py packed_kernels.py peer_sums.py \
+	decode_matmul.py expert_dispatch.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py packed_kernels.py peer_sums.py \
 	quantized_rows.py reading.py)
 RECURRENT := $(addprefix tests/unit/models/test_, gated_delta.py short_conv.py selective_scan.py continued_states.py \
 	states_in_order.py)

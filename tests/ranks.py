@@ -2,6 +2,7 @@
 own, connected by NCCL."""
 
 import gc
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -50,6 +51,19 @@ def run_gpu_ranks(work: Callable[..., Any], size: int, directory: Path, *argumen
     """Does what `run_ranks` does, with a GPU for each rank."""
     start_processes(_run_gpu_rank, (size, work, directory, arguments), nprocs=size, start_method="spawn")
     return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def run_ranks_on_one_gpu(work: Callable[..., Any], size: int, directory: Path, *arguments: Any) -> list[Any]:
+    """Does what `run_ranks` does, with processes that share the first GPU. They are connected by gloo, and can map
+    each other's memory."""
+    start_processes(_share_gpu, (size, work, directory, arguments), nprocs=size, start_method="spawn")
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _share_gpu(rank: int, size: int, work: Callable[..., Any], directory: Path, arguments: tuple[Any, ...]) -> None:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    torch.cuda.set_device(0)
+    _run_rank(rank, size, work, directory, arguments)
 
 
 def _run_gpu_rank(rank: int, size: int, work: Callable[..., Any], directory: Path, arguments: tuple[Any, ...]) -> None:

@@ -187,7 +187,9 @@ def _joined(namespace: bytes, origin: bytes) -> bytes:
 
 def _split(parallel: TensorParallel) -> str:
     """How the model is split among ranks, which decides the partial sums."""
-    return f"{parallel.size} ranks, whole experts {parallel.whole_experts}, own attention {parallel.own_attention}"
+    shared = ", whole shared experts" if parallel.sends_to_experts else ""
+    whole, own = parallel.whole_experts, parallel.own_attention
+    return f"{parallel.size} ranks, whole experts {whole}, own attention {own}{shared}"
 
 
 def _origin(settings: NodeSettings, built: BuiltRunner) -> bytes:

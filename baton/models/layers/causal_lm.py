@@ -23,6 +23,7 @@ from baton.models.layers.eagle import EagleHead, ReadStates
 from baton.models.layers.embedding import Embedding
 from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import Linear
+from baton.models.layers.moe.moe import MoE
 from baton.models.layers.mtp import MTPLayer
 from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import DeferredSum, ParallelModule, TensorParallel
@@ -62,6 +63,8 @@ class DecoderLayer(ExchangingModule):
             normed = self.post_attention_layernorm.add_and_norm_for(self.mlp, stream_TD, self.update(attended_TD))
             return self.update(self.mlp(normed))
         normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, self._scaled(attended_TD))
+        if self.parallel.sends_to_experts and isinstance(self.mlp, MoE):
+            return self._scaled(self.mlp.of_own_tokens(normed_TD))
         return self.update(self.mlp(self.of_all_ranks(normed_TD)))
 
     def update(self, part_TD: Tensor) -> Tensor | DeferredSum:

@@ -25,6 +25,7 @@ from baton.core.expert_load import ExpertLoad
 from baton.models.config.expert_places import ExpertPlacement, place_experts
 from baton.models.config.model_config import ModelConfig
 from baton.models.kernels import peer_sums
+from baton.models.kernels.moe.expert_dispatch import DispatchMemory
 from baton.models.kernels.peer_sums import PeerMemory
 from baton.models.kernels.quantized.rows import QuantizedRows, RowFormat
 from baton.models.kernels.rank_sums import sum_parts
@@ -49,8 +50,10 @@ class TensorParallel:
         placement: of whole experts; None: consecutive ones, without copies.
         in_order: sums over ranks add in the order of the ranks, in float32, so that a number's bits do not depend on
             the size of the tensor.
-        share_memory: `build_runner` gives the ranks `peers` if they can map each other's memory.
+        share_memory: `build_runner` gives the ranks `peers`, or `dispatch` with `own_attention`, if they can map each
+            other's memory.
         peers: memory for sums of rows of the model's width.
+        dispatch: memory through which tokens go to the ranks of their experts and back; None: ranks gather all tokens.
     """
 
     rank: int = 0
@@ -62,6 +65,7 @@ class TensorParallel:
     in_order: bool = False
     share_memory: bool = False
     peers: PeerMemory | None = field(default=None, compare=False, repr=False)
+    dispatch: DispatchMemory | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -116,6 +120,12 @@ class TensorParallel:
     def num_owners(self) -> int:
         """The number of ranks with requests of their own; 1: all ranks compute all requests."""
         return self.size if self.own_attention else 1
+
+    @property
+    def sends_to_experts(self) -> bool:
+        """Whether each rank has the whole shared experts, for its own tokens, so that only routed experts' tokens need
+        go to other ranks."""
+        return self.own_attention and self.share_memory
 
     def smallest(self, value: int, device: torch.device) -> int:
         """Returns the smallest of the ranks' values. The host waits.

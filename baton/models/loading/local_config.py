@@ -128,7 +128,9 @@ def _local_pattern(
 
 
 def _local_moe(moe: MoEConfig, parallel: TensorParallel, block: int | None) -> MoEConfig:
-    shared = len(channels(moe.shared_intermediate_size, parallel, block=block))
+    shared = moe.shared_intermediate_size
+    if not parallel.sends_to_experts:
+        shared = len(channels(shared, parallel, block=block))
     if parallel.whole_experts:
         held = experts(moe.num_experts, parallel)
         if parallel.placement is not None:

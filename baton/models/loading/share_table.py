@@ -60,7 +60,7 @@ def share_table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple
         if config.moe is not None:
             if not parallel.whole_experts:
                 yield from _mlp(f"{mlp}.experts.*", part_of(config.moe.intermediate_size), of_first)
-            for shared in ("shared_experts", "shared_expert"):
+            for shared in () if parallel.sends_to_experts else ("shared_experts", "shared_expert"):
                 yield from _mlp(f"{mlp}.{shared}", part_of(config.moe.shared_intermediate_size), of_first)
     if config.moe is not None and parallel.whole_experts:
         for index, held in enumerate(experts_by_layer(config.moe, parallel)):

@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from baton.models.config.expert_places import LayerPlaces
 from baton.models.formats.fp8 import dequantize_blocks
+from baton.models.kernels.moe.expert_dispatch import ExpertRanks
 from baton.models.kernels.moe.expert_places import find_places
 from baton.models.kernels.moe.expert_weights import ExpertWeights
 from baton.models.kernels.moe.grouped_gemm import SharedWeights, run_gated_experts
@@ -34,6 +35,7 @@ class RoutedExperts(nn.Module):
         own: the rank's places among those of all ranks (`baton.models.config.expert_places.LayerPlaces`).
         turns_EC: int32, the places of each expert's copies, which take tokens in turn; None if `of` is.
         copies_E: int32, number of copies of each expert.
+        ranks_EC: int32, the ranks of those places; None without a plan.
         counts: counters for the tokens of each place of this layer; None: they are not counted.
         adapted: computes `forward` with adapters of experts, or returns None in a step without adapters
             (`baton.models.adapters.experts`); None: the experts have no slots for adapters.
@@ -49,8 +51,10 @@ class RoutedExperts(nn.Module):
         self.adapted: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
         self.turns_EC: Tensor | None
         self.copies_E: Tensor | None
+        self.ranks_EC: Tensor | None
         self.register_buffer("turns_EC", None, persistent=False)
         self.register_buffer("copies_E", None, persistent=False)
+        self.register_buffer("ranks_EC", None, persistent=False)
         self.locate()
 
     def locate(self) -> None:
@@ -65,11 +69,15 @@ class RoutedExperts(nn.Module):
         self.held, self.of = places.ranks[rank], len(places.turns) + self._zero_experts
         self.own = range(places.first(rank), places.first(rank) + len(self.held))
         self._set_turns(places.turns)
+        assert self.turns_EC is not None
+        ranks_P = [index for index, held in enumerate(places.ranks) for _ in held]
+        self.ranks_EC = torch.tensor([*ranks_P, -1], dtype=torch.int32)[self.turns_EC]
 
     def take_places_of(self, other: "RoutedExperts") -> None:
         """Copies the places of the experts that this module replaces."""
         self.held, self.of, self.own, self._zero_experts = other.held, other.of, other.own, other._zero_experts
         self.turns_EC, self.copies_E, self.counts = other.turns_EC, other.copies_E, other.counts
+        self.ranks_EC = other.ranks_EC
 
     def _set_turns(self, turns: Sequence[tuple[int, ...]]) -> None:
         turns = [*turns, *[(-1,)] * self._zero_experts]
@@ -77,12 +85,23 @@ class RoutedExperts(nn.Module):
         self.turns_EC = torch.tensor([(*each, *each[:1] * (most - len(each))) for each in turns], dtype=torch.int32)
         self.copies_E = torch.tensor([len(each) for each in turns], dtype=torch.int32)
 
+    @property
+    def slots(self) -> Tensor | None:
+        """The slots of all ranks' tokens in this step; None: nothing is counted."""
+        return None if self.counts is None else self.counts.of_model.slots_T
+
+    @property
+    def expert_ranks(self) -> ExpertRanks:
+        assert self.ranks_EC is not None, "ranks with whole experts have a plan"
+        assert self.copies_E is not None
+        return ExpertRanks(self.ranks_EC, self.copies_E)
+
     def places(self, experts_TK: Tensor) -> Tensor:
         """Returns the chosen experts' places in memory, -1 for another rank's and for padding, and counts the step's
         tokens."""
         if self.turns_EC is None or self.copies_E is None:
             return experts_TK
-        slots_T = None if self.counts is None else self.counts.of_model.slots_T
+        slots_T = self.slots
         counts_P = None if self.counts is None or slots_T is None else self.counts.tokens_P
         assert slots_T is None or len(slots_T) == len(experts_TK), "the slots are those of the step's rows"
         if experts_TK.is_cuda:

@@ -13,6 +13,7 @@ from baton.models.config.model_config import MoEConfig
 from baton.models.kernels.activation import multiply_by_sigmoid
 from baton.models.kernels.matmul.decode_matmul import DecodeMultiply
 from baton.models.kernels.matmul.matmul import multiply_invariant
+from baton.models.kernels.moe import expert_dispatch
 from baton.models.kernels.moe.grouped_gemm import SharedWeights
 from baton.models.kernels.moe.zero_experts import given_back
 from baton.models.layers.elementwise import sigmoid
@@ -20,7 +21,7 @@ from baton.models.layers.linear import Linear, Multiply
 from baton.models.layers.mlp import GatedMLP, silu_and_multiply
 from baton.models.layers.moe.experts import Experts
 from baton.models.layers.moe.router import Router
-from baton.models.layers.parallel import ParallelModule
+from baton.models.layers.token_exchange import ExchangingModule
 
 # Up to this many tokens, the launches of routed experts also compute the shared ones, unless the shared experts' first
 # product reads more than the bytes below: such products are as fast in launches of their own. Decode steps of
@@ -31,7 +32,7 @@ _MAX_TOKENS_IN_ONE_LAUNCH = 96
 _MAX_BYTES_IN_ONE_LAUNCH = 32 << 20
 
 
-class MoE(ParallelModule):
+class MoE(ExchangingModule):
     """Routed experts, plus the shared experts if the model has them, scaled per token if they have a gate."""
 
     def __init__(self, size: int, moe: MoEConfig, *, dtype: torch.dtype) -> None:
@@ -65,6 +66,27 @@ class MoE(ParallelModule):
             plus_TD = shared_TD if plus_TD is None else plus_TD + shared_TD
         out_TD: Tensor = self.experts(x_TD, weights_TK, experts_TK, plus_TD=plus_TD)
         return out_TD
+
+    def of_own_tokens(self, x_TD: Tensor) -> Tensor:
+        """Returns the whole sum for this rank's tokens, if it `sends_to_experts`. Steps of too many or too unequal
+        tokens gather them."""
+        exchange, memory = self.exchange, self.parallel.dispatch
+        assert exchange is not None
+        assert not self.zero_numbers, "no model that has them takes attention data parallelism"
+        width = exchange.shares.width
+        if memory is None or not 0 < width <= memory.most_rows:
+            all_AD = exchange.gather(x_TD)
+            routed_TD, shared_TD = exchange.sum_own(self.experts(all_AD, *self.gate(all_AD))), self._shared(x_TD)
+            return routed_TD if shared_TD is None else routed_TD + shared_TD
+        weights_TK, experts_TK = self.gate(x_TD)
+        ranks, slots_A = self.experts.expert_ranks, self.experts.slots
+        slots_T = None if slots_A is None else exchange.own(slots_A)
+        asked_T = expert_dispatch.send(memory, x_TD, weights_TK, experts_TK, ranks, width=width, slots_T=slots_T)
+        shared_TD = self._shared(x_TD)  # while the tokens travel
+        received = expert_dispatch.receive(memory, ranks, width=width, experts_dtype=experts_TK.dtype)
+        part_AD = self.experts(received.x_AD, received.weights_AK, received.experts_AK)
+        expert_dispatch.send_back(memory, part_AD, received, width=width)
+        return expert_dispatch.add_up(memory, asked_T, width=width, plus_TD=shared_TD)
 
     def _given_back(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor | None:
         """Returns the sum of the experts that return their input. The first rank computes all of it; the others return

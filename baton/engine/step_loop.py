@@ -48,6 +48,7 @@ class StepLoop:
         self._on_step = on_step
         self._pace = LaunchPace()
         self._timer: PunctualTimer | None = None  # fires when the next launch is due
+        self._left_waiting = False  # whether requests waited that the last step did not take
         self._outcomes: deque[Outcome] = deque()  # not processed yet
         self._ended_s: float | None = None  # when the last step's end was seen
         self._wake = asyncio.Event()
@@ -146,9 +147,10 @@ class StepLoop:
         return launched or events is not None
 
     def _is_due(self) -> bool:
-        """Whether the next step should be launched now. If not, the timer fires when it should."""
+        """Whether the next step should be launched now. If not, the timer fires when it should. While requests wait for
+        more than one step, those that arrive now come after them, so nothing is gained by a late launch."""
         assert self._timer is not None, "start makes it"
-        due_s = self._pace.due_s
+        due_s = None if self._left_waiting else self._pace.due_s
         if due_s is None or self._scheduler.steps_in_flight != 1 or (delay_s := due_s - self._clock()) <= 0:
             self._timer.stop()
             return True
@@ -161,11 +163,17 @@ class StepLoop:
         batch = self._scheduler.schedule(now)
         if batch is None:
             return False
+        self._left_waiting = self._scheduler.has_waiting
         self.device.launch(batch)
         self._pace.launched(begun_s)
         if self._scheduler.steps_in_flight == 1:
-            self._pace.started(now, self._scheduler.predicted_s, now=now)
+            self._started(now, now=now)
         return True
+
+    def _started(self, started_s: float, *, now: float) -> None:
+        """Notes when the oldest step in flight started."""
+        scheduler = self._scheduler
+        self._pace.started(started_s, scheduler.predicted_s, has_prompts=scheduler.computes_prompts, now=now)
 
     def _next_events(self) -> StepEvents | None:
         """The next events of the oldest step in flight. Returns None if the device has reported nothing new."""
@@ -186,7 +194,7 @@ class StepLoop:
             events = self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)
         self._ended_s = outcome.ended_s
         if self._scheduler.steps_in_flight:
-            self._pace.started(outcome.ended_s, self._scheduler.predicted_s, now=self._clock())
+            self._started(outcome.ended_s, now=self._clock())
         self._step_over.set()
         self._step_over = asyncio.Event()
         return events

@@ -222,9 +222,9 @@ async def test_a_request_admitted_while_a_step_runs_joins_the_next_one(
         meter=KnownCosts(),
         clock=lambda: 0.0 if threading.current_thread().name == "device" else now[0],
     ) as engine:
-        for _ in range(20):  # earlier steps that took as long as predicted, with launches that took no time
+        for number in range(40):  # earlier steps that took as long as predicted, with launches that took no time
             engine._steps._pace.launched(0.0)
-            engine._steps._pace.started(0.0, 1000.0, now=0.0)
+            engine._steps._pace.started(0.0, 1000.0, has_prompts=number % 2 == 0, now=0.0)
             engine._steps._pace.ended(launched_s=0.0, ended_s=1000.0)
         engine.submit(request("a", prompt_of(5), greedy(3)))
         assert await launched() == [{"a"}]
@@ -237,7 +237,7 @@ async def test_a_request_admitted_while_a_step_runs_joins_the_next_one(
         ended.release()  # nothing was launched in time: that step follows at once
         assert await launched() == [{"a"}, {"a", "b"}]
         engine.submit(request("c", prompt_of(4, seed=2), greedy(9)))
-        now[0] = 1990.0  # that step nears its predicted end
+        now[0] = 1999.9999  # that step nears its predicted end
         engine._steps.wake()
         assert await launched() == [{"a"}, {"a", "b"}, {"a", "b", "c"}]
         assert len(events.steps) == 1

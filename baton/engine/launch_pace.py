@@ -7,8 +7,8 @@ that the device seldom waits. Pure; times are arguments.
 
 Each launch shows which lead would have been just enough: the time from when it was due to when it was done, with the
 delay of timers and threads, and by how much the running step ended before its prediction. The lead is what 19 of 20
-launches needed lately, next to steps with prompts or next to others. On an H200, first tokens of chat come 8 % sooner
-so than with a lead that is nearly always enough, and tokens as often: bench/results/served.md.
+launches needed lately, next to steps with prompts or next to others. bench/results/served.md compares it with a lead
+that is nearly always enough.
 """
 
 from bisect import bisect_left, insort

@@ -48,7 +48,6 @@ class StepLoop:
         self._on_step = on_step
         self._pace = LaunchPace()
         self._timer: PunctualTimer | None = None  # fires when the next launch is due
-        self._left_waiting = False  # whether requests waited that the last step did not take
         self._outcomes: deque[Outcome] = deque()  # not processed yet
         self._ended_s: float | None = None  # when the last step's end was seen
         self._wake = asyncio.Event()
@@ -147,10 +146,9 @@ class StepLoop:
         return launched or events is not None
 
     def _is_due(self) -> bool:
-        """Whether the next step should be launched now. If not, the timer fires when it should. While requests wait for
-        more than one step, those that arrive now come after them, so nothing is gained by a late launch."""
+        """Whether the next step should be launched now. If not, the timer fires when it should."""
         assert self._timer is not None, "start makes it"
-        due_s = None if self._left_waiting else self._pace.due_s
+        due_s = self._pace.due_s
         if due_s is None or self._scheduler.steps_in_flight != 1 or (delay_s := due_s - self._clock()) <= 0:
             self._timer.stop()
             return True
@@ -163,7 +161,6 @@ class StepLoop:
         batch = self._scheduler.schedule(now)
         if batch is None:
             return False
-        self._left_waiting = self._scheduler.has_waiting
         self.device.launch(batch)
         self._pace.launched(begun_s)
         if self._scheduler.steps_in_flight == 1:

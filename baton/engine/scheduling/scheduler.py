@@ -113,11 +113,6 @@ class Scheduler:
         """Whether the oldest step in flight computes prompts."""
         return bool(self._in_flight) and self._in_flight.oldest.work.prompt_tokens > 0
 
-    @property
-    def has_waiting(self) -> bool:
-        """Whether requests wait that no step has begun to compute."""
-        return bool(self._roster.waiting)
-
     def uses_adapter(self, slot: int) -> bool:
         """Whether a request uses the adapter in this slot."""
         return any(state.request.adapter_slot == slot for state in self._roster.everyone())

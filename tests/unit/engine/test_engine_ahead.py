@@ -258,21 +258,6 @@ async def test_a_request_admitted_while_a_step_runs_joins_the_next_one(
         await still.events.finished("a", "b", "c")
 
 
-async def test_nothing_waits_for_arrivals_while_a_step_left_requests_waiting(
-    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    still = Still(built, monkeypatch, max_batch_tokens=5)
-    async with still.engine as engine:
-        still.know_pace()
-        engine.submit(request("a", prompt_of(5), greedy(3)))
-        engine.submit(request("b", prompt_of(4, seed=1), greedy(3)))
-        assert await still.launched() == [{"a"}]
-        assert await still.launched() == [{"a"}, {"a", "b"}]
-        assert not still.events.steps
-        still.may_end.release(50)
-        await still.events.finished("a", "b")
-
-
 # ---- failures
 
 

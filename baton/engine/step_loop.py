@@ -164,8 +164,13 @@ class StepLoop:
         self.device.launch(batch)
         self._pace.launched(begun_s)
         if self._scheduler.steps_in_flight == 1:
-            self._pace.started(now, self._scheduler.predicted_s, now=now)
+            self._started(now, now=now)
         return True
+
+    def _started(self, started_s: float, *, now: float) -> None:
+        """Notes when the oldest step in flight started."""
+        scheduler = self._scheduler
+        self._pace.started(started_s, scheduler.predicted_s, has_prompts=scheduler.computes_prompts, now=now)
 
     def _next_events(self) -> StepEvents | None:
         """The next events of the oldest step in flight. Returns None if the device has reported nothing new."""
@@ -186,7 +191,7 @@ class StepLoop:
             events = self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)
         self._ended_s = outcome.ended_s
         if self._scheduler.steps_in_flight:
-            self._pace.started(outcome.ended_s, self._scheduler.predicted_s, now=self._clock())
+            self._started(outcome.ended_s, now=self._clock())
         self._step_over.set()
         self._step_over = asyncio.Event()
         return events

@@ -108,6 +108,11 @@ class Scheduler:
             return None
         return costs.seconds(self._in_flight.oldest.work)
 
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether the oldest step in flight computes prompts."""
+        return bool(self._in_flight) and self._in_flight.oldest.work.prompt_tokens > 0
+
     def uses_adapter(self, slot: int) -> bool:
         """Whether a request uses the adapter in this slot."""
         return any(state.request.adapter_slot == slot for state in self._roster.everyone())

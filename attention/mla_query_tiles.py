@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.host_to_device import to_device
+from attention.kernels.mla.cut_tiles import cut_tiles
 from attention.kernels.mla.plan import MAX_QUERY_TILES, TILE, MLADecodePlan
-from attention.metadata import CommonAttentionMetadata, check_causal
+from attention.metadata import CommonAttentionMetadata, PaddedBatch, check_causal
 
 # Most queries in the latent space at once, for their memory; `MAX_QUERY_TILES` cuts where heads are many.
 _RUN_QUERIES = 128 * 1024
@@ -66,6 +67,27 @@ def plan_query_tiles(common: CommonAttentionMetadata, num_decodes: int, plan: ML
         QueryTiles(start, stop, seq_lens, tiles)
         for (start, stop), seq_lens, tiles in zip(bounds, on_device[::2], on_device[1::2], strict=True)
     )
+
+
+def cut_padded(batch: PaddedBatch, plan: MLADecodePlan) -> tuple[QueryTiles, ...]:
+    """Returns the query tiles of all prompts, which begin with their first token, and of the padding. The device cuts
+    them, in runs of fixed numbers of tokens."""
+    num_tokens, num_reqs, tile_tokens = len(batch.slot_mapping), len(batch.seq_lens), plan.tile_tokens
+    splits = -(-num_tokens // (plan.split_tiles * TILE))
+    most_tiles = max(1, min(MAX_QUERY_TILES, len(plan.partial_lse) // (splits * tile_tokens)))
+    # A tile has a token at least. Every request may have a tile that is not full, and so may the run's first token.
+    run_tokens = max(most_tiles, (most_tiles - num_reqs - 1) * tile_tokens)
+    run_tokens = max(1, min(run_tokens, _RUN_QUERIES // plan.partial_lse.shape[1]))
+    starts = range(0, num_tokens, run_tokens)
+    return tuple(_cut_run(batch, start, min(start + run_tokens, num_tokens), tile_tokens) for start in starts)
+
+
+def _cut_run(batch: PaddedBatch, start: int, stop: int, tile_tokens: int) -> QueryTiles:
+    num_tiles = min(stop - start, (stop - start) // tile_tokens + len(batch.seq_lens) + 1)
+    cut = cut_tiles(
+        batch.query_start_loc, batch.seq_lens, start=start, stop=stop, tile_tokens=tile_tokens, num_tiles=num_tiles
+    )
+    return QueryTiles(start, stop, *cut)
 
 
 def _find_tiles(common: CommonAttentionMetadata, num_decodes: int, tile_tokens: int) -> _Tiles:

@@ -7,7 +7,7 @@ T queries, S keys, H heads, D key channels, V value channels, C latent plus rota
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ from attention.metadata import AttentionMetadata, CommonAttentionMetadata, Padde
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_cascade import LatentGroupCosts, SharedLatents, attend_to_shared_latents, share_latents
 from attention.mla_context import plan_context_chunks, plan_prefill
-from attention.mla_query_tiles import QueryTiles, plan_query_tiles
+from attention.mla_query_tiles import QueryTiles, cut_padded, plan_query_tiles
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.prefix_group import PrefixGroup
@@ -44,6 +44,13 @@ from baton.kvcache.tokens import WriteIndex
 _SELECTING_QUERIES = 512
 
 
+class LatentDecodes(NamedTuple):
+    """Rows of one token each: [N] and [N, blocks] int32; a row of length 0 has no keys."""
+
+    seq_lens: Tensor
+    block_table: Tensor
+
+
 @dataclass(frozen=True)
 class TritonMLAMetadata(MLAMetadata):
     """The plan of a batch for our Triton kernels of latent attention.
@@ -52,12 +59,15 @@ class TritonMLAMetadata(MLAMetadata):
         seq_lens: [R] int32 of the decodes, on the device; of query tiles in `absorbed_prefills`.
         block_table: [R, blocks] int32 of the decodes; of all requests in `absorbed_prefills`.
         tiles: the query tiles of `absorbed_prefills`; None for decodes.
+        first_decodes: the first rows of `absorbed_prefills` in a padded batch, any of which may be decodes; their tiles
+            overwrite the others.
         shared: the keys that some of the decodes share; None: each row reads its own.
     """
 
     seq_lens: Tensor
     block_table: Tensor
     tiles: Tensor | None = field(default=None, kw_only=True)
+    first_decodes: LatentDecodes | None = field(default=None, kw_only=True)
     shared: SharedLatents | None = field(default=None, kw_only=True)
 
 
@@ -88,7 +98,7 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
         self._workspace_tokens = workspace_tokens
         self._in_order = in_order
         self._top_k = top_k
-        self.captures_prompts = in_order is None and not top_k
+        self.captures_prompts = not top_k
         self.captures_context = False
 
     def build(
@@ -126,25 +136,14 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     ) -> tuple[AbsorbedPrefills, ...]:
         if self._in_order is None or self._top_k:  # with sparse attention, prefills attend to selected tokens
             return ()
-
-        def metadata(run: QueryTiles) -> TritonMLAMetadata:
-            return TritonMLAMetadata(
-                new_tokens=new_tokens,
-                num_actual_tokens=run.stop - run.start,
-                num_decode_tokens=run.stop - run.start,
-                prefill=None,
-                context_chunks=(),
-                seq_lens=run.seq_lens,
-                block_table=common.block_table_tensor,
-                tiles=run.tiles,
-            )
-
         runs = plan_query_tiles(common, num_decodes, self._in_order)
-        return tuple(AbsorbedPrefills(run.start, run.stop, metadata(run)) for run in runs)
+        return tuple(_absorbed(run, new_tokens, common.block_table_tensor) for run in runs)
 
     def build_padded(self, batch: PaddedBatch) -> TritonMLAMetadata:
         # As many tokens as could be decodes are computed as decodes; prefills, which run after them, overwrite their
         # own. The padding at the end has queries but no keys.
+        if self._in_order is not None:
+            return self._padded_in_order(batch, self._in_order)
         starts, size = batch.query_start_loc, batch.slot_mapping.shape[0]
         key_starts = starts.clone()
         key_starts[-1:].copy_(starts[-2:-1])
@@ -155,6 +154,25 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
             prefill=RaggedLens(starts, key_starts, (0, size), (0, size)),
             context_chunks=(),
             prefill_base=0,
+            seq_lens=batch.decode_seq_lens,
+            block_table=batch.decode_table,
+        )
+
+    def _padded_in_order(self, batch: PaddedBatch, plan: MLADecodePlan) -> TritonMLAMetadata:
+        new_tokens = WriteIndex(batch.slot_mapping, self._block_size)
+
+        def absorbed(run: QueryTiles) -> AbsorbedPrefills:
+            rows = slice(run.start, run.stop)
+            decodes = LatentDecodes(batch.decode_seq_lens[rows], batch.decode_table[rows])
+            return _absorbed(run, new_tokens, batch.block_table, decodes)
+
+        return TritonMLAMetadata(
+            new_tokens=new_tokens,
+            num_actual_tokens=len(batch.slot_mapping),
+            num_decode_tokens=0,
+            prefill=None,
+            context_chunks=(),
+            absorbed_prefills=tuple(map(absorbed, cut_padded(batch, plan))),
             seq_lens=batch.decode_seq_lens,
             block_table=batch.decode_table,
         )
@@ -172,6 +190,23 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         return common.max_query_len == 1
+
+
+def _absorbed(
+    run: QueryTiles, new_tokens: WriteIndex, block_table: Tensor, decodes: LatentDecodes | None = None
+) -> AbsorbedPrefills:
+    metadata = TritonMLAMetadata(
+        new_tokens=new_tokens,
+        num_actual_tokens=run.stop - run.start,
+        num_decode_tokens=run.stop - run.start,
+        prefill=None,
+        context_chunks=(),
+        seq_lens=run.seq_lens,
+        block_table=block_table,
+        tiles=run.tiles,
+        first_decodes=decodes,
+    )
+    return AbsorbedPrefills(run.start, run.stop, metadata)
 
 
 class TritonMLA:
@@ -254,17 +289,12 @@ class TritonMLA:
                 out=out,
             )
             return
-        mla_decode_attention(
-            q_THD,
-            kv_layer,
-            seq_lens=metadata.seq_lens,
-            block_table=metadata.block_table,
-            plan=self._plan,
-            scale=layer.scale,
-            kv_scale=kv_scale,
-            tiles=metadata.tiles,
-            out=out,
-        )
+        attend = partial(mla_decode_attention, kv_layer=kv_layer, plan=self._plan, scale=layer.scale, kv_scale=kv_scale)
+        if metadata.first_decodes is not None:
+            seq_lens, block_table = metadata.first_decodes
+            rows = slice(0, len(seq_lens))
+            attend(q_THD[rows], seq_lens=seq_lens, block_table=block_table, out=out[rows])
+        attend(q_THD, seq_lens=metadata.seq_lens, block_table=metadata.block_table, tiles=metadata.tiles, out=out)
 
     @cached_property
     def _tile_plan(self) -> MLADecodePlan:

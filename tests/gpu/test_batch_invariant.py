@@ -307,14 +307,20 @@ def test_the_engine_cuts_prompts_anywhere_and_computes_known_tokens_with_them(mo
         assert [output.logprobs for output in rest] == [output.logprobs[lost:] for output in whole]
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "nemotron-h"])
-def test_the_engine_cuts_prompts_of_models_with_states_anywhere(family: str, tmp_path: Path) -> None:
-    """In captured steps; a longer prompt starts from a state that was kept while its beginning was decoded."""
-    save_tiny(family, tmp_path)
-    built = build_demo(tmp_path, dtype="bfloat16", batch_invariant=True, block_size=16)
+@pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "nemotron-h", "deepseek-v2", "latent"])
+def test_the_engine_cuts_prompts_of_other_models_anywhere(family: str, tmp_path: Path) -> None:
+    """In captured steps; a longer prompt starts from a state that was kept while its beginning was decoded, and one of
+    latent attention from steps that are not captured."""
+    if family == "latent":  # with the sizes of the Hopper kernel
+        (tmp_path / "config.json").write_text(json.dumps(_DEEPSEEK))
+    else:
+        save_tiny(family, tmp_path)
+    options = {"load_format": "dummy"} if family == "latent" else {}
+    built = build_demo(tmp_path, dtype="bfloat16", batch_invariant=True, block_size=16, **options)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 60, (length,), generator=generator).tolist() for length in (200, 3, 129, 1, 50)]
     whole = generate(built, prompts, GREEDY, prefix_cache=False)
+    assert built.runner.launches["prompt_graph"]
     for step_tokens in (48, 100):
         assert generate(built, prompts, GREEDY, prefix_cache=False, max_batch_tokens=step_tokens) == whole
     for lost in (1, 20):

@@ -28,9 +28,11 @@ from attention.kernels.in_order.tile import (
     partial_result,
     tile_of,
 )
+from baton.tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 from baton.tritonlib.launch import bound, interpreted
 
 _FLOAT32_ROWS = 32
+_HOPPER = HopperKernels("prompts in order", probe_of("attention.kernels.in_order.probe"))
 
 
 def attend_prompts(
@@ -61,15 +63,66 @@ def attend_prompts(
         block_table: [R, blocks] int32.
         plan: its units are in order, and its `tile_tokens` are `tile_tokens_of` these heads. Its lengths do not count.
     """
+    if not len(q_THD) or len(query_start_loc) == 1:
+        return
+    assert plan.units.in_order
+    assert plan.units.tile_tokens == tile_tokens_of(q_THD.shape[1] // kv_layer.shape[3])
+    if not logits_soft_cap and alibi_slopes_H is None and has_hopper_kernels(q_THD.device, _HOPPER):
+        from attention.kernels.in_order import hopper
+
+        if hopper.launch(
+            q_THD,
+            kv_layer,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            plan=plan,
+            scale=scale,
+            sinks_H=sinks_H,
+            out=out,
+        ):
+            return
+    launch(
+        q_THD,
+        kv_layer,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        plan=plan,
+        scale=scale,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes_H=alibi_slopes_H,
+        sinks_H=sinks_H,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=out,
+    )
+
+
+def launch(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    plan: DecodePlan,
+    scale: float,
+    logits_soft_cap: float | None = None,
+    alibi_slopes_H: Tensor | None = None,
+    sinks_H: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor,
+) -> None:
+    """Launches the kernel for any sizes, dtypes and GPUs; the arguments are those of `attend_prompts`."""
     num_tokens, num_heads, _ = q_THD.shape
     num_reqs = query_start_loc.shape[0] - 1
-    if not num_tokens or not num_reqs:
-        return
     num_kv_heads = kv_layer.shape[3]
     group = num_heads // num_kv_heads
-    tile_tokens = tile_tokens_of(group)
-    assert plan.units.in_order
-    assert plan.units.tile_tokens == tile_tokens
+    tile_tokens = plan.units.tile_tokens
     # Products of float32 are unrolled into registers, which spill unless tiles are small.
     block_g = _FLOAT32_ROWS if q_THD.dtype == torch.float32 else plan.tiling.prompt_rows
     if interpreted():  # as in decodes there

@@ -36,10 +36,10 @@ def load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, turn, size
         phase = (((turn + count) // STAGES) & 1) ^ 1
         mbarrier.wait(buffers.empty_k.index(stage), phase)
         tile_A, tile_P, full = buffers.k_A.index(stage), buffers.k_P.index(stage), buffers.full_k.index(stage)
-        _load_tile(k_A, k_P, tile_A, tile_P, full, key, tile.kv_head, keys, k_places, BLOCK_A, BLOCK_P, PIECE, PAGED)
+        load_tile(k_A, k_P, tile_A, tile_P, full, key, tile.kv_head, keys, k_places, BLOCK_A, BLOCK_P, PIECE, PAGED)
         mbarrier.wait(buffers.empty_v.index(stage), phase)
         tile_V, full = buffers.v.index(stage), buffers.full_v.index(stage)
-        _load_tile(v_V, v_V, tile_V, tile_V, full, key, tile.kv_head, keys, v_places, sizes.block_v, 0, PIECE, PAGED)
+        load_tile(v_V, v_V, tile_V, tile_V, full, key, tile.kv_head, keys, v_places, sizes.block_v, 0, PIECE, PAGED)
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def load_first_keys(k_A, k_P, buffers, tile, keys, k_places, turn, sizes: gl.con
     mbarrier.wait(buffers.empty_k.index(stage), phase)
     tile_A, tile_P, full = buffers.k_A.index(stage), buffers.k_P.index(stage), buffers.full_k.index(stage)
     key = (_stop_tile(tile, sizes) - 1) * sizes.block_n
-    _load_tile(
+    load_tile(
         k_A, k_P, tile_A, tile_P, full, key, tile.kv_head, keys, k_places, sizes.block_a, sizes.block_p, sizes.piece,
         PAGED,
     )  # fmt: skip
@@ -62,7 +62,7 @@ def _stop_tile(tile, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(
+def load_tile(
     rows_A,
     rows_P,
     tile_A,

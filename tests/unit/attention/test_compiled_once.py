@@ -14,7 +14,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from attention.kernels.blocksparse import decode as blocksparse_decode, hopper as blocksparse_hopper
 from attention.kernels.blocksparse import prefill as blocksparse
 from attention.kernels.decode import attend as decode
-from attention.kernels.in_order import decodes as in_order_decodes, prompts as in_order_prompts
+from attention.kernels.in_order import decodes as in_order_decodes, hopper as in_order_hopper
+from attention.kernels.in_order import prompts as in_order_prompts
 from attention.kernels.mla import gathered, hopper as mla_decode_hopper, portable as mla_decode_plain
 from attention.kernels.mla.merge import merge_splits
 from attention.kernels.mla.plan import make_mla_decode_plan
@@ -37,7 +38,7 @@ def launch_split(call):
 
 paged_launches = [portable.launch, launch_split, launch_list, hopper.launch, launch_persistent]
 kernels = [decode._decode_kernel, mla_decode_plain._decode, gather._gather_kernel]
-kernels += [in_order_decodes._decode_kernel, in_order_prompts._prompt_kernel]
+kernels += [in_order_decodes._decode_kernel, in_order_prompts._prompt_kernel, in_order_hopper._attend_tile]
 kernels += [blocksparse._prefill_kernel, blocksparse_decode._decode_kernel]
 kernels += [mla_decode_hopper._decode, gathered._decode_gathered, blocksparse_hopper._attend_kernel]
 backend = make_backend(GPUTarget("cuda", 90, 32))

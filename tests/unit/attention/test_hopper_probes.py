@@ -10,6 +10,8 @@ from torch import Tensor
 from attention.blocksparse import BlocksparseParams
 from attention.kernels.blocksparse.prefill import blocksparse_prefill, prefill_tiling
 from attention.kernels.blocksparse.probe import compare as compare_blocksparse
+from attention.kernels.in_order.probe import compare as compare_in_order
+from attention.kernels.in_order.prompts import launch as launch_in_order
 from attention.kernels.mla import portable as portable_mla
 from attention.kernels.mla.probe import compare as compare_mla
 from attention.kernels.mla.probe import compare_selected
@@ -77,7 +79,16 @@ def blocksparse(*, wrong: bool) -> HopperVerdict:
     return check(HopperKernels("sparse", lambda device: compare_blocksparse(device, launch)), DEVICE_)
 
 
-@pytest.mark.parametrize("probe", [paged, mla, selected, blocksparse])
+def in_order(*, wrong: bool) -> HopperVerdict:
+    def launch(q_THD: Tensor, kv_layer: Tensor, *, out: Tensor, **options: Any) -> None:
+        launch_in_order(q_THD, kv_layer, out=out, **options)
+        if wrong:
+            out[1, 0, 3] *= 1.01
+
+    return check(HopperKernels("in order", lambda device: compare_in_order(device, launch)), DEVICE_)
+
+
+@pytest.mark.parametrize("probe", [paged, mla, selected, blocksparse, in_order])
 def test_a_right_kernel_passes(probe: Any) -> None:
     assert probe(wrong=False) == HopperVerdict(0.0)
 
@@ -93,3 +104,9 @@ def test_a_kernel_that_does_not_take_the_call_is_refused() -> None:
     verdict = check(HopperKernels("paged", lambda device: compare_paged(device, lambda _: False)), DEVICE_)
     assert not verdict.passed
     assert "does not take the call" in verdict.reason
+
+
+def test_a_kernel_in_order_with_other_bits_is_refused() -> None:
+    verdict = in_order(wrong=True)
+    assert not verdict.passed
+    assert "bits differ" in verdict.reason

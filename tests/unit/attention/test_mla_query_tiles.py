@@ -3,7 +3,7 @@ neighbours, and the plan of the tiles holds every token once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attention.kernels.mla.decode import mla_decode_attention
 from attention.kernels.mla.plan import MLADecodePlan, tile_tokens_of
-from attention.metadata import CommonAttentionMetadata, build_common_metadata
-from attention.mla_query_tiles import plan_query_tiles
+from attention.metadata import CommonAttentionMetadata, PaddedBatch, build_common_metadata
+from attention.mla_query_tiles import cut_padded, plan_query_tiles
 from tests.device import DEVICE
 from tests.unit.attention.test_mla_decode_kernel import LATENT, SCALE, Decodes, decodes, plan_for
 
@@ -153,3 +153,39 @@ def test_a_long_prompt_is_cut_into_runs_of_bounded_memory() -> None:
 )
 def test_the_heads_of_a_query_tile_fit_one_program(num_heads: int, tokens: int) -> None:
     assert tile_tokens_of(num_heads) == tokens
+
+
+@pytest.mark.parametrize("partials", [4096, 40])
+def test_the_device_cuts_prompts_of_a_padded_batch_as_the_host_does(partials: int) -> None:
+    lengths, decodes, size = [5, 150, 2, 64, 7], 3, 256
+    starts = [decodes, *(decodes + stop for stop in accumulate(lengths))]
+    padding = [starts[-1], size]
+    batch = PaddedBatch(
+        decode_seq_lens=torch.tensor([9, 8, 7], dtype=torch.int32, device=DEVICE),
+        decode_table=torch.zeros(3, 4, dtype=torch.int32, device=DEVICE),
+        query_start_loc=torch.tensor([*starts, *padding], dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.tensor([*lengths, 0, 0], dtype=torch.int32, device=DEVICE),
+        block_table=torch.zeros(7, 4, dtype=torch.int32, device=DEVICE),
+        max_query_len=size,
+        slot_mapping=torch.zeros(size, dtype=torch.int64, device=DEVICE),
+    )
+    plan = plan_for(16, split_tokens=64)
+    plan = replace(plan, partial_lse=plan.partial_lse.new_empty(partials, 16))
+    runs = cut_padded(batch, plan)
+    assert (len(runs) == 1) == (partials == 4096)
+    assert [run.start for run in runs] == [0, *(run.stop for run in runs[:-1])]
+    assert runs[-1].stop == size
+    found: dict[int, tuple[int, int]] = {}
+    for run in runs:
+        assert (-(-run.seq_lens // 64) * plan.tile_tokens).sum() <= partials
+        for length, (last, count, request) in zip(run.seq_lens.tolist(), run.tiles.tolist(), strict=True):
+            assert count <= plan.tile_tokens
+            for after in range(count):
+                row = run.start + last - after
+                assert run.start <= row < run.stop
+                assert row not in found
+                found[row] = (length - after if length else 0, request)
+    expected = dict.fromkeys(range(starts[-1], size), (0, 6))
+    for request, length in enumerate(lengths):
+        expected |= {starts[request] + token: (token + 1, request) for token in range(length)}
+    assert found == expected

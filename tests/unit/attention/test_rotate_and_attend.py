@@ -4,7 +4,7 @@ torch followed by `forward`: outputs and caches.
 Legend: T tokens, H query heads, K kv heads, D head size, X channels of all heads, C latent plus rotary channels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -197,13 +197,15 @@ def test_outputs_and_caches_of_latents_are_equal(interleaved: bool, kv_dtype: st
         assert_near(caches[1].view, caches[0].view, kv_dtype)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_padded_step_with_prompts_among_the_first_tokens_gives_what_one_without_padding_gives(
-    monkeypatch: pytest.MonkeyPatch,
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a captured step: the first tokens are computed as decodes too, which must leave prompts' queries turned."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     torch.manual_seed(0)
-    backend = TritonMLA(needs_of(KVKind.MLA, ""), probe_platform(DEVICE), context_workspace_tokens=8)
+    needs = replace(needs_of(KVKind.MLA, ""), batch_invariant=batch_invariant)
+    backend = TritonMLA(needs, probe_platform(DEVICE), context_workspace_tokens=8)
     layer = latent_layer(backend, latent_projection())
     norm, size = norm_of(DIMS.kv_lora_rank), 16
     q_THD = torch.randn(size, HEADS, DIMS.qk_nope_head_dim + DIMS.qk_rope_head_dim, device=DEVICE)

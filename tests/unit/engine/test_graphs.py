@@ -174,11 +174,16 @@ def test_a_captured_step_depends_on_no_value_of_the_host(family: str, name: str,
 
 
 def load_with(
-    name: str, directory: Path, built: BuiltRunner, *, max_num_reqs: int = 8
+    name: str, directory: Path, built: BuiltRunner, *, max_num_reqs: int = 8, batch_invariant: bool = False
 ) -> tuple[CausalLM, AttentionBackend]:
     """The model with a backend of Triton kernels, which run in the interpreter without a GPU."""
     needs = attention_needs(
-        built.config, dtype="float32", device="cpu", shape=built.cache.shape, max_num_reqs=max_num_reqs
+        built.config,
+        dtype="float32",
+        device="cpu",
+        shape=built.cache.shape,
+        max_num_reqs=max_num_reqs,
+        batch_invariant=batch_invariant,
     )
     (backend_class,) = (each for each in BACKENDS if each.capabilities.name == name)
     backend = backend_class(needs, probe_platform("cpu"), context_workspace_tokens=64)

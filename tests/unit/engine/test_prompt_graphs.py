@@ -180,16 +180,22 @@ def test_families_give_the_same_tokens_and_kv(family: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "name"), [("mistral-window", "TRITON_ATTN"), ("gpt-oss", "TRITON_ATTN"), ("deepseek-v3", "TRITON_MLA")]
+    ("family", "name", "batch_invariant"),
+    [
+        ("mistral-window", "TRITON_ATTN", False),
+        ("gpt-oss", "TRITON_ATTN", False),
+        ("deepseek-v3", "TRITON_MLA", False),
+        ("deepseek-v3", "TRITON_MLA", True),
+    ],
 )
 def test_a_captured_step_depends_on_no_value_of_the_host(
-    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, name: str, batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The metadata that graphs are captured with, filled in place by each step, in Triton's interpreter."""
     save_tiny(family, tmp_path)
     built = build(tmp_path)
     eager = runner_of(built, graphs=None)
-    model, backend = load_with(name, tmp_path, built)
+    model, backend = load_with(name, tmp_path, built, batch_invariant=batch_invariant)
     padded = ModelRunner(
         model, backend, runner_of(built, graphs=None)._cache, built.runner.facts, graphs=GRAPHS, grammars=built.grammars
     )

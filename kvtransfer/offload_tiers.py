@@ -48,6 +48,7 @@ class EntryTiers:
         layout: of the rank's entries.
         settings: sizes and stores.
         clock: monotonic seconds, for the limits of calls to stores.
+        pages: the host memory, if there is some already; it is closed with the tiers.
 
     Attributes:
         places: of entries in host memory, once it is open.
@@ -57,7 +58,12 @@ class EntryTiers:
     """
 
     def __init__(
-        self, layout: EntryLayout, settings: TransferSettings, *, clock: Callable[[], float] = time.monotonic
+        self,
+        layout: EntryLayout,
+        settings: TransferSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pages: HostPages | None = None,
     ) -> None:
         least = layout.entry_bytes * (1 + len(layout.pieces) + bool(settings.stores))
         if settings.host_cache_bytes < least:
@@ -73,7 +79,7 @@ class EntryTiers:
         self.layout = layout
         self._settings = settings
         self._clock = clock
-        self._pages: HostPages | None = None
+        self._pages = pages
         self._host: HostMemory
         self._calls: StoreCalls
         self.places = 0
@@ -89,12 +95,12 @@ class EntryTiers:
 
     def open(self, open_host_memory: Callable[[int], HostPages]) -> None:
         """Allocates host memory and opens the stores, once."""
-        if self._pages is not None:
+        if self.places:
             return
         layout, settings = self.layout, self._settings
         places, size = settings.host_cache_bytes // layout.entry_bytes, layout.entry_bytes
         passing = min(_PASSING_MAX, max(1, int(places * _PASSING_SHARE))) if settings.stores else 0
-        pages = open_host_memory(settings.host_cache_bytes)
+        pages = self._pages or open_host_memory(settings.host_cache_bytes)
         passed, kept = pages.tensor[: passing * size], pages.tensor[passing * size : places * size]
         self._pages, self._host = pages, HostMemory(kept, size, clock=self._clock)
         self.places = places - passing
@@ -308,7 +314,7 @@ class EntryTiers:
 
     def counters(self) -> EntryCounters:
         """Totals; any thread may call it."""
-        if self._pages is None:
+        if not self.places:
             return EntryCounters()
         host = self._host.counters
         return EntryCounters(

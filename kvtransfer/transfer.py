@@ -22,6 +22,7 @@ from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals, UsedNumbers
 from kvtransfer.ledger import Peer
 from kvtransfer.link import LinkSpeed
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
 from kvtransfer.offload_tiers import EntryTiers
@@ -51,6 +52,7 @@ class KVTransfer(RankTransfer):
         on_filled, on_refused, on_stores_changed: called on the event loop, in the order of the events.
         make_mover: makes the mover between cache and staging; by default the mover for the cache's device.
         clock: monotonic seconds, for receive limits and for timing links.
+        host_pages: the host memory for entries, if there is some already; it is closed with the transfer.
 
     Raises:
         ConfigError: not even one token of one layer fits into a segment, or not one entry into the host cache.
@@ -66,6 +68,7 @@ class KVTransfer(RankTransfer):
         on_stores_changed: OnStoresChanged = lambda _: None,
         make_mover: MakeMover = open_mover,
         clock: Callable[[], float] = time.monotonic,
+        host_pages: HostPages | None = None,
     ) -> None:
         check_segment_bytes(cache.spec, settings.segment_bytes)
         self.message_bytes = settings.message_bytes
@@ -77,7 +80,7 @@ class KVTransfer(RankTransfer):
         self._on_link_failed: OnLinkFailed | None = None
         self._on_failed: OnFailed | None = None
         layout = EntryLayout(settings.parts(cache.spec)) if settings.host_cache_bytes else None
-        self._tiers = EntryTiers(layout, settings, clock=clock) if layout is not None else None
+        self._tiers = EntryTiers(layout, settings, clock=clock, pages=host_pages) if layout is not None else None
         self._make_thread = partial(
             TransferThread,
             cache,

@@ -41,6 +41,7 @@ from baton.security.tls import InternalTls
 from baton.settings.model_source import hub_commit
 from baton.settings.node_config import NodeSettings
 from kvtransfer.leases import LeaseTotals
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import MakeTransfer, RankedTransfer
 from kvtransfer.records import RefusedSegment
@@ -71,6 +72,7 @@ class Node:
     Args:
         built: rank 0's loaded model with its cache, from `load`.
         group: the other ranks, which have loaded their parts or are about to; None if there are none.
+        host_pages: rank 0's host memory for KV, if it is taken already.
 
     Attributes:
         experts: load of the model's experts.
@@ -89,6 +91,7 @@ class Node:
         role: node_status_pb2.Role.ValueType,
         address: str,
         group: RankGroup | None = None,
+        host_pages: HostPages | None = None,
     ) -> None:
         self.built = built
         self.address = address
@@ -103,7 +106,14 @@ class Node:
         self._ending_at_errors = group.ending_at_errors if group is not None else nullcontext
         runner = _runner_of_ranks(built, group)
         makers: list[MakeTransfer] = [
-            partial(open_transfer, settings, built, self.incarnation, on_stores_changed=self._stores_changed)
+            partial(
+                open_transfer,
+                settings,
+                built,
+                self.incarnation,
+                on_stores_changed=self._stores_changed,
+                host_pages=host_pages,
+            )
         ]
         makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
         transferred = transfer_settings(settings, built, self.incarnation)

@@ -12,11 +12,13 @@ from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.calibration import calibrate, step_limits
 from baton.engine.request import EngineLimits
 from baton.models.layers.parallel import SINGLE, TensorParallel
+from baton.node.early_host_memory import EarlyHostMemory
 from baton.node.kv_stores import open_stores
 from baton.node.progress import LoadingProgress, ReportedProgress
 from baton.node.ranks.join import rank_device
 from baton.settings.node_config import STAGING_SLOTS, NodeSettings, PrefillSettings
 from kvtransfer.flows import heads_of
+from kvtransfer.movers.host_pages import HostPages
 from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
 from kvtransfer.rank_transfer import OnFilled, OnRefused, OnStoresChanged
 from kvtransfer.settings import TransferSettings
@@ -53,6 +55,7 @@ def open_transfer(
     on_refused: OnRefused,
     *,
     on_stores_changed: OnStoresChanged = lambda _: None,
+    host_pages: HostPages | None = None,
 ) -> KVTransfer:
     """The KV transfer of one rank, not yet started."""
     return KVTransfer(
@@ -61,17 +64,23 @@ def open_transfer(
         on_filled=on_filled,
         on_refused=on_refused,
         on_stores_changed=on_stores_changed,
+        host_pages=host_pages,
     )
 
 
 def load(
-    settings: NodeSettings, parallel: TensorParallel = SINGLE, *, supervisor: Supervisor | None = None
+    settings: NodeSettings,
+    parallel: TensorParallel = SINGLE,
+    *,
+    supervisor: Supervisor | None = None,
+    host_memory: EarlyHostMemory | None = None,
 ) -> BuiltRunner:
     """Reads the checkpoint, or one rank's part of it, and allocates the cache; on a GPU, captures graphs and measures
     steps. It takes long, and all ranks call it together.
 
     Args:
         supervisor: receives the progress if there is one; otherwise it is shown on a terminal or logged.
+        host_memory: is locked before steps are measured, because page-locking stops launches. On a CPU there is none.
 
     Raises:
         ConfigError: a setting, or the checkpoint that it names, cannot work.
@@ -85,6 +94,9 @@ def load(
         return built  # a node on a CPU learns the costs of steps while it serves
     if supervisor is not None:
         supervisor.report("capturing graphs" if settings.cuda_graphs else "measuring steps")
+    built.runner.prepare()
+    if host_memory is not None:
+        host_memory.wait(log=parallel.rank == 0)
     return calibrate(built, settings)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import uvloop
 
 from baton.core.exits import ending_soon_if_it_fails, exit_at_once
@@ -31,6 +32,7 @@ from baton.models.loading.gguf.view import model_directory
 from baton.models.loading.local_config import local_config
 from baton.node.adapters import Adapters, need_room_for_experts
 from baton.node.assembly import Node
+from baton.node.early_host_memory import EarlyHostMemory
 from baton.node.fault import Fault
 from baton.node.from_settings import load
 from baton.node.kv_stores import check_stores
@@ -38,7 +40,7 @@ from baton.node.own_status import STUCK_AFTER_S
 from baton.node.ranks.group import RankGroup, start_ranks
 from baton.node.ranks.host import run_host
 from baton.node.ranks.hosts import Hosts
-from baton.node.ranks.join import as_rank, join
+from baton.node.ranks.join import as_rank, join, rank_device
 from baton.node.role import RoleKind, ServedRole
 from baton.node.role_services import DECODE, PREFILL
 from baton.node.role_switch import RoleSwitch
@@ -58,6 +60,7 @@ from baton.rpc.sockets import bind
 from baton.security import roles as certified
 from baton.security.peers import PeerTls
 from baton.settings.node_config import NodeSettings
+from kvtransfer.movers.host_pages import HostPages
 
 log = logging.getLogger("baton")
 
@@ -131,10 +134,13 @@ def _run_process(
         with start_ranks(settings, program, _CERTIFIED[role], supervisor) as group:
             with ending_at_signals():
                 parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
-                built = load(settings, parallel, supervisor=supervisor)
+                host_memory = EarlyHostMemory(settings, torch.device(rank_device(settings, 0)))
+                built = load(settings, parallel, supervisor=supervisor, host_memory=host_memory)
             group.loaded()
             loading.close()  # from here on the loop runs on this thread
-            runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds, starting))
+            runner.run(
+                _run(settings, built, host_memory.pages, group, server, metrics, supervisor, role, kinds, starting)
+            )
 
 
 async def _bind(settings: NodeSettings, role: node_status_pb2.Role.ValueType) -> GrpcServer:
@@ -151,6 +157,7 @@ async def _bind(settings: NodeSettings, role: node_status_pb2.Role.ValueType) ->
 async def _run(
     settings: NodeSettings,
     built: BuiltRunner,
+    host_pages: HostPages | None,
     group: RankGroup,
     server: GrpcServer,
     metrics: socket.socket | None,
@@ -163,7 +170,7 @@ async def _run(
     # would tear the event loop down halfway.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end_at_once)
     async with server:
-        node = Node(settings, built, role=role, address=server.address, group=group)
+        node = Node(settings, built, role=role, address=server.address, group=group, host_pages=host_pages)
         show_name(node.name)
         stop = asyncio.Event()
         switch = RoleSwitch(

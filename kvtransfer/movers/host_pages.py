@@ -16,7 +16,7 @@ class HostPages:
     """Zeroed pages. Without page-locking each exists from the first write to it on, so unused ones cost nothing.
 
     Args:
-        pinned: page-locked for the GPU that is current, which takes seconds for many GiB.
+        pinned: page-locked for the thread's current GPU, which takes seconds for many GiB.
 
     Attributes:
         tensor: all of it, uint8, from the start of a page.

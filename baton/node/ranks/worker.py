@@ -18,13 +18,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from baton.core.exits import END_S, exit_at_once
 from baton.core.interpreter_lock import pass_lock_sooner
 from baton.core.logs import set_up_logging
 from baton.engine.build import BuiltRunner
+from baton.node.early_host_memory import EarlyHostMemory
 from baton.node.fault import Fault
 from baton.node.from_settings import load, open_transfer
-from baton.node.ranks.join import join
+from baton.node.ranks.join import join, rank_device
 from baton.node.ranks.messages import Setup, Up
 from baton.node.ranks.serving import TransferServer
 from baton.node.ranks.steps import follow
@@ -52,10 +55,11 @@ def main(arguments: Sequence[str]) -> None:
     )
     with _ending_at_errors(steps, setup):
         parallel = join(setup.rank, settings, meeting=setup.meeting)
-        built = load(settings, parallel=parallel)
+        host_memory = EarlyHostMemory(settings, torch.device(rank_device(settings, setup.rank)))
+        built = load(settings, parallel=parallel, host_memory=host_memory)
         thread = threading.Thread(target=_follow, args=(steps, setup, built), name="device", daemon=True)
         thread.start()
-        make = partial(open_transfer, settings, built)
+        make = partial(open_transfer, settings, built, host_pages=host_memory.pages)
         asyncio.run(TransferServer(setup.rank, make, guard=partial(_ending_at_errors, steps, setup)).serve(calls))
     thread.join()
     exit_at_once(0)

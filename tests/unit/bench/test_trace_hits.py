@@ -3,7 +3,7 @@
 import pytest
 
 from baton.load.traces import TraceRequest
-from bench.trace_hits import hit_share, table
+from bench.trace_hits import hit_share, host_table, table
 
 
 def requests(*prompts: tuple[int, ...]) -> list[TraceRequest]:
@@ -26,3 +26,10 @@ def test_a_table_has_a_row_for_each_beginning_of_the_trace() -> None:
     lines = list(table([*requests((1, 2), (1, 3)), late]))
     assert lines[2] == "| the first 500 s: 2 | 25.0 % | 25.0 % | 25.0 % | 25.0 % | 25.0 % |"
     assert lines[4] == "| all: 3 | 40.0 % | 40.0 % | 40.0 % | 40.0 % | 40.0 % |"
+
+
+def test_host_memory_of_the_caches_size_adds_no_hits_and_more_does() -> None:
+    cache = 30 * 2**30 // (131072 * 512)
+    sequence = tuple(range(int(1.8 * cache)))
+    lines = list(host_table(requests(sequence, sequence)))
+    assert lines[2] == "| 30 GiB | 27.8 % | 41.7 % | 50.0 % | 50.0 % | 50.0 % |"

@@ -1029,6 +1029,23 @@ def test_a_host_cache_that_the_machine_cannot_give_is_named_as_it_was_given() ->
     assert (error.value.field, error.value.value) == ("host_cache_gib", "1000000.3")
 
 
+def test_memory_that_is_there_already_is_used_and_closed() -> None:
+    class Pages(HostPages):
+        is_closed = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    settings = transfer_settings(GQA, places=2)
+    pages = Pages(settings.host_cache_bytes, pinned=False)
+    tiers = EntryTiers(EntryLayout(parts_of(GQA)), settings, pages=pages)
+    assert tiers.counters().entries == 0
+    tiers.open(lambda _: pytest.fail("more memory"))
+    assert tiers.places == 2
+    tiers.close()
+    assert pages.is_closed
+
+
 def test_namespaces_differ_where_entries_mean_something_else() -> None:
     others = [
         replace(GQA, dtype="float16"),

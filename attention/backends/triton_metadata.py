@@ -222,15 +222,13 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         self._plans.fill(decodes.seq_lens)
         prefills = TritonPrefills(batch.query_start_loc, batch.seq_lens, batch.block_table, causal=True)
         num_tokens = batch.slot_mapping.shape[0]
-        # The lengths are not known. Short requests leave all but one split without keys.
-        num_keys = batch.block_table.shape[1] * self._needs.block_size
-        splits = self._splits(
-            num_tokens=num_tokens, num_reqs=len(batch.seq_lens), batch_tokens=num_tokens, num_keys=num_keys
-        )
-        has_next_tiles = splits == 1 and self._num_tiles(num_tokens, 0) > self._num_sms
-        if self._always_persistent or has_next_tiles:
+        if self._always_persistent:
             prefills = self._with_work(prefills, num_tokens)
-        else:
+        else:  # the lengths are not known; short requests leave all but one split without keys
+            num_keys = batch.block_table.shape[1] * self._needs.block_size
+            splits = self._splits(
+                num_tokens=num_tokens, num_reqs=len(batch.seq_lens), batch_tokens=num_tokens, num_keys=num_keys
+            )
             prefills = prefills._replace(splits=splits)
         return TritonAttentionMetadata(
             new_tokens=WriteIndex(batch.slot_mapping, self._needs.block_size),

@@ -19,8 +19,6 @@ from attention.kernels.paged.hopper_tile import Sizes
 from attention.kernels.tma_rows import as_rows
 
 TILE_ROWS = 128
-# Tokens of a prompt for whose attention tiles of 64 keys are at least as fast.
-_SHORT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -39,13 +37,10 @@ class HopperTiling:
 
 def choose_tiling(call: AttentionCall) -> HopperTiling:
     """Chooses the tile by measurements on an H200: 128 keys and two buffers are best where they fit, and heads share
-    tiles at no cost. Short prompts without context waste less of a tile of 64 keys on keys that no query sees."""
+    tiles at no cost."""
     channels = max(call.q_THD.shape[-1], call.keys.values.shape[-1])
-    pack = min(call.group, TILE_ROWS)
-    if channels <= 128 and call.keys.block_table is None and call.max_query_len <= _SHORT_TOKENS:
-        return HopperTiling(block_n=64, stages=4, pack=pack)
     fits = channels <= 192 and call.keys.values.shape[-1] <= 128
-    return HopperTiling(block_n=128 if fits else 64, stages=2, pack=pack)
+    return HopperTiling(block_n=128 if fits else 64, stages=2, pack=min(call.group, TILE_ROWS))
 
 
 class HopperCall(NamedTuple):

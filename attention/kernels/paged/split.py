@@ -29,8 +29,6 @@ _TILE_ROWS = 128
 # may have.
 _MOST_PROGRAMS = 8
 _BLOCK_HEADS, _BLOCK_SPLITS = 4, 8
-# Programs that merge splits, about: enough for an H200, and most of them find nothing to merge.
-_MERGE_PROGRAMS = 528
 
 
 class Partials(NamedTuple):
@@ -61,7 +59,8 @@ class SplitLayer(NamedTuple):
 
 
 def choose_splits(layer: SplitLayer, *, num_tokens: int, num_reqs: int, batch_tokens: int, num_keys: int) -> int:
-    """Returns among how many programs to split each tile's keys, so that all of them are expected to end first.
+    """Returns among how many programs to split each tile's keys, so that all programs are expected to end first. 1: not
+    split.
 
     Args:
         num_tokens, num_reqs: prompts of the batch and their tokens, or upper bounds.
@@ -103,9 +102,7 @@ def merge_splits(call: AttentionCall, partials: Partials) -> None:
     if partials.out_ptr is None:
         return
     splits, num_tokens, num_heads, value_size = partials.out_ptr.shape
-    blocks = triton.cdiv(num_heads, _BLOCK_HEADS)
-    programs = min(blocks, triton.cdiv(_MERGE_PROGRAMS, num_tokens))
-    _merge_kernel[(num_tokens, programs)](
+    _merge_kernel[(num_tokens, triton.cdiv(num_heads, _BLOCK_HEADS))](
         partials.out_ptr,
         partials.lse_ptr,
         call.out,
@@ -117,7 +114,6 @@ def merge_splits(call: AttentionCall, partials: Partials) -> None:
         num_heads,
         *call.out.stride()[:2],
         *call.lse[1:],
-        triton.cdiv(blocks, programs),
         VALUE_SIZE=value_size,
         BLOCK_H=_BLOCK_HEADS,
         BLOCK_V=max(16, triton.next_power_of_2(value_size)),
@@ -136,7 +132,7 @@ def find_share(num_keys, num_splits, BLOCK_N: tl.constexpr, LEAST: tl.constexpr)
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "splits", "num_tokens", "stride_lse_h", "stride_lse_t", "num_blocks"],
+    do_not_specialize=["num_reqs", "splits", "num_tokens", "stride_lse_h", "stride_lse_t"],
     do_not_specialize_on_alignment=["query_start_ptr"],  # in a batch with decodes, which come first
 )
 def _merge_kernel(
@@ -153,51 +149,19 @@ def _merge_kernel(
     stride_out_h,
     stride_lse_h,
     stride_lse_t,
-    num_blocks,
     VALUE_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Merges the partial results of some blocks of heads of one token, in order. The output is 0 if no split has
-    keys."""
+    """Merges the partial results of some heads of one token, in order. The output is 0 if no split has keys."""
     token = tl.program_id(0)
+    first_head = tl.program_id(1) * BLOCK_H
     if (token < tl.load(query_start_ptr)) | (token >= tl.load(query_start_ptr + num_reqs)):
         return
-    if tl.load(partial_lse_ptr + token) == WRITTEN:  # as are all heads of this token
+    if tl.load(partial_lse_ptr + first_head * num_tokens + token) == WRITTEN:  # as are all heads of this token
         return
-    for block in tl.range(0, bound(num_blocks, INTERPRETED)):
-        first_head = (tl.program_id(1) * num_blocks + block) * BLOCK_H
-        if first_head < num_heads:
-            _merge_heads(
-                partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, token, first_head, splits, num_tokens, num_heads,
-                stride_out_t, stride_out_h, stride_lse_h, stride_lse_t, VALUE_SIZE, BLOCK_H, BLOCK_V, BLOCK_S,
-                INTERPRETED,
-            )  # fmt: skip
-
-
-@triton.jit
-def _merge_heads(
-    partial_out_ptr,
-    partial_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    token,
-    first_head,
-    splits,
-    num_tokens,
-    num_heads,
-    stride_out_t,
-    stride_out_h,
-    stride_lse_h,
-    stride_lse_t,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
     heads_H = first_head + tl.arange(0, BLOCK_H)
     exists_H = heads_H < num_heads
     channels_V = tl.arange(0, BLOCK_V)

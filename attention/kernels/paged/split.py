@@ -19,6 +19,9 @@ from baton.tritonlib.launch import bound, interpreted
 # Keys of a split, at least. On an H200 a program reads this many in 14 us, and merging takes about 6.
 LEAST_KEYS = 1024
 _MOST_SPLITS = 64
+# Costs, in the time that a program takes for a key, which is 13 ns on an H200: to begin a program, to merge splits, and
+# to write and read a byte of partial results.
+_BEGIN_COST, _MERGE_COST, _BYTE_COST = 420.0, 300.0, 4.4e-5
 # Memory for partial results of one call.
 _MOST_BYTES = 64 * 2**20
 _TILE_ROWS = 128
@@ -56,7 +59,8 @@ class SplitLayer(NamedTuple):
 
 
 def choose_splits(layer: SplitLayer, *, num_tokens: int, num_reqs: int, batch_tokens: int, num_keys: int) -> int:
-    """Returns among how many programs to split each tile's keys: as many as the GPU has room for. 1: not split.
+    """Returns among how many programs to split each tile's keys, so that all programs are expected to end first. 1: not
+    split.
 
     Args:
         num_tokens, num_reqs: prompts of the batch and their tokens, or upper bounds.
@@ -67,14 +71,19 @@ def choose_splits(layer: SplitLayer, *, num_tokens: int, num_reqs: int, batch_to
     tiles = -(-num_tokens * group // _TILE_ROWS)
     programs = layer.num_kv_heads * tiles
     bytes_per_split = batch_tokens * layer.num_heads * (layer.value_size + 1) * 4
-    splits = min(
-        layer.num_sms // programs,
+    most = min(
         _MOST_PROGRAMS * layer.num_sms // (layer.num_kv_heads * (tiles + num_reqs)),
         num_keys // LEAST_KEYS,
         _MOST_BYTES // max(1, bytes_per_split),
         _MOST_SPLITS,
     )
-    return max(1, splits)
+
+    def cost(splits: int) -> float:
+        rounds = -(-programs * splits // layer.num_sms)
+        merge = _MERGE_COST + splits * bytes_per_split * _BYTE_COST if splits > 1 else 0.0
+        return rounds * (num_keys / splits + _BEGIN_COST) + merge
+
+    return min(range(1, max(1, most) + 1), key=cost)
 
 
 def new_partials(call: AttentionCall) -> Partials:

@@ -57,6 +57,12 @@ def test_a_short_context_is_not_split(num_keys: int) -> None:
     assert chosen(16, num_keys) == 1
 
 
+@pytest.mark.parametrize(("num_tokens", "splits"), [(190, 5), (300, 3), (640, 4)])
+def test_tiles_that_leave_part_of_the_gpu_idle_are_split_so_that_less_of_it_is(num_tokens: int, splits: int) -> None:
+    # For example, 80 tiles over all heads would take as long as 132 do, and 160 as long as 264.
+    assert chosen(num_tokens, 32768) == splits
+
+
 @pytest.mark.parametrize("num_tokens", [512, 2048, 8192])
 def test_many_rows_are_not_split(num_tokens: int) -> None:
     assert chosen(num_tokens, 131072) == 1

@@ -6,9 +6,8 @@ that the device seldom waits. Pure; times are arguments.
                                         |<--- lead ------------>|
 
 Each launch shows which lead would have been just enough: the time from when it was due to when it was done, with the
-delay of timers and threads, and by how much the running step ended before its prediction. The lead is what 19 of 20
-launches needed lately, next to steps with prompts or next to others. bench/results/served.md compares it with a lead
-that is nearly always enough.
+delay of timers and threads, and by how much the running step ended before its prediction. The lead is what 49 of 50
+launches needed lately, next to steps with prompts or next to others. bench/results/served.md compares other leads.
 """
 
 from bisect import bisect_left, insort
@@ -16,7 +15,7 @@ from collections import deque
 
 _SAMPLES_MIN = 8  # before a launch waits
 _SAMPLES_MAX = 200
-_ENOUGH = 0.95
+_ENOUGH = 0.98
 _RANKS_S = 0.0002  # other ranks launch a little later than the one that measures
 
 
@@ -30,7 +29,7 @@ class Leads:
 
     @property
     def enough(self) -> float | None:
-        """What 19 of 20 needed. Returns None while few are known."""
+        """What 49 of 50 needed. Returns None while few are known."""
         if len(self._sorted) < _SAMPLES_MIN:
             return None
         return self._sorted[int(_ENOUGH * len(self._sorted))]

@@ -63,17 +63,17 @@ def test_steps_are_expected_to_end_as_early_or_late_as_before(part: float) -> No
     assert clock.wait_s() == pytest.approx(part * STEP_S - LAUNCH_S - MARGIN_S)
 
 
-def test_of_launches_that_vary_one_in_twenty_is_late() -> None:
+def test_of_launches_that_vary_one_in_fifty_is_late() -> None:
     """They take 0 to 4.975 ms, each of 200 times once."""
     clock = Clock()
     for number in range(1000):
         clock.step(launch_s=0.000025 * (number * 37 % 200))
-    assert clock.wait_s() == pytest.approx(STEP_S - 0.95 * 0.005 - MARGIN_S)
+    assert clock.wait_s() == pytest.approx(STEP_S - 0.98 * 0.005 - MARGIN_S)
 
 
 def test_rare_slow_launches_change_nothing() -> None:
     clock = Clock().steps(200)
-    for _ in range(4):
+    for _ in range(3):
         clock.step(launch_s=0.9 * STEP_S)
         clock.steps(40)
     assert clock.wait_s() == pytest.approx(STEP_S - LAUNCH_S - MARGIN_S)

@@ -151,7 +151,9 @@ def _attend_tile(
     seq_len = gl.load(seq_lens_ptr + request)
     context = seq_len - query_len
     start = (context // TOKENS + number) * TOKENS
-    if (query_len <= 0) | (start >= seq_len):
+    # NOTE: without keys the warps would wait for ever for a tile that is never loaded. The padding of a captured step
+    # has queries and no keys, so `start` is below 0 there.
+    if (query_len <= 0) | (seq_len <= 0) | (start >= seq_len):
         return
     first_key = _first_visible_key(gl.maximum(start, context) + 1, window, chunk)
     key_stop = gl.minimum(start + TOKENS, seq_len)

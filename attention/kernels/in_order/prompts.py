@@ -59,7 +59,8 @@ def attend_prompts(
     Args:
         q_THD, out: [T, H, D]; a request's queries are its last tokens.
         kv_layer, q_scale, k_scale, v_scale: as for `attention.kernels.decode.attend.decode_attention`.
-        query_start_loc, seq_lens: [R + 1] and [R] int32, starting at any token. A request without queries is padding.
+        query_start_loc, seq_lens: [R + 1] and [R] int32, starting at any token. A request without queries or of length
+            0 is padding, whose rows are undefined.
         block_table: [R, blocks] int32.
         plan: its units are in order, and its `tile_tokens` are `tile_tokens_of` these heads. Its lengths do not count.
     """

@@ -102,3 +102,22 @@ def test_requests_without_queries_are_padding() -> None:
     ours = computed(batch, [(0, 4, 4), (1, 2, 9), (2, 0, 0), (3, 52, 53)], Asked())
     assert torch.equal(ours[1], decoded(batch, 1, Asked())[2:9])
     assert torch.equal(ours[3], decoded(batch, 3, Asked())[52:])
+
+
+def test_padding_of_a_captured_step_has_queries_and_no_keys() -> None:
+    """In sizes that the kernel for Hopper takes. It would wait for ever for the padding's keys."""
+    padding = 200
+    batch = decodes([9], num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    q_THD = torch.cat([queries_of(batch, 0), torch.zeros_like(batch.q_RHD[:1]).expand(padding, -1, -1)])
+    out = torch.zeros_like(q_THD)
+    attend_prompts(
+        q_THD,
+        batch.kv_layer,
+        query_start_loc=torch.tensor([0, 9, 9, 9 + padding], dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.tensor([9, 0, 0], dtype=torch.int32, device=DEVICE),
+        block_table=batch.block_table.expand(3, -1).contiguous(),
+        plan=in_order_plan(batch, Asked(), rows=1, max_splits=MAX_SPLITS),
+        scale=SCALE,
+        out=out,
+    )
+    assert torch.equal(out[:9], decoded(batch, 0, Asked()))

@@ -262,6 +262,7 @@ def _attend_cache(
             seq_lens=prefills.seq_lens,
             block_table=prefills.block_table,
             plan=plans.of(layer),
+            padded=prefills.padded,
             out=out,
             **_options(layer, sinks_H, scales),
         )

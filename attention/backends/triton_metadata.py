@@ -84,7 +84,8 @@ class Decodes(NamedTuple):
 
 class TritonPrefills(NamedTuple):
     """The prefills of a batch: [P + 1], [P] and [P, blocks]. `causal` is as in `CommonAttentionMetadata`. `work` holds
-    their tiles; None where no persistent kernel runs. `splits` is the number of programs that share a tile's keys."""
+    their tiles; None where no persistent kernel runs. `splits` is the number of programs that share a tile's keys.
+    `padded`: of a captured step."""
 
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -92,6 +93,7 @@ class TritonPrefills(NamedTuple):
     causal: bool
     work: WorkList | None = None
     splits: int = 1
+    padded: bool = False
 
 
 def split_requests(common: CommonAttentionMetadata, num_decodes: int) -> tuple[Decodes, TritonPrefills]:
@@ -220,7 +222,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         # overwrites them.
         decodes = Decodes(batch.decode_seq_lens, batch.decode_table)
         self._plans.fill(decodes.seq_lens)
-        prefills = TritonPrefills(batch.query_start_loc, batch.seq_lens, batch.block_table, causal=True)
+        prefills = TritonPrefills(batch.query_start_loc, batch.seq_lens, batch.block_table, causal=True, padded=True)
         num_tokens = batch.slot_mapping.shape[0]
         if self._always_persistent:
             prefills = self._with_work(prefills, num_tokens)

@@ -50,6 +50,7 @@ def attend_prompts(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    padded: bool = False,
     out: Tensor,
 ) -> None:
     """Writes causal attention for the tokens that `query_start_loc` counts; other rows are unchanged.
@@ -63,12 +64,14 @@ def attend_prompts(
             0 is padding, whose rows are undefined.
         block_table: [R, blocks] int32.
         plan: its units are in order, and its `tile_tokens` are `tile_tokens_of` these heads. Its lengths do not count.
+        padded: in a captured step. The kernel for Hopper is left out there: no GPU has run it with padding yet.
     """
     if not len(q_THD) or len(query_start_loc) == 1:
         return
     assert plan.units.in_order
     assert plan.units.tile_tokens == tile_tokens_of(q_THD.shape[1] // kv_layer.shape[3])
-    if not logits_soft_cap and alibi_slopes_H is None and has_hopper_kernels(q_THD.device, _HOPPER):
+    takes = not (padded or logits_soft_cap or alibi_slopes_H is not None)
+    if takes and has_hopper_kernels(q_THD.device, _HOPPER):
         from attention.kernels.in_order import hopper
 
         if hopper.launch(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.kernels.in_order import prompts
 from attention.kernels.in_order.prompts import attend_prompts
 from tests.device import DEVICE
 from tests.unit.attention.in_order import attend_in_order, in_order_plan
@@ -104,8 +105,9 @@ def test_requests_without_queries_are_padding() -> None:
     assert torch.equal(ours[3], decoded(batch, 3, Asked())[52:])
 
 
-def test_padding_of_a_captured_step_has_queries_and_no_keys() -> None:
-    """In sizes that the kernel for Hopper takes. It would wait for ever for the padding's keys."""
+def test_padding_of_a_captured_step_has_queries_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In sizes that the kernel for Hopper takes, which is not asked."""
+    monkeypatch.setattr(prompts, "has_hopper_kernels", lambda *_: pytest.fail("the kernel for Hopper was asked"))
     padding = 200
     batch = decodes([9], num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     q_THD = torch.cat([queries_of(batch, 0), torch.zeros_like(batch.q_RHD[:1]).expand(padding, -1, -1)])
@@ -118,6 +120,7 @@ def test_padding_of_a_captured_step_has_queries_and_no_keys() -> None:
         block_table=batch.block_table.expand(3, -1).contiguous(),
         plan=in_order_plan(batch, Asked(), rows=1, max_splits=MAX_SPLITS),
         scale=SCALE,
+        padded=True,
         out=out,
     )
     assert torch.equal(out[:9], decoded(batch, 0, Asked()))

@@ -135,3 +135,9 @@ def test_a_captured_step_is_split_as_far_as_the_gpu_has_room() -> None:
 
 def test_a_captured_step_without_room_for_a_long_context_is_not_split() -> None:
     assert builder_of().build_padded(padded_batch(16, num_blocks=8)).prefills.splits == 1
+
+
+def test_a_captured_step_is_padded() -> None:
+    """Kernels that must not meet padding ask for it."""
+    assert builder_of().build_padded(padded_batch(16, num_blocks=8)).prefills.padded
+    assert not builder_of().build(0, paged_batch(SIZES, PLAIN, dtype=DTYPE).common).prefills.padded

@@ -59,8 +59,8 @@ class TritonMLAMetadata(MLAMetadata):
         seq_lens: [R] int32 of the decodes, on the device; of query tiles in `absorbed_prefills`.
         block_table: [R, blocks] int32 of the decodes; of all requests in `absorbed_prefills`.
         tiles: the query tiles of `absorbed_prefills`; None for decodes.
-        first_decodes: the first rows of `absorbed_prefills` in a padded batch, any of which may be decodes; their tiles
-            overwrite the others.
+        first_decodes: the first rows of `absorbed_prefills` in a padded batch, where the host does not know which are
+            decodes: all are computed as such, and then the tiles of prompts overwrite theirs.
         shared: the keys that some of the decodes share; None: each row reads its own.
     """
 

@@ -22,7 +22,7 @@ class EarlyHostMemory:
     """Host memory that a thread page-locks from now on. A CPU needs no page-locking, so there is none for it.
 
     Args:
-        device: of the rank, which gets access to the memory.
+        device: of the rank, which gets access to the memory, such as cuda:0.
         lock: makes and locks so many bytes for a device.
 
     Attributes:
@@ -32,7 +32,7 @@ class EarlyHostMemory:
     def __init__(
         self,
         settings: NodeSettings,
-        device: torch.device,
+        device: str,
         *,
         lock: Callable[[int, torch.device], HostPages] = _lock,
     ) -> None:
@@ -40,9 +40,10 @@ class EarlyHostMemory:
         self._lock = lock
         self._locked: Future[tuple[HostPages, float]] | None = None
         self._gib = settings.host_cache_gib
-        if device.type == "cuda" and settings.host_cache_bytes:
+        target = torch.device(device)
+        if target.type == "cuda" and settings.host_cache_bytes:
             thread = ThreadPoolExecutor(1, "host-memory")
-            self._locked = thread.submit(self._run, settings.host_cache_bytes, device)
+            self._locked = thread.submit(self._run, settings.host_cache_bytes, target)
             thread.shutdown(wait=False)
 
     def wait(self, *, log: bool = True) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 import uvloop
 
 from baton.core.exits import ending_soon_if_it_fails, exit_at_once
@@ -134,7 +133,7 @@ def _run_process(
         with start_ranks(settings, program, _CERTIFIED[role], supervisor) as group:
             with ending_at_signals():
                 parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
-                host_memory = EarlyHostMemory(settings, torch.device(rank_device(settings, 0)))
+                host_memory = EarlyHostMemory(settings, rank_device(settings, 0))
                 built = load(settings, parallel, supervisor=supervisor, host_memory=host_memory)
             group.loaded()
             loading.close()  # from here on the loop runs on this thread

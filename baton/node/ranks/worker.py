@@ -18,8 +18,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from baton.core.exits import END_S, exit_at_once
 from baton.core.interpreter_lock import pass_lock_sooner
 from baton.core.logs import set_up_logging
@@ -55,7 +53,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     with _ending_at_errors(steps, setup):
         parallel = join(setup.rank, settings, meeting=setup.meeting)
-        host_memory = EarlyHostMemory(settings, torch.device(rank_device(settings, setup.rank)))
+        host_memory = EarlyHostMemory(settings, rank_device(settings, setup.rank))
         built = load(settings, parallel=parallel, host_memory=host_memory)
         thread = threading.Thread(target=_follow, args=(steps, setup, built), name="device", daemon=True)
         thread.start()

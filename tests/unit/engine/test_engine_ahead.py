@@ -194,68 +194,55 @@ class KnownCosts:
         """Learns nothing."""
 
 
-class Still:
-    """An engine whose clock stands still, so that the next step is not due before the running one ends or the clock is
-    set. The thread that launches always reads zero, so launches take no time. Steps end only when they may."""
-
-    def __init__(self, built: BuiltRunner, monkeypatch: pytest.MonkeyPatch, **given: int) -> None:
-        self.watched = Watched(built, monkeypatch)
-        self.now_s = 0.0
-        self.may_end = threading.Semaphore(0)
-        self.events = EventRecorder()
-        self.engine = Engine(
-            built.runner,
-            limits(**given),
-            on_step=self.events,
-            grammars=built.grammars,
-            meter=KnownCosts(),
-            clock=lambda: 0.0 if threading.current_thread().name == "device" else self.now_s,
-        )
-        real_wait = LaunchedStep.wait
-
-        def wait(step: LaunchedStep) -> list[RowResult]:
-            assert self.may_end.acquire(timeout=60)
-            return real_wait(step)
-
-        monkeypatch.setattr(LaunchedStep, "wait", wait)
-
-    def know_pace(self) -> None:
-        """Tells of earlier steps that took as long as predicted, with launches that took no time."""
-        pace = self.engine._steps._pace
-        for number in range(40):
-            pace.launched(0.0)
-            pace.started(0.0, 1000.0, has_prompts=number % 2 == 0, now=0.0)
-            pace.ended(launched_s=0.0, ended_s=1000.0)
-
-    async def launched(self) -> list[set[str]]:
-        """The requests of all steps, once one more is launched."""
-        assert await asyncio.to_thread(self.watched.launched.acquire, timeout=60)
-        return [{row.request_id for row in batch.rows} for batch in self.watched.batches]
-
-
 async def test_a_request_admitted_while_a_step_runs_joins_the_next_one(
     built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    still = Still(built, monkeypatch)
-    async with still.engine as engine:
-        still.know_pace()
+    """The clock stands still, so the next step is not due before the running one ends or the clock is set. The thread
+    that launches always reads zero, so launches take no time."""
+    watched = Watched(built, monkeypatch)
+    now = [0.0]
+    ended = threading.Semaphore(0)
+    real_wait = LaunchedStep.wait
+
+    def wait(step: LaunchedStep) -> list[RowResult]:
+        assert ended.acquire(timeout=60)
+        return real_wait(step)
+
+    async def launched() -> list[set[str]]:
+        assert await asyncio.to_thread(watched.launched.acquire, timeout=60)
+        return [{row.request_id for row in batch.rows} for batch in watched.batches]
+
+    monkeypatch.setattr(LaunchedStep, "wait", wait)
+    events = EventRecorder()
+    async with Engine(
+        built.runner,
+        limits(),
+        on_step=events,
+        grammars=built.grammars,
+        meter=KnownCosts(),
+        clock=lambda: 0.0 if threading.current_thread().name == "device" else now[0],
+    ) as engine:
+        for number in range(40):  # earlier steps that took as long as predicted, with launches that took no time
+            engine._steps._pace.launched(0.0)
+            engine._steps._pace.started(0.0, 1000.0, has_prompts=number % 2 == 0, now=0.0)
+            engine._steps._pace.ended(launched_s=0.0, ended_s=1000.0)
         engine.submit(request("a", prompt_of(5), greedy(3)))
-        assert await still.launched() == [{"a"}]
+        assert await launched() == [{"a"}]
         engine.reserve(request("b", prompt_of(6, seed=1), greedy(9)))
         assert engine.admit("b", TokenOutput(5, 0)) is None
         for _ in range(10):
             await asyncio.sleep(0)
-        assert len(still.watched.batches) == 1
-        still.now_s = 1000.0
-        still.may_end.release()  # nothing was launched in time: that step follows at once
-        assert await still.launched() == [{"a"}, {"a", "b"}]
+        assert len(watched.batches) == 1
+        now[0] = 1000.0
+        ended.release()  # nothing was launched in time: that step follows at once
+        assert await launched() == [{"a"}, {"a", "b"}]
         engine.submit(request("c", prompt_of(4, seed=2), greedy(9)))
-        still.now_s = 1999.9999  # that step nears its predicted end
+        now[0] = 1999.9999  # that step nears its predicted end
         engine._steps.wake()
-        assert await still.launched() == [{"a"}, {"a", "b"}, {"a", "b", "c"}]
-        assert len(still.events.steps) == 1
-        still.may_end.release(50)
-        await still.events.finished("a", "b", "c")
+        assert await launched() == [{"a"}, {"a", "b"}, {"a", "b", "c"}]
+        assert len(events.steps) == 1
+        ended.release(50)
+        await events.finished("a", "b", "c")
 
 
 # ---- failures

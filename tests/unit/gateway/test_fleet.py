@@ -157,9 +157,9 @@ def test_a_node_with_another_tokenizer_gets_no_requests_and_an_older_one_that_na
     fleet = Fleet(model, 1000, LocalPolicy.PREFER)
     fleet.add(DECODE, "d1")
     for digest, refused in (("", False), ("others", True), ("ours", False)):
-        told = status(DECODE, 21)
-        told.info.model.vocabulary_digest = digest
-        logged = " ".join(lines(fleet.status_received(DECODE, "d1", told, 1.0)))
+        reported = status(DECODE, 21)
+        reported.info.model.vocabulary_digest = digest
+        logged = " ".join(lines(fleet.status_received(DECODE, "d1", reported, 1.0)))
         assert ("node-21 gets no requests: its m has another tokenizer" in logged) == refused
         assert ("another tokenizer" in fleet.explain()) == refused
 

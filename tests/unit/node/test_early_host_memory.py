@@ -11,7 +11,6 @@ from baton.node.early_host_memory import EarlyHostMemory
 from baton.settings.node_config import DecodeSettings
 from kvtransfer.movers.host_pages import HostPages
 
-GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 SETTINGS = DecodeSettings(model=Path("m"), host_cache_gib=2**-20)
 
 
@@ -26,7 +25,7 @@ def test_it_is_locked_while_something_else_happens() -> None:
         assert loaded.wait(60)
         return HostPages(num_bytes, pinned=False)
 
-    early = EarlyHostMemory(SETTINGS, GPU, lock=lock_later)
+    early = EarlyHostMemory(SETTINGS, "cuda:0", lock=lock_later)
     assert early.pages is None
     loaded.set()
     early.wait()
@@ -35,12 +34,12 @@ def test_it_is_locked_while_something_else_happens() -> None:
 
 
 def test_a_size_that_cannot_be_had_is_an_error() -> None:
-    early = EarlyHostMemory(SETTINGS, GPU, lock=refuse)
+    early = EarlyHostMemory(SETTINGS, "cuda:0", lock=refuse)
     with pytest.raises(ConfigError, match="1024 bytes are too many"):
         early.wait()
 
 
 def test_there_is_none_for_a_cpu() -> None:
-    early = EarlyHostMemory(SETTINGS, CPU, lock=refuse)
+    early = EarlyHostMemory(SETTINGS, "cpu", lock=refuse)
     early.wait()
     assert early.pages is None
